@@ -1,0 +1,1 @@
+"""The two drivers, and which of them is chosen."""

@@ -1,0 +1,214 @@
+"""What the rest of handlepool needs from a GPU, and nothing more.
+
+Two drivers implement it: `cuda` (CuPy and nvidia-cudnn-frontend) and `host` (NumPy, no GPU). A driver knows nothing of the
+pool. Conventions that hold for both:
+
+- *Device* is the ordinal. "The current device" is this thread's. Whoever calls makes the right device current first; a
+  driver does not switch devices on its own.
+- *Pointer* is the integer value of a stream's ``cudaStream_t``. 0 is the legacy default stream and 2 the per-thread default
+  stream, of whatever device is current.
+- *Event* is opaque to the callers. It is created for ordering, or, with ``timing=True``, for `elapsed`.
+- What may harm another thread's CUDA-graph capture (creating and destroying handles, streams and events, allocating and
+  freeing, asking whether an event has passed, compiling) is called inside ``with driver.relaxed():``, which exchanges this
+  thread's capture mode for *relaxed*. The driver does not do it on its own, so that the care is visible where it is taken and the
+  host driver can refuse a call without it.
+- No method waits for the device unless its name says so (`synchronize_event`, `synchronize_stream`); `free` may.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+LEGACY_STREAM = 0
+PER_THREAD_STREAM = 2
+
+
+@runtime_checkable
+class CudaStream(Protocol):
+    """Any object with the CUDA stream protocol: ``__cuda_stream__()`` returns ``(0, pointer)``."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+class Stream(Protocol):
+    """The array library's stream object: weakly referenceable, with free attributes, equal by pointer."""
+
+    ptr: int
+    device_id: int
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+class Handle(Protocol):
+    """A cuDNN handle object, as `cudnn.Handle`: `stream` is the pointer it is bound to, None once it was destroyed."""
+
+    backend_handle: int | None
+    stream: int | None
+
+
+class Executable(Protocol):
+    """A compiled graph on one device. `launch` may be called by many threads, each with its own handle and workspace."""
+
+    workspace_size: int
+    engine: str
+    candidates: int
+
+    def launch(self, handle: Handle, operands: Sequence[Any], workspace: int, scratch: Any) -> None:
+        """Enqueue the graph on the handle's stream.
+
+        Parameters
+        ----------
+        handle : Handle
+            Bound to the stream to run on.
+        operands : sequence of array
+            The arrays in the order of ``operands`` that was given to `Driver.compile`.
+        workspace : int
+            Device pointer to at least ``workspace_size`` bytes; never 0 when that is positive.
+        scratch : object
+            What `Driver.launch_buffer` returned for the slot that launches; used by one thread at a time.
+        """
+
+
+class Driver(Protocol):
+    """The hardware seam."""
+
+    name: str
+    array_type: type
+
+    # Hot: plain callables, so that a driver can hand out the array library's own C functions.
+    current_device: Callable[[], int]
+    current_stream: Callable[[], Stream]
+    record_event: Callable[[Any, int], None]
+    """``record_event(event, pointer)``: the event stands for all that the stream was given so far."""
+    wait_event: Callable[[int, Any], None]
+    """``wait_event(pointer, event)``: what the stream is given from now on runs after the event."""
+
+    # Devices and streams
+    def device_count(self) -> int:
+        """Number of visible devices."""
+
+    def device(self, ordinal: int) -> AbstractContextManager[Any]:
+        """Make a device current, and the one before current again on leaving."""
+
+    def create_stream(self) -> Stream:
+        """A new non-blocking stream of the current device; destroyed with its last reference."""
+
+    def wrap_stream(self, pointer: int, owner: object) -> Stream:
+        """A stream object for a pointer of the current device that somebody else owns; keeps ``owner`` alive."""
+
+    def use_stream(self, stream: Stream) -> None:
+        """Make a stream of the current device current for this thread."""
+
+    def owns_stream(self, stream: object) -> bool:
+        """Whether this is the array library's stream object whose life is the stream's life, or a default stream's object."""
+
+    def stream_id(self, pointer: int) -> int:
+        """The driver's id of a stream, unique for the process's life. Must not be asked of a capturing stream."""
+
+    def capture_id(self, pointer: int) -> int:
+        """The id of the capture that a stream takes part in, or 0."""
+
+    def stream_device(self, pointer: int) -> int:
+        """The ordinal of a stream's device. Must not be asked of a default stream."""
+
+    def synchronize_stream(self, pointer: int) -> None:
+        """Wait on the host until the stream has run all that it was given."""
+
+    # Events
+    def create_event(self, *, timing: bool = False) -> Any:
+        """A new event on the current device."""
+
+    def destroy_event(self, event: Any) -> None:
+        """Give an event back; its pending work goes on."""
+
+    def event_done(self, event: Any) -> bool:
+        """Whether the work that an event stands for has run."""
+
+    def synchronize_event(self, event: Any) -> None:
+        """Wait on the host for an event."""
+
+    def elapsed(self, start: Any, end: Any) -> float:
+        """Milliseconds between two timing events that have passed."""
+
+    # Handles
+    def create_handle(self) -> Handle:
+        """A new cuDNN handle on the current device, bound to the legacy default stream."""
+
+    def bind_handle(self, handle: Handle, pointer: int) -> None:
+        """Bind a handle to a stream, also when it remembers the same pointer. Afterwards ``handle.stream is pointer``."""
+
+    def destroy_handle(self, handle: Handle) -> None:
+        """Destroy a handle; harmless when that was done already."""
+
+    # Memory
+    def allocate(self, nbytes: int) -> int:
+        """Device memory of the driver's own, not of the array library's pool; 256-byte aligned. Raises MemoryError."""
+
+    def free(self, pointer: int) -> None:
+        """Give `allocate`'s memory back; waits for work that may still use it."""
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes free and bytes in all on the current device."""
+
+    def release_cached(self) -> None:
+        """Have the array library's own pool give its free blocks back to the device."""
+
+    def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Any:
+        """A one-dimensional uint8 array over memory from `allocate`; keeps ``owner`` alive."""
+
+    def region_allocator(self, stream: Stream, keep: Callable[[object], None]) -> Any:
+        """An allocator for branches of a region that was forked from ``stream``.
+
+        What it allocates comes from the arena of ``stream`` (so that, freed after the join, it is reused in the order of
+        that stream), is passed to ``keep``, and is followed by an edge from ``stream`` to the stream that is current at that
+        time (so that work queued on ``stream`` before another thread freed the block has run before the branch writes to it).
+        """
+
+    def swap_allocator(self, allocator: Any) -> Any:
+        """Make an allocator this thread's; returns the one before, None for the default."""
+
+    # Captures
+    def relaxed(self) -> AbstractContextManager[Any]:
+        """Exchange this thread's stream-capture mode for *relaxed*, and back on leaving."""
+
+    # Arrays and graphs
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
+        """An uninitialised array on the current device; strides in bytes."""
+
+    def asarray(self, values: Any) -> Any:
+        """A host array's copy on the current device, ready for the current stream."""
+
+    def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
+        """A device array's copy on the host, ordered after the current stream."""
+
+    def array_device(self, array: Any) -> int:
+        """The ordinal of the device that an array lives on."""
+
+    def array_pointer(self, array: Any) -> int:
+        """The address of an array's first element."""
+
+    def launch_buffer(self) -> Any:
+        """Per-slot storage that `Executable.launch` needs."""
+
+    def new_graph(self, handle: Handle, **settings: Any) -> Any:
+        """An empty `cudnn.pygraph`. ``handle`` is the device's builder handle and must outlive the graph."""
+
+    def compile(self, graph: Any, operands: Sequence[Any], **settings: Any) -> Executable:
+        """Plan and build a graph whose real tensors all have shape, strides and type.
+
+        Parameters
+        ----------
+        graph : cudnn.pygraph
+            From `new_graph`, with its nodes.
+        operands : sequence of graph tensor
+            The graph's real tensors in the order in which `Executable.launch` will get the arrays: inputs, then outputs.
+        **settings
+            ``workspace_limit`` (bytes or None), ``allow_tf32``, ``deterministic``, ``heuristics``.
+
+        Raises
+        ------
+        GraphNotSupportedError
+            With the backend's own words.
+        """

@@ -1,0 +1,65 @@
+"""Every error that handlepool raises on purpose.
+
+Each derives from `HandlePoolError` and from the built-in that a person would catch; each message says what happened, for
+which key, and what to do.
+"""
+
+
+class HandlePoolError(Exception):
+    """Root of the errors that handlepool raises."""
+
+
+class DeviceMismatchError(HandlePoolError, ValueError):
+    """A stream, an array or a handle belongs to another device than the current one."""
+
+
+class StreamError(HandlePoolError, TypeError):
+    """An object that was passed as a stream is none, or cannot be used as one here."""
+
+
+class CaptureError(HandlePoolError, RuntimeError):
+    """Something was asked for that cannot be done while a stream is being captured."""
+
+
+class ForkedProcessError(HandlePoolError, RuntimeError):
+    """A pool was used in a child made by ``os.fork``; CUDA does not survive a fork, so start the child with spawn."""
+
+
+class PoolClosedError(HandlePoolError, RuntimeError):
+    """The pool was closed, or the fork was left."""
+
+
+class OutOfMemoryError(HandlePoolError, MemoryError):
+    """Device memory, or the pool's scratch limit, does not allow what was asked for, also after giving back what was idle."""
+
+
+class OwnershipError(HandlePoolError, RuntimeError):
+    """A fork, a handle or a workspace was used by a thread or a stream that does not own it."""
+
+
+class StateBusyError(HandlePoolError, RuntimeError):
+    """A state was asked for by index that is busy, by a thread that holds a state: waiting could deadlock."""
+
+
+class StateIndexError(HandlePoolError, IndexError):
+    """A state index outside the range of its `ParallelStates`."""
+
+
+class ArgumentError(HandlePoolError, ValueError):
+    """A value that no call could succeed with: a size, a count, an option, a shape or a type."""
+
+
+class ArrayTypeError(HandlePoolError, TypeError):
+    """An array of a kind that this driver cannot take."""
+
+
+class GraphNotSupportedError(HandlePoolError, RuntimeError):
+    """cuDNN, or the host driver's evaluator, has no way to run this graph."""
+
+
+class DriverNotAvailableError(HandlePoolError, RuntimeError):
+    """The driver that was asked for cannot run here: no GPU, or a package is missing (the message names the extra)."""
+
+
+class ContractError(HandlePoolError, RuntimeError):
+    """A rule that cuDNN and CUDA leave unchecked was broken, and a check was on to see it."""
