@@ -1,1 +1,83 @@
 """The two drivers, and which of them is chosen."""
+
+import os
+import threading
+from importlib import import_module
+from importlib.util import find_spec
+
+from handlepool.drivers.base import Driver
+from handlepool.errors import ArgumentError, DriverNotAvailableError
+
+NAMES = ("cuda", "host")
+VARIABLE = "HANDLEPOOL_DRIVER"
+
+_loaded: dict[str, Driver] = {}
+_lock = threading.Lock()  # one driver of a name a process: its events, streams and arenas belong together
+
+
+def choose(name: str | None = None) -> tuple[str, str]:
+    """Say which driver will be used, and why.
+
+    Parameters
+    ----------
+    name : {"cuda", "host"}, optional
+        An explicit choice, which wins over the environment.
+
+    Returns
+    -------
+    name, reason : str
+        The environment variable ``HANDLEPOOL_DRIVER`` decides where no name is given, and ``cuda`` where neither does: a
+        library never runs on the CPU without being told to.
+
+    Raises
+    ------
+    ArgumentError
+        For a name that is no driver's.
+    """
+    if name is not None:
+        reason = "asked for by name"
+    elif name := os.environ.get(VARIABLE):
+        reason = f"set by {VARIABLE}"
+    else:
+        name, reason = "cuda", f"the default; {VARIABLE} is not set"
+    if name not in NAMES:
+        raise ArgumentError(f"no driver is named {name!r} ({reason}); the drivers are {' and '.join(NAMES)}")
+    return name, reason
+
+
+def available(name: str) -> str | None:
+    """Say why a driver cannot run here: a sentence, or None where it can."""
+    if name == "host":
+        return None
+    for module, package in (("cupy", "CuPy"), ("cudnn", "nvidia-cudnn-frontend"), ("cuda.bindings", "cuda-bindings")):
+        try:
+            found = find_spec(module) is not None
+        except ModuleNotFoundError:  # the parent of a dotted name
+            found = False
+        if not found:
+            return f"{package} is not installed; install handlepool[cu12] or handlepool[cu13]"
+    from handlepool.drivers import cuda
+
+    return cuda.unavailable()
+
+
+def load(name: str | None = None) -> Driver:
+    """Return the process's driver of a name, made on first use.
+
+    Raises
+    ------
+    DriverNotAvailableError
+        Where it cannot run; the message says what is missing and which extra brings it.
+    """
+    name, reason = choose(name)
+    with _lock:
+        driver = _loaded.get(name)
+        if driver is None:
+            if problem := available(name):
+                raise DriverNotAvailableError(
+                    f"the {name} driver ({reason}) cannot run here: {problem}. "
+                    f"On a machine without a GPU, set {VARIABLE}=host or pass driver='host'"
+                )
+            module = import_module(f"handlepool.drivers.{name}")
+            driver = _loaded[name] = (module.CudaDriver if name == "cuda" else module.HostDriver)()
+    return driver

@@ -77,13 +77,21 @@ class Driver(Protocol):
     name: str
     array_type: type
 
-    # Hot: plain callables, so that a driver can hand out the array library's own C functions.
-    current_device: Callable[[], int]
-    current_stream: Callable[[], Stream]
-    record_event: Callable[[Any, int], None]
-    """``record_event(event, pointer)``: the event stands for all that the stream was given so far."""
-    wait_event: Callable[[int, Any], None]
-    """``wait_event(pointer, event)``: what the stream is given from now on runs after the event."""
+    # Hot, and called by position only, so that a driver can hand out the array library's own C functions.
+    def current_device(self) -> int:
+        """This thread's device."""
+
+    def current_stream(self) -> Stream:
+        """This thread's stream on the current device."""
+
+    def record_event(self, event: Any, pointer: int, /) -> None:
+        """Let the event stand for all that the stream was given so far."""
+
+    def wait_event(self, pointer: int, event: Any, /) -> None:
+        """Let what the stream is given from now on run after the event."""
+
+    def set_device(self, ordinal: int, /) -> None:
+        """Make a device current for this thread."""
 
     # Devices and streams
     def device_count(self) -> int:

@@ -1,0 +1,110 @@
+"""cuDNN handles and workspaces per thread, device and stream, and concurrent cuDNN calls on side streams.
+
+Importing this imports neither CuPy nor torch and makes nothing; the driver is loaded at the first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from handlepool.errors import (
+    ArgumentError,
+    ArrayTypeError,
+    CaptureError,
+    ContractError,
+    DeviceMismatchError,
+    DriverNotAvailableError,
+    ForkedProcessError,
+    GraphNotSupportedError,
+    HandlePoolError,
+    OutOfMemoryError,
+    OwnershipError,
+    PoolClosedError,
+    StateBusyError,
+    StateIndexError,
+    StreamError,
+)
+from handlepool.executor import ParallelStateExecutor, StreamFuture
+from handlepool.graphs import graph
+from handlepool.ops import conv2d
+from handlepool.pool import HandlePool
+from handlepool.states import Fork, ParallelStates
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "ArrayTypeError",
+    "CaptureError",
+    "ContractError",
+    "DeviceMismatchError",
+    "DriverNotAvailableError",
+    "Fork",
+    "ForkedProcessError",
+    "GraphNotSupportedError",
+    "HandlePool",
+    "HandlePoolError",
+    "OutOfMemoryError",
+    "OwnershipError",
+    "ParallelStateExecutor",
+    "ParallelStates",
+    "PoolClosedError",
+    "StateBusyError",
+    "StateIndexError",
+    "StreamError",
+    "StreamFuture",
+    "close",
+    "conv2d",
+    "default_pool",
+    "get_handle",
+    "get_workspace",
+    "graph",
+    "prewarm",
+    "stats",
+    "trim",
+    "with_cudnn_state",
+]
+
+CAFFE2_STATES = 4
+
+_default: HandlePool | None = None
+_states: ParallelStates | None = None
+
+_OF_THE_POOL = ("close", "get_handle", "get_workspace", "prewarm", "stats", "trim")
+
+if TYPE_CHECKING:
+    _pool = HandlePool()
+    close = _pool.close
+    get_handle = _pool.get_handle
+    get_workspace = _pool.get_workspace
+    prewarm = _pool.prewarm
+    stats = _pool.stats
+    trim = _pool.trim
+
+
+def default_pool() -> HandlePool:
+    """The pool that the module's functions and whatever is given no pool use; made when first asked for."""
+    global _default
+    if _default is None:
+        pool = HandlePool()
+        if _default is None:  # another thread may have been first; a pool that was not used holds nothing
+            _default = pool
+    return _default
+
+
+def __getattr__(name: str) -> Any:
+    # The module's functions *are* the default pool's methods: a function around them would cost a third of a hit.
+    if name in _OF_THE_POOL:
+        method = getattr(default_pool(), name)
+        globals()[name] = method
+        return method
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def with_cudnn_state(index: int, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run ``function(state, *args, **kwargs)`` on one of four states of the whole process, forked and joined at once.
+
+    See `ParallelStates.with_state`.
+    """
+    global _states
+    if _states is None:
+        _states = ParallelStates(CAFFE2_STATES)
+    return _states.with_state(index, function, *args, **kwargs)

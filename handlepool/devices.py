@@ -1,0 +1,296 @@
+"""What a pool has on one device: idle slots, side slots, scratch, and the handle that graphs are built with."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from handlepool.drivers.base import Driver, Handle
+from handlepool.errors import OutOfMemoryError
+from handlepool.slots import UNBOUND, Slot
+from handlepool.workspace import DeviceScratch
+
+MOST_SIDE_SLOTS = 32
+"""The GPU serves streams through at most 32 hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)."""
+
+# NVIDIA recommends one synchronous cudnnCreate before any that may run beside another (guarantee 14). The lock is the
+# process's, not a pool's, and is held for every create: the binding holds the GIL through the call in any case.
+_create_lock = threading.Lock()
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened to handles so far."""
+
+    handles_created: int = 0
+    handles_destroyed: int = 0
+    handles_reused: int = 0
+    handles_repaired: int = 0
+    create_microseconds: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """The counts by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+class DeviceSlots:
+    """The slots of one device that no thread owns. Its methods are called with that device current.
+
+    Parameters
+    ----------
+    pool : HandlePool
+        Whose slots they are.
+    driver : Driver
+        Where handles, streams and memory come from.
+    device : int
+        Ordinal.
+    scratch_limit, idle_limit : int or None, int
+        As in `HandlePool`.
+    drain : callable
+        Takes in what threads and streams have left behind.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        driver: Driver,
+        device: int,
+        scratch_limit: int | None,
+        idle_limit: int,
+        drain: Callable[[], None],
+    ) -> None:
+        self.pool = pool
+        self.driver = driver
+        self.device = device
+        self.idle_limit = idle_limit
+        self.counts = Counts()
+        self.scratch = DeviceScratch(driver, device, scratch_limit, self.reclaim_scratch, self.describe)
+        self.idle: list[Slot] = []  # reused last in, first out: the warmest scratch and the stream most likely alive
+        self.sides: list[Slot] = []  # free side slots; pop and append are atomic, so a lease takes no lock
+        self.quarantine: list[Slot] = []  # side slots whose streams still take part in a capture (guarantee 9)
+        self.sides_made = 0
+        self.live = 0
+        self.builder: Handle | None = None
+        self.build_lock = threading.Lock()  # the builder handle is used by one thread at a time (guarantee 1)
+        self._drain = drain
+        self._lock = threading.Lock()  # guards counts, live, sides_made and the idle list's length; no call is made under it
+
+    # Handles
+
+    def create_handle(self) -> Handle:
+        """Create a handle; when that fails, give back what is idle, try once more, then say what is short (guarantee 12)."""
+        try:
+            return self._create_handle()
+        except Exception:
+            self.reclaim_scratch()
+            self.drop_idle()
+            self.drop_sides()
+            with self.driver.relaxed():
+                self.driver.release_cached()
+        try:
+            return self._create_handle()
+        except Exception as error:
+            with self.driver.relaxed():
+                free, total = self.driver.memory_info()
+            raise OutOfMemoryError(
+                f"no cuDNN handle could be created on device {self.device} ({error}): {free:,} of {total:,} bytes are free, "
+                f"the pool holds {self.describe()}. A handle takes 8 to 10 MiB; free arrays, or close forks and threads"
+            ) from error
+
+    def _create_handle(self) -> Handle:
+        with _create_lock, self.driver.relaxed():
+            start = time.perf_counter_ns()
+            handle = self.driver.create_handle()
+            took = time.perf_counter_ns() - start
+        with self._lock:
+            self.counts.handles_created += 1
+            self.counts.create_microseconds += took // 1000
+        return handle
+
+    def builder_handle(self) -> Handle:
+        """The handle that graphs are built with; called with `build_lock` held. It lives as long as plans do: they keep it."""
+        if self.builder is None:
+            self.builder = self.create_handle()
+        return self.builder
+
+    def destroy_handle(self, handle: Handle) -> None:
+        """Destroy a handle that no slot has any more."""
+        with self.driver.relaxed():
+            self.driver.destroy_handle(handle)
+        with self._lock:
+            self.counts.handles_destroyed += 1
+
+    def repair(self, slot: Slot) -> None:
+        """Make a slot's handle right again that its caller destroyed or bound elsewhere."""
+        if slot.handle.backend_handle is None:
+            with self._lock:
+                self.counts.handles_destroyed += 1
+            slot.handle = self.create_handle()
+        with self.driver.relaxed():
+            self.driver.bind_handle(slot.handle, slot.pointer)
+        with self._lock:
+            self.counts.handles_repaired += 1
+
+    # Idle slots
+
+    def take_idle(self) -> Slot | None:
+        """The slot that was given back last, or None."""
+        while True:
+            try:
+                slot = self.idle.pop()
+            except IndexError:
+                return None
+            if slot.handle.backend_handle is not None:
+                with self._lock:
+                    self.counts.handles_reused += 1
+                return slot
+            self._destroy(slot)  # its former owner had destroyed the handle
+
+    def put_idle(self, slot: Slot) -> None:
+        """Keep a slot for a later owner; the oldest beyond the idle limit is destroyed."""
+        self.idle.append(slot)
+        while len(self.idle) > self.idle_limit:
+            try:
+                self._destroy(self.idle.pop(0))
+            except IndexError:
+                return
+
+    def _destroy(self, slot: Slot) -> None:
+        slot.bound = UNBOUND
+        slot.release_scratch()
+        self.destroy_handle(slot.handle)
+
+    def drop_idle(self) -> None:
+        """Destroy every idle slot."""
+        while self.idle:
+            try:
+                self._destroy(self.idle.pop())
+            except IndexError:
+                return
+
+    # Side slots
+
+    def lease(self) -> Slot | None:
+        """Take a side slot (stream, handle, scratch) out of circulation; None when all are out (guarantee 1)."""
+        try:
+            return self.sides.pop()
+        except IndexError:
+            pass
+        self._drain()
+        self.end_quarantine()
+        try:
+            return self.sides.pop()
+        except IndexError:
+            pass
+        with self._lock:
+            if self.sides_made >= MOST_SIDE_SLOTS:
+                return None
+            self.sides_made += 1
+        try:
+            return self._make_side()
+        except BaseException:
+            with self._lock:
+                self.sides_made -= 1
+            raise
+
+    def _make_side(self) -> Slot:
+        slot = Slot(self.pool, self.driver, self.scratch, self.create_handle())
+        try:
+            with self.driver.relaxed():
+                stream = slot.side_stream = self.driver.create_stream()
+                slot.pointer = stream.ptr
+                slot.start = self.driver.create_event()
+                slot.end = self.driver.create_event()
+                self.driver.bind_handle(slot.handle, slot.pointer)
+        except BaseException:
+            self._destroy_side(slot)
+            raise
+        return slot
+
+    def give_back(self, slot: Slot, *, captured: bool) -> None:
+        """Put a leased side slot back; one that a capture was given waits for the capture's end."""
+        if captured:
+            self.quarantine.append(slot)
+        else:
+            self.sides.append(slot)
+
+    def end_quarantine(self) -> None:
+        """Put the side slots back whose captures have ended."""
+        for _ in range(len(self.quarantine)):
+            try:
+                slot = self.quarantine.pop(0)
+            except IndexError:
+                return
+            if self.driver.capture_id(slot.pointer):
+                self.quarantine.append(slot)
+            else:
+                slot.forget_capture()
+                self.sides.append(slot)
+
+    def _destroy_side(self, slot: Slot) -> None:
+        self._destroy(slot)
+        with self.driver.relaxed():
+            for event in (slot.start, slot.end):
+                if event is not None:
+                    self.driver.destroy_event(event)
+            slot.start = slot.end = slot.side_stream = None  # the stream goes with its last reference, here
+
+    def drop_sides(self) -> None:
+        """Destroy the free side slots."""
+        while self.sides:
+            try:
+                slot = self.sides.pop()
+            except IndexError:
+                return
+            self.drop_side(slot)
+
+    def drop_side(self, slot: Slot) -> None:
+        """Destroy one side slot that nobody has."""
+        self._destroy_side(slot)
+        with self._lock:
+            self.sides_made -= 1
+
+    # Accounts
+
+    def reclaim_scratch(self) -> None:
+        """Give back the scratch of idle and free side slots, and what waits for its stream."""
+        self._drain()
+        self.scratch.collect(wait=True)
+        for slots in (self.idle, self.sides):
+            held = []
+            while slots:
+                try:
+                    held.append(slots.pop())
+                except IndexError:
+                    break
+            for slot in held:
+                slot.release_scratch()
+            slots.extend(reversed(held))
+
+    def count_live(self, change: int) -> None:
+        """Count slots that threads own."""
+        with self._lock:
+            self.live += change
+
+    def snapshot(self) -> dict[str, int]:
+        """Counters by flat name."""
+        free = len(self.sides)
+        held = len(self.quarantine)
+        return self.counts.as_dict() | {
+            "handles_live": self.live,
+            "handles_idle": len(self.idle) + free,
+            "handles_leased": self.sides_made - free - held,
+            "handles_captured": held,
+            "handles_building": int(self.builder is not None),
+            "scratch_bytes": self.scratch.nbytes,
+            "scratch_bytes_peak": self.scratch.peak,
+        }
+
+    def describe(self) -> str:
+        """What is held, in words."""
+        now = self.snapshot()
+        return (
+            f"{now['handles_live']} live, {now['handles_idle']} idle, {now['handles_leased']} leased handles, "
+            f"{now['scratch_bytes']:,} bytes of scratch"
+        )

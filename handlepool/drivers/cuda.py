@@ -1,0 +1,347 @@
+"""The driver for NVIDIA GPUs: CuPy, nvidia-cudnn-frontend and, for what CuPy lacks, ``cuda.bindings.driver``.
+
+The only module that imports CuPy or calls a cuDNN binding. The runtime half of cuda-bindings is never used: it needs a
+driver as new as itself. cuDNN's rule for threads is that a handle is used by one thread at a time; who keeps it is the pool.
+"""
+
+import ctypes
+import threading
+from array import array as buffer
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import cudnn
+import cupy
+import numpy as np
+from cuda.bindings import driver as cu
+from cupy.cuda import runtime
+from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
+
+from handlepool.drivers import frontend
+from handlepool.drivers.base import PER_THREAD_STREAM, Handle, Stream
+from handlepool.errors import ArgumentError, GraphNotSupportedError
+
+# CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
+_get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator
+_set_allocator: Callable[[Any], None] = cupy.cuda.memory._set_thread_local_allocator
+_RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_MAX_OPERANDS = 64
+
+
+def unavailable() -> str | None:
+    """Say why there is nothing to run on: no GPU, no driver, no libcudnn. None where all is there."""
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        return f"no usable NVIDIA GPU ({error})"
+    if count == 0:
+        return "no NVIDIA GPU is visible"
+    try:
+        cudnn.backend_version()
+    except Exception as error:
+        return f"libcudnn was not found ({error}); install handlepool[cu12] or handlepool[cu13]"
+    return None
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """The one place where a status of the CUDA driver is checked."""
+    status, *values = result
+    if status != cu.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA driver error: {status.name}")
+    return values[0] if values else None
+
+
+class _Relaxed:
+    """This thread's capture mode is *relaxed* inside: calls that are unsafe for other modes harm no capture."""
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        self._mode = _check(cu.cuThreadExchangeStreamCaptureMode(_RELAXED))
+
+    def __exit__(self, *_: object) -> None:
+        _check(cu.cuThreadExchangeStreamCaptureMode(self._mode))
+
+
+class _ForeignStream:
+    """A pointer with its owner, in the form that ``Stream.from_external`` takes."""
+
+    def __init__(self, pointer: int, owner: object) -> None:
+        self.pointer = pointer
+        self.owner = owner
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
+class CudaDriver:
+    """NVIDIA GPUs through CuPy and cudnn-frontend. See `handlepool.drivers.base.Driver` for every method's contract."""
+
+    name = "cuda"
+    array_type: type = cupy.ndarray
+    current_device: Callable[[], int] = staticmethod(runtime.getDevice)
+    current_stream: Callable[[], Stream] = staticmethod(cupy.cuda.get_current_stream)
+    record_event: Callable[[Any, int], None] = staticmethod(runtime.eventRecord)
+    wait_event: Callable[[int, Any], None] = staticmethod(runtime.streamWaitEvent)
+    set_device: Callable[[int], None] = staticmethod(runtime.setDevice)
+    device = staticmethod(cupy.cuda.Device)
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def device_count(self) -> int:
+        return int(runtime.getDeviceCount())
+
+    # Streams
+
+    def create_stream(self) -> Stream:
+        stream: Stream = cupy.cuda.Stream(non_blocking=True)
+        return stream
+
+    def wrap_stream(self, pointer: int, owner: object) -> Stream:
+        stream: Stream
+        if pointer == 0:
+            stream = cupy.cuda.Stream.null
+        elif pointer == PER_THREAD_STREAM:
+            stream = cupy.cuda.Stream.ptds
+        else:
+            stream = cupy.cuda.Stream.from_external(_ForeignStream(pointer, owner))
+        return stream
+
+    def use_stream(self, stream: Any) -> None:
+        stream.use()
+
+    def owns_stream(self, stream: object) -> bool:
+        # from_external gives a Stream too, but one whose end is not the stream's end.
+        return type(stream) is cupy.cuda.Stream and getattr(stream, "_foreign_stream_ref", None) is None
+
+    def stream_id(self, pointer: int) -> int:
+        return int(_check(cu.cuStreamGetId(pointer)))
+
+    def capture_id(self, pointer: int) -> int:
+        if not runtime.streamIsCapturing(pointer):  # 0.1 µs; the id below costs ten times that
+            return 0
+        _status, identity, *_ = _check_all(cu.cuStreamGetCaptureInfo(pointer))
+        return int(identity)
+
+    def stream_device(self, pointer: int) -> int:
+        context = _check(cu.cuStreamGetCtx(pointer))
+        _check(cu.cuCtxPushCurrent(context))
+        try:
+            return int(_check(cu.cuCtxGetDevice()))
+        finally:
+            _check(cu.cuCtxPopCurrent())
+
+    def synchronize_stream(self, pointer: int) -> None:
+        runtime.streamSynchronize(pointer)
+
+    # Events are raw pointers: no destructor of theirs can call CUDA at a bad moment.
+
+    def create_event(self, *, timing: bool = False) -> int:
+        return int(runtime.eventCreateWithFlags(0 if timing else runtime.eventDisableTiming))
+
+    def destroy_event(self, event: int) -> None:
+        runtime.eventDestroy(event)
+
+    def event_done(self, event: int) -> bool:
+        return bool(runtime.eventQuery(event) == 0)
+
+    def synchronize_event(self, event: int) -> None:
+        runtime.eventSynchronize(event)
+
+    def elapsed(self, start: int, end: int) -> float:
+        return float(runtime.eventElapsedTime(start, end))
+
+    # Handles
+
+    def create_handle(self) -> Handle:
+        handle: Handle = cudnn.create_handle()
+        return handle
+
+    def bind_handle(self, handle: Handle, pointer: int) -> None:
+        # set_stream skips the pointer that it remembers, which is wrong after a pointer was recycled.
+        handle.stream = None
+        cudnn.set_stream(handle, pointer)
+
+    def destroy_handle(self, handle: Handle) -> None:
+        cudnn.destroy_handle(handle)
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> int:
+        try:
+            return int(runtime.malloc(nbytes))
+        except runtime.CUDARuntimeError as error:
+            if error.status == _OUT_OF_MEMORY:
+                raise MemoryError(str(error)) from error
+            raise
+
+    def free(self, pointer: int) -> None:
+        runtime.free(pointer)
+
+    def memory_info(self) -> tuple[int, int]:
+        free, total = runtime.memGetInfo()
+        return int(free), int(total)
+
+    def release_cached(self) -> None:
+        cupy.get_default_memory_pool().free_all_blocks()
+
+    def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Any:
+        memory = UnownedMemory(pointer, nbytes, owner, self.current_device())
+        return cupy.ndarray((nbytes,), np.uint8, MemoryPointer(memory, 0))
+
+    def region_allocator(self, stream: Any, keep: Callable[[object], None]) -> Any:
+        base = cupy.cuda.get_allocator()
+        device = self.current_device()
+        origin = stream.ptr
+        event = self._edge_event(device)
+
+        def allocate(nbytes: int) -> Any:
+            current = cupy.cuda.get_current_stream()
+            if current.ptr == origin or runtime.getDevice() != device:
+                memory = base(nbytes)
+            else:
+                stream.use()
+                try:
+                    memory = base(nbytes)
+                finally:
+                    current.use()
+                runtime.eventRecord(event, origin)
+                runtime.streamWaitEvent(current.ptr, event)
+            keep(memory.mem)
+            return memory
+
+        return allocate
+
+    def _edge_event(self, device: int) -> int:
+        """This thread's event for edges; recorded anew each time, since a wait holds on to the record it was given."""
+        events: dict[int, int] | None = getattr(self._local, "events", None)
+        if events is None:
+            events = self._local.events = {}
+        if device not in events:
+            with _Relaxed():
+                events[device] = self.create_event()
+        return events[device]
+
+    def swap_allocator(self, allocator: Any) -> Any:
+        previous = _get_allocator()
+        _set_allocator(allocator)
+        return previous
+
+    def relaxed(self) -> AbstractContextManager[Any]:
+        return _Relaxed()
+
+    # Arrays and graphs
+
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
+        try:
+            return cupy.ndarray(shape, dtype, None, strides)
+        except OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    def asarray(self, values: Any) -> Any:
+        # Through pinned memory the copy is asynchronous; from pageable memory it has read `values` when it returns. Both are
+        # ordered on the current stream.
+        return cupy.asarray(values, order="K")
+
+    def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(cupy.asnumpy(array, order="K"))
+
+    def array_device(self, array: Any) -> int:
+        return int(array.data.device_id)
+
+    def array_pointer(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    def launch_buffer(self) -> Any:
+        pointers = buffer("Q", bytes(8 * _MAX_OPERANDS))
+        return pointers, pointers.buffer_info()[0]
+
+    def new_graph(self, handle: Handle, **settings: Any) -> Any:
+        return frontend.new_graph(handle, **settings)
+
+    def compile(self, graph: Any, operands: Sequence[Any], **settings: Any) -> "CudaExecutable":
+        return CudaExecutable(graph, operands, **settings)
+
+
+def _check_all(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    _check(result)
+    return result[1:]
+
+
+class CudaExecutable:
+    """A built `cudnn.pygraph`, launched through its raw entry where that is there."""
+
+    def __init__(
+        self,
+        graph: Any,
+        operands: Sequence[Any],
+        *,
+        workspace_limit: int | None = None,
+        allow_tf32: bool = True,
+        deterministic: bool = False,
+        heuristics: Sequence[str] = ("A", "FALLBACK"),
+        plan_index: int | None = None,
+    ) -> None:
+        if len(operands) > _MAX_OPERANDS:
+            raise ArgumentError(f"a graph of {len(operands)} real tensors; at most {_MAX_OPERANDS} can be launched")
+        notes = []
+        if not allow_tf32:
+            notes.append(cudnn.numerical_note.TENSOR_CORE)
+        if deterministic:
+            notes.append(cudnn.numerical_note.NONDETERMINISTIC)
+        try:
+            graph.validate()
+            graph.build_operation_graph()
+            if workspace_limit is not None:
+                graph.deselect_workspace_greater_than(workspace_limit)
+            if notes:
+                graph.deselect_numeric_notes(notes)
+            graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in heuristics])
+            if plan_index is not None:
+                graph.select_plan(plan_index)
+            graph.check_support()
+            graph.build_plans()
+        except (cudnn.cudnnGraphNotSupportedError, ValueError, RuntimeError, NotImplementedError) as error:
+            raise GraphNotSupportedError(f"cuDNN {cudnn.backend_version()} answered: {error}") from error
+        self.graph = graph
+        self.workspace_size = int(graph.get_workspace_size())
+        self.engine = str(graph.get_plan_name_at_index(graph._plan_index))
+        self.candidates = int(graph.get_execution_plan_count())
+        self._uids = [int(tensor.get_uid()) for tensor in operands]
+        self._raw, self._index = self._raw_entry()
+
+    def _raw_entry(self) -> tuple[Callable[..., None] | None, int]:
+        """Find the entry beneath ``pygraph.execute``, a fifth of its cost; None where this frontend has no such thing.
+
+        It takes an array of pointers in ascending order of uid, which the operands' order is made to be.
+        """
+        try:
+            lowered = self.graph._lowered_graph
+            lowered._prepare_variant_pack_template()
+            order = list(lowered._get_variant_pack_uids_sorted())
+            index = self.graph._plans[self.graph._plan_index].cpp_index
+            raw: Callable[..., None] = lowered._execute_with_raw_ptrs
+        except (AttributeError, IndexError):
+            return None, -1
+        if order != self._uids or self.graph.selected_engine is not None:
+            return None, -1
+        return raw, -1 if index is None else index
+
+    def launch(self, handle: Handle, operands: Sequence[Any], workspace: int, scratch: Any) -> None:
+        pointers, address = scratch
+        raw = self._raw
+        if raw is None:
+            pack = {uid: array.data.ptr for uid, array in zip(self._uids, operands, strict=True)}
+            self.graph.execute(pack, workspace or None, handle=handle)
+            return
+        count = 0
+        for array in operands:
+            pointers[count] = array.data.ptr
+            count += 1
+        raw(address, count, workspace, handle.backend_handle, self._index)
+
+
+assert ctypes.sizeof(ctypes.c_void_p) == 8  # the raw entry's array holds 64-bit pointers

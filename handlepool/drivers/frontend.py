@@ -1,0 +1,102 @@
+"""What both drivers ask of nvidia-cudnn-frontend: its data types, by NumPy's, and an empty graph.
+
+The frontend is imported when it is first needed, so that importing handlepool stays light.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from handlepool.errors import ArrayTypeError
+
+NAMES = {
+    "float16": "HALF",
+    "bfloat16": "BFLOAT16",
+    "float32": "FLOAT",
+    "float64": "DOUBLE",
+    "int8": "INT8",
+    "uint8": "UINT8",
+    "int32": "INT32",
+    "int64": "INT64",
+    "bool": "BOOLEAN",
+    "float8_e4m3fn": "FP8_E4M3",
+    "float8_e5m2": "FP8_E5M2",
+}
+"""NumPy's name of a type, or ml_dtypes', and the frontend's."""
+
+
+def data_type(dtype: Any) -> Any:
+    """The frontend's data type.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype or what makes one
+        bfloat16 and the 8-bit floating-point types are those of ml_dtypes.
+
+    Raises
+    ------
+    ArrayTypeError
+        For a type that cuDNN has not.
+    """
+    import cudnn
+
+    name = np.dtype(dtype).name
+    if name not in NAMES:
+        raise ArrayTypeError(f"cuDNN has no data type {name!r}; it has {', '.join(NAMES)}")
+    return getattr(cudnn.data_type, NAMES[name])
+
+
+def numpy_dtype(kind: Any) -> np.dtype[Any]:
+    """NumPy's type for one of the frontend's.
+
+    Raises
+    ------
+    ArrayTypeError
+        For a type that NumPy has not, or that needs ml_dtypes where that is missing.
+    """
+    for name, upper in NAMES.items():
+        if upper == kind.name:
+            break
+    else:
+        raise ArrayTypeError(f"NumPy has no type for cuDNN's {kind.name}")
+    try:
+        return np.dtype(name)
+    except TypeError:
+        try:
+            import ml_dtypes
+        except ImportError as error:
+            raise ArrayTypeError(f"arrays of {name} need the package ml_dtypes: pip install ml_dtypes") from error
+        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return dtype
+
+
+def new_graph(
+    handle: Any,
+    *,
+    name: str = "handlepool",
+    io_dtype: Any = None,
+    intermediate_dtype: Any = None,
+    compute_dtype: Any = None,
+) -> Any:
+    """An empty `cudnn.pygraph`.
+
+    Parameters
+    ----------
+    handle : cudnn.Handle or None
+        The handle to plan with; None makes a graph that is only read.
+    name : str
+    io_dtype, intermediate_dtype, compute_dtype : numpy.dtype, optional
+        Types of real tensors, of tensors between nodes, and of the arithmetic, where nothing else says.
+    """
+    import cudnn
+
+    def convert(dtype: Any) -> Any:
+        return None if dtype is None else data_type(dtype)
+
+    return cudnn.pygraph(
+        name=name,
+        io_data_type=convert(io_dtype),
+        intermediate_data_type=convert(intermediate_dtype),
+        compute_data_type=convert(compute_dtype),
+        handle=handle,
+    )

@@ -1,0 +1,420 @@
+"""The driver without a GPU: NumPy arrays, streams that are ordered queues, events, handles, memory and captures.
+
+`HostDriver` is the whole of it; the parts are `schedulers` (what runs when), `streams` (queues, events, what is current),
+`captures`, `memory` (scratch, arenas), `contract` (checks, counts, faults) and `executable` over `evaluator` (graphs).
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from handlepool.drivers import frontend
+from handlepool.drivers.host.contract import CallLog, HandleUse, HostHandle, Relaxed
+from handlepool.drivers.host.executable import HostExecutable
+from handlepool.drivers.host.memory import Array, Memory, RegionAllocator, address_of, owner_of, raw_view
+from handlepool.drivers.host.schedulers import AdversarialScheduler, Scheduler, ThreadScheduler
+from handlepool.drivers.host.streams import Device, Event, Latch, Queue, Stream, StreamTable
+from handlepool.errors import ArgumentError, ContractError
+
+__all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
+
+
+class HostDriver:
+    """A `handlepool.drivers.base.Driver` on the CPU.
+
+    Parameters
+    ----------
+    devices : int
+        Pretended devices, each with its own memory and streams.
+    scheduler : {"threads", "adversarial"}
+        "threads" overlaps streams for real. "adversarial" has no threads and runs queued work in an order that the seed
+        picks, mostly when somebody waits for it, so that a wait that is missing gives wrong results again and again.
+    seed : int
+        Of the adversarial scheduler.
+    memory : int
+        Bytes of each device.
+    checks : bool
+        Whether to check how handles are used, which cuDNN does not.
+
+    Attributes
+    ----------
+    calls : collections.Counter
+        How often each method of the protocol was called, by its name; clear it at will.
+
+    Notes
+    -----
+    The legacy default stream (pointer 0) alone is synchronous with the host. There is no implicit order between it and other
+    streams, as none is between it and non-blocking streams on a GPU.
+
+    What fails in queued work is raised by the next call that waits for a stream or event.
+    """
+
+    name = "host"
+    array_type: type = np.ndarray
+
+    def __init__(
+        self,
+        *,
+        devices: int = 2,
+        scheduler: str = "threads",
+        seed: int = 0,
+        memory: int = 1 << 30,
+        checks: bool = True,
+    ) -> None:
+        if devices < 1 or memory < 0:
+            raise ArgumentError(f"a host driver has at least one device and no negative memory: {devices}, {memory}")
+        runner: Scheduler
+        if scheduler == "threads":
+            runner = ThreadScheduler()
+        elif scheduler == "adversarial":
+            runner = AdversarialScheduler(seed)
+        else:
+            raise ArgumentError(f"scheduler {scheduler!r} is neither 'threads' nor 'adversarial'")
+        self.checks = checks
+        self._name = f"{devices} devices, {scheduler}" + (f", seed {seed}" if scheduler == "adversarial" else "")
+        self._streams = StreamTable(devices, runner)
+        self._thread = self._streams.thread
+        self._memory = Memory(self._streams, memory)
+        self._relaxed = Relaxed(self._thread)
+        self._log = CallLog()
+        self._note = self._log.note
+        self._forbid = self._streams.captures.forbid
+        self._handles = itertools.count(0x1000)
+        self.calls = self._log.calls
+
+    def __repr__(self) -> str:
+        return f"<HostDriver: {self._name}>"
+
+    # Hot
+
+    def current_device(self) -> int:
+        """This thread's device."""
+        self._note("current_device")
+        return self._thread.device
+
+    def current_stream(self) -> Stream:
+        """This thread's stream on the current device: always the same object until another is made current."""
+        self._note("current_stream")
+        thread = self._thread
+        return thread.current[thread.device]
+
+    def record_event(self, event: Event, pointer: int) -> None:
+        """Let the event stand for all that the stream was given so far; it may be recorded again."""
+        self._note("record_event")
+        self._streams.record(event, self._streams.resolve(pointer))
+
+    def wait_event(self, pointer: int, event: Event) -> None:
+        """Let what the stream is given from now on run after what the event stands for now."""
+        self._note("wait_event")
+        self._streams.wait(self._streams.resolve(pointer), event)
+
+    # Devices and streams
+
+    def device_count(self) -> int:
+        """Number of devices."""
+        self._note("device_count")
+        return self._streams.devices
+
+    def device(self, ordinal: int) -> Device:
+        """Make a device current, and the one before current again on leaving."""
+        self._note("device")
+        return Device(self._streams, ordinal)
+
+    def set_device(self, ordinal: int) -> None:
+        """Make a device current for this thread."""
+        self._note("set_device")
+        self._streams.set_device(ordinal)
+
+    def create_stream(self) -> Stream:
+        """A new stream of the current device, at the address of the one that was destroyed last."""
+        self._note("create_stream")
+        self._forbid("create_stream")
+        return self._streams.create()
+
+    def wrap_stream(self, pointer: int, owner: object) -> Stream:
+        """A stream object for somebody else's pointer; nothing is asked of the pointer, as CuPy's ``from_external`` does."""
+        self._note("wrap_stream")
+        return Stream(self._streams, None, pointer, -1, owner)
+
+    def use_stream(self, stream: Any) -> None:
+        """Make a stream of the current device current for this thread."""
+        self._note("use_stream")
+        stream.use()
+
+    def owns_stream(self, stream: object) -> bool:
+        """Whether the object's life is the stream's life, or it is a default stream's object of this driver."""
+        self._note("owns_stream")
+        return isinstance(stream, Stream) and stream.is_owned_by(self._streams)
+
+    @property
+    def legacy_stream(self) -> Stream:
+        """The object of the legacy default stream. Not of the protocol."""
+        return self._streams.legacy
+
+    @property
+    def per_thread_stream(self) -> Stream:
+        """The object of the per-thread default stream. Not of the protocol."""
+        return self._streams.per_thread
+
+    def stream_id(self, pointer: int) -> int:
+        """The stream's id, which no other stream ever has; asking it of a capturing stream invalidates the capture."""
+        self._note("stream_id")
+        queue = self._streams.resolve(pointer)
+        self._streams.captures.refuse(queue, "stream_id")
+        return queue.id
+
+    def capture_id(self, pointer: int) -> int:
+        """The id of the capture that a stream takes part in, also of an invalidated one, or 0."""
+        self._note("capture_id")
+        capture = self._streams.resolve(pointer).capture
+        return 0 if capture is None else capture.id
+
+    def stream_device(self, pointer: int) -> int:
+        """The ordinal of a stream's device."""
+        self._note("stream_device")
+        queue = self._streams.resolve(pointer)
+        if queue.default:
+            raise ContractError(f"stream_device({pointer}): a default stream belongs to whatever device is current")
+        return queue.device
+
+    def synchronize_stream(self, pointer: int) -> None:
+        """Wait until the stream has run all that it was given."""
+        self._note("synchronize_stream")
+        self._streams.synchronize(self._streams.resolve(pointer))
+
+    # Events
+
+    def create_event(self, *, timing: bool = False) -> Event:
+        """A new event of the current device."""
+        self._note("create_event")
+        self._forbid("create_event")
+        return Event(self._thread.device, timing)
+
+    def destroy_event(self, event: Event) -> None:
+        """Destroy an event; waits that were queued hold what they wait for."""
+        self._note("destroy_event")
+        self._streams.check_event(event)
+        self._forbid("destroy_event")
+        event.destroyed = True
+
+    def event_done(self, event: Event) -> bool:
+        """Whether what the event stands for has run; true of an event that was never recorded."""
+        self._note("event_done")
+        self._forbid("event_done")
+        operation = self._streams.operation_of(event, "event_done")
+        self._streams.scheduler.nudge()  # who polls must see progress
+        return operation.done
+
+    def synchronize_event(self, event: Event) -> None:
+        """Wait until what the event stands for has run."""
+        self._note("synchronize_event")
+        self._forbid("synchronize_event")
+        self._streams.scheduler.wait(self._streams.operation_of(event, "synchronize_event"), repr(event))
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        """Milliseconds between two timing events that have passed."""
+        self._note("elapsed")
+        times = []
+        for event in (start, end):
+            operation = self._streams.operation_of(event, "elapsed")
+            if not event.timing or event.moment is None or not operation.done:
+                raise ContractError(f"elapsed: {event!r} is no timing event that was recorded and has passed")
+            times.append(operation.time)
+        return (times[1] - times[0]) * 1e3
+
+    # Handles
+
+    def create_handle(self) -> HostHandle:
+        """A new handle of the current device, bound to the legacy default stream."""
+        self._note("create_handle")
+        self._forbid("create_handle")
+        return HostHandle(next(self._handles), self._thread.device, self._streams.resolve(0))
+
+    def bind_handle(self, handle: Any, pointer: int) -> None:
+        """Bind a handle to the stream that the pointer names now. ``handle.stream`` is the very object given."""
+        self._note("bind_handle")
+        with HandleUse(self._streams, handle, "bind_handle", self.checks):
+            queue = self._streams.resolve(pointer)
+            if queue.device != handle.device:
+                raise ContractError(f"bind_handle: {handle!r} cannot be bound to {queue!r}, which is of another device")
+            handle.bind(queue, pointer)
+
+    def destroy_handle(self, handle: Any) -> None:
+        """Destroy a handle; harmless when that was done already."""
+        self._note("destroy_handle")
+        if handle.backend_handle is not None:
+            self._forbid("destroy_handle")
+            with HandleUse(self._streams, handle, "destroy_handle", self.checks):
+                handle.backend_handle = handle.stream = None
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> int:
+        """Scratch memory of the current device, aligned to 256 bytes."""
+        self._note("allocate")
+        self._forbid("allocate")
+        return self._memory.current.allocate(nbytes)
+
+    def free(self, pointer: int) -> None:
+        """Give scratch memory back; waits for queued work that touches it."""
+        self._note("free")
+        self._forbid("free")
+        self._memory.current.free(pointer)
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes free and bytes in all on the current device."""
+        self._note("memory_info")
+        memory = self._memory.current
+        return memory.total - memory.used, memory.total
+
+    def release_cached(self) -> None:
+        """Give the arenas' free blocks back to the current device; waits for queued work that touches them."""
+        self._note("release_cached")
+        self._forbid("release_cached")
+        self._memory.current.release_cached()
+
+    def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Array:
+        """A uint8 array over scratch memory; keeps ``owner`` alive."""
+        self._note("scratch_array")
+        return self._memory.scratch_array(pointer, nbytes, owner)
+
+    def region_allocator(self, stream: Any, keep: Callable[[object], None]) -> RegionAllocator:
+        """An allocator for branches of a region that was forked from ``stream``, on the current device."""
+        self._note("region_allocator")
+        return RegionAllocator(self._streams, stream, keep)
+
+    def swap_allocator(self, allocator: Any) -> Any:
+        """Make an allocator this thread's; returns the one before, None for the default."""
+        self._note("swap_allocator")
+        previous = self._thread.allocator
+        self._thread.allocator = allocator
+        return previous
+
+    # Captures
+
+    def relaxed(self) -> Relaxed:
+        """Exchange this thread's stream-capture mode for *relaxed*, and back on leaving."""
+        self._note("relaxed")
+        return self._relaxed
+
+    # Arrays and graphs
+
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        """An uninitialised array on the current device; strides in bytes, none negative."""
+        self._note("empty")
+        return self._memory.empty(shape, strides, np.dtype(dtype))
+
+    def asarray(self, values: Any) -> Array:
+        """A copy on the current device, in the same layout, made by the current stream from the values as they are now."""
+        self._note("asarray")
+        source = np.array(values, order="K")
+        array = self._memory.empty(source.shape, source.strides, source.dtype)
+        self._enqueue(self._current_queue(), np.copyto, (array,), (source,), "copy to the device")
+        return array
+
+    def asnumpy(self, array: Array) -> Array:
+        """A copy on the host, after the current stream has run what it was given."""
+        self._note("asnumpy")
+        self._streams.synchronize(self._current_queue())
+        return np.array(array, order="K")
+
+    def array_device(self, array: Array) -> int:
+        """The ordinal of an array's device; the current one, for an array that this driver did not make."""
+        self._note("array_device")
+        owner = owner_of(array)
+        return self._thread.device if owner is None else owner.block.device
+
+    def array_pointer(self, array: Array) -> int:
+        """The address of an array's first element."""
+        self._note("array_pointer")
+        return address_of(array)
+
+    def launch_buffer(self) -> None:
+        """Nothing: a launch here needs no storage of the slot's."""
+        self._note("launch_buffer")
+
+    def new_graph(self, handle: Any, **settings: Any) -> Any:
+        """An empty `cudnn.pygraph`, which is read and never built; see `handlepool.drivers.frontend.new_graph`."""
+        self._note("new_graph")
+        return frontend.new_graph(None, **settings)
+
+    def compile(self, graph: Any, operands: Sequence[Any], **settings: Any) -> HostExecutable:
+        """Plan a graph for the current device. Of the settings, only ``workspace_limit`` means anything here."""
+        from handlepool.drivers.host import evaluator  # needed by graphs alone
+
+        self._note("compile")
+        self._forbid("compile")
+        plan = evaluator.plan(graph, operands, workspace_limit=settings.get("workspace_limit"))
+        return HostExecutable(plan, self._thread.device, self._streams, self._memory, self.checks)
+
+    # Beside the protocol: for tests, and for whoever wants to put work of their own on these streams
+
+    def enqueue(
+        self,
+        pointer: int,
+        function: Callable[..., object],
+        *,
+        reads: Sequence[Array] = (),
+        writes: Sequence[Array] = (),
+        label: str = "",
+    ) -> None:
+        """Queue a function on a stream of the current device.
+
+        Parameters
+        ----------
+        pointer : int
+        function : callable
+            Called as ``function(*writes, *reads)``, as NumPy's ``copyto``, with arrays over the raw memory of those given here.
+            Arrays must come in this way: one that the function closes over would not be freed before the work has run, as it would
+            on a GPU.
+        reads, writes : sequence of array
+        label : str
+            What errors call it.
+        """
+        self._enqueue(self._streams.resolve(pointer), function, writes, reads, label)
+
+    def use_handle(self, handle: Any, function: Callable[..., object], *arrays: Array, label: str = "") -> None:
+        """Queue a function on a handle's stream, with all checks that a cuDNN call with the handle calls for.
+
+        The function is called with ``arrays``, as in `enqueue`.
+        """
+        use = HandleUse(self._streams, handle, label or "use_handle", self.checks)
+        with use:
+            self._enqueue(use.bound_queue(), function, arrays, (), label)
+
+    def latch(self, pointer: int) -> Latch:
+        """Block a stream at this place until the latch is released."""
+        return self._streams.latch(self._streams.resolve(pointer))
+
+    def fail_at(self, k: int, method: str | None = None, error: Exception | None = None) -> None:
+        """Make the k-th call from now raise, once, before it has any effect.
+
+        Parameters
+        ----------
+        k : int
+            From 1; 0 takes the order back.
+        method : str, optional
+            Count calls of this method of the protocol only.
+        error : Exception, optional
+            What to raise; a RuntimeError that says so by default.
+        """
+        self._log.fail_at(k, method, error)
+
+    def _current_queue(self) -> Queue:
+        thread = self._thread
+        return self._streams.resolve(thread.current[thread.device].ptr)
+
+    def _enqueue(
+        self,
+        queue: Queue,
+        function: Callable[..., object],
+        writes: Sequence[Array],
+        reads: Sequence[Array],
+        label: str,
+    ) -> None:
+        views = [raw_view(array) for array in (*writes, *reads)]
+        arrays = [view for view, _ in views]
+        regions = tuple(dict.fromkeys(block for _, block in views if block is not None))
+        self._streams.give(queue, lambda: function(*arrays), regions, label)

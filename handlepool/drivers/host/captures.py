@@ -1,0 +1,238 @@
+"""Stream captures: what is recorded instead of run, and what ends a recording badly (G9).
+
+As on the hardware, a capture is a graph and not a list. It begins on one stream; a stream that waits for one of its events
+joins it; a stream that did not come back to the first by the end is an error. What a GPU forbids while a capture is under way
+(see `Captures.forbid`) spoils it here, too: the call raises, and the capture's end raises.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from handlepool.drivers.host.schedulers import NOTHING, Operation, Region
+from handlepool.errors import ArgumentError, CaptureError, ContractError
+
+if TYPE_CHECKING:
+    from handlepool.drivers.host.streams import Queue, Stream, StreamTable, ThreadState
+
+MODES = ("global", "thread_local", "relaxed")
+
+
+class Node:
+    """One recorded operation, and those that it runs after."""
+
+    __slots__ = ("after", "function", "label", "regions")
+
+    def __init__(self, function: Callable[[], object], label: str, regions: Sequence[Region], after: "tuple[Node, ...]") -> None:
+        self.function = function
+        self.label = label
+        self.regions = regions
+        self.after = after
+
+
+class Capture:
+    """A recording under way."""
+
+    def __init__(self, identity: int, mode: str, thread: object, origin: "Queue") -> None:
+        self.id = identity
+        self.mode = mode
+        self.thread = thread
+        self.thread_name = threading.current_thread().name
+        self.origin = origin
+        self.members = [origin]
+        self.nodes: list[Node] = []
+        self.spoiled: str | None = None
+        self.ended = False
+
+    def __repr__(self) -> str:
+        return f"<capture {self.id}, {self.mode}, begun by thread {self.thread_name!r} on {self.origin!r}>"
+
+    def spoil(self, reason: str) -> None:
+        """Invalidate it; the first reason stays."""
+        self.spoiled = self.spoiled or reason
+
+    def check(self) -> None:
+        """Raise if it was invalidated."""
+        if self.spoiled:
+            raise CaptureError(f"{self!r} was invalidated by {self.spoiled}")
+
+
+class Mark:
+    """What an event that was recorded in a capture stands for."""
+
+    __slots__ = ("capture", "nodes")
+
+    def __init__(self, capture: Capture, nodes: tuple[Node, ...]) -> None:
+        self.capture = capture
+        self.nodes = nodes
+
+
+class HostGraph:
+    """A recorded graph, as CuPy's `Graph`: `launch` queues it on a stream."""
+
+    def __init__(self, table: "StreamTable", nodes: Sequence[Node]) -> None:
+        self.nodes = tuple(nodes)
+        self.last: Operation = NOTHING
+        """The end of the last launch: a graph never runs beside itself."""
+        self._table = table
+
+    def launch(self, stream: "Stream | None" = None) -> None:
+        """Queue all of it on a stream, the current one by default. Nodes without an edge between them have no order."""
+        self._table.launch(self, stream)
+
+
+class Captures:
+    """All captures of a driver."""
+
+    def __init__(self, thread: "ThreadState") -> None:
+        self._thread = thread
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self.active: tuple[Capture, ...] = ()
+        """Replaced and never changed, so that it is read without the lock."""
+
+    def forbid(self, call: str) -> None:
+        """A call that may harm captures is made: it spoils those that it would harm on a GPU, and raises.
+
+        It harms captures in global mode of any thread and captures in thread-local mode of this thread, unless this thread has
+        exchanged its own mode for *relaxed*.
+        """
+        if not self.active or self._thread.relaxed:
+            return
+        own = self._thread.token
+        harmed = [
+            capture
+            for capture in self.active
+            if capture.mode == "global" or (capture.mode == "thread_local" and capture.thread is own)
+        ]
+        if harmed:
+            caller = threading.current_thread().name
+            for capture in harmed:
+                capture.spoil(f"{call} in thread {caller!r} without relaxed()")
+            raise ContractError(
+                f"{call} in thread {caller!r} harms {harmed[0]!r}: such calls belong inside `with driver.relaxed():`"
+            )
+
+    def refuse(self, queue: "Queue", what: str) -> None:
+        """Something that a capturing stream cannot take: it spoils the capture and raises."""
+        capture = queue.capture
+        if capture is not None:
+            capture.spoil(what)
+            raise CaptureError(f"{what} on {queue!r}, which takes part in {capture!r}: that invalidates the capture")
+
+    def begin(self, queue: "Queue", mode: str) -> None:
+        """Begin a capture on a stream."""
+        if mode not in MODES:
+            raise ArgumentError(f"capture mode {mode!r} is none of {', '.join(MODES)}")
+        if queue.synchronous:
+            raise CaptureError("the legacy default stream cannot be captured: use another stream")
+        with self._lock:
+            if queue.capture is not None:
+                raise CaptureError(f"{queue!r} takes part in {queue.capture!r} already")
+            capture = Capture(next(self._ids), mode, self._thread.token, queue)
+            queue.capture, queue.frontier = capture, ()
+            self.active = (*self.active, capture)
+
+    def end(self, queue: "Queue") -> list[Node]:
+        """End the capture that began on a stream.
+
+        Raises
+        ------
+        CaptureError
+            If there is none, if it was invalidated, or if a stream that joined it was not waited for.
+        """
+        with self._lock:
+            capture = queue.capture
+            if capture is None:
+                raise CaptureError(f"{queue!r} is not capturing")
+            if capture.origin is not queue:
+                raise CaptureError(f"{capture!r} must be ended there, not on {queue!r}")
+            if capture.mode != "relaxed" and capture.thread is not self._thread.token:
+                capture.spoil(f"an end_capture in thread {threading.current_thread().name!r}")
+                capture.check()
+            joined = _ancestors(queue.frontier)
+            for member in capture.members:
+                member.capture, member.frontier = None, ()
+            capture.ended = True
+            self.active = tuple(other for other in self.active if other is not capture)
+        capture.check()
+        lost = [node.label or "an operation" for node in capture.nodes if node not in joined]
+        if lost:
+            raise CaptureError(
+                f"{capture!r} ended while work of a joined stream was not waited for: {', '.join(lost)}. Record an event there and "
+                "let the first stream wait for it"
+            )
+        return capture.nodes
+
+    def add(self, queue: "Queue", function: Callable[[], object], regions: Sequence[Region], label: str) -> bool:
+        """Record an operation; False if the stream is not capturing after all."""
+        with self._lock:
+            capture = queue.capture
+            if capture is None:
+                return False
+            capture.check()
+            node = Node(function, label, regions, queue.frontier)
+            capture.nodes.append(node)
+            queue.frontier = (node,)
+            return True
+
+    def embed(self, queue: "Queue", nodes: Sequence[Node]) -> bool:
+        """Record a graph's nodes as part of a capture; False if the stream is not capturing after all."""
+        with self._lock:
+            capture = queue.capture
+            if capture is None:
+                return False
+            capture.check()
+            copies: dict[Node, Node] = {}
+            for node in nodes:
+                after = tuple(copies[earlier] for earlier in node.after) or queue.frontier
+                copies[node] = Node(node.function, node.label, node.regions, after)
+            capture.nodes += copies.values()
+            queue.frontier = tuple(copies.values()) or queue.frontier
+            return True
+
+    def mark(self, queue: "Queue") -> Mark | None:
+        """What an event stands for that is recorded now; None if the stream is not capturing after all."""
+        with self._lock:
+            capture = queue.capture
+            if capture is None:
+                return None
+            capture.check()
+            return Mark(capture, queue.frontier)
+
+    def join(self, queue: "Queue", mark: Mark) -> None:
+        """A stream waits for an event of a capture: it takes part in that capture from now on."""
+        with self._lock:
+            capture = mark.capture
+            if capture.ended:
+                raise CaptureError(f"{queue!r} waits for an event of {capture!r}, which has ended: record the event anew")
+            capture.check()
+            other = queue.capture
+            if queue.synchronous:
+                reason = "the legacy default stream's wait for an event of it"
+            elif other is not None and other is not capture:
+                reason = f"a wait that would merge {capture!r} and {other!r}"
+                other.spoil(reason)
+            else:
+                reason = ""
+            if reason:
+                capture.spoil(reason)
+                capture.check()
+            if other is None:
+                queue.capture, queue.frontier = capture, mark.nodes
+                capture.members.append(queue)
+            else:
+                queue.frontier = tuple(dict.fromkeys(queue.frontier + mark.nodes))
+
+
+def _ancestors(nodes: Sequence[Node]) -> set[Node]:
+    """The nodes, and all that they run after."""
+    found: set[Node] = set()
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.after
+    return found

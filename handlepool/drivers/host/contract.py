@@ -1,0 +1,149 @@
+"""What cuDNN leaves unchecked, checked: who uses a handle, where, and on which stream (G1, G2, G3).
+
+It also counts the driver's calls, so that a test can say what a hit costs (G2), and makes the k-th of them fail.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+
+from handlepool.drivers.host.streams import Queue, StreamTable, ThreadState
+from handlepool.errors import ContractError
+
+
+class HostHandle:
+    """A handle that executes nothing by itself but knows what it was told, as `cudnn.Handle` does.
+
+    Attributes
+    ----------
+    backend_handle : int or None
+        None once it was destroyed.
+    stream : int or None
+        The pointer it is bound to: the very object that `HostDriver.bind_handle` was given.
+    device : int
+    """
+
+    def __init__(self, backend_handle: int, device: int, queue: Queue) -> None:
+        self.backend_handle: int | None = backend_handle
+        self.stream: int | None = queue.pointer
+        self.device = device
+        self._number = backend_handle
+        self._queue = queue
+        self._use = threading.Lock()
+        self._user = ""
+
+    def __repr__(self) -> str:
+        state = "destroyed" if self.backend_handle is None else f"bound to {self.stream:#x}"
+        return f"<HostHandle {self._number:#x} of device {self.device}, {state}>"
+
+    def bind(self, queue: Queue, pointer: int) -> None:
+        """Remember what the handle is bound to."""
+        self._queue = queue
+        self.stream = pointer
+
+
+class HandleUse:
+    """A call with a handle, entered for as long as it lasts; checks what cuDNN asks its callers to see to."""
+
+    __slots__ = ("_call", "_checks", "_handle", "_streams")
+
+    def __init__(self, streams: StreamTable, handle: HostHandle, call: str, checks: bool) -> None:
+        self._streams = streams
+        self._handle = handle
+        self._call = call
+        self._checks = checks
+
+    def __enter__(self) -> HostHandle:
+        handle = self._handle
+        if self._checks:
+            caller = threading.current_thread().name
+            if not handle._use.acquire(blocking=False):
+                raise ContractError(
+                    f"{self._call}: {handle!r} is in a call of thread {handle._user!r}, and thread {caller!r} uses it at the same "
+                    "time: a cuDNN handle must never be used by two threads at once. Give each thread its own."
+                )
+            handle._user = caller
+        try:
+            self._check()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return handle
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._checks:
+            self._handle._use.release()
+
+    def _check(self) -> None:
+        handle = self._handle
+        if handle.backend_handle is None:
+            raise ContractError(f"{self._call}: {handle!r} was destroyed")
+        device = self._streams.thread.device
+        if self._checks and handle.device != device:
+            raise ContractError(
+                f"{self._call}: {handle!r} is used while device {device} is current: make the handle's device current first"
+            )
+
+    def bound_queue(self) -> Queue:
+        """The stream that the handle is truly bound to, which must be the one that it says."""
+        handle = self._handle
+        bound = handle._queue
+        if handle.stream != bound.pointer:
+            raise ContractError(
+                f"{self._call}: {handle!r} says so itself, but its last bind_handle was to {bound!r}: bind it through the driver"
+            )
+        if bound.default:
+            return self._streams.resolve(bound.pointer)  # "per-thread" means the thread that calls
+        if not bound.alive:
+            raise ContractError(
+                f"{self._call}: {handle!r} was bound to {bound!r}, which was destroyed since: bind it again, also when the pointer "
+                "is the same"
+            )
+        return bound
+
+
+class Relaxed:
+    """While entered, this thread's stream-capture mode is *relaxed*. One object serves all threads, nested as deep as they like."""
+
+    __slots__ = ("_thread",)
+
+    def __init__(self, thread: ThreadState) -> None:
+        self._thread = thread
+
+    def __enter__(self) -> None:
+        self._thread.relaxed += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._thread.relaxed -= 1
+
+
+class CallLog:
+    """Counts the driver's calls by the method's name, and lets one of them fail.
+
+    Counts are exact as long as one thread calls.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self._fault: Callable[[str], None] | None = None
+
+    def note(self, method: str) -> None:
+        """A method was called: before it has any effect."""
+        self.calls[method] += 1
+        if self._fault is not None:
+            self._fault(method)
+
+    def fail_at(self, k: int, method: str | None = None, error: Exception | None = None) -> None:
+        """Make the k-th call from now fail, once. See `HostDriver.fail_at`."""
+        left = k
+
+        def fault(called: str) -> None:
+            nonlocal left
+            if method is None or called == method:
+                left -= 1
+                if left == 0:
+                    self._fault = None
+                    raise error or RuntimeError(f"injected failure of {called}, call {k} of {method or 'all'}")
+
+        self._fault = fault if k > 0 else None

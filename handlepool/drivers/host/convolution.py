@@ -1,0 +1,156 @@
+"""Convolutions by unfolding: gather each output's inputs into columns, then multiply by the filters.
+
+The columns lie in memory that the caller gives, between two steps that a scheduler may part. All three convolutions are
+the same two steps: the loss takes the image's place for the gradient of the image, and the loss the filters' place for
+the gradient of the filters. Work is cut into `Tile`s where the columns would not fit.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ...shapes import Convolution, Shape
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A part of the work: some images, some groups, some rows (extents of the first spatial axis)."""
+
+    images: slice
+    groups: slice
+    rows: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Unfolding:
+    """Which elements of ``source`` meet each position of ``domain`` under each tap of the filter.
+
+    Parameters
+    ----------
+    geometry : Convolution
+    groups : int
+    source : tuple of int
+        Shape of what is gathered from, (N, channels, …): the image, or the loss if ``transposed``.
+    domain : tuple of int
+        Spatial extents of the positions: those of the result, or those of the image if ``transposed``.
+    taps : tuple of int
+        Spatial extents of the filter.
+    transposed : bool
+        Whether positions are the image's and elements the loss's (the gradient of the image), or the other way round.
+    """
+
+    geometry: Convolution
+    groups: int
+    source: Shape
+    domain: Shape
+    taps: Shape
+    transposed: bool = False
+
+    @property
+    def elements_per_row(self) -> int:
+        """Columns of one row of one group of one image, the least that can be unfolded at once."""
+        return self.source[1] // self.groups * math.prod(self.taps) * math.prod(self.domain[1:])
+
+    def columns(self, tile: Tile) -> Shape:
+        """Return the columns' shape: (images, groups, channels, taps …, positions …)."""
+        counts = [part.stop - part.start for part in (tile.images, tile.groups, tile.rows)]
+        return (*counts[:2], self.source[1] // self.groups, *self.taps, counts[2], *self.domain[1:])
+
+    def tiles(self, elements: int) -> list[Tile]:
+        """Cut the work into parts of at most ``elements`` columns each, and at least one row."""
+        images, rows = self.source[0], self.domain[0]
+        per_group = self.elements_per_row * rows
+        per_image = per_group * self.groups
+        if per_image <= elements:
+            parts = (_cut(images, elements // per_image), [slice(0, self.groups)], [slice(0, rows)])
+        elif per_group <= elements:
+            parts = (_cut(images, 1), _cut(self.groups, elements // per_group), [slice(0, rows)])
+        else:
+            parts = (_cut(images, 1), _cut(self.groups, 1), _cut(rows, max(1, elements // self.elements_per_row)))
+        return [Tile(*part) for part in product(*parts)]
+
+    def gather(self, source: Array, columns: Array, tile: Tile) -> None:
+        """Fill ``columns`` (of `columns` shape, any floating type) from the whole ``source``."""
+        width = self.source[1] // self.groups
+        part = source[tile.images, tile.groups.start * width : tile.groups.stop * width]
+        part = part.reshape(part.shape[0], -1, width, *part.shape[2:]) if self.groups > 1 else part[:, None]
+        spatial = len(self.domain)
+        bounds = [(tile.rows.start, tile.rows.stop), *((0, extent) for extent in self.domain[1:])]
+        for tap in product(*map(range, self.taps)):
+            target = columns[:, :, :, *tap]
+            target[...] = 0
+            met = [self._meet(axis, tap[axis], *bounds[axis]) for axis in range(spatial)]
+            if all(met):
+                there, here = zip(*(pair for pair in met if pair), strict=True)
+                target[:, :, :, *there] = part[:, :, :, *here]
+
+    def _meet(self, axis: int, tap: int, low: int, high: int) -> tuple[slice, slice] | None:
+        """Return the positions from ``low`` to ``high`` with an element under a tap (from ``low``), and these."""
+        geometry, extent = self.geometry, self.source[axis + 2]
+        step = geometry.stride[axis]
+        offset = tap * geometry.dilation[axis] - geometry.before[axis]
+        if self.transposed:  # position = element * step + offset
+            first, stop = max(0, _ceil(low - offset, step)), min(extent, _ceil(high - offset, step))
+            start = first * step + offset - low
+            pair = slice(start, start + (stop - first - 1) * step + 1, step), slice(first, stop)
+        else:  # element = position * step + offset
+            first, stop = max(low, _ceil(-offset, step)), min(high, _ceil(extent - offset, step))
+            start = first * step + offset
+            pair = slice(first - low, stop - low), slice(start, start + (stop - first - 1) * step + 1, step)
+        return pair if first < stop else None
+
+
+def filter_matrix(weight: Array, unfolding: Unfolding, dtype: np.dtype[Any]) -> Array:
+    """Return the filters as (groups, rows, columns per position), ready to multiply what `Unfolding.gather` made."""
+    groups, taps = unfolding.groups, math.prod(unfolding.taps)
+    weight = flip(weight, unfolding.geometry)
+    matrix = np.asarray(weight, dtype).reshape(groups, weight.shape[0] // groups, weight.shape[1], taps)
+    if unfolding.transposed:
+        matrix = matrix.swapaxes(1, 2)
+    return matrix.reshape(*matrix.shape[:2], -1)
+
+
+def multiply(matrix: Array, columns: Array, output: Array, tile: Tile) -> None:
+    """Write the tile's part of ``output``, (N, channels, …), from the filters and the columns."""
+    images, groups = columns.shape[:2]
+    width = matrix.shape[1]
+    result = matrix[tile.groups] @ columns.reshape(images, groups, matrix.shape[2], -1)
+    part = output[tile.images, tile.groups.start * width : tile.groups.stop * width, tile.rows]
+    part[...] = result.reshape(part.shape)
+
+
+def accumulate(loss: Array, columns: Array, total: Array, tile: Tile) -> None:
+    """Add the tile's part to ``total``, (groups, filters per group, columns per position), from the loss."""
+    images, groups = columns.shape[:2]
+    width = total.shape[1]
+    part = loss[tile.images, tile.groups.start * width : tile.groups.stop * width, tile.rows]
+    rows = np.asarray(part, total.dtype).reshape(images, groups, width, -1)
+    flat = columns.reshape(images, groups, total.shape[2], -1).swapaxes(2, 3)
+    for image in range(images):
+        total[tile.groups] += rows[image] @ flat[image]
+
+
+def flip(weight: Array, geometry: Convolution) -> Array:
+    """Return the filters as a correlation takes them."""
+    return np.flip(weight, tuple(range(2, weight.ndim))) if geometry.flipped else weight
+
+
+def _ceil(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _cut(count: int, most: int) -> list[slice]:
+    """Cut a range into as few parts as possible, as even as possible."""
+    parts = _ceil(count, min(count, most))
+    edges = [count * part // parts for part in range(parts + 1)]
+    return [slice(low, high) for low, high in _pairs(edges)]
+
+
+def _pairs(edges: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return zip(edges, edges[1:], strict=False)

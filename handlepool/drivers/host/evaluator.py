@@ -1,0 +1,313 @@
+"""Evaluates the frontend's own graph nodes with NumPy, as a list of steps for the host's streams.
+
+What no operand holds lives in the given workspace: intermediate tensors, each in a region of its own, and the unfolded
+input of the convolution that is running. A plan has no memory of its own, so it may run on many streams at once, and
+two that share a workspace corrupt each other as they do on a GPU.
+
+Everything is computed in float32, or in float64 where an operand is that; a result is rounded as it is written.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...errors import ArgumentError, GraphNotSupportedError
+from ...inference import infer
+from ...shapes import Convolution, Shape, title
+from .convolution import Array, Unfolding, accumulate, filter_matrix, flip, multiply
+from .pointwise import OPERATIONS
+
+ALIGNMENT = 256
+COLUMN_BYTES = 128 << 20
+"""What a convolution unfolds at once, at most, also without a limit."""
+
+Body = Callable[[Sequence[Array], Array], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One queued piece of work. `reads` and `writes` are indices of operands."""
+
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    body: Body = field(repr=False)
+
+    def run(self, arrays: Sequence[Array], workspace: Array) -> None:
+        """Run on the operands' arrays, which have the operands' shape, and a uint8 workspace."""
+        with np.errstate(all="ignore"):  # a GPU does not warn of an overflow or a division by zero
+            self.body(arrays, workspace)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A planned graph. `steps` run one after the other, with whatever lies between them."""
+
+    engine: str
+    workspace_size: int
+    steps: tuple[Step, ...]
+
+    def run(self, arrays: Sequence[Array], workspace: Array) -> None:
+        """Run all steps at once."""
+        for step in self.steps:
+            step.run(arrays, workspace)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is: among the operands, in the workspace, or nowhere (a constant)."""
+
+    shape: Shape
+    operand: int | None = None
+    offset: int = 0
+    dtype: np.dtype[Any] = np.dtype(np.float32)
+    constant: float | None = None
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return () if self.operand is None else (self.operand,)
+
+    def view(self, arrays: Sequence[Array], workspace: Array) -> Array:
+        if self.operand is not None:
+            return arrays[self.operand]
+        if self.constant is not None:
+            return np.full(self.shape, self.constant, self.dtype)
+        return self.view_as(self.shape, workspace)
+
+    def view_as(self, shape: Shape, workspace: Array) -> Array:
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        return workspace[self.offset : self.offset + nbytes].view(self.dtype).reshape(shape)
+
+
+def plan(
+    graph: Any,
+    operands: Sequence[Any],
+    *,
+    shapes: Mapping[int, Shape] | None = None,
+    workspace_limit: int | None = None,
+) -> Evaluation:
+    """Plan a graph.
+
+    Parameters
+    ----------
+    graph : cudnn.pygraph
+        Its real outputs were marked by `handlepool.inference.infer`.
+    operands : sequence of graph tensor
+        The graph's real tensors in the order in which the arrays will come: inputs, then outputs.
+    shapes : mapping, optional
+        What `infer` returned.
+    workspace_limit : int, optional
+        Bytes. Convolutions are cut into parts to fit.
+
+    Raises
+    ------
+    GraphNotSupportedError
+        For a node that cannot be evaluated here, or a limit that not even the smallest parts fit.
+    ArgumentError
+        For a real tensor that is not among ``operands``.
+    """
+    return _Planner(graph, operands, infer(graph, ()) if shapes is None else shapes, workspace_limit).evaluation()
+
+
+class _Planner:
+    def __init__(self, graph: Any, operands: Sequence[Any], shapes: Mapping[int, Shape], workspace_limit: int | None) -> None:
+        self.graph = graph
+        self.shapes = shapes
+        self.limit = workspace_limit
+        self.operands = {tensor.uid: i for i, tensor in enumerate(operands)}
+        double = any(getattr(tensor.data_type, "name", "") == "DOUBLE" for tensor in operands)
+        self.dtype = np.dtype(np.float64 if double else np.float32)
+        self.places: dict[int, _Place] = {}
+        self.end = 0  # of the regions given out
+        self.size = 0  # of the workspace
+        self.steps: list[Step] = []
+        self.engines: set[str] = set()
+
+    def evaluation(self) -> Evaluation:
+        rules: Mapping[str, Callable[[Any], None]] = {
+            "CONV_FPROP": self.fprop,
+            "CONV_DGRAD": self.dgrad,
+            "CONV_WGRAD": self.wgrad,
+            "POINTWISE": self.pointwise,
+            "MATMUL": self.matmul,
+        }
+        nodes = self.graph.nodes
+        totals: dict[int, _Place] = {}
+        for node in nodes:
+            if node.node_type.name not in rules:
+                raise GraphNotSupportedError(
+                    f"{title(node)}: the host driver cannot evaluate this kind of node; it knows convolutions, matmul "
+                    "and pointwise operations. Run the graph on the cuda driver"
+                )
+            self.place(node)
+            if node.node_type.name == "CONV_WGRAD":
+                totals[id(node)] = self.region(self.shapes[node.outputs["DW"].uid])
+        self.totals = totals
+        if self.limit is not None and self.size > self.limit:
+            raise GraphNotSupportedError(
+                f"the graph's intermediate tensors take {self.size} bytes of workspace, and the limit is {self.limit}; "
+                "raise workspace_limit"
+            )
+        for node in nodes:
+            rules[node.node_type.name](node)
+        engine = next((e for e in ("host_im2col", "host_matmul", "host_pointwise") if e in self.engines), "host_pointwise")
+        return Evaluation(engine, self.size, tuple(self.steps))
+
+    # Memory
+
+    def place(self, node: Any) -> None:
+        for port, tensor in node.inputs.items():
+            if tensor.uid in self.places:
+                continue
+            if tensor.uid in self.operands:
+                self.places[tensor.uid] = _Place(self.shapes[tensor.uid], self.operands[tensor.uid])
+            elif tensor.pass_by_value is not None:
+                value = float(tensor.pass_by_value)
+                self.places[tensor.uid] = _Place(self.shapes[tensor.uid], dtype=self.dtype, constant=value)
+            else:
+                raise ArgumentError(f"{title(node)}: its {port} {tensor.name!r} is not among the graph's operands")
+        for port, tensor in node.outputs.items():
+            if tensor.uid in self.operands:
+                self.places[tensor.uid] = _Place(self.shapes[tensor.uid], self.operands[tensor.uid])
+            elif tensor.is_virtual:
+                self.places[tensor.uid] = self.region(self.shapes[tensor.uid])
+            else:
+                raise ArgumentError(f"{title(node)}: its output {port} {tensor.name!r} is not among the operands")
+
+    def region(self, shape: Shape) -> _Place:
+        place = _Place(shape, offset=self.end, dtype=self.dtype)
+        self.size = self.end + math.prod(shape) * self.dtype.itemsize
+        self.end = -(-self.size // ALIGNMENT) * ALIGNMENT
+        return place
+
+    def columns(self, node: Any, unfolding: Unfolding) -> tuple[_Place, list[Any]]:
+        """The region of a convolution's columns, which all convolutions share, and the tiles that fit in it."""
+        least = unfolding.elements_per_row * self.dtype.itemsize
+        room = COLUMN_BYTES if self.limit is None else min(COLUMN_BYTES, self.limit - self.end)
+        if self.limit is not None and self.end + least > self.limit:
+            raise GraphNotSupportedError(
+                f"{title(node)}: needs at least {self.end + least} bytes of workspace ({self.end} for intermediate "
+                f"tensors, {least} to unfold one row of one image), and the limit is {self.limit}; raise workspace_limit"
+            )
+        tiles = unfolding.tiles(room // self.dtype.itemsize)
+        most = max(math.prod(unfolding.columns(tile)) for tile in tiles)
+        self.size = max(self.size, self.end + most * self.dtype.itemsize)
+        return _Place((most,), offset=self.end, dtype=self.dtype), tiles
+
+    # Nodes
+
+    def step(self, name: str, reads: Sequence[_Place], writes: Sequence[_Place], body: Body) -> None:
+        self.steps.append(
+            Step(
+                name,
+                tuple(index for place in reads for index in place.operands),
+                tuple(index for place in writes for index in place.operands),
+                body,
+            )
+        )
+
+    def ports(self, node: Any, *names: str) -> list[_Place]:
+        return [self.places[(node.inputs if name in node.inputs else node.outputs)[name].uid] for name in names]
+
+    def fprop(self, node: Any) -> None:
+        image, weight, output = self.ports(node, "image", "weight", "Y")
+        self.convolve(node, image, weight, output, weight.shape, transposed=False)
+
+    def dgrad(self, node: Any) -> None:
+        loss, weight, output = self.ports(node, "loss", "filter", "DX")
+        self.convolve(node, loss, weight, output, weight.shape, transposed=True)
+
+    def convolve(self, node: Any, source: _Place, weight: _Place, output: _Place, filters: Shape, *, transposed: bool) -> None:
+        channels = (output if transposed else source).shape[1]
+        unfolding = Unfolding(
+            Convolution.of(node, len(filters)),
+            channels // filters[1],
+            source.shape,
+            output.shape[2:],
+            filters[2:],
+            transposed,
+        )
+
+        def finish(tile: Any, columns: Array, arrays: Sequence[Array], workspace: Array) -> None:
+            matrix = filter_matrix(weight.view(arrays, workspace), unfolding, self.dtype)
+            multiply(matrix, columns, output.view(arrays, workspace), tile)
+
+        self.unfolded(node, unfolding, source, weight, output, finish)
+
+    def wgrad(self, node: Any) -> None:
+        image, loss, output = self.ports(node, "image", "loss", "DW")
+        filters = output.shape
+        geometry = Convolution.of(node, len(filters))
+        groups = image.shape[1] // filters[1]
+        unfolding = Unfolding(geometry, groups, image.shape, loss.shape[2:], filters[2:])
+        total = self.totals[id(node)]
+        grouped = (groups, filters[0] // groups, math.prod(filters[1:]))
+        tiles: list[Any] = []
+
+        def finish(tile: Any, columns: Array, arrays: Sequence[Array], workspace: Array) -> None:
+            sums = total.view_as(grouped, workspace)
+            if tile is tiles[0]:
+                sums[...] = 0
+            accumulate(loss.view(arrays, workspace), columns, sums, tile)
+            if tile is tiles[-1]:
+                output.view(arrays, workspace)[...] = flip(sums.reshape(filters), geometry)
+
+        tiles += self.unfolded(node, unfolding, image, loss, output, finish)
+
+    def unfolded(
+        self,
+        node: Any,
+        unfolding: Unfolding,
+        source: _Place,
+        factor: _Place,
+        output: _Place,
+        finish: Callable[[Any, Array, Sequence[Array], Array], None],
+    ) -> list[Any]:
+        """Add two steps a tile: unfold ``source`` into the columns; ``finish`` with them."""
+        self.engines.add("host_im2col")
+        columns, tiles = self.columns(node, unfolding)
+        for number, tile in enumerate(tiles, 1):
+            part = f" {number}/{len(tiles)}" if len(tiles) > 1 else ""
+            shape = unfolding.columns(tile)
+
+            def unfold(arrays: Sequence[Array], workspace: Array, tile: Any = tile, shape: Shape = shape) -> None:
+                unfolding.gather(source.view(arrays, workspace), columns.view_as(shape, workspace), tile)
+
+            def reduce(arrays: Sequence[Array], workspace: Array, tile: Any = tile, shape: Shape = shape) -> None:
+                finish(tile, columns.view_as(shape, workspace), arrays, workspace)
+
+            self.step(f"{node.name}: unfold{part}", [source], [], unfold)
+            self.step(f"{node.name}: multiply{part}", [factor], [output], reduce)
+        return tiles
+
+    def pointwise(self, node: Any) -> None:
+        mode = node.params["mode"]
+        operation = OPERATIONS.get(mode)
+        if operation is None:
+            raise GraphNotSupportedError(
+                f"{title(node)}: the host driver has no such pointwise operation; run the graph on the cuda driver"
+            )
+        self.engines.add("host_pointwise")
+        sources = [self.places[tensor.uid] for tensor in node.inputs.values()]
+        (output,) = self.ports(node, "OUT_0")
+        rank, params = len(output.shape), dict(node.params)
+
+        def compute(arrays: Sequence[Array], workspace: Array) -> None:
+            inputs = [np.asarray(source.view(arrays, workspace), self.dtype) for source in sources]
+            inputs = [x if x.ndim == rank else x.reshape((1,) * rank) for x in inputs]
+            output.view(arrays, workspace)[...] = operation(params, *inputs)
+
+        self.step(node.name, sources, [output], compute)
+
+    def matmul(self, node: Any) -> None:
+        self.engines.add("host_matmul")
+        a, b, output = self.ports(node, "A", "B", "C")
+
+        def compute(arrays: Sequence[Array], workspace: Array) -> None:
+            left, right = (np.asarray(place.view(arrays, workspace), self.dtype) for place in (a, b))
+            output.view(arrays, workspace)[...] = left @ right
+
+        self.step(node.name, [a, b], [output], compute)

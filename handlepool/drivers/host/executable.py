@@ -1,0 +1,66 @@
+"""A graph on the host: each step of the evaluator's plan is one operation of the handle's stream.
+
+Another stream's work can come between two steps, as between two kernels, so a workspace that two streams share corrupts
+results here as it does on a GPU (G5).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from handlepool.drivers.host.contract import HandleUse, HostHandle
+from handlepool.drivers.host.memory import Array, Block, Memory, owner_of, raw_view
+from handlepool.drivers.host.streams import StreamTable
+from handlepool.errors import ContractError
+
+
+class HostExecutable:
+    """A planned graph of one device, as `handlepool.drivers.base.Executable`."""
+
+    candidates = 1
+
+    def __init__(self, plan: Any, device: int, streams: StreamTable, memory: Memory, checks: bool) -> None:
+        self.workspace_size: int = plan.workspace_size
+        self.engine: str = plan.engine
+        self.device = device
+        self._steps = tuple(plan.steps)
+        self._streams = streams
+        self._memory = memory
+        self._checks = checks
+
+    def __repr__(self) -> str:
+        return f"<HostExecutable {self.engine} of device {self.device}, {len(self._steps)} steps>"
+
+    def launch(self, handle: Any, operands: Sequence[Any], workspace: int, scratch: Any) -> None:
+        """Queue the steps on the handle's stream; see `handlepool.drivers.base.Executable.launch`."""
+        use = HandleUse(self._streams, handle, "launch", self._checks)
+        with use:
+            if self._checks:
+                self._check_devices(handle, operands)
+            queue = use.bound_queue()
+            views = [raw_view(array) for array in operands]
+            arrays = [view for view, _ in views]
+            block, space = self._workspace(workspace)
+            for step in self._steps:
+                touched = [views[index][1] for index in (*step.reads, *step.writes)]
+                regions = tuple(dict.fromkeys(item for item in (*touched, block) if item is not None))
+                self._streams.give(queue, partial(step.run, arrays, space), regions, step.name)
+
+    def _workspace(self, pointer: int) -> tuple[Block | None, Array]:
+        needed = self.workspace_size
+        if not needed:
+            return None, np.empty(0, np.uint8)
+        if not pointer:
+            raise ContractError(f"launch of {self!r} with a null workspace: it needs {needed} bytes")
+        block, offset = self._memory.current.find(pointer, needed, f"workspace of {self!r}")
+        return block, block.memory[offset : offset + needed]
+
+    def _check_devices(self, handle: HostHandle, operands: Sequence[Any]) -> None:
+        if handle.device != self.device:
+            raise ContractError(f"{self!r} was launched with {handle!r}")
+        for index, array in enumerate(operands):
+            owner = owner_of(array)
+            if owner is not None and owner.block.device != self.device:
+                raise ContractError(f"operand {index} of {self!r} lives on device {owner.block.device}")

@@ -1,0 +1,279 @@
+"""Device memory of the host driver: blocks with a budget, scratch, and array arenas that are as careless as CuPy's.
+
+Arenas are keyed by the *pointer* of the stream that was current when the block was allocated, as in CuPy's pool. A block whose last
+array has gone is reused at once by the next allocation under that pointer, whoever freed it and whatever is still queued on it:
+the hazard that a pool has to prevent (G8).
+
+An array's memory belongs to an owner object below it. Dropping the last view may happen in a collection, inside any lock: it appends
+to a list and no more (G10). Queued operations hold the raw memory and never the owner, so that a block is given back as on a GPU
+and nothing crashes.
+
+Fresh memory is filled with 0xFF (NaN in every floating-point type). A reused block keeps what it held: on a GPU, too.
+"""
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from handlepool.drivers.base import PER_THREAD_STREAM
+from handlepool.drivers.host.schedulers import Scheduler
+from handlepool.drivers.host.streams import Event, Queue, Stream, StreamTable
+from handlepool.errors import ContractError
+
+Array = np.ndarray[Any, Any]
+
+ALIGNMENT = 256
+ARENA_ALIGNMENT = 512
+
+
+class Block:
+    """A piece of device memory."""
+
+    __slots__ = ("address", "device", "freed", "memory", "nbytes")
+
+    def __init__(self, device: int, nbytes: int) -> None:
+        raw = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
+        offset = -address_of(raw) % ALIGNMENT
+        self.memory = raw[offset : offset + nbytes]
+        self.address = address_of(self.memory)
+        self.device = device
+        self.nbytes = nbytes
+        self.freed = False
+
+    def __repr__(self) -> str:
+        return f"<{self.nbytes} bytes at {self.address:#x} of device {self.device}>"
+
+    def check_live(self, label: str) -> None:
+        """Raise if it was given back to the device."""
+        if self.freed:
+            raise ContractError(f"{label or 'an operation'} ran and touches {self!r}, which was freed before")
+
+
+class Owner:
+    """What the arrays over a block have as their base; the block goes back to its arena when it goes."""
+
+    __slots__ = ("__weakref__", "_bin", "_nbytes", "block", "offset")
+
+    def __init__(self, block: Block, home: list[Block], nbytes: int) -> None:
+        self.block = block
+        self.offset = 0
+        self._bin = home
+        self._nbytes = nbytes
+
+    def __del__(self) -> None:
+        self._bin.append(self.block)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return _interface(self.block.address, self._nbytes)
+
+
+class Lease:
+    """What a scratch array has as its base: part of a block, and whoever owns the block."""
+
+    __slots__ = ("__weakref__", "_nbytes", "_owner", "block", "offset")
+
+    def __init__(self, block: Block, offset: int, nbytes: int, owner: object) -> None:
+        self.block = block
+        self.offset = offset
+        self._nbytes = nbytes
+        self._owner = owner
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return _interface(self.block.address + self.offset, self._nbytes)
+
+
+def _interface(address: int, nbytes: int) -> dict[str, Any]:
+    return {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
+
+
+def address_of(array: Array) -> int:
+    """The address of an array's first element."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def owner_of(array: Array) -> Owner | Lease | None:
+    """What stands below all views of an array; None for an array that this driver did not make."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, Owner | Lease) else None
+
+
+def raw_view(array: Array) -> tuple[Array, Block | None]:
+    """The same elements over the block's memory, which does not keep the array's owner alive, and the block."""
+    owner = owner_of(array)
+    if owner is None:
+        return array, None
+    block = owner.block
+    offset = address_of(array) - block.address
+    return np.ndarray(array.shape, array.dtype, block.memory, offset, array.strides), block
+
+
+class DeviceMemory:
+    """The memory of one device."""
+
+    def __init__(self, ordinal: int, total: int, scheduler: Scheduler) -> None:
+        self.total = total
+        self.used = 0
+        self._ordinal = ordinal
+        self._scheduler = scheduler
+        self._lock = threading.Lock()
+        self._scratch: dict[int, Block] = {}
+        self._starts: list[int] = []
+        self._arenas: dict[tuple[object, int], list[Block]] = {}
+
+    def fresh(self, nbytes: int) -> Block:
+        """New memory; gives the arenas' free blocks back first if there is not enough, as CuPy does."""
+        if not self._reserve(nbytes):
+            self.release_cached()
+            if not self._reserve(nbytes):
+                raise MemoryError(
+                    f"out of memory on host device {self._ordinal}: {nbytes} bytes asked for, {self.total - self.used} free of "
+                    f"{self.total}"
+                )
+        return Block(self._ordinal, nbytes)
+
+    def _reserve(self, nbytes: int) -> bool:
+        with self._lock:
+            fits = self.used + nbytes <= self.total
+            if fits:
+                self.used += nbytes
+            return fits
+
+    def _release(self, blocks: Iterable[Block]) -> None:
+        """Give blocks back to the device, once no queued work touches them, as ``cudaFree`` does."""
+        for block in blocks:
+            for operation in self._scheduler.users(block):
+                self._scheduler.wait(operation, f"{operation.label!r}, which uses memory that is being freed")
+            block.freed = True
+            with self._lock:
+                self.used -= block.nbytes
+
+    # Scratch
+
+    def allocate(self, nbytes: int) -> int:
+        """Scratch memory; its address."""
+        block = self.fresh(max(ALIGNMENT, _up(nbytes, ALIGNMENT)))
+        with self._lock:
+            self._scratch[block.address] = block
+            self._starts = sorted(self._scratch)
+        return block.address
+
+    def free(self, pointer: int) -> None:
+        """Give scratch memory back."""
+        with self._lock:
+            block = self._scratch.pop(pointer, None)
+            self._starts = sorted(self._scratch)
+        if block is None:
+            raise ContractError(
+                f"free({pointer:#x}) on device {self._ordinal}: no scratch memory that is still allocated begins there"
+            )
+        self._release([block])
+
+    def find(self, pointer: int, nbytes: int, purpose: str) -> tuple[Block, int]:
+        """The scratch block that holds so many bytes from a pointer on, and the pointer's offset in it."""
+        with self._lock:
+            index = bisect_right(self._starts, pointer) - 1
+            block = self._scratch[self._starts[index]] if index >= 0 else None
+        if block is None or pointer >= block.address + block.nbytes:
+            raise ContractError(
+                f"{purpose}: pointer {pointer:#x} is not in scratch memory that is allocated on device {self._ordinal}"
+            )
+        offset = pointer - block.address
+        if offset + nbytes > block.nbytes:
+            raise ContractError(f"{purpose}: {nbytes} bytes are needed and {block.nbytes - offset} are there, in {block!r}")
+        return block, offset
+
+    # Arrays
+
+    def take(self, key: object, nbytes: int) -> tuple[Owner, bool]:
+        """Memory from an arena, and whether it was fresh; the block freed last comes first."""
+        home, size = self._home(key, nbytes)
+        try:
+            block = home.pop()
+        except IndexError:
+            return Owner(self.fresh(size), home, nbytes), True
+        return Owner(block, home, nbytes), False
+
+    def has_free(self, key: object, nbytes: int) -> bool:
+        """Whether `take` will find a block in the arena."""
+        return bool(self._home(key, nbytes)[0])
+
+    def _home(self, key: object, nbytes: int) -> tuple[list[Block], int]:
+        size = max(ARENA_ALIGNMENT, _up(nbytes, ARENA_ALIGNMENT))
+        return self._arenas.setdefault((key, size), []), size
+
+    def release_cached(self) -> None:
+        """Give the free blocks of all arenas back to the device."""
+        taken: list[Block] = []
+        for home in list(self._arenas.values()):
+            while home:
+                taken.append(home.pop())
+        self._release(taken)
+
+
+def _up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+class RegionAllocator:
+    """Allocates for the branches of a region that was forked from a stream; see `Driver.region_allocator`."""
+
+    def __init__(self, table: StreamTable, stream: Stream, keep: Callable[[object], None]) -> None:
+        self.device = table.thread.device
+        self.stream = stream
+        self._table = table
+        self._keep = keep
+
+    def settle(self, owner: Owner, current: Queue) -> None:
+        """Keep what was allocated, and let the current stream write to it after what the region's stream was given so far."""
+        self._keep(owner)
+        home = self._table.resolve(self.stream.ptr)
+        if home is not current:
+            event = Event(home.device, timing=False)
+            self._table.record(event, home)
+            self._table.wait(current, event)
+
+
+class Memory:
+    """The memory of all devices, and arrays in it."""
+
+    def __init__(self, table: StreamTable, total: int) -> None:
+        self._table = table
+        self._devices = [DeviceMemory(device, total, table.scheduler) for device in range(table.devices)]
+
+    @property
+    def current(self) -> DeviceMemory:
+        """The current device's."""
+        return self._devices[self._table.thread.device]
+
+    def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Array:
+        """An array over scratch memory."""
+        block, offset = self.current.find(pointer, nbytes, "scratch_array")
+        return np.asarray(Lease(block, offset, nbytes, owner))
+
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        """An array from the arena that this thread's allocator says."""
+        thread = self._table.thread
+        stream = thread.current[thread.device]
+        region: RegionAllocator | None = thread.allocator
+        if region is not None and region.device != thread.device:
+            region = None  # another device's memory has nothing to do with the region's stream
+        source = stream if region is None else region.stream
+        # CuPy, too, gives each thread's per-thread default stream an arena of its own.
+        key = (source.ptr, threading.get_ident()) if source.ptr == PER_THREAD_STREAM else source.ptr
+        extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + dtype.itemsize
+        nbytes = extent if all(shape) else 0
+        device = self.current
+        if not device.has_free(key, nbytes):
+            self._table.captures.forbid("an allocation of device memory for an array")
+        owner, _ = device.take(key, nbytes)
+        if region is not None:
+            region.settle(owner, self._table.resolve(stream.ptr))
+        return np.ndarray(tuple(shape), dtype, np.asarray(owner), strides=tuple(strides))

@@ -1,0 +1,259 @@
+"""Graph functions: Python functions that build a cuDNN graph, compiled once per geometry, callable from any thread and stream."""
+
+from collections.abc import Callable, Sequence
+from functools import update_wrapper
+from typing import Any
+
+import numpy as np
+
+from handlepool.devices import DeviceSlots
+from handlepool.drivers import frontend
+from handlepool.drivers.base import Driver
+from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.inference import axis_order, dense_strides, infer
+from handlepool.plans import Layout, Plan
+from handlepool.pool import HandlePool
+from handlepool.regions import thread
+from handlepool.slots import Slot
+
+COMPILE_SETTINGS = ("workspace_limit", "allow_tf32", "deterministic", "heuristics")
+GRAPH_SETTINGS = ("name", "io_dtype", "intermediate_dtype", "compute_dtype")
+
+Settings = tuple[tuple[str, Any], ...]
+
+
+class GraphCall:
+    """A call of a graph function with its outputs allocated, to be launched on a slot."""
+
+    __slots__ = ("_pool", "operands", "plan", "result")
+
+    def __init__(self, pool: HandlePool, plan: Plan, operands: tuple[Any, ...], result: Any) -> None:
+        self._pool = pool
+        self.plan = plan
+        self.operands = operands
+        self.result = result
+
+    def launch(self, slot: Slot) -> Any:
+        """Enqueue on the slot's stream, and return the outputs."""
+        handle = slot.handle
+        if handle.stream is not slot.bound:
+            handle = self._pool.sound(slot).handle
+        executable = self.plan.executable
+        executable.launch(handle, self.operands, slot.reserve(executable.workspace_size), slot.buffer)
+        return self.result
+
+
+class GraphFunction:
+    """A function ``f(g, *tensors, **options)`` that builds with a `cudnn.pygraph`, as a callable over arrays.
+
+    Positional arguments are arrays, keyword arguments are the function's own, static, hashable, and a part of the plan's key;
+    ``out`` alone is ours. Compiled once for (device, each array's shape, strides and type, options); launched on the current
+    stream with this thread's handle and scratch, from any thread.
+
+    Parameters
+    ----------
+    function : callable
+        Returns the graph tensor, or the tuple of graph tensors, to output. It may be called by several threads at a time.
+    **settings
+        ``name``, ``io_dtype``, ``intermediate_dtype``, ``compute_dtype``, ``workspace_limit`` (bytes), ``allow_tf32``,
+        ``deterministic``, ``heuristics`` (names of cuDNN's modes).
+    """
+
+    def __init__(self, function: Callable[..., Any], **settings: Any) -> None:
+        unknown = settings.keys() - {*COMPILE_SETTINGS, *GRAPH_SETTINGS}
+        if unknown:
+            known = ", ".join((*GRAPH_SETTINGS, *COMPILE_SETTINGS))
+            raise ArgumentError(f"no setting is named {', '.join(sorted(unknown))}; the settings are {known}")
+        self.function = function
+        self._settings: Settings = tuple(sorted(settings.items()))
+        update_wrapper(self, function)
+
+    def __repr__(self) -> str:
+        return f"<GraphFunction {getattr(self.function, '__name__', self.function)}>"
+
+    def __call__(self, *arrays: Any, out: Any = None, **options: Any) -> Any:
+        """Launch on the current stream; returns the output, or the tuple of outputs."""
+        pool = current_pool()
+        return self.prepare(pool, arrays, out, options).launch(pool.slot())
+
+    def __handlepool_prepare__(self, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall:
+        """What a fork calls before it starts the branch."""
+        options = dict(kwargs)
+        return self.prepare(pool, args, options.pop("out", None), options)
+
+    def prepare(
+        self, pool: HandlePool, arrays: tuple[Any, ...], out: Any, options: dict[str, Any], settings: Settings = ()
+    ) -> GraphCall:
+        """Find or build the plan, and allocate the outputs that are not given, on the current stream."""
+        plan = self.plan(pool, arrays, out, options, settings)
+        if out is None:
+            empty = pool.driver.empty
+            made = tuple([empty(layout.shape, layout.strides, layout.dtype) for layout in plan.outputs])
+            return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made)
+        return GraphCall(pool, plan, (*arrays, out) if plan.single else (*arrays, *out), out)
+
+    def plan(self, pool: HandlePool, arrays: tuple[Any, ...], out: Any, options: dict[str, Any], settings: Settings = ()) -> Plan:
+        """The plan for these arrays, built when there is none yet."""
+        driver = pool.driver
+        device = driver.current_device()
+        outs: tuple[Any, ...] = () if out is None else out if type(out) is tuple else (out,)
+        try:
+            key = (
+                self,
+                tuple([(array.shape, array.strides, array.dtype) for array in arrays]),
+                tuple([(array.shape, array.strides, array.dtype) for array in outs]),
+                frozenset(options.items()),
+                settings,
+            )
+            plan = pool.plans.get(device, key)
+        except AttributeError:
+            _check_arrays(self, driver, device, arrays + outs)
+            raise
+        except TypeError:
+            for name, value in options.items():
+                _check_hashable(self, name, value)
+            raise
+        if any(driver.array_device(array) != device for array in arrays + outs):
+            _check_arrays(self, driver, device, arrays + outs)
+        if plan is None:
+            _check_arrays(self, driver, device, arrays + outs)
+            plan = pool.plans.get_or_build(
+                device, key, lambda: self._build(pool.device(device), driver, arrays, outs, options, settings)
+            )
+        return plan
+
+    def _build(
+        self,
+        device: DeviceSlots,
+        driver: Driver,
+        arrays: tuple[Any, ...],
+        outs: tuple[Any, ...],
+        options: dict[str, Any],
+        settings: Settings,
+    ) -> Plan:
+        chosen = dict(self._settings) | dict(settings)
+        name = str(chosen.get("name") or getattr(self.function, "__name__", "graph"))
+        chosen.setdefault("io_dtype", arrays[0].dtype)
+        chosen.setdefault("intermediate_dtype", np.float32)
+        chosen.setdefault("compute_dtype", np.float32)
+        with device.build_lock:
+            handle = device.builder_handle()
+        graph = driver.new_graph(handle, **{k: v for k, v in chosen.items() if k in GRAPH_SETTINGS} | {"name": name})
+        inputs = [_declare(graph, f"{name} argument {i}", array) for i, array in enumerate(arrays)]
+        returned = self.function(graph, *inputs, **options)
+        single = not isinstance(returned, (tuple, list))
+        outputs: list[Any] = [returned] if single else list(returned)
+        if not outputs or not all(hasattr(tensor, "get_uid") for tensor in outputs):
+            raise ArgumentError(f"{name} returned {returned!r}; return the graph tensor to output, or a tuple of them")
+        for tensor, array in zip(outputs, outs, strict=False):
+            tensor.set_stride(_element_strides(f"out of {name}", array))
+        infer(graph, outputs, io_dtype=frontend.data_type(chosen["io_dtype"]))
+        layouts = tuple(_layout(tensor) for tensor in outputs)
+        if outs:
+            _check_out(name, layouts, outs)
+        # Uids ascend in the order of the operands, since the raw entry takes its pointers in that order.
+        for number, tensor in enumerate(outputs):
+            if not tensor.uid_assigned:
+                tensor.set_uid(1_000_000 + number)
+        with device.build_lock, driver.relaxed():
+            executable = driver.compile(graph, [*inputs, *outputs], **{k: v for k, v in chosen.items() if k in COMPILE_SETTINGS})
+        taken = tuple(Layout(array.shape, array.strides, array.dtype) for array in arrays)
+        return Plan(name, device.device, executable, taken, layouts, single)
+
+
+def graph(function: Callable[..., Any] | None = None, **settings: Any) -> Any:
+    """Decorate a function that builds a cuDNN graph; see `GraphFunction`.
+
+    Examples
+    --------
+    >>> @handlepool.graph                                                                                # doctest: +SKIP
+    ... def conv_relu(g, x, w, *, padding):
+    ...     return g.relu(g.conv_fprop(x, w, padding=[padding] * 2, stride=[1, 1], dilation=[1, 1]))
+    >>> y = conv_relu(x, w, padding=1)                                                                   # doctest: +SKIP
+    """
+    if function is None:
+        return lambda decorated: GraphFunction(decorated, **settings)
+    return GraphFunction(function, **settings)
+
+
+def current_pool() -> HandlePool:
+    """The pool of the branch or task that this thread runs, and the default pool outside of any."""
+    pool: HandlePool | None = thread.pool
+    if pool is None:
+        from handlepool import default_pool
+
+        pool = default_pool()
+    return pool
+
+
+def _declare(graph: Any, name: str, array: Any) -> Any:
+    return graph.tensor(
+        dim=list(array.shape),
+        stride=_element_strides(name, array),
+        data_type=frontend.data_type(array.dtype),
+        name=name,
+    )
+
+
+def _element_strides(name: str, array: Any) -> list[int]:
+    """Strides in elements; those of axes of extent 1, which say nothing, as a dense array would have them."""
+    shape, itemsize = array.shape, array.dtype.itemsize
+    if any(stride < 0 or stride % itemsize for stride in array.strides):
+        raise ArgumentError(
+            f"{name} has the strides {array.strides} bytes for elements of {itemsize}: cuDNN takes none that are negative or "
+            f"fall between elements; pass a contiguous copy"
+        )
+    strides = [stride // itemsize for stride in array.strides]
+    dense = dense_strides(shape, axis_order(shape, strides))
+    return [plain if extent == 1 else stride for extent, stride, plain in zip(shape, strides, dense, strict=True)]
+
+
+def _layout(tensor: Any) -> Layout:
+    dtype = frontend.numpy_dtype(tensor.data_type)
+    return Layout(tuple(tensor.dim), tuple(step * dtype.itemsize for step in tensor.stride), dtype)
+
+
+def _check_out(name: str, layouts: Sequence[Layout], outs: Sequence[Any]) -> None:
+    if len(layouts) != len(outs):
+        raise ArgumentError(f"{name} has {len(layouts)} outputs and out= holds {len(outs)} arrays; pass a tuple of all")
+    for layout, array in zip(layouts, outs, strict=True):
+        if (layout.shape, layout.dtype) != (array.shape, array.dtype):
+            raise ArgumentError(
+                f"out= of {name} is {array.dtype} of shape {array.shape}; the output is {layout.dtype} of shape {layout.shape}"
+            )
+        extents = sorted((step, extent) for step, extent in zip(array.strides, array.shape, strict=True) if extent > 1)
+        reach = array.dtype.itemsize
+        for step, extent in extents:
+            if step < reach:
+                raise ArgumentError(f"out= of {name} has strides {array.strides} bytes: its elements overlap")
+            reach = step * extent
+
+
+def _check_hashable(function: GraphFunction, name: str, value: object) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise ArgumentError(
+            f"{function!r} was given {name}={value!r}, which cannot be hashed; options are a part of the plan's key, so pass a "
+            f"tuple for a list"
+        ) from None
+
+
+def _check_arrays(function: GraphFunction, driver: Driver, device: int, arrays: tuple[Any, ...]) -> None:
+    if not arrays:
+        raise ArgumentError(f"{function!r} was called without arrays")
+    for array in arrays:
+        kind: Any = driver.array_type
+        if not isinstance(array, kind):
+            raise ArrayTypeError(
+                f"{function!r} was given {type(array).__module__}.{type(array).__qualname__}; the {driver.name} driver takes "
+                f"{driver.array_type.__module__}.{driver.array_type.__qualname__}"
+            )
+        found = driver.array_device(array)
+        if found != device:
+            raise DeviceMismatchError(
+                f"{function!r} was given an array on device {found} and the current device is {device}; make device {found} "
+                f"current, or copy the array"
+            )
+        if not array.size:
+            raise ArgumentError(f"{function!r} was given an empty array, of shape {array.shape}")

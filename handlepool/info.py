@@ -1,0 +1,222 @@
+"""``python -m handlepool info``: what is installed, what was found and which driver would be chosen.
+
+Nothing here raises: every probe is a function of its own, and the text of its failure takes the place of its value.
+"""
+
+import ctypes
+import glob
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+_PACKAGES = (
+    "handlepool",
+    "numpy",
+    "nvidia-cudnn-frontend",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "cupy",
+    "cuda-bindings",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "torch",
+)
+_LIBRARIES = {"cublasLt": "libcublasLt.so", "nvrtc": "libnvrtc.so"}
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+
+
+def collect() -> dict[str, Any]:
+    """Run every probe.
+
+    Returns
+    -------
+    dict
+        Of strings, lists and dicts that JSON can hold. A probe that failed has ``"unavailable: <why>"`` as its value.
+    """
+    probes: dict[str, Callable[[], Any]] = {
+        "driver": chosen_driver,
+        "python": python,
+        "gil": gil,
+        "platform": platform.platform,
+        "packages": packages,
+        "cudnn": cudnn_backend,
+        "libraries": libraries,
+        "cuda_driver": cuda_driver,
+        "devices": devices,
+    }
+    return {name: _guarded(probe) for name, probe in probes.items()}
+
+
+def render(found: dict[str, Any]) -> str:
+    """What `collect` found, as aligned text."""
+    lines: list[tuple[str, str]] = []
+    for name, value in found.items():
+        title = name.replace("_", " ")
+        if isinstance(value, dict):
+            longest = max(map(len, value), default=0)
+            texts = [f"{key:<{longest}}  {item}" for key, item in value.items()]
+            lines += zip([title, *[""] * (len(texts) - 1)], texts, strict=True)
+        elif isinstance(value, list) and value:
+            lines += zip([title, *[""] * (len(value) - 1)], map(_entry, value), strict=True)
+        else:
+            lines.append((title, str(value or "none")))
+    width = max(len(title) for title, _ in lines)
+    return "\n".join(f"{title:<{width}}  {value}" for title, value in lines)
+
+
+def main(*, as_json: bool) -> int:
+    """Print what was found; the exit status is always 0."""
+    found = collect()
+    print(json.dumps(found, indent=2, default=str) if as_json else render(found))
+    return 0
+
+
+def python() -> str:
+    """Version and implementation of the interpreter."""
+    return f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})"
+
+
+def gil() -> str:
+    """Whether the global interpreter lock is on, in this process, now."""
+    enabled: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
+    return "enabled" if enabled() else "disabled"
+
+
+def packages() -> dict[str, str]:
+    """Versions from the packages' metadata; none is imported for it, and ours is there also without an installation."""
+    from handlepool import __version__
+
+    found = {"handlepool": __version__}
+    for name in _PACKAGES[1:]:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name in ("numpy", "nvidia-cudnn-frontend"):
+                found[name] = "not installed"
+    if not any(name.startswith("cupy") for name in found):
+        found["cupy"] = "not installed; the cuda driver needs the extra cu12 or cu13"
+    return found
+
+
+def cudnn_backend() -> dict[str, str]:
+    """The version of libcudnn that the frontend loads, and the file that it was loaded from."""
+    number = int(importlib.import_module("cudnn").backend_version())
+    version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return {"version": version, "file": next(iter(_mapped("libcudnn.so")), "unknown")}
+
+
+def libraries() -> dict[str, str]:
+    """Where each CUDA library is, in the order in which it is looked for: loaded, in a wheel, on the search path."""
+    return {name: _guarded(lambda prefix=prefix: _locate(prefix)) for name, prefix in _LIBRARIES.items()}
+
+
+def cuda_driver() -> str:
+    """The newest CUDA version that the installed NVIDIA driver serves."""
+    library, version = _libcuda(), ctypes.c_int()
+    _check(library, library.cuDriverGetVersion(ctypes.byref(version)))
+    return f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def devices() -> list[dict[str, Any]]:
+    """The visible devices, read from libcuda itself, so that they are seen also where CuPy is missing."""
+    library, count = _libcuda(), ctypes.c_int()
+    _check(library, library.cuDeviceGetCount(ctypes.byref(count)))
+    return [_device(library, ordinal) for ordinal in range(count.value)]
+
+
+def device_name(ordinal: int = 0) -> str:
+    """The name of a device, or why it is not known."""
+    return str(_guarded(lambda: devices()[ordinal]["name"]))
+
+
+def chosen_driver() -> str:
+    """The driver that a pool made without ``driver=`` would have, why, and whether it can run here."""
+    from handlepool import drivers
+
+    name, reason = drivers.choose()
+    missing = drivers.available(name)
+    return f"{name} ({reason})" + ("" if missing is None else f", not available: {missing}")
+
+
+def _guarded(probe: Callable[[], Any]) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return probe()
+    except Exception as error:
+        return f"unavailable: {' '.join(str(error).split()) or type(error).__name__}"
+
+
+def _entry(item: Any) -> str:
+    if not isinstance(item, dict):
+        return str(item)
+    gibibytes = item["memory_bytes"] / 2**30
+    return f"{item['ordinal']}: {item['name']}, {gibibytes:.1f} GiB, compute capability {item['compute_capability']}"
+
+
+def _libcuda() -> Any:
+    library = ctypes.CDLL("libcuda.so.1")
+    _check(library, library.cuInit(0))
+    return library
+
+
+def _check(library: Any, status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        library.cuGetErrorString(status, ctypes.byref(text))
+        raise OSError(text.value.decode() if text.value else f"CUDA driver error {status}")
+
+
+def _device(library: Any, ordinal: int) -> dict[str, Any]:
+    device, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(128)
+    _check(library, library.cuDeviceGet(ctypes.byref(device), ordinal))
+    _check(library, library.cuDeviceGetName(name, len(name), device))
+    _check(library, library.cuDeviceTotalMem_v2(ctypes.byref(memory), device))
+    capability = []
+    for attribute in (_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR):
+        value = ctypes.c_int()
+        _check(library, library.cuDeviceGetAttribute(ctypes.byref(value), attribute, device))
+        capability.append(str(value.value))
+    return {
+        "ordinal": ordinal,
+        "name": name.value.decode(errors="replace"),
+        "memory_bytes": memory.value,
+        "compute_capability": ".".join(capability),
+    }
+
+
+def _locate(prefix: str) -> str:
+    for found in (_mapped(prefix), _in_wheels(prefix), _on_search_path(prefix)):
+        path = next(iter(found), None)
+        if path is not None:
+            return path
+    return "not found"
+
+
+def _mapped(prefix: str) -> Iterable[str]:
+    """Files of that name that this process has loaded."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line}
+    return sorted(path for path in paths if os.path.basename(path).startswith(prefix))
+
+
+def _in_wheels(prefix: str) -> Iterable[str]:
+    """Files of that name in NVIDIA's wheels: nvidia/<package>/lib, and nvidia/cu13/lib since CUDA 13."""
+    for entry in sys.path:
+        yield from sorted(glob.glob(os.path.join(glob.escape(entry or "."), "nvidia", "*", "lib", f"{prefix}*")))
+
+
+def _on_search_path(prefix: str) -> Iterable[str]:
+    """Files of that name where the loader and a toolkit put theirs."""
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    roots = [os.environ[name] for name in ("CUDA_PATH", "CUDA_HOME") if os.environ.get(name)]
+    folders += [os.path.join(root, "lib64") for root in [*roots, "/usr/local/cuda", "/usr"]]
+    folders += ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu"]
+    for folder in filter(None, folders):
+        yield from sorted(glob.glob(os.path.join(glob.escape(folder), f"{prefix}*")))

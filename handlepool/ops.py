@@ -1,0 +1,227 @@
+"""Ready-made graph functions."""
+
+from typing import Any
+
+from handlepool.errors import ArgumentError, ArrayTypeError
+from handlepool.graphs import GraphCall, GraphFunction, current_pool
+from handlepool.inference import axis_order, dense_strides
+from handlepool.plans import Plan
+from handlepool.pool import HandlePool
+
+ACTIVATIONS = ("relu", "sigmoid", "tanh")
+CONVOLUTION_TYPES = ("float16", "bfloat16", "float32")
+
+
+def _convolution(
+    g: Any,
+    x: Any,
+    w: Any,
+    bias: Any = None,
+    *,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    activation: str | None,
+) -> Any:
+    y = g.conv_fprop(x, w, padding=list(padding), stride=list(stride), dilation=list(dilation))
+    if bias is not None:
+        y = g.bias(y, bias)
+    return y if activation is None else getattr(g, activation)(y)
+
+
+_conv2d = GraphFunction(_convolution, name="conv2d")
+
+
+def conv2d(
+    x: Any,
+    w: Any,
+    *,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    bias: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    workspace_limit: int | None = None,
+    allow_tf32: bool = True,
+    deterministic: bool = False,
+    pool: HandlePool | None = None,
+) -> Any:
+    """Convolve images with filters, as neural networks mean it (cross-correlation), on the current stream.
+
+    Parameters
+    ----------
+    x : array, shape (N, C, H, W)
+        Images; float16, bfloat16 or float32; contiguous, or channels-last in memory (NHWC strides, which tensor cores prefer).
+        CuPy arrays on the cuda driver, NumPy arrays on the host driver.
+    w : array, shape (K, C / groups, R, S)
+        Filters, of the same type.
+    stride, padding, dilation : int or (int, int)
+        Along height and width, in pixels; zeros are padded on both sides.
+    groups : int
+        Groups of channels that are convolved apart.
+    bias : array, shape (K,), optional
+        Added to each channel.
+    activation : {"relu", "sigmoid", "tanh"}, optional
+        Applied last.
+    out : array, shape (N, K, P, Q), optional
+        Where the result goes. Its strides decide the layout; without it the result lies as ``x`` does.
+    workspace_limit : int, optional
+        Most bytes of scratch that the plan may need.
+    allow_tf32 : bool
+        Whether float32 may be rounded to TF32 for tensor cores, as cuDNN does on its own (relative error about 2e-4).
+    deterministic : bool
+        Whether to take only plans that give the same bits each time.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array, shape (N, K, P, Q)
+        ``out``, or a new array of the type of ``x``.
+
+    Raises
+    ------
+    ArgumentError
+        For shapes, types, strides or options that no plan could take.
+    GraphNotSupportedError
+        When cuDNN has no plan, as for a workspace limit that none meets.
+    """
+    chosen = current_pool() if pool is None else pool
+    call = _prepare(
+        chosen,
+        x,
+        w,
+        stride,
+        padding,
+        dilation,
+        groups,
+        bias,
+        activation,
+        out,
+        workspace_limit,
+        allow_tf32,
+        deterministic,
+    )
+    return call.launch(chosen.slot())
+
+
+def _prepare(
+    pool: HandlePool,
+    x: Any,
+    w: Any,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    bias: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    workspace_limit: int | None = None,
+    allow_tf32: bool = True,
+    deterministic: bool = False,
+) -> GraphCall:
+    arrays, options, settings = _arguments(
+        pool, x, w, stride, padding, dilation, groups, bias, activation, out, workspace_limit, allow_tf32, deterministic
+    )
+    return _conv2d.prepare(pool, arrays, out, options, settings)
+
+
+def conv2d_plan(x: Any, w: Any, *, pool: HandlePool | None = None, out: Any = None, **options: Any) -> Plan:
+    """Return the plan that `conv2d` uses for these arguments, built when there is none yet.
+
+    Its ``engine``, ``workspace_size`` and ``candidates`` say what cuDNN chose.
+    """
+    chosen = current_pool() if pool is None else pool
+    arrays, graph_options, settings = _arguments(chosen, x, w, out=out, **options)
+    return _conv2d.plan(chosen, arrays, out, graph_options, settings)
+
+
+def _arguments(
+    pool: HandlePool,
+    x: Any,
+    w: Any,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    bias: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    workspace_limit: int | None = None,
+    allow_tf32: bool = True,
+    deterministic: bool = False,
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[tuple[str, Any], ...]]:
+    array_type = pool.driver.array_type
+    for name, array, rank in (("x", x, 4), ("w", w, 4), ("bias", bias, 1), ("out", out, 4)):
+        if array is None and name in ("bias", "out"):
+            continue
+        if not isinstance(array, array_type):
+            raise ArrayTypeError(
+                f"conv2d: {name} is a {type(array).__module__}.{type(array).__qualname__}; the {pool.driver.name} driver takes "
+                f"{array_type.__module__}.{array_type.__qualname__}"
+            )
+        _check_array(name, array, rank, x.dtype)
+    if w.shape[1] * groups != x.shape[1]:
+        raise ArgumentError(
+            f"conv2d: {x.shape[1]} channels in x {x.shape} and {w.shape[1]} x groups={groups} in w {w.shape}; w must be "
+            f"(K, C / groups, R, S)"
+        )
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ArgumentError(f"conv2d: activation={activation!r}; it can be {', '.join(ACTIVATIONS)} or None")
+    if workspace_limit is not None and workspace_limit < 0:
+        raise ArgumentError(f"conv2d: workspace_limit={workspace_limit}; it must be 0 bytes or more")
+    arrays: tuple[Any, ...] = (x, w)
+    if bias is not None:
+        if bias.shape[0] != w.shape[0]:
+            raise ArgumentError(f"conv2d: bias of shape {bias.shape} for {w.shape[0]} filters; it must be ({w.shape[0]},)")
+        arrays = (x, w, bias.reshape(1, -1, 1, 1))
+    options = {
+        "stride": _pair("stride", stride, 1),
+        "padding": _pair("padding", padding, 0),
+        "dilation": _pair("dilation", dilation, 1),
+        "activation": activation,
+    }
+    settings = (("allow_tf32", allow_tf32), ("deterministic", deterministic), ("workspace_limit", workspace_limit))
+    return arrays, options, settings
+
+
+def _prepare_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall:
+    kwargs = dict(kwargs)
+    return _prepare(kwargs.pop("pool", None) or pool, *args, **kwargs)
+
+
+# In a fork the output is allocated before the branch starts, as for any graph function.
+conv2d.__handlepool_prepare__ = _prepare_branch  # type: ignore[attr-defined]
+
+
+def _pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:
+    try:
+        pair = (value, value) if isinstance(value, int) else tuple(value)
+        if len(pair) == 2 and all(isinstance(entry, int) and entry >= least for entry in pair):
+            return (pair[0], pair[1])
+    except TypeError:
+        pass
+    raise ArgumentError(f"conv2d: {name}={value!r}; it must be an integer, or two, each {least} or more")
+
+
+def _check_array(name: str, array: Any, rank: int, dtype: Any) -> None:
+    if array.ndim != rank:
+        raise ArgumentError(f"conv2d: {name} has {array.ndim} axes, shape {array.shape}; it must have {rank}")
+    if not array.size:
+        raise ArgumentError(f"conv2d: {name} is empty, shape {array.shape}")
+    if array.dtype.name not in CONVOLUTION_TYPES:
+        raise ArgumentError(f"conv2d: {name} is {array.dtype}; it must be one of {', '.join(CONVOLUTION_TYPES)}")
+    if array.dtype != dtype:
+        raise ArgumentError(f"conv2d: {name} is {array.dtype} and x is {dtype}; convert one of them")
+    itemsize = array.dtype.itemsize
+    strides = [stride // itemsize for stride in array.strides]
+    order = axis_order(array.shape, strides)
+    dense = dense_strides(array.shape, order)
+    packed = all(extent == 1 or a == b for extent, a, b in zip(array.shape, strides, dense, strict=True))
+    if not packed or order not in ((0, 1, 2, 3), (0, 2, 3, 1), (0,)):
+        raise ArgumentError(
+            f"conv2d: {name} of shape {array.shape} has strides {array.strides} bytes; cuDNN takes arrays without gaps, "
+            f"contiguous or channels-last. Pass a contiguous copy, as from ascontiguousarray({name})"
+        )

@@ -1,0 +1,480 @@
+"""The pool: (thread, device, stream) to slot.
+
+What it promises, and what the promise rests on:
+
+- A hit takes no lock. The slot of a CuPy-owned stream lives on the stream object, by thread; a slot says itself whether it still
+  belongs to this thread, this pool and this stream: ``handle.stream is slot.bound`` fails for a slot that was given back (its
+  `bound` is no pointer then), for a handle that its caller destroyed (its stream is None) and for one that its caller bound
+  elsewhere. (Guarantees 1, 2, 4.)
+- A thread's slots hang on a thread-local object whose end parks them; a stream's end parks its slots through a weak reference's
+  callback. Parking is one append to a deque, which is atomic and calls nothing, so it may happen in a destructor, in the
+  collector while this thread holds a lock, or after the interpreter has begun to exit. The next miss, fork or `trim` takes the
+  parked in.
+- A lock is held for list and count changes alone, never across a driver call or user code.
+"""
+
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
+from types import TracebackType
+from typing import Any
+
+from handlepool import drivers
+from handlepool.devices import DeviceSlots
+from handlepool.drivers.base import PER_THREAD_STREAM, Driver, Handle
+from handlepool.errors import ArgumentError, ForkedProcessError, PoolClosedError
+from handlepool.plans import PlanCache
+from handlepool.slots import UNBOUND, Slot, StreamWatch
+from handlepool.stats import Stats
+from handlepool.streams import StreamReference, check_foreign, resolve
+
+MOST_FOREIGN_STREAMS = 64
+"""Bare pointers and foreign streams that one thread's slots are kept for; nothing tells of such a stream's end."""
+
+
+class _ThreadSlots:
+    """One thread's slots by key. Dies with the thread, and then parks them (guarantee 11)."""
+
+    def __init__(self, parked: deque[Slot]) -> None:
+        self.slots: dict[Any, Slot] = {}
+        self.foreign: OrderedDict[Any, None] = OrderedDict()
+        self._parked = parked
+
+    def __del__(self) -> None:
+        for slot in list(self.slots.values()):
+            slot.bound = UNBOUND  # a new thread may have this one's identifier: no hit of its own finds this slot
+            self._parked.append(slot)
+
+
+class HandlePool:
+    """cuDNN handles and workspaces for each (thread, device, stream), made when first asked for.
+
+    Parameters
+    ----------
+    driver : {"cuda", "host"} or Driver, optional
+        As `handlepool.drivers.choose` decides where none is given. Loaded at the first use, not here.
+    scratch_limit : int, optional
+        Most bytes of scratch on each device, all slots together.
+    idle_limit : int
+        Most handles of one device that are kept, beside the side slots', for threads and streams to come.
+    plan_limit : int
+        Most compiled graphs of one device that are kept.
+
+    Notes
+    -----
+    A pool lives until `close`, or to the end of a ``with`` statement over it. Losing the last reference to it closes nothing:
+    destroying handles calls CUDA, which must not happen whenever the collector likes.
+    """
+
+    def __init__(
+        self,
+        *,
+        driver: str | Driver | None = None,
+        scratch_limit: int | None = None,
+        idle_limit: int = 32,
+        plan_limit: int = 512,
+    ) -> None:
+        if scratch_limit is not None and scratch_limit < 0:
+            raise ArgumentError(f"scratch_limit={scratch_limit}; it must be 0 bytes or more, or None for no limit")
+        if idle_limit < 0:
+            raise ArgumentError(f"idle_limit={idle_limit}; it must be 0 handles or more")
+        self._choice = driver
+        self._driver: Driver | None = None
+        self._scratch_limit = scratch_limit
+        self._idle_limit = idle_limit
+        self.plans = PlanCache(plan_limit)
+        self._devices: dict[int, DeviceSlots] = {}
+        self._local = threading.local()
+        self._live: set[Slot] = set()
+        self._parked: deque[Slot] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._forked = False
+        # Replaced by the driver's own callables at the first use.
+        self._current_stream: Callable[[], Any] = self._first_stream
+        self._current_device: Callable[[], int] = self._first_device
+        _pools.add(self)
+
+    # Hits
+
+    def get_handle(self, stream: Any = None) -> Handle:
+        """Return this thread's cuDNN handle for a stream of the current device.
+
+        Parameters
+        ----------
+        stream : stream, optional
+            None for CuPy's current stream; a CuPy stream, any object with ``__cuda_stream__`` (torch from 2.10 on, JAX,
+            cuda.core), or a ``cudaStream_t`` as an integer. CuPy does not see torch's current stream: pass
+            ``torch.cuda.current_stream()``.
+
+        Returns
+        -------
+        cudnn.Handle
+            Bound to the stream. It belongs to the calling thread and stays the pool's: do not destroy it, and do not keep it
+            for another thread or stream; asking again is cheaper than keeping.
+
+        Raises
+        ------
+        DeviceMismatchError
+            When the stream is one of another device than the current one.
+        StreamError
+            When it is no stream.
+        PoolClosedError, ForkedProcessError, OutOfMemoryError, DriverNotAvailableError
+            As their names say; each message names the remedy.
+        """
+        try:
+            if stream is None:
+                slot = self._current_stream()._handlepool[get_ident()]
+                known = not slot.any_device or slot.device == self._current_device()
+            else:
+                slot = stream._handlepool[get_ident()]
+                known = slot.device == self._current_device()
+            handle: Handle = slot.handle
+            if handle.stream is slot.bound and known and slot.pool is self:
+                return handle
+        except (AttributeError, KeyError):
+            pass
+        return self.slot(stream).handle
+
+    def get_workspace(self, nbytes: int, stream: Any = None) -> Any:
+        """Return scratch memory for work on a stream of the current device.
+
+        Parameters
+        ----------
+        nbytes : int
+            0 is legal.
+        stream : stream, optional
+            As in `get_handle`.
+
+        Returns
+        -------
+        array, shape (nbytes,), uint8
+            The caller's until the next `get_workspace` of the same thread, device and stream; 256-byte aligned, never shared
+            with another stream, nor with the scratch of our own launches. Contents are not kept.
+
+        Raises
+        ------
+        ArgumentError
+            For a negative size.
+        OutOfMemoryError
+            When neither the scratch limit nor the device allows it.
+        """
+        return self.slot(stream).workspace(nbytes)
+
+    # Misses
+
+    def slot(self, stream: Any = None) -> Slot:
+        """Return this thread's slot for a stream: what `get_handle` and `get_workspace` take theirs from."""
+        self._check_usable()
+        driver = self.driver
+        reference = resolve(driver, stream)
+        if reference.stream is not None:
+            on_stream: dict[int, Slot | None] = reference.stream.__dict__.setdefault("_handlepool", {})
+            slot = on_stream.get(get_ident())
+            if slot is not None and slot.pool is self and slot.bound is not UNBOUND and slot.device == reference.device:
+                return self.sound(slot)
+        mine = self._thread_slots()
+        slot = mine.slots.get(reference.key)
+        if slot is not None and slot.bound is not UNBOUND and self._is_of(slot, reference):
+            if reference.stream is None:
+                mine.foreign.move_to_end(reference.key)
+            else:
+                self._place(slot, reference)
+            return self.sound(slot)
+        return self._acquire(reference, mine)
+
+    @staticmethod
+    def _is_of(slot: Slot, reference: StreamReference) -> bool:
+        return reference.stream is None or (slot.watch is not None and slot.watch() is reference.stream)
+
+    def sound(self, slot: Slot) -> Slot:
+        """Return a slot after making its handle right where its caller destroyed it or bound it elsewhere."""
+        if slot.handle.stream is not slot.pointer:
+            self._devices[slot.device].repair(slot)
+        return slot
+
+    def _acquire(self, reference: StreamReference, mine: _ThreadSlots) -> Slot:
+        check_foreign(self.driver, reference)
+        device = self.device(reference.device)
+        self.drain()
+        idle = device.take_idle()
+        slot = Slot(self, self.driver, device.scratch, device.create_handle()) if idle is None else idle.successor()
+        try:
+            if idle is not None and slot.scratch_bytes and not self._order_after_previous(idle, reference):
+                slot.release_scratch()
+            with self.driver.relaxed():
+                self.driver.bind_handle(slot.handle, reference.pointer)
+        except BaseException:
+            device.put_idle(slot if idle is None else idle)
+            raise
+        slot.pointer = reference.pointer
+        slot.key = reference.key
+        slot.thread = get_ident()
+        slot.siblings = mine.slots
+        slot.any_device = reference.stream is not None and reference.stream.device_id == -1
+        slot.watch = None
+        if reference.stream is not None:
+            slot.watch = StreamWatch(reference.stream, self._stream_gone)
+            slot.watch.slot = slot
+        slot.bound = slot.pointer
+        with self._lock:
+            self._live.add(slot)
+        device.count_live(+1)
+        mine.slots[reference.key] = slot
+        if reference.stream is None:
+            self._bound_foreign(mine, reference.key)
+        else:
+            self._place(slot, reference)
+        return slot
+
+    def _order_after_previous(self, idle: Slot, reference: StreamReference) -> bool:
+        """Order a reused slot's new stream after its last one, so that the scratch may go with it; False where that cannot be.
+
+        A destroyed stream may still be running, a per-thread stream was another thread's, and no edge may cross into or out of a
+        capture.
+        """
+        old = idle.watch() if idle.watch is not None else None
+        if old is None or idle.pointer == PER_THREAD_STREAM:
+            return False
+        if old is reference.stream:
+            return True
+        if any(pointer and self.driver.capture_id(pointer) for pointer in (idle.pointer, reference.pointer)):
+            return False
+        with self.driver.relaxed():
+            event = self.driver.create_event()
+            self.driver.record_event(event, idle.pointer)
+            self.driver.wait_event(reference.pointer, event)
+            self.driver.destroy_event(event)
+        return True
+
+    def _place(self, slot: Slot, reference: StreamReference) -> None:
+        """Put a slot where the hit looks, unless another pool's slot is there."""
+        on_stream = reference.stream.__dict__.setdefault("_handlepool", {})
+        other = on_stream.get(slot.thread)
+        if other is None or other.pool is self or other.bound is UNBOUND:
+            on_stream[slot.thread] = slot
+
+    def _bound_foreign(self, mine: _ThreadSlots, key: Any) -> None:
+        mine.foreign[key] = None
+        while len(mine.foreign) > MOST_FOREIGN_STREAMS:
+            oldest, _ = mine.foreign.popitem(last=False)
+            slot = mine.slots.pop(oldest, None)
+            if slot is not None:
+                slot.bound = UNBOUND
+                self._parked.append(slot)
+
+    def _thread_slots(self) -> _ThreadSlots:
+        mine: _ThreadSlots | None = getattr(self._local, "mine", None)
+        if mine is None:
+            mine = self._local.mine = _ThreadSlots(self._parked)
+        return mine
+
+    def _stream_gone(self, watch: Any) -> None:
+        watch.slot.bound = UNBOUND
+        self._parked.append(watch.slot)
+
+    # Taking back
+
+    def drain(self) -> None:
+        """Take in the slots that threads and streams have left behind."""
+        while self._parked:
+            try:
+                slot = self._parked.popleft()
+            except IndexError:
+                return
+            with self._lock:
+                if slot not in self._live:  # both its thread and its stream have gone, or the pool was closed
+                    continue
+                self._live.remove(slot)
+            self._take_in(slot)
+        here = self._devices.get(self._current_device()) if self._devices else None
+        if here is not None:
+            here.scratch.collect()
+
+    def _take_in(self, slot: Slot) -> None:
+        device = self._devices[slot.device]
+        if slot.siblings.get(slot.key) is slot:
+            slot.siblings.pop(slot.key, None)
+        stream = slot.watch() if slot.watch is not None else None
+        if stream is not None:
+            on_stream = stream.__dict__.get("_handlepool", {})
+            if on_stream.get(slot.thread) is slot:
+                on_stream.pop(slot.thread, None)
+        device.count_live(-1)
+        with self.on_device(slot.device):
+            if stream is None or slot.pointer == PER_THREAD_STREAM:
+                slot.release_scratch()
+            else:
+                slot.forget_capture()
+            device.put_idle(slot)
+
+    def prewarm(self, *, states: int = 0, workspace: int = 0, stream: Any = None) -> None:
+        """Make what first calls would make: this key's handle and scratch, and side slots for forks.
+
+        Parameters
+        ----------
+        states : int
+            Side slots to have on the current device, each with a handle (8 to 10 MiB, 1.3 ms) and ``workspace`` bytes.
+        workspace : int
+            Bytes of scratch for the launches of each.
+        stream : stream, optional
+            As in `get_handle`.
+        """
+        if states < 0 or workspace < 0:
+            raise ArgumentError(f"prewarm(states={states}, workspace={workspace}): both must be 0 or more")
+        own = self.slot(stream)
+        own.reserve(workspace)
+        device = self.device(own.device)
+        leased = []
+        try:
+            for _ in range(states):
+                side = device.lease()
+                if side is None:
+                    break
+                leased.append(side)
+                side.reserve(workspace)
+        finally:
+            for side in leased:
+                device.give_back(side, captured=False)
+
+    def trim(self) -> None:
+        """Give back what is idle: handles and scratch that no thread, stream or fork has, and blocks that were replaced."""
+        self._check_usable()
+        self.drain()
+        for device in list(self._devices.values()):
+            with self.on_device(device.device):
+                device.end_quarantine()
+                device.drop_idle()
+                device.drop_sides()
+                device.scratch.collect(wait=True)
+
+    def close(self) -> None:
+        """Destroy every handle and free all scratch but what captures were given; later uses raise `PoolClosedError`.
+
+        Handles that threads still hold are destroyed too, so close a pool when its users are done. Idempotent.
+        """
+        if self._forked:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            live = list(self._live)
+            self._live.clear()
+        self._parked.clear()
+        self.plans.clear()
+        for slot in live:
+            slot.bound = UNBOUND
+            slot.siblings.pop(slot.key, None)
+            self._devices[slot.device].count_live(-1)
+            with self.on_device(slot.device):
+                self._devices[slot.device].put_idle(slot)
+        for device in self._devices.values():
+            with self.on_device(device.device):
+                device.end_quarantine()
+                device.drop_idle()
+                device.drop_sides()
+                device.scratch.collect(wait=True)
+                if device.builder is not None:
+                    device.destroy_handle(device.builder)
+                    device.builder = None
+        _pools.discard(self)
+
+    def __enter__(self) -> "HandlePool":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # What the layers above stand on
+
+    @property
+    def driver(self) -> Driver:
+        """The driver, loaded on first use."""
+        driver = self._driver
+        if driver is None:
+            self._check_usable()
+            choice = self._choice
+            driver = drivers.load(choice) if choice is None or isinstance(choice, str) else choice
+            self._driver = driver
+            self._current_stream = driver.current_stream
+            self._current_device = driver.current_device
+        return driver
+
+    def _first_stream(self) -> Any:
+        return self.driver.current_stream()
+
+    def _first_device(self) -> int:
+        return self.driver.current_device()
+
+    def device(self, ordinal: int) -> DeviceSlots:
+        """What the pool has on a device."""
+        device = self._devices.get(ordinal)
+        if device is None:
+            with self._lock:
+                device = self._devices.get(ordinal)
+                if device is None:
+                    device = self._devices[ordinal] = DeviceSlots(
+                        self, self.driver, ordinal, self._scratch_limit, self._idle_limit, self.drain
+                    )
+        return device
+
+    def on_device(self, ordinal: int) -> AbstractContextManager[Any]:
+        """Make a device current where it is not."""
+        return nullcontext() if self._current_device() == ordinal else self.driver.device(ordinal)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def _check_usable(self) -> None:
+        if self._forked:
+            raise ForkedProcessError(
+                "this pool was made before os.fork, and CUDA does not survive a fork: start the child with "
+                "multiprocessing.get_context('spawn'), or make a HandlePool in the child before CUDA is used in the parent"
+            )
+        if self._closed:
+            raise PoolClosedError(f"{self!r} was closed; make a new HandlePool")
+
+    # Accounts
+
+    def stats(self, device: int | None = None) -> Stats:
+        """Counters by flat name, of one device or of all together. Two snapshots can be subtracted."""
+        chosen = self._devices.values() if device is None else [d for d in [self._devices.get(device)] if d is not None]
+        total = Stats(plans_cached=len(self.plans), plans_built=self.plans.built)
+        for slots in list(chosen):
+            for name, value in slots.snapshot().items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    def __repr__(self) -> str:
+        name = self._driver.name if self._driver is not None else "driver not loaded"
+        if self._closed:
+            return f"<HandlePool {name}, closed>"
+        held = "; ".join(f"device {ordinal}: {slots.describe()}" for ordinal, slots in sorted(self._devices.items()))
+        return f"<HandlePool {name}{', ' if held else ''}{held}>"
+
+    def _disown(self) -> None:
+        """In a forked child: nothing inherited is used or destroyed, and nothing it owns may be destroyed by a collector."""
+        self._forked = True
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        for slot in list(self._live):
+            slot.bound = UNBOUND
+        for device in self._devices.values():
+            for slot in device.sides:
+                slot.bound = UNBOUND
+
+
+_pools: "set[HandlePool]" = set()  # strong: a pool that nobody closed must not be collected, see HandlePool's notes
+
+
+def _after_fork() -> None:
+    for pool in list(_pools):
+        pool._disown()
+
+
+os.register_at_fork(after_in_child=_after_fork)

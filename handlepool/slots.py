@@ -1,0 +1,172 @@
+"""Slots: one cuDNN handle and its scratch, bound to one stream. The thing that is pooled."""
+
+import weakref
+from typing import Any
+
+from handlepool.drivers.base import LEGACY_STREAM, Driver, Handle, Stream
+from handlepool.errors import ArgumentError
+from handlepool.workspace import EMPTY, DeviceScratch, Workspace
+
+UNBOUND = object()
+"""What `Slot.bound` is while a slot belongs to nobody. No handle is bound to it, so no hit succeeds."""
+
+
+class StreamWatch(weakref.ref[Any]):
+    """A weak reference to a slot's stream object that knows the slot, for the callback when the stream has gone."""
+
+    __slots__ = ("slot",)
+    slot: "Slot"
+
+
+class Slot:
+    """One handle and its scratch, bound to one stream; in `ParallelStates.with_state`, the state.
+
+    Attributes
+    ----------
+    handle : cudnn.Handle
+        Bound to the slot's stream.
+    device : int
+        Ordinal of the device of handle, stream and scratch.
+    pointer : int
+        The stream's ``cudaStream_t``.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_capture",
+        "_driver",
+        "_eager",
+        "_handed",
+        "_launching",
+        "_scratch",
+        "any_device",
+        "bound",
+        "buffer",
+        "device",
+        "end",
+        "handle",
+        "key",
+        "pointer",
+        "pool",
+        "siblings",
+        "side_stream",
+        "start",
+        "thread",
+        "watch",
+    )
+
+    def __init__(self, pool: Any, driver: Driver, scratch: DeviceScratch, handle: Handle) -> None:
+        self.pool = pool
+        self.handle = handle
+        self.device = scratch.device
+        self._driver = driver
+        self._scratch = scratch
+        self.buffer = driver.launch_buffer()
+        self._launching = Workspace()  # for the plans that we launch
+        self._handed = Workspace()  # for get_workspace, so that what a caller holds never overlaps a launch (guarantee 5)
+        self._eager: tuple[Workspace, Workspace] | None = None
+        self._capture = 0
+        self.bound: object = UNBOUND  # the very object that handle.stream is while the slot is in use
+        self.pointer = -1
+        self.key: Any = None
+        self.siblings: dict[Any, Slot] = {}  # the owning thread's slots by key
+        self.thread = 0
+        self.any_device = False  # a default stream's object serves every device, so a hit must ask which is current
+        self.watch: StreamWatch | None = None
+        self.side_stream: Stream | None = None  # held by side slots alone
+        self.start: Any = None  # a side slot's two events: where a branch starts, where it ends
+        self.end: Any = None
+
+    @property
+    def stream(self) -> Any:
+        """The stream object, or the pointer where there is none."""
+        if self.side_stream is not None:
+            return self.side_stream
+        stream = self.watch() if self.watch is not None else None
+        return self.pointer if stream is None else stream
+
+    def __repr__(self) -> str:
+        return f"<Slot device={self.device} stream={self.pointer:#x} scratch={self.scratch_bytes:,} bytes>"
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch that it holds for work outside captures."""
+        launching, handed = self._eager or (self._launching, self._handed)
+        return launching.block.nbytes + handed.block.nbytes
+
+    def workspace(self, nbytes: int) -> Any:
+        """Scratch memory on the slot's stream, the caller's until the next call.
+
+        Parameters
+        ----------
+        nbytes : int
+            0 is legal. Contents are not kept from one call to the next.
+
+        Returns
+        -------
+        array, shape (nbytes,), uint8
+            On the slot's device; aligned to 256 bytes.
+
+        Raises
+        ------
+        ArgumentError
+            For a negative size.
+        OutOfMemoryError
+            With the bytes free, the bytes in all and what the pool holds.
+        """
+        if nbytes < 0:
+            raise ArgumentError(f"a workspace of {nbytes} bytes; the size must be 0 or more")
+        self._follow_capture()
+        block = self._handed.block
+        if block.nbytes < nbytes:
+            block = self._handed.grow(self._scratch, nbytes, self.pointer, self._capture)
+        return self._driver.scratch_array(block.pointer, nbytes, block)
+
+    def reserve(self, nbytes: int) -> int:
+        """Pointer to at least ``nbytes`` of scratch for a plan of ours; 0 for a plan that needs none."""
+        if not nbytes:
+            return 0
+        self._follow_capture()
+        block = self._launching.block
+        if block.nbytes < nbytes:
+            block = self._launching.grow(self._scratch, nbytes, self.pointer, self._capture)
+        return block.pointer
+
+    def _follow_capture(self) -> None:
+        """Keep what a capture is given apart from what eager work uses (guarantee 9): scratch of its own for each capture."""
+        if self.pointer == LEGACY_STREAM:  # cannot be captured, and asking is an error while another stream is
+            return
+        capture = self._driver.capture_id(self.pointer)
+        if capture == self._capture:
+            return
+        if not capture:
+            self.forget_capture()
+            return
+        if not self._capture:
+            self._eager = (self._launching, self._handed)
+        self._launching, self._handed = Workspace(), Workspace()
+        self._capture = capture
+
+    def successor(self) -> "Slot":
+        """A new slot with this one's handle and scratch; this one stays what it was, unbound.
+
+        A slot object is bound once in its life, so that whoever still knows it as the last owner's (a dying thread, a weak
+        reference's callback) can only ever unbind that owner.
+        """
+        self.forget_capture()
+        heir = Slot(self.pool, self._driver, self._scratch, self.handle)
+        heir._launching, heir._handed = self._launching, self._handed
+        return heir
+
+    def release_scratch(self) -> None:
+        """Give the eager scratch back at once; for a slot that nobody uses."""
+        for workspace in self._eager or (self._launching, self._handed):
+            block, workspace.block = workspace.block, EMPTY
+            self._scratch.free(block)
+        self.forget_capture()
+
+    def forget_capture(self) -> None:
+        """Go back to the scratch of eager work; what the capture was given stays the capture's."""
+        if self._eager is not None:
+            (self._launching, self._handed), self._eager = self._eager, None
+        self._capture = 0

@@ -1,0 +1,124 @@
+"""``python -m handlepool info`` tells what it finds, and never raises."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from handlepool import info
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "handlepool", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_info_as_json_has_every_finding():
+    done = run("info", "--json", HANDLEPOOL_DRIVER="host")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found) == [
+        "driver",
+        "python",
+        "gil",
+        "platform",
+        "packages",
+        "cudnn",
+        "libraries",
+        "cuda_driver",
+        "devices",
+    ]
+    assert found["driver"] == "host (set by HANDLEPOOL_DRIVER)"
+    assert found["gil"] in ("enabled", "disabled")
+    assert {"handlepool", "numpy", "nvidia-cudnn-frontend"} <= set(found["packages"])
+
+
+def test_info_as_text_is_aligned():
+    done = run("info", HANDLEPOOL_DRIVER="host")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    column = lines[0].index("host (set by")
+    assert all(line[column - 1] == " " and line[column] != " " for line in lines)
+
+
+def test_an_unknown_driver_is_a_finding():
+    found = json.loads(run("info", "--json", HANDLEPOOL_DRIVER="abacus").stdout)
+    assert found["driver"].startswith("unavailable:")
+    assert "abacus" in found["driver"]
+
+
+def test_nothing_raises_when_every_probe_fails(monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("out\nof order")
+
+    for name in ("python", "gil", "packages", "cudnn_backend", "libraries", "cuda_driver", "devices", "chosen_driver"):
+        monkeypatch.setattr(info, name, broken)
+    monkeypatch.setattr(info.platform, "platform", broken)
+    found = info.collect()
+    assert set(found.values()) == {"unavailable: out of order"}
+    assert info.main(as_json=False) == 0
+    assert info.main(as_json=True) == 0
+    assert "out of order" in capsys.readouterr().out
+
+
+def test_one_library_that_cannot_be_looked_for_hides_no_other(monkeypatch):
+    monkeypatch.setattr(info, "_LIBRARIES", {"bad": "bad", "good": "good"})
+
+    def locate(prefix):
+        if prefix == "bad":
+            raise PermissionError("no entry")
+        return "/somewhere"
+
+    monkeypatch.setattr(info, "_locate", locate)
+    assert info.libraries() == {"bad": "unavailable: no entry", "good": "/somewhere"}
+
+
+def test_devices_are_shown_with_memory_and_capability(monkeypatch):
+    device = {"ordinal": 0, "name": "A card", "memory_bytes": 3 * 2**30, "compute_capability": "9.0"}
+    text = info.render({"devices": [device, {**device, "ordinal": 1}], "cuda_driver": "CUDA 13.0"})
+    assert text.splitlines() == [
+        "devices      0: A card, 3.0 GiB, compute capability 9.0",
+        "             1: A card, 3.0 GiB, compute capability 9.0",
+        "cuda driver  CUDA 13.0",
+    ]
+    assert info.render({"devices": []}) == "devices  none"
+
+
+def test_without_a_gpu_driver_the_devices_say_why(monkeypatch):
+    def no_library(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(info.ctypes, "CDLL", no_library)
+    found = info.collect()
+    assert found["devices"] == "unavailable: libcuda.so.1: cannot open shared object file"
+    assert info.device_name() == found["devices"]
+
+
+def test_info_does_not_import_torch():
+    code = "import sys; sys.modules['torch'] = None; from handlepool import info; print(info.collect()['packages'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "handlepool" in done.stdout
+
+
+def test_version_is_printed():
+    from handlepool import __version__
+
+    assert run("--version").stdout == f"handlepool {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("info", "--nonsense")])
+def test_bad_commands_are_one_line_and_exit_status_2(arguments):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "--help" in done.stderr
