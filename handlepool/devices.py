@@ -8,7 +8,7 @@ from typing import Any
 
 from handlepool.drivers.base import Driver, Handle
 from handlepool.errors import OutOfMemoryError
-from handlepool.slots import UNBOUND, Slot
+from handlepool.slots import Slot
 from handlepool.workspace import DeviceScratch
 
 MOST_SIDE_SLOTS = 32
@@ -157,7 +157,7 @@ class DeviceSlots:
                 return
 
     def _destroy(self, slot: Slot) -> None:
-        slot.bound = UNBOUND
+        slot.end()
         slot.release_scratch()
         self.destroy_handle(slot.handle)
 
@@ -200,8 +200,8 @@ class DeviceSlots:
             with self.driver.relaxed():
                 stream = slot.side_stream = self.driver.create_stream()
                 slot.pointer = stream.ptr
-                slot.start = self.driver.create_event()
-                slot.end = self.driver.create_event()
+                slot.start_event = self.driver.create_event()
+                slot.end_event = self.driver.create_event()
                 self.driver.bind_handle(slot.handle, slot.pointer)
         except BaseException:
             self._destroy_side(slot)
@@ -231,10 +231,10 @@ class DeviceSlots:
     def _destroy_side(self, slot: Slot) -> None:
         self._destroy(slot)
         with self.driver.relaxed():
-            for event in (slot.start, slot.end):
+            for event in (slot.start_event, slot.end_event):
                 if event is not None:
                     self.driver.destroy_event(event)
-            slot.start = slot.end = slot.side_stream = None  # the stream goes with its last reference, here
+            slot.start_event = slot.end_event = slot.side_stream = None  # the stream goes with its last reference, here
 
     def drop_sides(self) -> None:
         """Destroy the free side slots."""

@@ -36,7 +36,7 @@ class GraphCall:
     def launch(self, slot: Slot) -> Any:
         """Enqueue on the slot's stream, and return the outputs."""
         handle = slot.handle
-        if handle.stream is not slot.bound:
+        if handle.stream is not slot.pointer:
             handle = self._pool.sound(slot).handle
         executable = self.plan.executable
         executable.launch(handle, self.operands, slot.reserve(executable.workspace_size), slot.buffer)

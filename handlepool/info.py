@@ -13,6 +13,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 _PACKAGES = (
@@ -113,7 +114,7 @@ def cudnn_backend() -> dict[str, str]:
 
 def libraries() -> dict[str, str]:
     """Where each CUDA library is, in the order in which it is looked for: loaded, in a wheel, on the search path."""
-    return {name: _guarded(lambda prefix=prefix: _locate(prefix)) for name, prefix in _LIBRARIES.items()}
+    return {name: _guarded(partial(_locate, prefix)) for name, prefix in _LIBRARIES.items()}
 
 
 def cuda_driver() -> str:

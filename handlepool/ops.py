@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from handlepool.errors import ArgumentError, ArrayTypeError
+from handlepool.errors import ArgumentError, ArrayTypeError, GraphNotSupportedError
 from handlepool.graphs import GraphCall, GraphFunction, current_pool
 from handlepool.inference import axis_order, dense_strides
 from handlepool.plans import Plan
 from handlepool.pool import HandlePool
+from handlepool.slots import Slot
 
 ACTIVATIONS = ("relu", "sigmoid", "tanh")
 CONVOLUTION_TYPES = ("float16", "bfloat16", "float32")
@@ -24,12 +25,34 @@ def _convolution(
     activation: str | None,
 ) -> Any:
     y = g.conv_fprop(x, w, padding=list(padding), stride=list(stride), dilation=list(dilation))
+    return _epilogue(g, y, bias, activation=activation)
+
+
+def _epilogue(g: Any, y: Any, bias: Any = None, *, activation: str | None) -> Any:
     if bias is not None:
         y = g.bias(y, bias)
     return y if activation is None else getattr(g, activation)(y)
 
 
 _conv2d = GraphFunction(_convolution, name="conv2d")
+_conv2d_epilogue = GraphFunction(_epilogue, name="conv2d_epilogue")
+
+
+class _Sequence:
+    """Two calls on one stream, the second over the first one's output, in the form of a `GraphCall`."""
+
+    __slots__ = ("_calls", "operands", "result")
+
+    def __init__(self, first: GraphCall, second: GraphCall) -> None:
+        self._calls = (first, second)
+        self.operands = first.operands + second.operands
+        self.result = second.result
+
+    def launch(self, slot: Slot) -> Any:
+        """Enqueue both."""
+        for call in self._calls:
+            call.launch(slot)
+        return self.result
 
 
 def conv2d(
@@ -121,11 +144,19 @@ def _prepare(
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
     deterministic: bool = False,
-) -> GraphCall:
+) -> GraphCall | _Sequence:
     arrays, options, settings = _arguments(
         pool, x, w, stride, padding, dilation, groups, bias, activation, out, workspace_limit, allow_tf32, deterministic
     )
-    return _conv2d.prepare(pool, arrays, out, options, settings)
+    try:
+        return _conv2d.prepare(pool, arrays, out, options, settings)
+    except GraphNotSupportedError:
+        if len(arrays) == 2 and activation is None:
+            raise
+    # cuDNN fuses some epilogues for channels-last arrays alone: there the bias and the activation are a launch of their own.
+    plain = _conv2d.prepare(pool, (x, w), out, options | {"activation": None}, settings)
+    rest = _conv2d_epilogue.prepare(pool, (plain.result, *arrays[2:]), plain.result, {"activation": activation})
+    return _Sequence(plain, rest)
 
 
 def conv2d_plan(x: Any, w: Any, *, pool: HandlePool | None = None, out: Any = None, **options: Any) -> Plan:
@@ -187,7 +218,7 @@ def _arguments(
     return arrays, options, settings
 
 
-def _prepare_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall:
+def _prepare_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall | _Sequence:
     kwargs = dict(kwargs)
     return _prepare(kwargs.pop("pool", None) or pool, *args, **kwargs)
 

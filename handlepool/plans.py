@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from handlepool.drivers.base import Executable
-from handlepool.errors import ArgumentError
+from handlepool.errors import ArgumentError, GraphNotSupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class PlanCache:
         self.built = 0
         self._plans: dict[int, OrderedDict[Hashable, Plan]] = {}
         self._builds: dict[Hashable, _Build] = {}
+        self._refusals: OrderedDict[Hashable, GraphNotSupportedError] = OrderedDict()
         self._lock = threading.Lock()  # guards the three above; hits take it too where order is changed
 
     def get(self, device: int, key: Hashable) -> Plan | None:
@@ -116,6 +117,8 @@ class PlanCache:
             if plan is not None:
                 return plan
             mine = (device, key)
+            if mine in self._refusals:
+                raise self._refusals[mine]
             running = self._builds.get(mine)
             if running is None:
                 running = self._builds[mine] = _Build()
@@ -134,6 +137,11 @@ class PlanCache:
             plan = running.plan = build()
         except BaseException as error:
             running.error = error
+            if isinstance(error, GraphNotSupportedError):
+                with self._lock:
+                    self._refusals[mine] = error.with_traceback(None)
+                    while len(self._refusals) > self.limit:
+                        self._refusals.popitem(last=False)
             raise
         finally:
             with self._lock:
@@ -154,3 +162,4 @@ class PlanCache:
         """Forget every plan; those in use live on with their users."""
         with self._lock:
             self._plans.clear()
+            self._refusals.clear()

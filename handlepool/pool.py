@@ -18,7 +18,6 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +26,7 @@ from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import PER_THREAD_STREAM, Driver, Handle
 from handlepool.errors import ArgumentError, ForkedProcessError, PoolClosedError
 from handlepool.plans import PlanCache
-from handlepool.slots import UNBOUND, Slot, StreamWatch
+from handlepool.slots import Slot, StreamWatch, place, placed
 from handlepool.stats import Stats
 from handlepool.streams import StreamReference, check_foreign, resolve
 
@@ -45,7 +44,7 @@ class _ThreadSlots:
 
     def __del__(self) -> None:
         for slot in list(self.slots.values()):
-            slot.bound = UNBOUND  # a new thread may have this one's identifier: no hit of its own finds this slot
+            slot.end()
             self._parked.append(slot)
 
 
@@ -127,15 +126,16 @@ class HandlePool:
         """
         try:
             if stream is None:
-                slot = self._current_stream()._handlepool[get_ident()]
-                known = not slot.any_device or slot.device == self._current_device()
+                slot = self._current_stream()._handlepool.slot
+                handle: Handle = slot.handle
+                if handle.stream is slot.bound and slot.owner is self:
+                    return handle
             else:
-                slot = stream._handlepool[get_ident()]
-                known = slot.device == self._current_device()
-            handle: Handle = slot.handle
-            if handle.stream is slot.bound and known and slot.pool is self:
+                slot = stream._handlepool.slot
+                handle = slot.handle
+            if handle.stream is slot.pointer and slot.device == self._current_device() and slot.owner is self:
                 return handle
-        except (AttributeError, KeyError):
+        except AttributeError:
             pass
         return self.slot(stream).handle
 
@@ -168,22 +168,27 @@ class HandlePool:
 
     def slot(self, stream: Any = None) -> Slot:
         """Return this thread's slot for a stream: what `get_handle` and `get_workspace` take theirs from."""
+        try:
+            slot = (self._current_stream() if stream is None else stream)._handlepool.slot
+            if slot.handle.stream is slot.pointer and slot.device == self._current_device() and slot.owner is self:
+                found: Slot = slot
+                return found
+        except AttributeError:
+            pass
         self._check_usable()
-        driver = self.driver
-        reference = resolve(driver, stream)
+        reference = resolve(self.driver, stream)
         if reference.stream is not None:
-            on_stream: dict[int, Slot | None] = reference.stream.__dict__.setdefault("_handlepool", {})
-            slot = on_stream.get(get_ident())
-            if slot is not None and slot.pool is self and slot.bound is not UNBOUND and slot.device == reference.device:
-                return self.sound(slot)
+            here = placed(reference.stream)
+            if here is not None and here.owner is self and here.device == reference.device:
+                return self.sound(here)
         mine = self._thread_slots()
-        slot = mine.slots.get(reference.key)
-        if slot is not None and slot.bound is not UNBOUND and self._is_of(slot, reference):
+        known = mine.slots.get(reference.key)
+        if known is not None and known.owner is self and self._is_of(known, reference):
             if reference.stream is None:
                 mine.foreign.move_to_end(reference.key)
             else:
-                self._place(slot, reference)
-            return self.sound(slot)
+                self._place(known, reference)
+            return self.sound(known)
         return self._acquire(reference, mine)
 
     @staticmethod
@@ -210,16 +215,12 @@ class HandlePool:
         except BaseException:
             device.put_idle(slot if idle is None else idle)
             raise
-        slot.pointer = reference.pointer
         slot.key = reference.key
-        slot.thread = get_ident()
         slot.siblings = mine.slots
-        slot.any_device = reference.stream is not None and reference.stream.device_id == -1
-        slot.watch = None
         if reference.stream is not None:
             slot.watch = StreamWatch(reference.stream, self._stream_gone)
             slot.watch.slot = slot
-        slot.bound = slot.pointer
+        slot.begin(reference.pointer, any_device=reference.stream is not None and reference.stream.device_id == -1)
         with self._lock:
             self._live.add(slot)
         device.count_live(+1)
@@ -252,10 +253,9 @@ class HandlePool:
 
     def _place(self, slot: Slot, reference: StreamReference) -> None:
         """Put a slot where the hit looks, unless another pool's slot is there."""
-        on_stream = reference.stream.__dict__.setdefault("_handlepool", {})
-        other = on_stream.get(slot.thread)
-        if other is None or other.pool is self or other.bound is UNBOUND:
-            on_stream[slot.thread] = slot
+        other = placed(reference.stream)
+        if other is None or other.owner is self or other.owner is None:
+            place(reference.stream, slot)
 
     def _bound_foreign(self, mine: _ThreadSlots, key: Any) -> None:
         mine.foreign[key] = None
@@ -263,7 +263,7 @@ class HandlePool:
             oldest, _ = mine.foreign.popitem(last=False)
             slot = mine.slots.pop(oldest, None)
             if slot is not None:
-                slot.bound = UNBOUND
+                slot.end()
                 self._parked.append(slot)
 
     def _thread_slots(self) -> _ThreadSlots:
@@ -273,7 +273,7 @@ class HandlePool:
         return mine
 
     def _stream_gone(self, watch: Any) -> None:
-        watch.slot.bound = UNBOUND
+        watch.slot.end()
         self._parked.append(watch.slot)
 
     # Taking back
@@ -299,10 +299,6 @@ class HandlePool:
         if slot.siblings.get(slot.key) is slot:
             slot.siblings.pop(slot.key, None)
         stream = slot.watch() if slot.watch is not None else None
-        if stream is not None:
-            on_stream = stream.__dict__.get("_handlepool", {})
-            if on_stream.get(slot.thread) is slot:
-                on_stream.pop(slot.thread, None)
         device.count_live(-1)
         with self.on_device(slot.device):
             if stream is None or slot.pointer == PER_THREAD_STREAM:
@@ -367,7 +363,7 @@ class HandlePool:
         self._parked.clear()
         self.plans.clear()
         for slot in live:
-            slot.bound = UNBOUND
+            slot.end()
             slot.siblings.pop(slot.key, None)
             self._devices[slot.device].count_live(-1)
             with self.on_device(slot.device):
@@ -463,10 +459,10 @@ class HandlePool:
         self._forked = True
         self._lock = threading.Lock()  # another thread of the parent may have held it
         for slot in list(self._live):
-            slot.bound = UNBOUND
+            slot.end()
         for device in self._devices.values():
             for slot in device.sides:
-                slot.bound = UNBOUND
+                slot.end()
 
 
 _pools: "set[HandlePool]" = set()  # strong: a pool that nobody closed must not be collected, see HandlePool's notes

@@ -1,5 +1,6 @@
 """Slots: one cuDNN handle and its scratch, bound to one stream. The thing that is pooled."""
 
+import threading
 import weakref
 from typing import Any
 
@@ -8,7 +9,29 @@ from handlepool.errors import ArgumentError
 from handlepool.workspace import EMPTY, DeviceScratch, Workspace
 
 UNBOUND = object()
-"""What `Slot.bound` is while a slot belongs to nobody. No handle is bound to it, so no hit succeeds."""
+"""What `Slot.bound` is where a hit may not trust the stream alone. No handle is bound to it."""
+
+
+class OnStream(threading.local):
+    """The attribute ``_handlepool`` of a stream object: each thread's slot for it. A thread's entry ends with the thread."""
+
+    slot: "Slot | None" = None
+
+
+def place(stream: Any, slot: "Slot | None") -> None:
+    """Put this thread's slot where a hit finds it: on the stream object."""
+    try:
+        stream._handlepool.slot = slot
+    except AttributeError:
+        # Two threads that come here at once leave one of the two places; the other thread's next hit puts its slot back.
+        stream._handlepool = OnStream()
+        stream._handlepool.slot = slot
+
+
+def placed(stream: Any) -> "Slot | None":
+    """This thread's slot on a stream object."""
+    on_stream: OnStream | None = getattr(stream, "_handlepool", None)
+    return None if on_stream is None else on_stream.slot
 
 
 class StreamWatch(weakref.ref[Any]):
@@ -39,19 +62,18 @@ class Slot:
         "_handed",
         "_launching",
         "_scratch",
-        "any_device",
         "bound",
         "buffer",
         "device",
-        "end",
+        "end_event",
         "handle",
         "key",
+        "owner",
         "pointer",
         "pool",
         "siblings",
         "side_stream",
-        "start",
-        "thread",
+        "start_event",
         "watch",
     )
 
@@ -66,16 +88,15 @@ class Slot:
         self._handed = Workspace()  # for get_workspace, so that what a caller holds never overlaps a launch (guarantee 5)
         self._eager: tuple[Workspace, Workspace] | None = None
         self._capture = 0
-        self.bound: object = UNBOUND  # the very object that handle.stream is while the slot is in use
+        self.bound: object = UNBOUND  # the very object that handle.stream is, for a hit that need not ask for the device
         self.pointer = -1
         self.key: Any = None
         self.siblings: dict[Any, Slot] = {}  # the owning thread's slots by key
-        self.thread = 0
-        self.any_device = False  # a default stream's object serves every device, so a hit must ask which is current
+        self.owner: Any = None  # the pool, while the slot belongs to a thread or a fork
         self.watch: StreamWatch | None = None
         self.side_stream: Stream | None = None  # held by side slots alone
-        self.start: Any = None  # a side slot's two events: where a branch starts, where it ends
-        self.end: Any = None
+        self.start_event: Any = None  # a side slot's two events: where a branch starts, where it ends
+        self.end_event: Any = None
 
     @property
     def stream(self) -> Any:
@@ -84,6 +105,19 @@ class Slot:
             return self.side_stream
         stream = self.watch() if self.watch is not None else None
         return self.pointer if stream is None else stream
+
+    def begin(self, pointer: int, *, any_device: bool = False) -> None:
+        """Belong to a thread or a fork: the handle is bound to ``pointer``, this very object.
+
+        A default stream's object stands for a stream of each device, so there a hit must ask which device is current.
+        """
+        self.pointer = pointer
+        self.bound = UNBOUND if any_device else pointer
+        self.owner = self.pool
+
+    def end(self) -> None:
+        """Belong to nobody; no hit succeeds any more. Calls nothing, so a destructor may call it."""
+        self.owner = None
 
     def __repr__(self) -> str:
         return f"<Slot device={self.device} stream={self.pointer:#x} scratch={self.scratch_bytes:,} bytes>"

@@ -18,7 +18,7 @@ from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.errors import ArgumentError, OwnershipError, PoolClosedError, StateBusyError, StateIndexError
 from handlepool.pool import HandlePool
 from handlepool.regions import Region, thread
-from handlepool.slots import UNBOUND, Slot
+from handlepool.slots import Slot, place
 from handlepool.streams import check_foreign, resolve
 
 T = TypeVar("T")
@@ -112,15 +112,15 @@ class Fork:
             if slot is None:
                 result: T = call.launch(self._pool.slot(self._stream))
                 return result
-            self._driver.record_event(slot.start, self._pointer)
-            self._driver.wait_event(slot.pointer, slot.start)
+            self._driver.record_event(slot.start_event, self._pointer)
+            self._driver.wait_event(slot.pointer, slot.start_event)
             result = call.launch(slot)
             return result
         region.keep_call(function, args, kwargs)
         if slot is None:
             return self._on_caller(function, args, kwargs)
-        self._driver.record_event(slot.start, self._pointer)
-        self._driver.wait_event(slot.pointer, slot.start)
+        self._driver.record_event(slot.start_event, self._pointer)
+        self._driver.wait_event(slot.pointer, slot.start_event)
         return run_on(self._pool, slot.side_stream, self._ordinal, region, function, args, kwargs)
 
     def _on_caller(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
@@ -160,8 +160,8 @@ class Fork:
         with self._pool.on_device(self._ordinal):  # the null stream's pointer means another stream on another device
             for slot in leased:
                 try:
-                    self._driver.record_event(slot.end, slot.pointer)
-                    self._driver.wait_event(self._pointer, slot.end)
+                    self._driver.record_event(slot.end_event, slot.pointer)
+                    self._driver.wait_event(self._pointer, slot.end_event)
                 except Exception as trouble:  # every other branch is joined all the same
                     failure = trouble
                 disown(slot)
@@ -181,16 +181,14 @@ class Fork:
 
 def own(slot: Slot) -> None:
     """Make a leased side slot this thread's: a hit of `get_handle` on its stream gives its handle."""
-    ident = get_ident()
-    slot.thread = ident
-    slot.bound = slot.pointer  # the very object that the handle was bound with
-    slot.side_stream.__dict__["_handlepool"] = {ident: slot}
+    slot.begin(slot.pointer)
+    place(slot.side_stream, slot)
 
 
 def disown(slot: Slot) -> None:
     """End `own`."""
-    slot.bound = UNBOUND
-    slot.side_stream.__dict__["_handlepool"] = {}
+    slot.end()
+    place(slot.side_stream, None)
 
 
 def run_on(

@@ -28,10 +28,12 @@ def main(options: Namespace) -> int:
     """
     try:
         return _run(options)
+    except MemoryError as error:
+        _complain(f"{error}; pass a smaller --size, smaller filters or fewer --states")
     except HandlePoolError as error:
-        print(f"handlepool demo: {' '.join(str(error).split())}", file=sys.stderr)
+        _complain(error)
     except ImportError as error:
-        print(f"handlepool demo: {error}; install the extra: pip install 'handlepool[demo]'", file=sys.stderr)
+        _complain(f"{error}; install the extra: pip install 'handlepool[demo]'")
     return 2
 
 
@@ -58,6 +60,10 @@ def _check_out(out: Path, image: Path | None) -> None:
         raise ArgumentError(f"{str(out)!r} {what}; pass the path of the PNG to write as --out")
     if image is not None and out.exists() and image.exists() and out.samefile(image):
         raise ArgumentError(f"--out {str(out)!r} is the photograph itself; pass another file")
+
+
+def _complain(error: object) -> None:
+    print(f"handlepool demo: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _run(options: Namespace) -> int:
@@ -90,5 +96,5 @@ def _run(options: Namespace) -> int:
     print(f"\nwrote {options.out}")
     wrong = [result.name for result in report.results if not result.right]
     if wrong:
-        print(f"handlepool demo: further than 2e-3 from the float64 reference: {', '.join(wrong)}", file=sys.stderr)
+        _complain(f"further than 2e-3 from the float64 reference: {', '.join(wrong)}")
     return 1 if wrong else 0

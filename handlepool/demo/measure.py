@@ -16,8 +16,7 @@ from handlepool.reference import conv2d as reference_conv2d
 from handlepool.states import ParallelStates
 
 TOLERANCE = 2e-3
-_BUDGET, _FEWEST, _MOST = 4000.0, 3, 31  # milliseconds for all repeats; repeats
-_TRACES = 5
+_BUDGET, _FEWEST, _MOST = 4000.0, 3, 31  # milliseconds that all repeats may take together; repeats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,10 +192,11 @@ def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, state
     # The first run builds the plans and loads the kernels, which may wait for the device, so it is not timed.
     outputs = [work.driver.asnumpy(y) for y in work.forked()]
     results = tuple(_check(photograph, filter, w, y, work) for filter, w, y in zip(filters, work.weights, outputs, strict=True))
-    for way in (work.forked, work.single, work.stacked):
-        work.time(way)
-    traces = sorted((work.trace([filter.name for filter in filters]) for _ in range(_TRACES)), key=lambda trace: trace[0])
-    region, spans = traces[_TRACES // 2]
+    times = _times(work)
+    names = [filter.name for filter in filters]
+    count = 5 if 5 * times.forked < _BUDGET else 1
+    traces = sorted((work.trace(names) for _ in range(count)), key=lambda trace: trace[0])
+    region, spans = traces[count // 2]
     return Report(
         driver=work.driver.name,
         states=states,
@@ -204,7 +204,7 @@ def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, state
         spans=tuple(spans),
         region=region,
         caller=work.driver.current_stream().ptr,
-        times=_times(work),
+        times=times,
     )
 
 
@@ -232,9 +232,10 @@ def _check(photograph: NDArray[np.float32], filter: Filter, w: Any, y: NDArray[A
 def _times(work: _Work) -> Times:
     """Medians of interleaved repeats, so that a change of the clock falls on all three ways alike."""
     ways = (work.forked, work.single, work.stacked)
-    samples = [[work.time(way)] for way in ways]
-    repeats = int(min(max(_BUDGET / max(sum(sample[0] for sample in samples), 1e-3), _FEWEST), _MOST))
-    for repeat in range(1, repeats):
+    warm_up = sum(work.time(way) for way in ways)
+    repeats = int(min(max(_BUDGET / max(warm_up, 1e-3), _FEWEST), _MOST))
+    samples: list[list[float]] = [[], [], []]
+    for repeat in range(repeats):
         for index in range(3):
             way = (index + repeat) % 3  # none is always the first
             samples[way].append(work.time(ways[way]))

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from handlepool.drivers import frontend
+from handlepool.drivers.host import schedulers
 from handlepool.drivers.host.contract import CallLog, HandleUse, HostHandle, Relaxed
 from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.host.memory import Array, Memory, RegionAllocator, address_of, owner_of, raw_view
-from handlepool.drivers.host.schedulers import AdversarialScheduler, Scheduler, ThreadScheduler
-from handlepool.drivers.host.streams import Device, Event, Latch, Queue, Stream, StreamTable
+from handlepool.drivers.host.queues import Event, Latch, Queue, StreamTable
+from handlepool.drivers.host.streams import Device, Stream
 from handlepool.errors import ArgumentError, ContractError
 
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
@@ -65,12 +66,8 @@ class HostDriver:
     ) -> None:
         if devices < 1 or memory < 0:
             raise ArgumentError(f"a host driver has at least one device and no negative memory: {devices}, {memory}")
-        runner: Scheduler
-        if scheduler == "threads":
-            runner = ThreadScheduler()
-        elif scheduler == "adversarial":
-            runner = AdversarialScheduler(seed)
-        else:
+        runner = schedulers.make(scheduler, seed)
+        if runner is None:
             raise ArgumentError(f"scheduler {scheduler!r} is neither 'threads' nor 'adversarial'")
         self.checks = checks
         self._name = f"{devices} devices, {scheduler}" + (f", seed {seed}" if scheduler == "adversarial" else "")

@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from handlepool.drivers.host.schedulers import NOTHING, Operation, Region
+from handlepool.drivers.host.operations import NOTHING, Operation, Region
 from handlepool.errors import ArgumentError, CaptureError, ContractError
 
 if TYPE_CHECKING:
-    from handlepool.drivers.host.streams import Queue, Stream, StreamTable, ThreadState
+    from handlepool.drivers.host.queues import Queue, StreamTable
+    from handlepool.drivers.host.streams import Stream, ThreadState
 
 MODES = ("global", "thread_local", "relaxed")
 

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 
-from handlepool.drivers.host.streams import Queue, StreamTable, ThreadState
+from handlepool.drivers.host.queues import Queue, StreamTable
+from handlepool.drivers.host.streams import ThreadState
 from handlepool.errors import ContractError
 
 

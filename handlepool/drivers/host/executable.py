@@ -12,7 +12,7 @@ import numpy as np
 
 from handlepool.drivers.host.contract import HandleUse, HostHandle
 from handlepool.drivers.host.memory import Array, Block, Memory, owner_of, raw_view
-from handlepool.drivers.host.streams import StreamTable
+from handlepool.drivers.host.queues import StreamTable
 from handlepool.errors import ContractError
 
 

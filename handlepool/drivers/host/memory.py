@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from handlepool.drivers.base import PER_THREAD_STREAM
-from handlepool.drivers.host.schedulers import Scheduler
-from handlepool.drivers.host.streams import Event, Queue, Stream, StreamTable
+from handlepool.drivers.host.operations import Scheduler
+from handlepool.drivers.host.queues import Event, Queue, StreamTable
+from handlepool.drivers.host.streams import Stream
 from handlepool.errors import ContractError
 
 Array = np.ndarray[Any, Any]
