@@ -2,10 +2,11 @@
 
 What it promises, and what the promise rests on:
 
-- A hit takes no lock. The slot of a CuPy-owned stream lives on the stream object, by thread; a slot says itself whether it still
-  belongs to this thread, this pool and this stream: ``handle.stream is slot.bound`` fails for a slot that was given back (its
-  `bound` is no pointer then), for a handle that its caller destroyed (its stream is None) and for one that its caller bound
-  elsewhere. (Guarantees 1, 2, 4.)
+- A hit takes no lock. The slot of a CuPy-owned stream lives on the stream object, in a thread-local attribute, so it can be met by
+  neither another thread nor another stream. The slot says itself whether it is still good: `owner` is None after it was given
+  back, and ``handle.stream is slot.pointer`` fails for a handle that its caller destroyed (its stream is None then) or bound
+  elsewhere. The device is asked for first and handed to CuPy's `get_current_stream`, which would ask for it on its own: one CUDA
+  call a hit, also for the default streams, whose one object stands for a stream of each device. (Guarantees 1, 2, 3, 4.)
 - A thread's slots hang on a thread-local object whose end parks them; a stream's end parks its slots through a weak reference's
   callback. Parking is one append to a deque, which is atomic and calls nothing, so it may happen in a destructor, in the
   collector while this thread holds a lock, or after the interpreter has begun to exit. The next miss, fork or `trim` takes the
@@ -93,7 +94,7 @@ class HandlePool:
         self._closed = False
         self._forked = False
         # Replaced by the driver's own callables at the first use.
-        self._current_stream: Callable[[], Any] = self._first_stream
+        self._current_stream: Callable[[int], Any] = self._first_stream
         self._current_device: Callable[[], int] = self._first_device
         _pools.add(self)
 
@@ -125,15 +126,10 @@ class HandlePool:
             As their names say; each message names the remedy.
         """
         try:
-            if stream is None:
-                slot = self._current_stream()._handlepool.slot
-                handle: Handle = slot.handle
-                if handle.stream is slot.bound and slot.owner is self:
-                    return handle
-            else:
-                slot = stream._handlepool.slot
-                handle = slot.handle
-            if handle.stream is slot.pointer and slot.device == self._current_device() and slot.owner is self:
+            device = self._current_device()
+            slot = (self._current_stream(device) if stream is None else stream)._handlepool.slot
+            handle: Handle = slot.handle
+            if handle.stream is slot.pointer and slot.device == device and slot.owner is self:
                 return handle
         except AttributeError:
             pass
@@ -169,10 +165,10 @@ class HandlePool:
     def slot(self, stream: Any = None) -> Slot:
         """Return this thread's slot for a stream: what `get_handle` and `get_workspace` take theirs from."""
         try:
-            slot = (self._current_stream() if stream is None else stream)._handlepool.slot
-            if slot.handle.stream is slot.pointer and slot.device == self._current_device() and slot.owner is self:
-                found: Slot = slot
-                return found
+            device = self._current_device()
+            slot = (self._current_stream(device) if stream is None else stream)._handlepool.slot
+            if slot.handle.stream is slot.pointer and slot.device == device and slot.owner is self:
+                return slot
         except AttributeError:
             pass
         self._check_usable()
@@ -220,7 +216,7 @@ class HandlePool:
         if reference.stream is not None:
             slot.watch = StreamWatch(reference.stream, self._stream_gone)
             slot.watch.slot = slot
-        slot.begin(reference.pointer, any_device=reference.stream is not None and reference.stream.device_id == -1)
+        slot.begin(reference.pointer)
         with self._lock:
             self._live.add(slot)
         device.count_live(+1)
@@ -400,8 +396,8 @@ class HandlePool:
             self._current_device = driver.current_device
         return driver
 
-    def _first_stream(self) -> Any:
-        return self.driver.current_stream()
+    def _first_stream(self, device: int) -> Any:
+        return self.driver.current_stream(device)
 
     def _first_device(self) -> int:
         return self.driver.current_device()

@@ -8,9 +8,6 @@ from handlepool.drivers.base import LEGACY_STREAM, Driver, Handle, Stream
 from handlepool.errors import ArgumentError
 from handlepool.workspace import EMPTY, DeviceScratch, Workspace
 
-UNBOUND = object()
-"""What `Slot.bound` is where a hit may not trust the stream alone. No handle is bound to it."""
-
 
 class OnStream(threading.local):
     """The attribute ``_handlepool`` of a stream object: each thread's slot for it. A thread's entry ends with the thread."""
@@ -62,7 +59,6 @@ class Slot:
         "_handed",
         "_launching",
         "_scratch",
-        "bound",
         "buffer",
         "device",
         "end_event",
@@ -88,7 +84,6 @@ class Slot:
         self._handed = Workspace()  # for get_workspace, so that what a caller holds never overlaps a launch (guarantee 5)
         self._eager: tuple[Workspace, Workspace] | None = None
         self._capture = 0
-        self.bound: object = UNBOUND  # the very object that handle.stream is, for a hit that need not ask for the device
         self.pointer = -1
         self.key: Any = None
         self.siblings: dict[Any, Slot] = {}  # the owning thread's slots by key
@@ -106,13 +101,9 @@ class Slot:
         stream = self.watch() if self.watch is not None else None
         return self.pointer if stream is None else stream
 
-    def begin(self, pointer: int, *, any_device: bool = False) -> None:
-        """Belong to a thread or a fork: the handle is bound to ``pointer``, this very object.
-
-        A default stream's object stands for a stream of each device, so there a hit must ask which device is current.
-        """
+    def begin(self, pointer: int) -> None:
+        """Belong to a thread or a fork: the handle is bound to ``pointer``, this very object."""
         self.pointer = pointer
-        self.bound = UNBOUND if any_device else pointer
         self.owner = self.pool
 
     def end(self) -> None:

@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from handlepool.demo.measure import Report, Result, Span
-from handlepool.demo.table import counted
+from handlepool.demo.table import counted, milliseconds
 from handlepool.errors import ArgumentError
 
 _WIDTH, _MARGIN, _GAP, _CAPTION, _HEADER, _ROW, _DPI = 16.0, 0.35, 0.14, 0.46, 0.85, 0.4, 120  # inches, dots an inch
@@ -199,9 +199,10 @@ def _stream_name(stream: int, report: Report, streams: Sequence[int]) -> str:
 def _subtitle(report: Report) -> str:
     times = report.times
     parts = (
-        f"{counted(len(report.results), 'convolution')} forked over {counted(report.states, 'state')}: {times.forked:.3g} ms",
-        f"on one stream: {times.single:.3g} ms",
-        f"same-size filters as one convolution: {times.stacked:.3g} ms",
+        f"{counted(len(report.results), 'convolution')} forked over {counted(report.states, 'state')}: "
+        f"{milliseconds(times.forked)}",
+        f"on one stream: {milliseconds(times.single)}",
+        f"same-size filters as one convolution: {milliseconds(times.stacked)}",
     )
     text = "   \N{MIDDLE DOT}   ".join(parts)
     return text if report.driver == "cuda" else f"{text}  (host driver: says nothing about a GPU)"

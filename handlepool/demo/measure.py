@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from handlepool.demo.filters import Filter
 from handlepool.drivers.base import Driver
 from handlepool.ops import conv2d, conv2d_plan
+from handlepool.plans import Plan
 from handlepool.pool import HandlePool
 from handlepool.reference import conv2d as reference_conv2d
 from handlepool.states import ParallelStates
@@ -102,6 +103,8 @@ class _Work:
         self.pool = pool
         self.driver: Driver = pool.driver
         self.states = ParallelStates(states, pool=pool)
+        # No more scratch than the device has for all states and the caller's stream at once.
+        self.workspace_limit = self.driver.memory_info()[0] // (2 * (states + 1))
         self.x = self._channels_last(photograph[np.newaxis].transpose(0, 3, 1, 2))
         self.weights = [self._channels_last(filter.weights()) for filter in filters]
         by_size: dict[int, list[NDArray[np.float32]]] = {}
@@ -114,7 +117,10 @@ class _Work:
         return self.driver.asarray(np.ascontiguousarray(values.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
 
     def convolve(self, w: Any) -> Any:
-        return conv2d(self.x, w, padding=w.shape[2] // 2, pool=self.pool)
+        return conv2d(self.x, w, padding=w.shape[2] // 2, pool=self.pool, workspace_limit=self.workspace_limit)
+
+    def plan(self, w: Any) -> Plan:
+        return conv2d_plan(self.x, w, padding=w.shape[2] // 2, pool=self.pool, workspace_limit=self.workspace_limit)
 
     def forked(self) -> list[Any]:
         return self.states.map(self.convolve, self.weights)
@@ -209,7 +215,7 @@ def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, state
 
 
 def _check(photograph: NDArray[np.float32], filter: Filter, w: Any, y: NDArray[Any], work: _Work) -> Result:
-    plan = conv2d_plan(work.x, w, padding=filter.size // 2, pool=work.pool)
+    plan = work.plan(w)
     # The reference is told the same in other words: three groups of one channel, in float64.
     x = photograph[np.newaxis].transpose(0, 3, 1, 2)
     kernels = np.broadcast_to(filter.kernel, (3, 1, filter.size, filter.size))

@@ -47,6 +47,11 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
+def milliseconds(value: float) -> str:
+    """Three figures, and all of a number that has more before its point."""
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
 def _columns(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

@@ -81,7 +81,7 @@ class Driver(Protocol):
     def current_device(self) -> int:
         """This thread's device."""
 
-    def current_stream(self) -> Stream:
+    def current_stream(self, device: int = -1, /) -> Stream:
         """This thread's stream on the current device."""
 
     def record_event(self, event: Any, pointer: int, /) -> None:

@@ -82,7 +82,7 @@ class CudaDriver:
     name = "cuda"
     array_type: type = cupy.ndarray
     current_device: Callable[[], int] = staticmethod(runtime.getDevice)
-    current_stream: Callable[[], Stream] = staticmethod(cupy.cuda.get_current_stream)
+    current_stream: Callable[..., Stream] = staticmethod(cupy.cuda.get_current_stream)
     record_event: Callable[[Any, int], None] = staticmethod(runtime.eventRecord)
     wait_event: Callable[[int, Any], None] = staticmethod(runtime.streamWaitEvent)
     set_device: Callable[[int], None] = staticmethod(runtime.setDevice)

@@ -54,10 +54,8 @@ def numpy_dtype(kind: Any) -> np.dtype[Any]:
     ArrayTypeError
         For a type that NumPy has not, or that needs ml_dtypes where that is missing.
     """
-    for name, upper in NAMES.items():
-        if upper == kind.name:
-            break
-    else:
+    name = next((name for name, upper in NAMES.items() if upper == kind.name), None)
+    if name is None:
         raise ArrayTypeError(f"NumPy has no type for cuDNN's {kind.name}")
     try:
         return np.dtype(name)

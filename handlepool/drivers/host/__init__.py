@@ -1,7 +1,8 @@
 """The driver without a GPU: NumPy arrays, streams that are ordered queues, events, handles, memory and captures.
 
-`HostDriver` is the whole of it; the parts are `schedulers` (what runs when), `streams` (queues, events, what is current),
-`captures`, `memory` (scratch, arenas), `contract` (checks, counts, faults) and `executable` over `evaluator` (graphs).
+`HostDriver` is the whole of it; the parts are `schedulers` (what runs when), `queues` and `streams`,
+`captures`, `memory` (scratch, arenas), `contract` (checks, counts, faults), `executable` over `evaluator` (graphs), and
+`controls` (what tests need beside the protocol).
 """
 
 import itertools
@@ -12,17 +13,18 @@ import numpy as np
 
 from handlepool.drivers import frontend
 from handlepool.drivers.host import schedulers
-from handlepool.drivers.host.contract import CallLog, HandleUse, HostHandle, Relaxed
+from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
+from handlepool.drivers.host.controls import Controls
 from handlepool.drivers.host.executable import HostExecutable
-from handlepool.drivers.host.memory import Array, Memory, RegionAllocator, address_of, owner_of, raw_view
-from handlepool.drivers.host.queues import Event, Latch, Queue, StreamTable
+from handlepool.drivers.host.memory import Array, Memory, RegionAllocator, address_of, owner_of
+from handlepool.drivers.host.queues import Event, Latch, StreamTable
 from handlepool.drivers.host.streams import Device, Stream
 from handlepool.errors import ArgumentError, ContractError
 
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
 
 
-class HostDriver:
+class HostDriver(Controls):
     """A `handlepool.drivers.base.Driver` on the CPU.
 
     Parameters
@@ -39,17 +41,14 @@ class HostDriver:
     checks : bool
         Whether to check how handles are used, which cuDNN does not.
 
-    Attributes
-    ----------
-    calls : collections.Counter
-        How often each method of the protocol was called, by its name; clear it at will.
-
     Notes
     -----
-    The legacy default stream (pointer 0) alone is synchronous with the host. There is no implicit order between it and other
-    streams, as none is between it and non-blocking streams on a GPU.
+    The legacy default stream (pointer 0) alone is synchronous with the host. There is no implicit order between it and any other
+    stream, as between it and non-blocking streams on a GPU.
 
     What fails in queued work is raised by the next call that waits for a stream or event.
+
+    The finaliser of a stream spoils no capture. Of the calls that do, see `Captures.forbid`.
     """
 
     name = "host"
@@ -69,17 +68,12 @@ class HostDriver:
         runner = schedulers.make(scheduler, seed)
         if runner is None:
             raise ArgumentError(f"scheduler {scheduler!r} is neither 'threads' nor 'adversarial'")
-        self.checks = checks
+        super().__init__(StreamTable(devices, runner), checks)
         self._name = f"{devices} devices, {scheduler}" + (f", seed {seed}" if scheduler == "adversarial" else "")
-        self._streams = StreamTable(devices, runner)
-        self._thread = self._streams.thread
         self._memory = Memory(self._streams, memory)
         self._relaxed = Relaxed(self._thread)
-        self._log = CallLog()
-        self._note = self._log.note
         self._forbid = self._streams.captures.forbid
         self._handles = itertools.count(0x1000)
-        self.calls = self._log.calls
 
     def __repr__(self) -> str:
         return f"<HostDriver: {self._name}>"
@@ -91,11 +85,11 @@ class HostDriver:
         self._note("current_device")
         return self._thread.device
 
-    def current_stream(self) -> Stream:
-        """This thread's stream on the current device: always the same object until another is made current."""
+    def current_stream(self, device: int = -1) -> Stream:
+        """This thread's current stream of a device, of the current one by default; the same object until another is used."""
         self._note("current_stream")
         thread = self._thread
-        return thread.current[thread.device]
+        return thread.current[thread.device if device == -1 else device]
 
     def record_event(self, event: Event, pointer: int) -> None:
         """Let the event stand for all that the stream was given so far; it may be recorded again."""
@@ -145,16 +139,6 @@ class HostDriver:
         self._note("owns_stream")
         return isinstance(stream, Stream) and stream.is_owned_by(self._streams)
 
-    @property
-    def legacy_stream(self) -> Stream:
-        """The object of the legacy default stream. Not of the protocol."""
-        return self._streams.legacy
-
-    @property
-    def per_thread_stream(self) -> Stream:
-        """The object of the per-thread default stream. Not of the protocol."""
-        return self._streams.per_thread
-
     def stream_id(self, pointer: int) -> int:
         """The stream's id, which no other stream ever has; asking it of a capturing stream invalidates the capture."""
         self._note("stream_id")
@@ -179,6 +163,7 @@ class HostDriver:
     def synchronize_stream(self, pointer: int) -> None:
         """Wait until the stream has run all that it was given."""
         self._note("synchronize_stream")
+        self._forbid("synchronize_stream")
         self._streams.synchronize(self._streams.resolve(pointer))
 
     # Events
@@ -308,7 +293,7 @@ class HostDriver:
         self._note("asarray")
         source = np.array(values, order="K")
         array = self._memory.empty(source.shape, source.strides, source.dtype)
-        self._enqueue(self._current_queue(), np.copyto, (array,), (source,), "copy to the device")
+        self._enqueue(self._current_queue(), np.copyto, (array, source), "copy to the device")
         return array
 
     def asnumpy(self, array: Array) -> Array:
@@ -344,74 +329,4 @@ class HostDriver:
         self._note("compile")
         self._forbid("compile")
         plan = evaluator.plan(graph, operands, workspace_limit=settings.get("workspace_limit"))
-        return HostExecutable(plan, self._thread.device, self._streams, self._memory, self.checks)
-
-    # Beside the protocol: for tests, and for whoever wants to put work of their own on these streams
-
-    def enqueue(
-        self,
-        pointer: int,
-        function: Callable[..., object],
-        *,
-        reads: Sequence[Array] = (),
-        writes: Sequence[Array] = (),
-        label: str = "",
-    ) -> None:
-        """Queue a function on a stream of the current device.
-
-        Parameters
-        ----------
-        pointer : int
-        function : callable
-            Called as ``function(*writes, *reads)``, as NumPy's ``copyto``, with arrays over the raw memory of those given here.
-            Arrays must come in this way: one that the function closes over would not be freed before the work has run, as it would
-            on a GPU.
-        reads, writes : sequence of array
-        label : str
-            What errors call it.
-        """
-        self._enqueue(self._streams.resolve(pointer), function, writes, reads, label)
-
-    def use_handle(self, handle: Any, function: Callable[..., object], *arrays: Array, label: str = "") -> None:
-        """Queue a function on a handle's stream, with all checks that a cuDNN call with the handle calls for.
-
-        The function is called with ``arrays``, as in `enqueue`.
-        """
-        use = HandleUse(self._streams, handle, label or "use_handle", self.checks)
-        with use:
-            self._enqueue(use.bound_queue(), function, arrays, (), label)
-
-    def latch(self, pointer: int) -> Latch:
-        """Block a stream at this place until the latch is released."""
-        return self._streams.latch(self._streams.resolve(pointer))
-
-    def fail_at(self, k: int, method: str | None = None, error: Exception | None = None) -> None:
-        """Make the k-th call from now raise, once, before it has any effect.
-
-        Parameters
-        ----------
-        k : int
-            From 1; 0 takes the order back.
-        method : str, optional
-            Count calls of this method of the protocol only.
-        error : Exception, optional
-            What to raise; a RuntimeError that says so by default.
-        """
-        self._log.fail_at(k, method, error)
-
-    def _current_queue(self) -> Queue:
-        thread = self._thread
-        return self._streams.resolve(thread.current[thread.device].ptr)
-
-    def _enqueue(
-        self,
-        queue: Queue,
-        function: Callable[..., object],
-        writes: Sequence[Array],
-        reads: Sequence[Array],
-        label: str,
-    ) -> None:
-        views = [raw_view(array) for array in (*writes, *reads)]
-        arrays = [view for view, _ in views]
-        regions = tuple(dict.fromkeys(block for _, block in views if block is not None))
-        self._streams.give(queue, lambda: function(*arrays), regions, label)
+        return HostExecutable(plan, self._thread.device, self._streams, self._memory, self._note, self.checks)

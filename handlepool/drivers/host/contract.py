@@ -31,6 +31,7 @@ class HostHandle:
         self.device = device
         self._number = backend_handle
         self._queue = queue
+        self._bound = queue.pointer
         self._use = threading.Lock()
         self._user = ""
 
@@ -41,7 +42,7 @@ class HostHandle:
     def bind(self, queue: Queue, pointer: int) -> None:
         """Remember what the handle is bound to."""
         self._queue = queue
-        self.stream = pointer
+        self.stream = self._bound = pointer
 
 
 class HandleUse:
@@ -61,8 +62,8 @@ class HandleUse:
             caller = threading.current_thread().name
             if not handle._use.acquire(blocking=False):
                 raise ContractError(
-                    f"{self._call}: {handle!r} is in a call of thread {handle._user!r}, and thread {caller!r} uses it at the same "
-                    "time: a cuDNN handle must never be used by two threads at once. Give each thread its own."
+                    f"{self._call}: {handle!r} is in a call of thread {handle._user!r} while thread {caller!r} uses it: a handle "
+                    "must never be used by two threads at once. Give each thread its own."
                 )
             handle._user = caller
         try:
@@ -90,22 +91,21 @@ class HandleUse:
         """The stream that the handle is truly bound to, which must be the one that it says."""
         handle = self._handle
         bound = handle._queue
-        if handle.stream != bound.pointer:
+        if handle.stream != handle._bound:
             raise ContractError(
-                f"{self._call}: {handle!r} says so itself, but its last bind_handle was to {bound!r}: bind it through the driver"
+                f"{self._call}: {handle!r} by its own word, but bind_handle bound it to {bound!r}: nothing else binds a handle"
             )
         if bound.default:
             return self._streams.resolve(bound.pointer)  # "per-thread" means the thread that calls
         if not bound.alive:
             raise ContractError(
-                f"{self._call}: {handle!r} was bound to {bound!r}, which was destroyed since: bind it again, also when the pointer "
-                "is the same"
+                f"{self._call}: {handle!r}, that is to {bound!r}: bind it again, also where a new stream has the same pointer"
             )
         return bound
 
 
 class Relaxed:
-    """While entered, this thread's stream-capture mode is *relaxed*. One object serves all threads, nested as deep as they like."""
+    """While entered, this thread's stream-capture mode is *relaxed*. One object serves all threads, however deep they nest."""
 
     __slots__ = ("_thread",)
 

@@ -21,13 +21,14 @@ class HostExecutable:
 
     candidates = 1
 
-    def __init__(self, plan: Any, device: int, streams: StreamTable, memory: Memory, checks: bool) -> None:
+    def __init__(self, plan: Any, device: int, streams: StreamTable, memory: Memory, note: Any, checks: bool) -> None:
         self.workspace_size: int = plan.workspace_size
         self.engine: str = plan.engine
         self.device = device
         self._steps = tuple(plan.steps)
         self._streams = streams
         self._memory = memory
+        self._note = note
         self._checks = checks
 
     def __repr__(self) -> str:
@@ -35,6 +36,7 @@ class HostExecutable:
 
     def launch(self, handle: Any, operands: Sequence[Any], workspace: int, scratch: Any) -> None:
         """Queue the steps on the handle's stream; see `handlepool.drivers.base.Executable.launch`."""
+        self._note("launch")
         use = HandleUse(self._streams, handle, "launch", self._checks)
         with use:
             if self._checks:

@@ -1,12 +1,12 @@
 """Device memory of the host driver: blocks with a budget, scratch, and array arenas that are as careless as CuPy's.
 
-Arenas are keyed by the *pointer* of the stream that was current when the block was allocated, as in CuPy's pool. A block whose last
-array has gone is reused at once by the next allocation under that pointer, whoever freed it and whatever is still queued on it:
-the hazard that a pool has to prevent (G8).
+Arenas are keyed by the *pointer* of the stream that was current when the block was allocated, as in CuPy's pool. A block whose
+last array has gone is reused at once by the next allocation under that pointer, whoever freed it and whatever is still queued on
+it: the hazard that a pool has to prevent (G8).
 
-An array's memory belongs to an owner object below it. Dropping the last view may happen in a collection, inside any lock: it appends
-to a list and no more (G10). Queued operations hold the raw memory and never the owner, so that a block is given back as on a GPU
-and nothing crashes.
+An array's memory belongs to an owner object below it. The last view may go in a collection, inside any lock: that appends to a
+list and no more (G10). Queued operations hold the raw memory and never the owner, so that a block is given back as on a GPU and
+nothing crashes.
 
 Fresh memory is filled with 0xFF (NaN in every floating-point type). A reused block keeps what it held: on a GPU, too.
 """
@@ -135,8 +135,8 @@ class DeviceMemory:
             self.release_cached()
             if not self._reserve(nbytes):
                 raise MemoryError(
-                    f"out of memory on host device {self._ordinal}: {nbytes} bytes asked for, {self.total - self.used} free of "
-                    f"{self.total}"
+                    f"out of memory on host device {self._ordinal}: {nbytes} bytes asked for, {self.total - self.used} free "
+                    f"of {self.total}"
                 )
         return Block(self._ordinal, nbytes)
 

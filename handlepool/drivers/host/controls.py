@@ -1,0 +1,99 @@
+"""What the host driver offers beside the protocol: work of one's own on its streams, latches, counts and faults.
+
+Tests stand on it. No GPU has it, so nothing of the package above the drivers may.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from handlepool.drivers.host.contract import CallLog, HandleUse
+from handlepool.drivers.host.memory import Array, raw_view
+from handlepool.drivers.host.queues import Latch, Queue, StreamTable
+from handlepool.drivers.host.streams import Stream
+
+
+class Controls:
+    """The part of `HostDriver` that is not of the protocol.
+
+    Attributes
+    ----------
+    calls : collections.Counter
+        How often each method of the protocol was called, by its name, and ``launch`` of an executable; clear it at will.
+    checks : bool
+        Whether it is checked how handles are used.
+    """
+
+    def __init__(self, streams: StreamTable, checks: bool) -> None:
+        self.checks = checks
+        self._streams = streams
+        self._thread = streams.thread
+        self._log = CallLog()
+        self._note = self._log.note
+        self.calls = self._log.calls
+
+    @property
+    def legacy_stream(self) -> Stream:
+        """The object of the legacy default stream."""
+        return self._streams.legacy
+
+    @property
+    def per_thread_stream(self) -> Stream:
+        """The object of the per-thread default stream."""
+        return self._streams.per_thread
+
+    def enqueue(
+        self,
+        pointer: int,
+        function: Callable[..., object],
+        *,
+        writes: Sequence[Array] = (),
+        reads: Sequence[Array] = (),
+        label: str = "",
+    ) -> None:
+        """Queue a function on a stream of the current device.
+
+        Parameters
+        ----------
+        pointer : int
+        function : callable
+            Called as ``function(*writes, *reads)``, as NumPy's ``copyto``, with arrays over the raw memory of those given here.
+            Give it arrays in this way: one that it closes over stays alive until the work has run, which on a GPU it would not.
+        writes, reads : sequence of array
+        label : str
+            What errors call it.
+        """
+        self._enqueue(self._streams.resolve(pointer), function, (*writes, *reads), label)
+
+    def use_handle(self, handle: Any, function: Callable[..., object], *arrays: Array, label: str = "use_handle") -> None:
+        """Queue ``function(*arrays)`` on a handle's stream, with the checks that a cuDNN call with the handle calls for."""
+        use = HandleUse(self._streams, handle, label, self.checks)
+        with use:
+            self._enqueue(use.bound_queue(), function, arrays, label)
+
+    def latch(self, pointer: int) -> Latch:
+        """Block a stream at this place until the latch is released."""
+        return self._streams.latch(self._streams.resolve(pointer))
+
+    def fail_at(self, k: int, method: str | None = None, error: Exception | None = None) -> None:
+        """Make the k-th call from now raise, once, before it has any effect.
+
+        Parameters
+        ----------
+        k : int
+            From 1; 0 takes the order back.
+        method : str, optional
+            Count calls of this method only. By default all that `calls` counts are.
+        error : Exception, optional
+            What to raise; a RuntimeError that says so by default.
+        """
+        self._log.fail_at(k, method, error)
+
+    def _current_queue(self) -> Queue:
+        thread = self._thread
+        return self._streams.resolve(thread.current[thread.device].ptr)
+
+    def _enqueue(self, queue: Queue, function: Callable[..., object], arrays: Sequence[Array], label: str) -> None:
+        views = [raw_view(array) for array in arrays]
+        raw = [view for view, _ in views]
+        regions = tuple(dict.fromkeys(block for _, block in views if block is not None))
+        self._streams.give(queue, lambda: function(*raw), regions, label)
