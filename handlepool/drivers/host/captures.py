@@ -161,8 +161,8 @@ class Captures:
         lost = [node.label or "an operation" for node in capture.nodes if node not in joined]
         if lost:
             raise CaptureError(
-                f"{capture!r} ended while work of a joined stream was not waited for: {', '.join(lost)}. Record an event there, and "
-                "let the first stream wait for it"
+                f"{capture!r} ended while work of a joined stream was not waited for: {', '.join(lost)}. Record an event "
+                "there, and let the first stream wait for it"
             )
         return capture.nodes
 

@@ -1,0 +1,68 @@
+"""Fixtures that the tests of every layer share."""
+
+import threading
+
+import pytest
+
+from handlepool import HandlePool
+from handlepool.drivers.host import HostDriver
+
+TIMEOUT = 60
+"""Of barriers, events and threads that are expected to be met, set or done."""
+
+
+@pytest.fixture(params=["threads", "adversarial"])
+def scheduler(request):
+    """Each of the host driver's schedulers in turn."""
+    return request.param
+
+
+@pytest.fixture
+def make_driver():
+    """Makes fresh host drivers: ``make_driver(scheduler="adversarial", seed=3)``."""
+    return HostDriver
+
+
+@pytest.fixture
+def make_pool():
+    """Makes pools, each over a fresh host driver where none is given, and closes them after the test.
+
+    ``make_pool(scheduler=..., seed=..., memory=..., devices=...)`` go to the driver, everything else to the pool.
+    """
+    pools = []
+
+    def make(*, driver=None, scheduler="threads", seed=0, memory=1 << 30, devices=2, **options):
+        if driver is None:
+            driver = HostDriver(scheduler=scheduler, seed=seed, memory=memory, devices=devices)
+        pool = HandlePool(driver=driver, **options)
+        pools.append(pool)
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def in_thread():
+    """Runs a function in a new thread, to its end, and gives its value or raises its error: ``in_thread(fn, *args)``."""
+
+    def run(function, *args, **kwargs):
+        outcome = []
+
+        def body():
+            try:
+                outcome.append((function(*args, **kwargs), None))
+            except BaseException as error:
+                outcome.append((None, error))
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join(TIMEOUT)
+        assert not thread.is_alive(), "the thread hangs"
+        value, error = outcome.pop()
+        if error is not None:
+            raise error
+        return value
+
+    return run
