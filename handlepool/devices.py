@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from handlepool.drivers.base import Driver, Handle
+from handlepool.drivers.base import PER_THREAD_STREAM, Driver, Handle
 from handlepool.errors import OutOfMemoryError
+from handlepool.sides import SideSlots
 from handlepool.slots import Slot
+from handlepool.streams import StreamReference
 from handlepool.workspace import DeviceScratch
-
-MOST_SIDE_SLOTS = 32
-"""The GPU serves streams through at most 32 hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)."""
 
 # NVIDIA recommends one synchronous cudnnCreate before any that may run beside another (guarantee 14). The lock is the
 # process's, not a pool's, and is held for every create: the binding holds the GIL through the call in any case.
@@ -67,14 +66,12 @@ class DeviceSlots:
         self.counts = Counts()
         self.scratch = DeviceScratch(driver, device, scratch_limit, self.reclaim_scratch, self.describe)
         self.idle: list[Slot] = []  # reused last in, first out: the warmest scratch and the stream most likely alive
-        self.sides: list[Slot] = []  # free side slots; pop and append are atomic, so a lease takes no lock
-        self.quarantine: list[Slot] = []  # side slots whose streams still take part in a capture (guarantee 9)
-        self.sides_made = 0
+        self.sides = SideSlots(pool, driver, self.scratch, self.create_handle, self.destroy_handle, drain)
         self.live = 0
         self.builder: Handle | None = None
         self.build_lock = threading.Lock()  # the builder handle is used by one thread at a time (guarantee 1)
         self._drain = drain
-        self._lock = threading.Lock()  # guards counts, live, sides_made and the idle list's length; no call is made under it
+        self._lock = threading.Lock()  # guards counts and live; no call is made under it
 
     # Handles
 
@@ -85,7 +82,7 @@ class DeviceSlots:
         except Exception:
             self.reclaim_scratch()
             self.drop_idle()
-            self.drop_sides()
+            self.sides.drop_free()
             with self.driver.relaxed():
                 self.driver.release_cached()
         try:
@@ -169,87 +166,73 @@ class DeviceSlots:
             except IndexError:
                 return
 
-    # Side slots
+    # Between owners
 
-    def lease(self) -> Slot | None:
-        """Take a side slot (stream, handle, scratch) out of circulation; None when all are out (guarantee 1)."""
+    def acquire(self, reference: StreamReference) -> Slot:
+        """A slot bound to a stream: the one that was given back last, or a new one."""
+        idle = self.take_idle()
+        slot = Slot(self.pool, self.driver, self.scratch, self.create_handle()) if idle is None else idle.successor()
         try:
-            return self.sides.pop()
-        except IndexError:
-            pass
-        self._drain()
-        self.end_quarantine()
-        try:
-            return self.sides.pop()
-        except IndexError:
-            pass
-        with self._lock:
-            if self.sides_made >= MOST_SIDE_SLOTS:
-                return None
-            self.sides_made += 1
-        try:
-            return self._make_side()
-        except BaseException:
-            with self._lock:
-                self.sides_made -= 1
-            raise
-
-    def _make_side(self) -> Slot:
-        slot = Slot(self.pool, self.driver, self.scratch, self.create_handle())
-        try:
+            if idle is not None and slot.scratch_bytes and not self._order_after_previous(idle, reference):
+                slot.release_scratch()
             with self.driver.relaxed():
-                stream = slot.side_stream = self.driver.create_stream()
-                slot.pointer = stream.ptr
-                slot.start_event = self.driver.create_event()
-                slot.end_event = self.driver.create_event()
-                self.driver.bind_handle(slot.handle, slot.pointer)
+                self.driver.bind_handle(slot.handle, reference.pointer)
         except BaseException:
-            self._destroy_side(slot)
+            self.put_idle(slot if idle is None else idle)
             raise
+        slot.key = reference.key
+        slot.begin(reference.pointer)
+        self._count_live(+1)
         return slot
 
-    def give_back(self, slot: Slot, *, captured: bool) -> None:
-        """Put a leased side slot back; one that a capture was given waits for the capture's end."""
-        if captured:
-            self.quarantine.append(slot)
+    def _order_after_previous(self, idle: Slot, reference: StreamReference) -> bool:
+        """Order a reused slot's new stream after its last one, so that the scratch may go with it; False where that cannot be.
+
+        A destroyed stream may still be running, a per-thread stream was another thread's, and no edge may cross into or out of a
+        capture.
+        """
+        old = idle.watch() if idle.watch is not None else None
+        if old is None or idle.pointer == PER_THREAD_STREAM:
+            return False
+        if old is reference.stream:
+            return True
+        driver = self.driver
+        if any(pointer and driver.capture_id(pointer) for pointer in (idle.pointer, reference.pointer)):
+            return False
+        with driver.relaxed():
+            event = driver.create_event()
+            driver.record_event(event, idle.pointer)
+            driver.wait_event(reference.pointer, event)
+            driver.destroy_event(event)
+        return True
+
+    def take_in(self, slot: Slot) -> None:
+        """Make a slot idle that its owner has left."""
+        self._count_live(-1)
+        stream = slot.watch() if slot.watch is not None else None
+        if stream is None or slot.pointer == PER_THREAD_STREAM:
+            slot.release_scratch()
         else:
-            self.sides.append(slot)
+            slot.forget_capture()
+        self.put_idle(slot)
 
-    def end_quarantine(self) -> None:
-        """Put the side slots back whose captures have ended."""
-        for _ in range(len(self.quarantine)):
-            try:
-                slot = self.quarantine.pop(0)
-            except IndexError:
-                return
-            if self.driver.capture_id(slot.pointer):
-                self.quarantine.append(slot)
-            else:
-                slot.forget_capture()
-                self.sides.append(slot)
-
-    def _destroy_side(self, slot: Slot) -> None:
-        self._destroy(slot)
-        with self.driver.relaxed():
-            for event in (slot.start_event, slot.end_event):
-                if event is not None:
-                    self.driver.destroy_event(event)
-            slot.start_event = slot.end_event = slot.side_stream = None  # the stream goes with its last reference, here
-
-    def drop_sides(self) -> None:
-        """Destroy the free side slots."""
-        while self.sides:
-            try:
-                slot = self.sides.pop()
-            except IndexError:
-                return
-            self.drop_side(slot)
-
-    def drop_side(self, slot: Slot) -> None:
-        """Destroy one side slot that nobody has."""
-        self._destroy_side(slot)
+    def _count_live(self, change: int) -> None:
         with self._lock:
-            self.sides_made -= 1
+            self.live += change
+
+    def empty(self) -> None:
+        """Destroy what nobody owns: idle slots, free side slots, and blocks that were replaced."""
+        self.sides.end_quarantine()
+        self.drop_idle()
+        self.sides.drop_free()
+        self.scratch.collect(wait=True)
+
+    def close(self) -> None:
+        """`empty`, and the handle that graphs were built with."""
+        self.empty()
+        builder, self.builder = self.builder, None
+        if builder is not None:
+            self.destroy_handle(builder)
 
     # Accounts
 
@@ -257,7 +240,7 @@ class DeviceSlots:
         """Give back the scratch of idle and free side slots, and what waits for its stream."""
         self._drain()
         self.scratch.collect(wait=True)
-        for slots in (self.idle, self.sides):
+        for slots in (self.idle, self.sides.free):
             held = []
             while slots:
                 try:
@@ -268,19 +251,13 @@ class DeviceSlots:
                 slot.release_scratch()
             slots.extend(reversed(held))
 
-    def count_live(self, change: int) -> None:
-        """Count slots that threads own."""
-        with self._lock:
-            self.live += change
-
     def snapshot(self) -> dict[str, int]:
         """Counters by flat name."""
-        free = len(self.sides)
-        held = len(self.quarantine)
+        free, held = len(self.sides.free), len(self.sides.quarantine)
         return self.counts.as_dict() | {
             "handles_live": self.live,
             "handles_idle": len(self.idle) + free,
-            "handles_leased": self.sides_made - free - held,
+            "handles_leased": self.sides.made - free - held,
             "handles_captured": held,
             "handles_building": int(self.builder is not None),
             "scratch_bytes": self.scratch.nbytes,

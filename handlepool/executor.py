@@ -217,7 +217,7 @@ class ParallelStateExecutor(Executor):
         mine = self._leases.slots
         slot = mine.get(device.device)
         if slot is None:
-            slot = device.lease()
+            slot = device.sides.lease()
             if slot is None:
                 return None
             own(self._pool.sound(slot))
@@ -255,11 +255,8 @@ class ParallelStateExecutor(Executor):
             leased, self._leased = self._leased, set()
         for device, slot in leased:
             disown(slot)
-            if self._pool.closed:
-                with self._pool.on_device(device.device):
-                    device.drop_side(slot)
-            else:
-                device.give_back(slot, captured=False)
+            with self._pool.on_device(device.device):
+                device.sides.give_back(slot, captured=False)
 
 
 class _Leases(threading.local):

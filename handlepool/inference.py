@@ -8,8 +8,8 @@ only strides that were *assigned*, so an output without them comes back channels
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .errors import ArgumentError, GraphNotSupportedError
-from .shapes import RULES, Shape, title
+from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.shapes import RULES, Shape, title
 
 
 def axis_order(shape: Sequence[int], strides: Sequence[int]) -> Shape:

@@ -2,8 +2,8 @@
 
 What it promises, and what the promise rests on:
 
-- A hit takes no lock. The slot of a CuPy-owned stream lives on the stream object, in a thread-local attribute, so it can be met by
-  neither another thread nor another stream. The slot says itself whether it is still good: `owner` is None after it was given
+- A hit takes no lock. The slot of a CuPy-owned stream lives on the stream object, in a thread-local attribute, so it can be met
+  by neither another thread nor another stream. The slot says itself whether it is still good: `owner` is None after it was given
   back, and ``handle.stream is slot.pointer`` fails for a handle that its caller destroyed (its stream is None then) or bound
   elsewhere. The device is asked for first and handed to CuPy's `get_current_stream`, which would ask for it on its own: one CUDA
   call a hit, also for the default streams, whose one object stands for a stream of each device. (Guarantees 1, 2, 3, 4.)
@@ -16,7 +16,6 @@ What it promises, and what the promise rests on:
 
 import os
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -24,29 +23,13 @@ from typing import Any
 
 from handlepool import drivers
 from handlepool.devices import DeviceSlots
-from handlepool.drivers.base import PER_THREAD_STREAM, Driver, Handle
+from handlepool.drivers.base import Driver, Handle
 from handlepool.errors import ArgumentError, ForkedProcessError, PoolClosedError
 from handlepool.plans import PlanCache
-from handlepool.slots import Slot, StreamWatch, place, placed
+from handlepool.slots import Slot, place, placed
 from handlepool.stats import Stats
 from handlepool.streams import StreamReference, check_foreign, resolve
-
-MOST_FOREIGN_STREAMS = 64
-"""Bare pointers and foreign streams that one thread's slots are kept for; nothing tells of such a stream's end."""
-
-
-class _ThreadSlots:
-    """One thread's slots by key. Dies with the thread, and then parks them (guarantee 11)."""
-
-    def __init__(self, parked: deque[Slot]) -> None:
-        self.slots: dict[Any, Slot] = {}
-        self.foreign: OrderedDict[Any, None] = OrderedDict()
-        self._parked = parked
-
-    def __del__(self) -> None:
-        for slot in list(self.slots.values()):
-            slot.end()
-            self._parked.append(slot)
+from handlepool.threads import LiveSlots
 
 
 class HandlePool:
@@ -87,9 +70,7 @@ class HandlePool:
         self._idle_limit = idle_limit
         self.plans = PlanCache(plan_limit)
         self._devices: dict[int, DeviceSlots] = {}
-        self._local = threading.local()
-        self._live: set[Slot] = set()
-        self._parked: deque[Slot] = deque()
+        self._live = LiveSlots()
         self._lock = threading.Lock()
         self._closed = False
         self._forked = False
@@ -177,15 +158,15 @@ class HandlePool:
             here = placed(reference.stream)
             if here is not None and here.owner is self and here.device == reference.device:
                 return self.sound(here)
-        mine = self._thread_slots()
+        mine = self._live.of_this_thread()
         known = mine.slots.get(reference.key)
         if known is not None and known.owner is self and self._is_of(known, reference):
             if reference.stream is None:
-                mine.foreign.move_to_end(reference.key)
+                mine.touch(reference.key)
             else:
                 self._place(known, reference)
             return self.sound(known)
-        return self._acquire(reference, mine)
+        return self._acquire(reference)
 
     @staticmethod
     def _is_of(slot: Slot, reference: StreamReference) -> bool:
@@ -197,55 +178,15 @@ class HandlePool:
             self._devices[slot.device].repair(slot)
         return slot
 
-    def _acquire(self, reference: StreamReference, mine: _ThreadSlots) -> Slot:
+    def _acquire(self, reference: StreamReference) -> Slot:
         check_foreign(self.driver, reference)
         device = self.device(reference.device)
         self.drain()
-        idle = device.take_idle()
-        slot = Slot(self, self.driver, device.scratch, device.create_handle()) if idle is None else idle.successor()
-        try:
-            if idle is not None and slot.scratch_bytes and not self._order_after_previous(idle, reference):
-                slot.release_scratch()
-            with self.driver.relaxed():
-                self.driver.bind_handle(slot.handle, reference.pointer)
-        except BaseException:
-            device.put_idle(slot if idle is None else idle)
-            raise
-        slot.key = reference.key
-        slot.siblings = mine.slots
+        slot = device.acquire(reference)
+        self._live.add(slot, reference.stream)
         if reference.stream is not None:
-            slot.watch = StreamWatch(reference.stream, self._stream_gone)
-            slot.watch.slot = slot
-        slot.begin(reference.pointer)
-        with self._lock:
-            self._live.add(slot)
-        device.count_live(+1)
-        mine.slots[reference.key] = slot
-        if reference.stream is None:
-            self._bound_foreign(mine, reference.key)
-        else:
             self._place(slot, reference)
         return slot
-
-    def _order_after_previous(self, idle: Slot, reference: StreamReference) -> bool:
-        """Order a reused slot's new stream after its last one, so that the scratch may go with it; False where that cannot be.
-
-        A destroyed stream may still be running, a per-thread stream was another thread's, and no edge may cross into or out of a
-        capture.
-        """
-        old = idle.watch() if idle.watch is not None else None
-        if old is None or idle.pointer == PER_THREAD_STREAM:
-            return False
-        if old is reference.stream:
-            return True
-        if any(pointer and self.driver.capture_id(pointer) for pointer in (idle.pointer, reference.pointer)):
-            return False
-        with self.driver.relaxed():
-            event = self.driver.create_event()
-            self.driver.record_event(event, idle.pointer)
-            self.driver.wait_event(reference.pointer, event)
-            self.driver.destroy_event(event)
-        return True
 
     def _place(self, slot: Slot, reference: StreamReference) -> None:
         """Put a slot where the hit looks, unless another pool's slot is there."""
@@ -253,55 +194,19 @@ class HandlePool:
         if other is None or other.owner is self or other.owner is None:
             place(reference.stream, slot)
 
-    def _bound_foreign(self, mine: _ThreadSlots, key: Any) -> None:
-        mine.foreign[key] = None
-        while len(mine.foreign) > MOST_FOREIGN_STREAMS:
-            oldest, _ = mine.foreign.popitem(last=False)
-            slot = mine.slots.pop(oldest, None)
-            if slot is not None:
-                slot.end()
-                self._parked.append(slot)
-
-    def _thread_slots(self) -> _ThreadSlots:
-        mine: _ThreadSlots | None = getattr(self._local, "mine", None)
-        if mine is None:
-            mine = self._local.mine = _ThreadSlots(self._parked)
-        return mine
-
-    def _stream_gone(self, watch: Any) -> None:
-        watch.slot.end()
-        self._parked.append(watch.slot)
-
     # Taking back
 
     def drain(self) -> None:
         """Take in the slots that threads and streams have left behind."""
-        while self._parked:
-            try:
-                slot = self._parked.popleft()
-            except IndexError:
-                return
-            with self._lock:
-                if slot not in self._live:  # both its thread and its stream have gone, or the pool was closed
-                    continue
-                self._live.remove(slot)
+        for slot in self._live.left_behind():
             self._take_in(slot)
         here = self._devices.get(self._current_device()) if self._devices else None
         if here is not None:
             here.scratch.collect()
 
     def _take_in(self, slot: Slot) -> None:
-        device = self._devices[slot.device]
-        if slot.siblings.get(slot.key) is slot:
-            slot.siblings.pop(slot.key, None)
-        stream = slot.watch() if slot.watch is not None else None
-        device.count_live(-1)
         with self.on_device(slot.device):
-            if stream is None or slot.pointer == PER_THREAD_STREAM:
-                slot.release_scratch()
-            else:
-                slot.forget_capture()
-            device.put_idle(slot)
+            self._devices[slot.device].take_in(slot)
 
     def prewarm(self, *, states: int = 0, workspace: int = 0, stream: Any = None) -> None:
         """Make what first calls would make: this key's handle and scratch, and side slots for forks.
@@ -323,14 +228,14 @@ class HandlePool:
         leased = []
         try:
             for _ in range(states):
-                side = device.lease()
+                side = device.sides.lease()
                 if side is None:
                     break
                 leased.append(side)
                 side.reserve(workspace)
         finally:
             for side in leased:
-                device.give_back(side, captured=False)
+                device.sides.give_back(side, captured=False)
 
     def trim(self) -> None:
         """Give back what is idle: handles and scratch that no thread, stream or fork has, and blocks that were replaced."""
@@ -338,10 +243,7 @@ class HandlePool:
         self.drain()
         for device in list(self._devices.values()):
             with self.on_device(device.device):
-                device.end_quarantine()
-                device.drop_idle()
-                device.drop_sides()
-                device.scratch.collect(wait=True)
+                device.empty()
 
     def close(self) -> None:
         """Destroy every handle and free all scratch but what captures were given; later uses raise `PoolClosedError`.
@@ -354,25 +256,12 @@ class HandlePool:
             if self._closed:
                 return
             self._closed = True
-            live = list(self._live)
-            self._live.clear()
-        self._parked.clear()
         self.plans.clear()
-        for slot in live:
-            slot.end()
-            slot.siblings.pop(slot.key, None)
-            self._devices[slot.device].count_live(-1)
-            with self.on_device(slot.device):
-                self._devices[slot.device].put_idle(slot)
+        for slot in self._live.end_all():
+            self._take_in(slot)
         for device in self._devices.values():
             with self.on_device(device.device):
-                device.end_quarantine()
-                device.drop_idle()
-                device.drop_sides()
-                device.scratch.collect(wait=True)
-                if device.builder is not None:
-                    device.destroy_handle(device.builder)
-                    device.builder = None
+                device.close()
         _pools.discard(self)
 
     def __enter__(self) -> "HandlePool":
@@ -454,10 +343,9 @@ class HandlePool:
         """In a forked child: nothing inherited is used or destroyed, and nothing it owns may be destroyed by a collector."""
         self._forked = True
         self._lock = threading.Lock()  # another thread of the parent may have held it
-        for slot in list(self._live):
-            slot.end()
+        self._live.disown()
         for device in self._devices.values():
-            for slot in device.sides:
+            for slot in device.sides.free:
                 slot.end()
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-from .errors import ArgumentError
+from handlepool.errors import ArgumentError
 
 Shape = tuple[int, ...]
 

@@ -13,11 +13,12 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, TypeVar
 
-from handlepool.devices import MOST_SIDE_SLOTS, DeviceSlots
+from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.errors import ArgumentError, OwnershipError, PoolClosedError, StateBusyError, StateIndexError
 from handlepool.pool import HandlePool
 from handlepool.regions import Region, thread
+from handlepool.sides import MOST_SIDE_SLOTS
 from handlepool.slots import Slot, place
 from handlepool.streams import check_foreign, resolve
 
@@ -133,7 +134,7 @@ class Fork:
         leased = self._leased
         if index >= len(leased) and len(leased) < self._count:
             with self._pool.on_device(self._ordinal):
-                slot = self._device.lease()
+                slot = self._device.sides.lease()
             if slot is not None:
                 own(self._pool.sound(slot))
                 leased.append(slot)
@@ -165,10 +166,7 @@ class Fork:
                 except Exception as trouble:  # every other branch is joined all the same
                     failure = trouble
                 disown(slot)
-                if self._pool.closed:
-                    self._device.drop_side(slot)
-                else:
-                    self._device.give_back(slot, captured=self._capture != 0 or failure is not None)
+                self._device.sides.give_back(slot, captured=self._capture != 0 or failure is not None)
         if failure is not None:
             raise failure  # and what the branches used stays alive with this fork, since nothing waits for them
         if not self._inherited:

@@ -6,14 +6,13 @@ the gradient of the filters. Work is cut into `Tile`s where the columns would no
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 
-from ...shapes import Convolution, Shape
+from handlepool.shapes import Convolution, Shape
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -82,13 +81,14 @@ class Unfolding:
         part = part.reshape(part.shape[0], -1, width, *part.shape[2:]) if self.groups > 1 else part[:, None]
         spatial = len(self.domain)
         bounds = [(tile.rows.start, tile.rows.stop), *((0, extent) for extent in self.domain[1:])]
+        every: tuple[Any, ...] = (slice(None),) * 3
         for tap in product(*map(range, self.taps)):
-            target = columns[:, :, :, *tap]
+            target = columns[every + tap]
             target[...] = 0
             met = [self._meet(axis, tap[axis], *bounds[axis]) for axis in range(spatial)]
             if all(met):
                 there, here = zip(*(pair for pair in met if pair), strict=True)
-                target[:, :, :, *there] = part[:, :, :, *here]
+                target[every + there] = part[every + here]
 
     def _meet(self, axis: int, tap: int, low: int, high: int) -> tuple[slice, slice] | None:
         """Return the positions from ``low`` to ``high`` with an element under a tap (from ``low``), and these."""
@@ -149,8 +149,4 @@ def _cut(count: int, most: int) -> list[slice]:
     """Cut a range into as few parts as possible, as even as possible."""
     parts = _ceil(count, min(count, most))
     edges = [count * part // parts for part in range(parts + 1)]
-    return [slice(low, high) for low, high in _pairs(edges)]
-
-
-def _pairs(edges: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return zip(edges, edges[1:], strict=False)
+    return [slice(low, high) for low, high in pairwise(edges)]

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ArgumentError, GraphNotSupportedError
-from ...inference import infer
-from ...shapes import Convolution, Shape, title
-from .convolution import Array, Unfolding, accumulate, filter_matrix, flip, multiply
-from .pointwise import OPERATIONS
+from handlepool.drivers.host.convolution import Array, Unfolding, accumulate, filter_matrix, flip, multiply
+from handlepool.drivers.host.pointwise import OPERATIONS
+from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.inference import infer
+from handlepool.shapes import Convolution, Shape, title
 
 ALIGNMENT = 256
 COLUMN_BYTES = 128 << 20
@@ -61,9 +61,10 @@ class _Place:
     """Where a tensor is: among the operands, in the workspace, or nowhere (a constant)."""
 
     shape: Shape
+    dtype: np.dtype[Any]
+    """Of what lies in the workspace, and of a constant; an operand has its own."""
     operand: int | None = None
     offset: int = 0
-    dtype: np.dtype[Any] = np.dtype(np.float32)
     constant: float | None = None
 
     @property
@@ -163,22 +164,22 @@ class _Planner:
             if tensor.uid in self.places:
                 continue
             if tensor.uid in self.operands:
-                self.places[tensor.uid] = _Place(self.shapes[tensor.uid], self.operands[tensor.uid])
+                self.places[tensor.uid] = _Place(self.shapes[tensor.uid], self.dtype, self.operands[tensor.uid])
             elif tensor.pass_by_value is not None:
                 value = float(tensor.pass_by_value)
-                self.places[tensor.uid] = _Place(self.shapes[tensor.uid], dtype=self.dtype, constant=value)
+                self.places[tensor.uid] = _Place(self.shapes[tensor.uid], self.dtype, constant=value)
             else:
                 raise ArgumentError(f"{title(node)}: its {port} {tensor.name!r} is not among the graph's operands")
         for port, tensor in node.outputs.items():
             if tensor.uid in self.operands:
-                self.places[tensor.uid] = _Place(self.shapes[tensor.uid], self.operands[tensor.uid])
+                self.places[tensor.uid] = _Place(self.shapes[tensor.uid], self.dtype, self.operands[tensor.uid])
             elif tensor.is_virtual:
                 self.places[tensor.uid] = self.region(self.shapes[tensor.uid])
             else:
                 raise ArgumentError(f"{title(node)}: its output {port} {tensor.name!r} is not among the operands")
 
     def region(self, shape: Shape) -> _Place:
-        place = _Place(shape, offset=self.end, dtype=self.dtype)
+        place = _Place(shape, self.dtype, offset=self.end)
         self.size = self.end + math.prod(shape) * self.dtype.itemsize
         self.end = -(-self.size // ALIGNMENT) * ALIGNMENT
         return place
@@ -195,7 +196,7 @@ class _Planner:
         tiles = unfolding.tiles(room // self.dtype.itemsize)
         most = max(math.prod(unfolding.columns(tile)) for tile in tiles)
         self.size = max(self.size, self.end + most * self.dtype.itemsize)
-        return _Place((most,), offset=self.end, dtype=self.dtype), tiles
+        return _Place((most,), self.dtype, offset=self.end), tiles
 
     # Nodes
 

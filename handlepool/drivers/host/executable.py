@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from handlepool.drivers.host.contract import HandleUse, HostHandle
-from handlepool.drivers.host.memory import Array, Block, Memory, owner_of, raw_view
+from handlepool.drivers.host.memory import ALIGNMENT, Array, Block, Memory, owner_of, raw_view
 from handlepool.drivers.host.queues import StreamTable
 from handlepool.errors import ContractError
 
@@ -56,6 +56,8 @@ class HostExecutable:
             return None, np.empty(0, np.uint8)
         if not pointer:
             raise ContractError(f"launch of {self!r} with a null workspace: it needs {needed} bytes")
+        if pointer % ALIGNMENT:
+            raise ContractError(f"launch of {self!r} with a workspace at {pointer:#x}, which is not aligned to {ALIGNMENT} bytes")
         block, offset = self._memory.current.find(pointer, needed, f"workspace of {self!r}")
         return block, block.memory[offset : offset + needed]
 

@@ -13,7 +13,7 @@ Fresh memory is filled with 0xFF (NaN in every floating-point type). A reused bl
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -147,14 +147,15 @@ class DeviceMemory:
                 self.used += nbytes
             return fits
 
-    def _release(self, blocks: Iterable[Block]) -> None:
-        """Give blocks back to the device, once no queued work touches them, as ``cudaFree`` does."""
-        for block in blocks:
-            for operation in self._scheduler.users(block):
-                self._scheduler.wait(operation, f"{operation.label!r}, which uses memory that is being freed")
-            block.freed = True
-            with self._lock:
-                self.used -= block.nbytes
+    def _quiesce(self, block: Block) -> None:
+        """Wait until no queued work touches a block, as ``cudaFree`` does; what failed is left to the next synchronisation."""
+        for operation in self._scheduler.users(block):
+            self._scheduler.reach(operation, f"{operation.label!r}, which uses memory that is being freed")
+
+    def _release(self, block: Block) -> None:
+        block.freed = True
+        with self._lock:
+            self.used -= block.nbytes
 
     # Scratch
 
@@ -168,6 +169,9 @@ class DeviceMemory:
 
     def free(self, pointer: int) -> None:
         """Give scratch memory back."""
+        block = self._scratch.get(pointer)
+        if block is not None:
+            self._quiesce(block)
         with self._lock:
             block = self._scratch.pop(pointer, None)
             self._starts = sorted(self._scratch)
@@ -175,7 +179,7 @@ class DeviceMemory:
             raise ContractError(
                 f"free({pointer:#x}) on device {self._ordinal}: no scratch memory that is still allocated begins there"
             )
-        self._release([block])
+        self._release(block)
 
     def find(self, pointer: int, nbytes: int, purpose: str) -> tuple[Block, int]:
         """The scratch block that holds so many bytes from a pointer on, and the pointer's offset in it."""
@@ -212,11 +216,14 @@ class DeviceMemory:
 
     def release_cached(self) -> None:
         """Give the free blocks of all arenas back to the device."""
-        taken: list[Block] = []
         for home in list(self._arenas.values()):
-            while home:
-                taken.append(home.pop())
-        self._release(taken)
+            for block in home.copy():
+                self._quiesce(block)
+                try:
+                    home.remove(block)
+                except ValueError:  # another thread has taken it
+                    continue
+                self._release(block)
 
 
 def _up(nbytes: int, multiple: int) -> int:

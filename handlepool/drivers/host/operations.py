@@ -76,7 +76,7 @@ class Scheduler:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._running = 0
-        self._errors: list[Exception] = []
+        self._errors: list[BaseException] = []
         self._latches: dict[Operation, None] = {}
         self._users: dict[Operation, None] = {}
         self._inside = threading.local()
@@ -154,11 +154,24 @@ class Scheduler:
     def wait(self, operation: Operation, purpose: str) -> None:
         """Return when an operation is done; raise what failed in queued work since the last wait.
 
+        Several failures are one exception with the others as its notes.
+
         Raises
         ------
         ContractError
             If nothing that is queued can ever complete it, or if queued work waits.
         """
+        self.reach(operation, purpose)
+        if self._errors:
+            with self._lock:
+                errors, self._errors = self._errors, []
+            for other in errors[1:]:
+                errors[0].add_note(f"{len(errors)} queued operations failed; another: {other!r}")
+            for error in errors[:1]:  # another thread may have raised them
+                raise error
+
+    def reach(self, operation: Operation, purpose: str) -> None:
+        """Return when an operation is done, as `wait` does, and leave what failed to the next `wait`."""
         label = getattr(self._inside, "operation", None)
         if label is not None:
             raise ContractError(f"the queued operation {label!r} waits for {purpose}: queued work must not wait for streams")
@@ -168,13 +181,6 @@ class Scheduler:
             if chosen is None:
                 break
             self._execute(chosen)
-        if self._errors:
-            with self._lock:
-                errors, self._errors = self._errors, []
-            for other in errors[1:]:
-                errors[0].add_note(f"{len(errors)} queued operations failed; another: {other!r}")
-            for error in errors[:1]:
-                raise error
 
     def _settle(self, operation: Operation, spare: int = 0) -> None:
         """Offer what waits for nothing more or, if it has no function (left), go on with what waits for it. The lock is held."""
@@ -201,8 +207,8 @@ class Scheduler:
         with self._lock:
             self._finish(operation, failure)
 
-    def _call(self, operation: Operation) -> Exception | None:
-        """Call an operation's function, and return what it raised."""
+    def _call(self, operation: Operation) -> BaseException | None:
+        """Call an operation's function, and return what it raised; an interrupt of a thread that waits goes straight on."""
         function = operation.function
         assert function is not None
         outer = getattr(self._inside, "operation", None)
@@ -211,9 +217,9 @@ class Scheduler:
             for region in operation.regions:
                 region.check_live(operation.label)
             function()
-        except Exception as error:
-            return error
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) or isinstance(threading.current_thread(), Worker):
+                return error
             with self._lock:
                 self._finish(operation, None)
             raise
@@ -222,7 +228,7 @@ class Scheduler:
             operation.function = None  # what it holds goes here, before the lock is taken
         return None
 
-    def _finish(self, operation: Operation, failure: Exception | None, spare: int = 0) -> None:
+    def _finish(self, operation: Operation, failure: BaseException | None, spare: int = 0) -> None:
         """An operation has run: go on with what waits for it. The lock is held; ``spare`` if the thread will take another."""
         if failure is not None:
             self._errors.append(failure)

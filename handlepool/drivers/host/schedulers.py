@@ -5,6 +5,7 @@ any operation that can run, by a seed: whatever order the program failed to ask 
 """
 
 import atexit
+import os
 import random
 import threading
 import time
@@ -58,12 +59,14 @@ class ThreadScheduler(Scheduler):
             self._work.notify(min(wanted, self._idle))
         while wanted > self._idle and self._workers < MAX_WORKERS and not self._closed:
             worker = Worker(target=self._run, name="handlepool-host-worker", daemon=True)
+            self._workers += 1
+            self._idle += 1
             try:
                 worker.start()
             except RuntimeError:  # the system has no more threads: what waits runs it, or a worker that is there
+                self._workers -= 1
+                self._idle -= 1
                 return
-            self._workers += 1
-            self._idle += 1
 
     def _run(self) -> None:
         self._lock.acquire()
@@ -127,6 +130,10 @@ _open: weakref.WeakSet[ThreadScheduler] = weakref.WeakSet()
 def _close_all() -> None:
     for scheduler in list(_open):
         scheduler.close()
+
+
+# A forked child has none of the workers, and a lock that one of them held stays locked: its exit waits for nothing.
+os.register_at_fork(after_in_child=_open.clear)
 
 
 class AdversarialScheduler(Scheduler):

@@ -1,0 +1,134 @@
+"""Side slots: the streams that branches and tasks run on, each with its handle, scratch and two events; leased, not locked."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from handlepool.drivers.base import Driver, Handle
+from handlepool.slots import Slot
+from handlepool.workspace import DeviceScratch
+
+MOST_SIDE_SLOTS = 32
+"""The GPU serves streams through at most 32 hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)."""
+
+
+class SideSlots:
+    """The side slots of one device. Its methods are called with that device current.
+
+    Parameters
+    ----------
+    pool : HandlePool
+        Whose slots they are.
+    driver : Driver
+        Where streams and events come from.
+    scratch : DeviceScratch
+        Where their scratch comes from.
+    create_handle, destroy_handle : callable
+        The device's own.
+    drain : callable
+        Takes in what threads and streams have left behind.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        driver: Driver,
+        scratch: DeviceScratch,
+        create_handle: Callable[[], Handle],
+        destroy_handle: Callable[[Handle], None],
+        drain: Callable[[], None],
+    ) -> None:
+        self.free: list[Slot] = []  # pop and append are atomic, so a lease takes no lock
+        self.quarantine: list[Slot] = []  # side slots whose streams still take part in a capture (guarantee 9)
+        self.made = 0
+        self._pool = pool
+        self._driver = driver
+        self._scratch = scratch
+        self._create_handle = create_handle
+        self._destroy_handle = destroy_handle
+        self._drain = drain
+        self._lock = threading.Lock()  # guards `made`; no call is made under it
+
+    def lease(self) -> Slot | None:
+        """Take a side slot (stream, handle, scratch) out of circulation; None when all are out (guarantee 1)."""
+        try:
+            return self.free.pop()
+        except IndexError:
+            pass
+        self._drain()
+        self.end_quarantine()
+        try:
+            return self.free.pop()
+        except IndexError:
+            pass
+        with self._lock:
+            if self.made >= MOST_SIDE_SLOTS:
+                return None
+            self.made += 1
+        try:
+            return self._make()
+        except BaseException:
+            with self._lock:
+                self.made -= 1
+            raise
+
+    def _make(self) -> Slot:
+        slot = Slot(self._pool, self._driver, self._scratch, self._create_handle())
+        try:
+            with self._driver.relaxed():
+                stream = slot.side_stream = self._driver.create_stream()
+                slot.pointer = stream.ptr
+                slot.start_event = self._driver.create_event()
+                slot.end_event = self._driver.create_event()
+                self._driver.bind_handle(slot.handle, slot.pointer)
+        except BaseException:
+            self._destroy(slot)
+            raise
+        return slot
+
+    def give_back(self, slot: Slot, *, captured: bool) -> None:
+        """Put a leased side slot back; one that a capture was given waits for the capture's end."""
+        if captured:
+            self.quarantine.append(slot)
+            return
+        self.free.append(slot)
+        if self._pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
+            self.drop_free()
+
+    def end_quarantine(self) -> None:
+        """Put the side slots back whose captures have ended."""
+        for _ in range(len(self.quarantine)):
+            try:
+                slot = self.quarantine.pop(0)
+            except IndexError:
+                return
+            if self._driver.capture_id(slot.pointer):
+                self.quarantine.append(slot)
+            else:
+                slot.forget_capture()
+                self.free.append(slot)
+
+    def drop_free(self) -> None:
+        """Destroy the free side slots."""
+        while self.free:
+            try:
+                slot = self.free.pop()
+            except IndexError:
+                return
+            self.drop(slot)
+
+    def drop(self, slot: Slot) -> None:
+        """Destroy one side slot that nobody has."""
+        self._destroy(slot)
+        with self._lock:
+            self.made -= 1
+
+    def _destroy(self, slot: Slot) -> None:
+        slot.end()
+        slot.release_scratch()
+        self._destroy_handle(slot.handle)
+        with self._driver.relaxed():
+            for event in (slot.start_event, slot.end_event):
+                if event is not None:
+                    self._driver.destroy_event(event)
+            slot.start_event = slot.end_event = slot.side_stream = None  # the stream goes with its last reference, here

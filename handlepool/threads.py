@@ -1,0 +1,111 @@
+"""The slots that threads own, and those that threads and streams have left behind."""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from typing import Any
+
+from handlepool.slots import Slot, StreamWatch
+
+MOST_FOREIGN_STREAMS = 64
+"""Bare pointers and foreign streams that one thread's slots are kept for; nothing tells of such a stream's end."""
+
+
+class ThreadSlots:
+    """One thread's slots by stream key. Dies with the thread, and then parks them (guarantee 11).
+
+    Parameters
+    ----------
+    parked : deque of Slot
+        Where slots go that nobody has any more. To append is atomic and calls nothing, so it may be done by a destructor.
+    """
+
+    def __init__(self, parked: deque[Slot]) -> None:
+        self.slots: dict[Any, Slot] = {}
+        self._foreign: OrderedDict[Any, None] = OrderedDict()  # keys of bare pointers, the least recently used first
+        self._parked = parked
+
+    def add(self, slot: Slot, *, foreign: bool) -> None:
+        """Take a new slot in. Of those for foreign streams the least recently used beyond the limit is parked."""
+        slot.siblings = self.slots
+        self.slots[slot.key] = slot
+        if not foreign:
+            return
+        self._foreign[slot.key] = None
+        while len(self._foreign) > MOST_FOREIGN_STREAMS:
+            key, _ = self._foreign.popitem(last=False)
+            oldest = self.slots.pop(key, None)
+            if oldest is not None:
+                oldest.end()
+                self._parked.append(oldest)
+
+    def touch(self, key: Any) -> None:
+        """Count a foreign stream's key as used."""
+        self._foreign.move_to_end(key)
+
+    def __del__(self) -> None:
+        for slot in list(self.slots.values()):
+            slot.end()
+            self._parked.append(slot)
+
+
+class LiveSlots:
+    """Every slot that a thread owns. Which of them were left behind is known by parking, which calls nothing (guarantee 10)."""
+
+    def __init__(self) -> None:
+        self._slots: set[Slot] = set()
+        self._parked: deque[Slot] = deque()
+        self._local = threading.local()
+        self._lock = threading.Lock()  # guards the set: a slot is parked twice when both its thread and its stream end
+
+    def of_this_thread(self) -> ThreadSlots:
+        """The calling thread's."""
+        mine: ThreadSlots | None = getattr(self._local, "mine", None)
+        if mine is None:
+            mine = self._local.mine = ThreadSlots(self._parked)
+        return mine
+
+    def add(self, slot: Slot, stream: Any) -> None:
+        """Let the calling thread own a slot until the thread ends, or until ``stream`` does, where that is not None."""
+        if stream is not None:
+            slot.watch = StreamWatch(stream, self._stream_gone)
+            slot.watch.slot = slot
+        with self._lock:
+            self._slots.add(slot)
+        self.of_this_thread().add(slot, foreign=stream is None)
+
+    def _stream_gone(self, watch: Any) -> None:
+        watch.slot.end()
+        self._parked.append(watch.slot)
+
+    def left_behind(self) -> Iterator[Slot]:
+        """Hand out, once each, the slots whose thread or stream has ended."""
+        while self._parked:
+            try:
+                slot = self._parked.popleft()
+            except IndexError:  # another thread takes them too
+                return
+            with self._lock:
+                if slot not in self._slots:
+                    continue
+                self._slots.remove(slot)
+            if slot.siblings.get(slot.key) is slot:
+                slot.siblings.pop(slot.key, None)
+            yield slot
+
+    def end_all(self) -> Iterator[Slot]:
+        """Hand out every slot, unbound from its owner."""
+        with self._lock:
+            slots = list(self._slots)
+            self._slots.clear()
+        self._parked.clear()
+        for slot in slots:
+            slot.end()
+            slot.siblings.pop(slot.key, None)
+            yield slot
+
+    def disown(self) -> None:
+        """In a forked child: no hit succeeds any more; no lock is taken, since another thread of the parent may have had it."""
+        self._lock = threading.Lock()
+        for slot in list(self._slots):
+            slot.end()
