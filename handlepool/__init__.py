@@ -25,7 +25,7 @@ from handlepool.errors import (
 from handlepool.executor import ParallelStateExecutor, StreamFuture
 from handlepool.graphs import graph
 from handlepool.ops import conv2d
-from handlepool.pool import HandlePool
+from handlepool.pool import HandlePool, default_pool
 from handlepool.states import Fork, ParallelStates
 
 __version__ = "0.1.0"
@@ -65,7 +65,6 @@ __all__ = [
 
 CAFFE2_STATES = 4
 
-_default: HandlePool | None = None
 _states: ParallelStates | None = None
 
 _OF_THE_POOL = ("close", "get_handle", "get_workspace", "prewarm", "stats", "trim")
@@ -78,16 +77,6 @@ if TYPE_CHECKING:
     prewarm = _pool.prewarm
     stats = _pool.stats
     trim = _pool.trim
-
-
-def default_pool() -> HandlePool:
-    """The pool that the module's functions and whatever is given no pool use; made when first asked for."""
-    global _default
-    if _default is None:
-        pool = HandlePool()
-        if _default is None:  # another thread may have been first; a pool that was not used holds nothing
-            _default = pool
-    return _default
 
 
 def __getattr__(name: str) -> Any:

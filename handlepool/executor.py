@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError
-from handlepool.pool import HandlePool
+from handlepool.pool import HandlePool, default_pool
 from handlepool.regions import Region
 from handlepool.slots import Slot
 from handlepool.states import disown, own, run_on
@@ -117,8 +117,6 @@ class ParallelStateExecutor(Executor):
         if isinstance(max_workers, bool) or not isinstance(max_workers, int) or max_workers < 1:
             raise ArgumentError(f"ParallelStateExecutor({max_workers!r}): 1 worker or more")
         if pool is None:
-            from handlepool import default_pool
-
             pool = default_pool()
         self._pool = pool
         self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix, initializer or _nothing, initargs)

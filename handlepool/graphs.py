@@ -8,12 +8,11 @@ import numpy as np
 
 from handlepool.devices import DeviceSlots
 from handlepool.drivers import frontend
-from handlepool.drivers.base import Driver
-from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.drivers.base import Driver, check_operands
+from handlepool.errors import ArgumentError
 from handlepool.inference import axis_order, dense_strides, infer
 from handlepool.plans import Layout, Plan
-from handlepool.pool import HandlePool
-from handlepool.regions import thread
+from handlepool.pool import HandlePool, current_pool
 from handlepool.slots import Slot
 
 COMPILE_SETTINGS = ("workspace_limit", "allow_tf32", "deterministic", "heuristics")
@@ -54,22 +53,26 @@ class GraphFunction:
     ----------
     function : callable
         Returns the graph tensor, or the tuple of graph tensors, to output. It may be called by several threads at a time.
+    check : callable, optional
+        ``check(arrays, outs, **options)`` is called before a build, to raise what the graph could not say as clearly.
     **settings
         ``name``, ``io_dtype``, ``intermediate_dtype``, ``compute_dtype``, ``workspace_limit`` (bytes), ``allow_tf32``,
         ``deterministic``, ``heuristics`` (names of cuDNN's modes).
     """
 
-    def __init__(self, function: Callable[..., Any], **settings: Any) -> None:
+    def __init__(self, function: Callable[..., Any], *, check: Callable[..., None] | None = None, **settings: Any) -> None:
         unknown = settings.keys() - {*COMPILE_SETTINGS, *GRAPH_SETTINGS}
         if unknown:
             known = ", ".join((*GRAPH_SETTINGS, *COMPILE_SETTINGS))
             raise ArgumentError(f"no setting is named {', '.join(sorted(unknown))}; the settings are {known}")
         self.function = function
+        self._check = check
         self._settings: Settings = tuple(sorted(settings.items()))
+        self._name = str(settings.get("name") or getattr(function, "__name__", "graph"))
         update_wrapper(self, function)
 
     def __repr__(self) -> str:
-        return f"<GraphFunction {getattr(self.function, '__name__', self.function)}>"
+        return f"<GraphFunction {self._name}>"
 
     def __call__(self, *arrays: Any, out: Any = None, **options: Any) -> Any:
         """Launch on the current stream; returns the output, or the tuple of outputs."""
@@ -85,38 +88,46 @@ class GraphFunction:
         self, pool: HandlePool, arrays: tuple[Any, ...], out: Any, options: dict[str, Any], settings: Settings = ()
     ) -> GraphCall:
         """Find or build the plan, and allocate the outputs that are not given, on the current stream."""
-        plan = self.plan(pool, arrays, out, options, settings)
         if out is None:
+            plan = self.plan(pool, arrays, (), options, settings)
             empty = pool.driver.empty
             made = tuple([empty(layout.shape, layout.strides, layout.dtype) for layout in plan.outputs])
             return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made)
-        return GraphCall(pool, plan, (*arrays, out) if plan.single else (*arrays, *out), out)
+        outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        plan = self.plan(pool, arrays, outs, options, settings)
+        if not plan.in_place:
+            _check_apart(self._name, pool.driver, plan, arrays, outs)
+        return GraphCall(pool, plan, arrays + outs, out)
 
-    def plan(self, pool: HandlePool, arrays: tuple[Any, ...], out: Any, options: dict[str, Any], settings: Settings = ()) -> Plan:
+    def plan(
+        self,
+        pool: HandlePool,
+        arrays: tuple[Any, ...],
+        outs: tuple[Any, ...],
+        options: dict[str, Any],
+        settings: Settings = (),
+    ) -> Plan:
         """The plan for these arrays, built when there is none yet."""
         driver = pool.driver
         device = driver.current_device()
-        outs: tuple[Any, ...] = () if out is None else out if type(out) is tuple else (out,)
         try:
             key = (
                 self,
                 tuple([(array.shape, array.strides, array.dtype) for array in arrays]),
                 tuple([(array.shape, array.strides, array.dtype) for array in outs]),
-                frozenset(options.items()),
+                frozenset(options.items()) if options else None,
                 settings,
             )
             plan = pool.plans.get(device, key)
         except AttributeError:
-            _check_arrays(self, driver, device, arrays + outs)
+            _check_arrays(self._name, driver, device, arrays + outs)
             raise
         except TypeError:
             for name, value in options.items():
-                _check_hashable(self, name, value)
+                _check_hashable(self._name, name, value)
             raise
-        if any(driver.array_device(array) != device for array in arrays + outs):
-            _check_arrays(self, driver, device, arrays + outs)
         if plan is None:
-            _check_arrays(self, driver, device, arrays + outs)
+            _check_arrays(self._name, driver, device, arrays + outs)
             plan = pool.plans.get_or_build(
                 device, key, lambda: self._build(pool.device(device), driver, arrays, outs, options, settings)
             )
@@ -131,11 +142,19 @@ class GraphFunction:
         options: dict[str, Any],
         settings: Settings,
     ) -> Plan:
-        chosen = dict(self._settings) | dict(settings)
-        name = str(chosen.get("name") or getattr(self.function, "__name__", "graph"))
-        chosen.setdefault("io_dtype", arrays[0].dtype)
-        chosen.setdefault("intermediate_dtype", np.float32)
-        chosen.setdefault("compute_dtype", np.float32)
+        name = self._name
+        if self._check is not None:
+            self._check(arrays, outs, **options)
+        chosen: dict[str, Any] = {
+            "io_dtype": arrays[0].dtype,
+            "intermediate_dtype": np.float32,
+            "compute_dtype": np.float32,
+            **dict(self._settings),
+            **dict(settings),
+        }
+        limit = chosen.get("workspace_limit")
+        if limit is not None and (not isinstance(limit, int) or limit < 0):
+            raise ArgumentError(f"{name}: workspace_limit={limit!r}; it must be 0 bytes or more, or None for no limit")
         with device.build_lock:
             handle = device.builder_handle()
         graph = driver.new_graph(handle, **{k: v for k, v in chosen.items() if k in GRAPH_SETTINGS} | {"name": name})
@@ -145,12 +164,12 @@ class GraphFunction:
         outputs: list[Any] = [returned] if single else list(returned)
         if not outputs or not all(hasattr(tensor, "get_uid") for tensor in outputs):
             raise ArgumentError(f"{name} returned {returned!r}; return the graph tensor to output, or a tuple of them")
-        for tensor, array in zip(outputs, outs, strict=False):
-            tensor.set_stride(_element_strides(f"out of {name}", array))
         infer(graph, outputs, io_dtype=frontend.data_type(chosen["io_dtype"]))
-        layouts = tuple(_layout(tensor) for tensor in outputs)
         if outs:
-            _check_out(name, layouts, outs)
+            _check_out(name, tuple(_layout(tensor) for tensor in outputs), outs)
+            for tensor, array in zip(outputs, outs, strict=True):
+                tensor.set_stride(_element_strides(f"out of {name}", array))
+        layouts = tuple(_layout(tensor) for tensor in outputs)
         # Uids ascend in the order of the operands, since the raw entry takes its pointers in that order.
         for number, tensor in enumerate(outputs):
             if not tensor.uid_assigned:
@@ -158,7 +177,8 @@ class GraphFunction:
         with device.build_lock, driver.relaxed():
             executable = driver.compile(graph, [*inputs, *outputs], **{k: v for k, v in chosen.items() if k in COMPILE_SETTINGS})
         taken = tuple(Layout(array.shape, array.strides, array.dtype) for array in arrays)
-        return Plan(name, device.device, executable, taken, layouts, single)
+        in_place = all(node.node_type.name == "POINTWISE" for node in graph.nodes)
+        return Plan(name, device.device, executable, taken, layouts, single, in_place)
 
 
 def graph(function: Callable[..., Any] | None = None, **settings: Any) -> Any:
@@ -174,16 +194,6 @@ def graph(function: Callable[..., Any] | None = None, **settings: Any) -> Any:
     if function is None:
         return lambda decorated: GraphFunction(decorated, **settings)
     return GraphFunction(function, **settings)
-
-
-def current_pool() -> HandlePool:
-    """The pool of the branch or task that this thread runs, and the default pool outside of any."""
-    pool: HandlePool | None = thread.pool
-    if pool is None:
-        from handlepool import default_pool
-
-        pool = default_pool()
-    return pool
 
 
 def _declare(graph: Any, name: str, array: Any) -> Any:
@@ -229,31 +239,28 @@ def _check_out(name: str, layouts: Sequence[Layout], outs: Sequence[Any]) -> Non
             reach = step * extent
 
 
-def _check_hashable(function: GraphFunction, name: str, value: object) -> None:
+def _check_apart(name: str, driver: Driver, plan: Plan, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:
+    """Raise where an output lies over an input: its elements are written before all that need the input have read it."""
+    pointer = driver.array_pointer
+    taken = [(pointer(array), layout.reach) for array, layout in zip(arrays, plan.inputs, strict=True)]
+    for out, layout in zip(outs, plan.outputs, strict=True):
+        start = pointer(out)
+        for index, (begin, reach) in enumerate(taken):
+            if start < begin + reach and begin < start + layout.reach:
+                raise ArgumentError(f"out= of {name} shares memory with argument {index}; pass an array of its own")
+
+
+def _check_hashable(name: str, option: str, value: object) -> None:
     try:
         hash(value)
     except TypeError:
         raise ArgumentError(
-            f"{function!r} was given {name}={value!r}, which cannot be hashed; options are a part of the plan's key, so pass a "
+            f"{name} was given {option}={value!r}, which cannot be hashed; options are a part of the plan's key, so pass a "
             f"tuple for a list"
         ) from None
 
 
-def _check_arrays(function: GraphFunction, driver: Driver, device: int, arrays: tuple[Any, ...]) -> None:
+def _check_arrays(name: str, driver: Driver, device: int, arrays: tuple[Any, ...]) -> None:
     if not arrays:
-        raise ArgumentError(f"{function!r} was called without arrays")
-    for array in arrays:
-        kind: Any = driver.array_type
-        if not isinstance(array, kind):
-            raise ArrayTypeError(
-                f"{function!r} was given {type(array).__module__}.{type(array).__qualname__}; the {driver.name} driver takes "
-                f"{driver.array_type.__module__}.{driver.array_type.__qualname__}"
-            )
-        found = driver.array_device(array)
-        if found != device:
-            raise DeviceMismatchError(
-                f"{function!r} was given an array on device {found} and the current device is {device}; make device {found} "
-                f"current, or copy the array"
-            )
-        if not array.size:
-            raise ArgumentError(f"{function!r} was given an empty array, of shape {array.shape}")
+        raise ArgumentError(f"{name} was called without arrays")
+    check_operands(driver, name, device, arrays)

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from handlepool.errors import ArgumentError, ArrayTypeError, GraphNotSupportedError
-from handlepool.graphs import GraphCall, GraphFunction, current_pool
+from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.graphs import GraphCall, GraphFunction
 from handlepool.inference import axis_order, dense_strides
 from handlepool.plans import Plan
-from handlepool.pool import HandlePool
+from handlepool.pool import HandlePool, current_pool
 from handlepool.slots import Slot
 
 ACTIVATIONS = ("relu", "sigmoid", "tanh")
@@ -19,34 +19,40 @@ def _convolution(
     w: Any,
     bias: Any = None,
     *,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
+    stride: int | tuple[int, int],
+    padding: int | tuple[int, int],
+    dilation: int | tuple[int, int],
+    groups: int,
     activation: str | None,
 ) -> Any:
-    y = g.conv_fprop(x, w, padding=list(padding), stride=list(stride), dilation=list(dilation))
+    # The frontend reads the groups off the channels, which were checked to agree.
+    y = g.conv_fprop(
+        x,
+        w,
+        stride=_pair("stride", stride, 1),
+        padding=_pair("padding", padding, 0),
+        dilation=_pair("dilation", dilation, 1),
+    )
     return _epilogue(g, y, bias, activation=activation)
 
 
 def _epilogue(g: Any, y: Any, bias: Any = None, *, activation: str | None) -> Any:
     if bias is not None:
-        y = g.bias(y, bias)
+        channels = bias.get_dim()[0]
+        y = g.bias(y, bias.set_dim([1, channels, 1, 1]).set_stride([channels, 1, channels, channels]))
     return y if activation is None else getattr(g, activation)(y)
-
-
-_conv2d = GraphFunction(_convolution, name="conv2d")
-_conv2d_epilogue = GraphFunction(_epilogue, name="conv2d_epilogue")
 
 
 class _Sequence:
     """Two calls on one stream, the second over the first one's output, in the form of a `GraphCall`."""
 
-    __slots__ = ("_calls", "operands", "result")
+    __slots__ = ("_calls", "operands", "plan", "result")
 
     def __init__(self, first: GraphCall, second: GraphCall) -> None:
         self._calls = (first, second)
         self.operands = first.operands + second.operands
         self.result = second.result
+        self.plan = first.plan
 
     def launch(self, slot: Slot) -> Any:
         """Enqueue both."""
@@ -116,24 +122,33 @@ def conv2d(
         chosen,
         x,
         w,
-        stride,
-        padding,
-        dilation,
-        groups,
-        bias,
-        activation,
-        out,
-        workspace_limit,
-        allow_tf32,
-        deterministic,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        bias=bias,
+        activation=activation,
+        out=out,
+        workspace_limit=workspace_limit,
+        allow_tf32=allow_tf32,
+        deterministic=deterministic,
     )
     return call.launch(chosen.slot())
+
+
+def conv2d_plan(x: Any, w: Any, *, pool: HandlePool | None = None, **options: Any) -> Plan:
+    """Return the plan that `conv2d` uses for these arguments, built when there is none yet.
+
+    Its ``engine``, ``workspace_size`` and ``candidates`` say what cuDNN chose.
+    """
+    return _prepare(current_pool() if pool is None else pool, x, w, **options).plan
 
 
 def _prepare(
     pool: HandlePool,
     x: Any,
     w: Any,
+    *,
     stride: int | tuple[int, int] = 1,
     padding: int | tuple[int, int] = 0,
     dilation: int | tuple[int, int] = 1,
@@ -145,13 +160,13 @@ def _prepare(
     allow_tf32: bool = True,
     deterministic: bool = False,
 ) -> GraphCall | _Sequence:
-    arrays, options, settings = _arguments(
-        pool, x, w, stride, padding, dilation, groups, bias, activation, out, workspace_limit, allow_tf32, deterministic
-    )
+    arrays = (x, w) if bias is None else (x, w, bias)
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "activation": activation}
+    settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
     try:
         return _conv2d.prepare(pool, arrays, out, options, settings)
     except GraphNotSupportedError:
-        if len(arrays) == 2 and activation is None:
+        if bias is None and activation is None:
             raise
     # cuDNN fuses some epilogues for channels-last arrays alone: there the bias and the activation are a launch of their own.
     plain = _conv2d.prepare(pool, (x, w), out, options | {"activation": None}, settings)
@@ -159,79 +174,48 @@ def _prepare(
     return _Sequence(plain, rest)
 
 
-def conv2d_plan(x: Any, w: Any, *, pool: HandlePool | None = None, out: Any = None, **options: Any) -> Plan:
-    """Return the plan that `conv2d` uses for these arguments, built when there is none yet.
-
-    Its ``engine``, ``workspace_size`` and ``candidates`` say what cuDNN chose.
-    """
-    chosen = current_pool() if pool is None else pool
-    arrays, graph_options, settings = _arguments(chosen, x, w, out=out, **options)
-    return _conv2d.plan(chosen, arrays, out, graph_options, settings)
-
-
-def _arguments(
-    pool: HandlePool,
-    x: Any,
-    w: Any,
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
-    dilation: int | tuple[int, int] = 1,
-    groups: int = 1,
-    bias: Any = None,
-    activation: str | None = None,
-    out: Any = None,
-    workspace_limit: int | None = None,
-    allow_tf32: bool = True,
-    deterministic: bool = False,
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[tuple[str, Any], ...]]:
-    array_type = pool.driver.array_type
-    for name, array, rank in (("x", x, 4), ("w", w, 4), ("bias", bias, 1), ("out", out, 4)):
-        if array is None and name in ("bias", "out"):
-            continue
-        if not isinstance(array, array_type):
-            raise ArrayTypeError(
-                f"conv2d: {name} is a {type(array).__module__}.{type(array).__qualname__}; the {pool.driver.name} driver takes "
-                f"{array_type.__module__}.{array_type.__qualname__}"
-            )
-        _check_array(name, array, rank, x.dtype)
-    if w.shape[1] * groups != x.shape[1]:
-        raise ArgumentError(
-            f"conv2d: {x.shape[1]} channels in x {x.shape} and {w.shape[1]} x groups={groups} in w {w.shape}; w must be "
-            f"(K, C / groups, R, S)"
-        )
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ArgumentError(f"conv2d: activation={activation!r}; it can be {', '.join(ACTIVATIONS)} or None")
-    if workspace_limit is not None and workspace_limit < 0:
-        raise ArgumentError(f"conv2d: workspace_limit={workspace_limit}; it must be 0 bytes or more")
-    arrays: tuple[Any, ...] = (x, w)
-    if bias is not None:
-        if bias.shape[0] != w.shape[0]:
-            raise ArgumentError(f"conv2d: bias of shape {bias.shape} for {w.shape[0]} filters; it must be ({w.shape[0]},)")
-        arrays = (x, w, bias.reshape(1, -1, 1, 1))
-    options = {
-        "stride": _pair("stride", stride, 1),
-        "padding": _pair("padding", padding, 0),
-        "dilation": _pair("dilation", dilation, 1),
-        "activation": activation,
-    }
-    settings = (("allow_tf32", allow_tf32), ("deterministic", deterministic), ("workspace_limit", workspace_limit))
-    return arrays, options, settings
-
-
 def _prepare_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall | _Sequence:
-    kwargs = dict(kwargs)
-    return _prepare(kwargs.pop("pool", None) or pool, *args, **kwargs)
+    options = dict(kwargs)
+    return _prepare(options.pop("pool", None) or pool, *args, **options)
 
 
 # In a fork the output is allocated before the branch starts, as for any graph function.
 conv2d.__handlepool_prepare__ = _prepare_branch  # type: ignore[attr-defined]
 
 
-def _pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:
+def _check(
+    arrays: tuple[Any, ...], outs: tuple[Any, ...], *, groups: int, activation: str | None, **pairs: int | tuple[int, int]
+) -> None:
+    """Raise for what no convolution could be made of; asked once for each geometry, before the plan is built."""
+    x, w, *rest = arrays
+    for name, array, rank in (
+        ("x", x, 4),
+        ("w", w, 4),
+        *[("bias", bias, 1) for bias in rest],
+        *[("out", out, 4) for out in outs],
+    ):
+        _check_array(name, array, rank, x.dtype)
+    for name, value in pairs.items():
+        _pair(name, value, 0 if name == "padding" else 1)
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        raise ArgumentError(f"conv2d: groups={groups!r}; it must be an integer, 1 or more")
+    if w.shape[1] * groups != x.shape[1]:
+        raise ArgumentError(
+            f"conv2d: {x.shape[1]} channels in x {x.shape} and {w.shape[1]} x groups={groups} in w {w.shape}; w must be "
+            f"(K, C / groups, R, S)"
+        )
+    for bias in rest:
+        if bias.shape != w.shape[:1]:
+            raise ArgumentError(f"conv2d: bias of shape {bias.shape} for {w.shape[0]} filters; it must be ({w.shape[0]},)")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ArgumentError(f"conv2d: activation={activation!r}; it can be {', '.join(ACTIVATIONS)} or None")
+
+
+def _pair(name: str, value: int | tuple[int, int], least: int) -> list[int]:
     try:
-        pair = (value, value) if isinstance(value, int) else tuple(value)
+        pair = [value, value] if isinstance(value, int) else list(value)
         if len(pair) == 2 and all(isinstance(entry, int) and entry >= least for entry in pair):
-            return (pair[0], pair[1])
+            return pair
     except TypeError:
         pass
     raise ArgumentError(f"conv2d: {name}={value!r}; it must be an integer, or two, each {least} or more")
@@ -240,8 +224,6 @@ def _pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int
 def _check_array(name: str, array: Any, rank: int, dtype: Any) -> None:
     if array.ndim != rank:
         raise ArgumentError(f"conv2d: {name} has {array.ndim} axes, shape {array.shape}; it must have {rank}")
-    if not array.size:
-        raise ArgumentError(f"conv2d: {name} is empty, shape {array.shape}")
     if array.dtype.name not in CONVOLUTION_TYPES:
         raise ArgumentError(f"conv2d: {name} is {array.dtype}; it must be one of {', '.join(CONVOLUTION_TYPES)}")
     if array.dtype != dtype:
@@ -256,3 +238,7 @@ def _check_array(name: str, array: Any, rank: int, dtype: Any) -> None:
             f"conv2d: {name} of shape {array.shape} has strides {array.strides} bytes; cuDNN takes arrays without gaps, "
             f"contiguous or channels-last. Pass a contiguous copy, as from ascontiguousarray({name})"
         )
+
+
+_conv2d = GraphFunction(_convolution, check=_check, name="conv2d")
+_conv2d_epilogue = GraphFunction(_epilogue, name="conv2d_epilogue")

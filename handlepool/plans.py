@@ -20,6 +20,11 @@ class Layout:
     strides: tuple[int, ...]
     dtype: np.dtype[Any]
 
+    @property
+    def reach(self) -> int:
+        """Bytes from the first element's begin to the last one's end."""
+        return sum((extent - 1) * step for extent, step in zip(self.shape, self.strides, strict=True)) + self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -39,6 +44,10 @@ class Plan:
         Number of plans that cuDNN proposed for the graph.
     inputs, outputs : tuple of Layout
         What it takes and gives, in order.
+    single : bool
+        Whether the function gave one tensor, not a tuple of them.
+    in_place : bool
+        Whether an output may be an input: each element of it depends on the inputs' at the same place alone.
     """
 
     name: str
@@ -46,7 +55,8 @@ class Plan:
     executable: Executable = field(repr=False)
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
-    single: bool  # the function gave one tensor, not a tuple of them
+    single: bool
+    in_place: bool
 
     @property
     def engine(self) -> str:
@@ -71,7 +81,7 @@ class _Build:
         self.done = threading.Event()
         self.thread = threading.get_ident()
         self.plan: Plan | None = None
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
 
 
 class PlanCache:
@@ -110,50 +120,58 @@ class PlanCache:
         return plan
 
     def get_or_build(self, device: int, key: Hashable, build: Callable[[], Plan]) -> Plan:
-        """Return the plan of a key, building it when there is none and no other thread does."""
-        with self._lock:
-            plans = self._plans.get(device)
-            plan = None if plans is None else plans.get(key)
-            if plan is not None:
-                return plan
-            mine = (device, key)
-            if mine in self._refusals:
-                raise self._refusals[mine]
-            running = self._builds.get(mine)
-            if running is None:
-                running = self._builds[mine] = _Build()
-                builder = True
-            else:
-                builder = False
-        if not builder:
+        """Return the plan of a key, building it when there is none and no other thread does.
+
+        Raises
+        ------
+        Exception
+            What the build raised, in every thread that waited for it.
+        """
+        while True:
+            with self._lock:
+                plans = self._plans.get(device)
+                plan = None if plans is None else plans.get(key)
+                if plan is not None:
+                    return plan
+                refusal = self._refusals.get((device, key))
+                if refusal is not None:
+                    raise GraphNotSupportedError(*refusal.args) from refusal.__cause__
+                running = self._builds.get((device, key))
+                if running is None:
+                    running = self._builds[device, key] = _Build()
+                    break
             if running.thread == threading.get_ident():
                 raise ArgumentError("a graph function called itself with the same arrays while its graph is being built")
             running.done.wait()
-            if running.plan is None:
-                assert running.error is not None
+            if running.plan is not None:
+                return running.plan
+            if running.error is not None:
                 raise running.error
-            return running.plan
+            # The builder was interrupted: that was meant for its thread alone, so another one builds.
         try:
             plan = running.plan = build()
-        except BaseException as error:
+        except Exception as error:
             running.error = error
-            if isinstance(error, GraphNotSupportedError):
-                with self._lock:
-                    self._refusals[mine] = error.with_traceback(None)
-                    while len(self._refusals) > self.limit:
-                        self._refusals.popitem(last=False)
             raise
         finally:
-            with self._lock:
-                del self._builds[mine]
-                if running.plan is not None:
-                    self.built += 1
-                    plans = self._plans.setdefault(device, OrderedDict())
-                    plans[key] = running.plan
-                    while len(plans) > self.limit:
-                        plans.popitem(last=False)
-            running.done.set()
+            self._end_build(device, key, running)
         return plan
+
+    def _end_build(self, device: int, key: Hashable, build: _Build) -> None:
+        with self._lock:
+            del self._builds[device, key]
+            if build.plan is not None:
+                self.built += 1
+                plans = self._plans.setdefault(device, OrderedDict())
+                plans[key] = build.plan
+                while len(plans) > self.limit:
+                    plans.popitem(last=False)
+            elif isinstance(build.error, GraphNotSupportedError):
+                # Asked for at each call where a fallback stands behind it; cuDNN takes milliseconds to refuse.
+                self._refusals[device, key] = build.error
+                while len(self._refusals) > self.limit:
+                    self._refusals.popitem(last=False)
+        build.done.set()
 
     def __len__(self) -> int:
         return sum(len(plans) for plans in self._plans.values())

@@ -26,6 +26,7 @@ from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import Driver, Handle
 from handlepool.errors import ArgumentError, ForkedProcessError, PoolClosedError
 from handlepool.plans import PlanCache
+from handlepool.regions import thread
 from handlepool.slots import Slot, place, placed
 from handlepool.stats import Stats
 from handlepool.streams import StreamReference, check_foreign, resolve
@@ -347,6 +348,25 @@ class HandlePool:
         for device in self._devices.values():
             for slot in device.sides.free:
                 slot.end()
+
+
+_default: HandlePool | None = None
+
+
+def default_pool() -> HandlePool:
+    """The pool that the module's functions and whatever is given no pool use; made when first asked for."""
+    global _default
+    if _default is None:
+        pool = HandlePool()
+        if _default is None:  # another thread may have been first; a pool that was not used holds nothing
+            _default = pool
+    return _default
+
+
+def current_pool() -> HandlePool:
+    """The pool of the branch or task that this thread runs, and the default pool outside of any."""
+    pool: HandlePool | None = thread.pool
+    return default_pool() if pool is None else pool
 
 
 _pools: "set[HandlePool]" = set()  # strong: a pool that nobody closed must not be collected, see HandlePool's notes

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.errors import ArgumentError, OwnershipError, PoolClosedError, StateBusyError, StateIndexError
-from handlepool.pool import HandlePool
+from handlepool.pool import HandlePool, default_pool
 from handlepool.regions import Region, thread
 from handlepool.sides import MOST_SIDE_SLOTS
 from handlepool.slots import Slot, place
@@ -244,8 +244,6 @@ class ParallelStates:
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_SIDE_SLOTS:
             raise ArgumentError(f"ParallelStates({count!r}): 1 to {MOST_SIDE_SLOTS} states, as many as the GPU has queues")
         if pool is None:
-            from handlepool import default_pool
-
             pool = default_pool()
         self.count = count
         self.pool = pool

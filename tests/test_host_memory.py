@@ -11,7 +11,7 @@ import pytest
 
 from handlepool.drivers import frontend
 from handlepool.drivers.host import HostDriver, evaluator
-from handlepool.errors import ArrayTypeError, ContractError
+from handlepool.errors import ArrayTypeError, ContractError, DeviceMismatchError
 
 SEEDS = range(50)
 TIMEOUT = 60
@@ -434,7 +434,7 @@ def test_launch_checks_workspace_operands_and_handle(driver):
     ):
         with pytest.raises(ContractError, match=problem):
             executable.launch(handle, pair, workspace, None)
-    with pytest.raises(ContractError, match=r"operand 1 .* device 1"):
+    with pytest.raises(DeviceMismatchError, match=r"argument 1 is on device 1"):
         executable.launch(handle, [pair[0], foreign], good, None)
     with driver.device(1), pytest.raises(ContractError, match="launched with"):
         executable.launch(stranger, pair, elsewhere, None)

@@ -21,8 +21,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+
 LEGACY_STREAM = 0
 PER_THREAD_STREAM = 2
+TENSOR_ALIGNMENT = 16
+"""Bytes that every tensor's address is a multiple of, as cuDNN assumes where a graph does not say otherwise. An address that is
+not can end in a misaligned access, which no later call of the process survives."""
 
 
 @runtime_checkable
@@ -56,7 +61,10 @@ class Executable(Protocol):
     candidates: int
 
     def launch(self, handle: Handle, operands: Sequence[Any], workspace: int, scratch: Any) -> None:
-        """Enqueue the graph on the handle's stream.
+        """Enqueue the graph on the handle's stream; where it cannot, for an operand, raise before anything is enqueued.
+
+        Shapes, strides and types of the operands are those of the plan. What else may differ from call to call is checked:
+        see `check_operands`.
 
         Parameters
         ----------
@@ -220,3 +228,37 @@ class Driver(Protocol):
         GraphNotSupportedError
             With the backend's own words.
         """
+
+
+def check_operands(driver: Driver, name: str, device: int, operands: Sequence[Any]) -> None:
+    """Raise for the first array that a graph on a device cannot take.
+
+    Raises
+    ------
+    ArrayTypeError
+        For what is no array of the driver's.
+    DeviceMismatchError
+        For an array on another device.
+    ArgumentError
+        For an array that is empty or misaligned.
+    """
+    for index, array in enumerate(operands):
+        kind: Any = driver.array_type
+        if not isinstance(array, kind):
+            raise ArrayTypeError(
+                f"{name}: argument {index} is a {type(array).__module__}.{type(array).__qualname__}; the {driver.name} driver "
+                f"takes {kind.__module__}.{kind.__qualname__}"
+            )
+        found = driver.array_device(array)
+        if found != device:
+            raise DeviceMismatchError(
+                f"{name}: argument {index} is on device {found} and the current device is {device}; make device {found} "
+                f"current, or copy the array"
+            )
+        if not array.size:
+            raise ArgumentError(f"{name}: argument {index} is empty, of shape {array.shape}")
+        if address := driver.array_pointer(array) % TENSOR_ALIGNMENT:
+            raise ArgumentError(
+                f"{name}: argument {index}, of shape {array.shape}, begins {address} bytes past a multiple of "
+                f"{TENSOR_ALIGNMENT}, which cuDNN cannot take; pass a copy of it"
+            )

@@ -19,7 +19,7 @@ from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers import frontend
-from handlepool.drivers.base import PER_THREAD_STREAM, Handle, Stream
+from handlepool.drivers.base import PER_THREAD_STREAM, TENSOR_ALIGNMENT, Handle, Stream, check_operands
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
@@ -263,7 +263,7 @@ class CudaDriver:
         return frontend.new_graph(handle, **settings)
 
     def compile(self, graph: Any, operands: Sequence[Any], **settings: Any) -> "CudaExecutable":
-        return CudaExecutable(graph, operands, **settings)
+        return CudaExecutable(self, graph, operands, **settings)
 
 
 def _check_all(result: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -276,6 +276,7 @@ class CudaExecutable:
 
     def __init__(
         self,
+        driver: CudaDriver,
         graph: Any,
         operands: Sequence[Any],
         *,
@@ -307,6 +308,8 @@ class CudaExecutable:
         except (cudnn.cudnnGraphNotSupportedError, ValueError, RuntimeError, NotImplementedError) as error:
             raise GraphNotSupportedError(f"cuDNN {cudnn.backend_version()} answered: {error}") from error
         self.graph = graph
+        self._driver = driver
+        self._device = driver.current_device()
         self.workspace_size = int(graph.get_workspace_size())
         self.engine = str(graph.get_plan_name_at_index(graph._plan_index))
         self.candidates = int(graph.get_execution_plan_count())
@@ -332,16 +335,24 @@ class CudaExecutable:
 
     def launch(self, handle: Handle, operands: Sequence[Any], workspace: int, scratch: Any) -> None:
         pointers, address = scratch
+        device = self._device
+        misplaced = count = 0
+        try:
+            for array in operands:
+                memory = array.data
+                pointers[count] = pointer = memory.ptr
+                misplaced |= pointer % TENSOR_ALIGNMENT or memory.device_id != device
+                count += 1
+        except AttributeError:  # no array of CuPy's
+            misplaced = 1
+        if misplaced:
+            check_operands(self._driver, self.engine, device, operands)
         raw = self._raw
         if raw is None:
-            pack = {uid: array.data.ptr for uid, array in zip(self._uids, operands, strict=True)}
+            pack = dict(zip(self._uids, pointers[:count], strict=True))
             self.graph.execute(pack, workspace or None, handle=handle)
-            return
-        count = 0
-        for array in operands:
-            pointers[count] = array.data.ptr
-            count += 1
-        raw(address, count, workspace, handle.backend_handle, self._index)
+        else:
+            raw(address, count, workspace, handle.backend_handle, self._index)
 
 
 assert ctypes.sizeof(ctypes.c_void_p) == 8  # the raw entry's array holds 64-bit pointers

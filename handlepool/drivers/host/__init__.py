@@ -7,11 +7,13 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from handlepool.drivers import frontend
+from handlepool.drivers.base import check_operands
 from handlepool.drivers.host import schedulers
 from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
 from handlepool.drivers.host.controls import Controls
@@ -329,4 +331,5 @@ class HostDriver(Controls):
         self._note("compile")
         self._forbid("compile")
         plan = evaluator.plan(graph, operands, workspace_limit=settings.get("workspace_limit"))
-        return HostExecutable(plan, self._thread.device, self._streams, self._memory, self._note, self.checks)
+        check = partial(check_operands, self)
+        return HostExecutable(plan, self._thread.device, self._streams, self._memory, self._note, check, self.checks)

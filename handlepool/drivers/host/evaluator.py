@@ -308,7 +308,7 @@ class _Planner:
         a, b, output = self.ports(node, "A", "B", "C")
 
         def compute(arrays: Sequence[Array], workspace: Array) -> None:
-            left, right = (np.asarray(place.view(arrays, workspace), self.dtype) for place in (a, b))
-            output.view(arrays, workspace)[...] = left @ right
+            factors: list[Any] = [np.asarray(place.view(arrays, workspace), self.dtype) for place in (a, b)]
+            output.view(arrays, workspace)[...] = np.matmul(*factors)
 
         self.step(node.name, [a, b], [output], compute)

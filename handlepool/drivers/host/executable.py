@@ -4,14 +4,14 @@ Another stream's work can come between two steps, as between two kernels, so a w
 results here as it does on a GPU (G5).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from handlepool.drivers.host.contract import HandleUse, HostHandle
-from handlepool.drivers.host.memory import ALIGNMENT, Array, Block, Memory, owner_of, raw_view
+from handlepool.drivers.host.contract import HandleUse
+from handlepool.drivers.host.memory import ALIGNMENT, Array, Block, Memory, raw_view
 from handlepool.drivers.host.queues import StreamTable
 from handlepool.errors import ContractError
 
@@ -21,7 +21,16 @@ class HostExecutable:
 
     candidates = 1
 
-    def __init__(self, plan: Any, device: int, streams: StreamTable, memory: Memory, note: Any, checks: bool) -> None:
+    def __init__(
+        self,
+        plan: Any,
+        device: int,
+        streams: StreamTable,
+        memory: Memory,
+        note: Any,
+        check_operands: Callable[[str, int, Sequence[Any]], None],
+        checks: bool,
+    ) -> None:
         self.workspace_size: int = plan.workspace_size
         self.engine: str = plan.engine
         self.device = device
@@ -29,6 +38,7 @@ class HostExecutable:
         self._streams = streams
         self._memory = memory
         self._note = note
+        self._check_operands = check_operands
         self._checks = checks
 
     def __repr__(self) -> str:
@@ -39,8 +49,9 @@ class HostExecutable:
         self._note("launch")
         use = HandleUse(self._streams, handle, "launch", self._checks)
         with use:
-            if self._checks:
-                self._check_devices(handle, operands)
+            if self._checks and handle.device != self.device:
+                raise ContractError(f"{self!r} was launched with {handle!r}")
+            self._check_operands(self.engine, self.device, operands)
             queue = use.bound_queue()
             views = [raw_view(array) for array in operands]
             arrays = [view for view, _ in views]
@@ -60,11 +71,3 @@ class HostExecutable:
             raise ContractError(f"launch of {self!r} with a workspace at {pointer:#x}, which is not aligned to {ALIGNMENT} bytes")
         block, offset = self._memory.current.find(pointer, needed, f"workspace of {self!r}")
         return block, block.memory[offset : offset + needed]
-
-    def _check_devices(self, handle: HostHandle, operands: Sequence[Any]) -> None:
-        if handle.device != self.device:
-            raise ContractError(f"{self!r} was launched with {handle!r}")
-        for index, array in enumerate(operands):
-            owner = owner_of(array)
-            if owner is not None and owner.block.device != self.device:
-                raise ContractError(f"operand {index} of {self!r} lives on device {owner.block.device}")
