@@ -65,7 +65,7 @@ __all__ = [
 
 CAFFE2_STATES = 4
 
-_states: ParallelStates | None = None
+_states: dict[HandlePool, ParallelStates] = {}
 
 _OF_THE_POOL = ("close", "get_handle", "get_workspace", "prewarm", "stats", "trim")
 
@@ -93,7 +93,8 @@ def with_cudnn_state(index: int, function: Any, /, *args: Any, **kwargs: Any) ->
 
     See `ParallelStates.with_state`.
     """
-    global _states
-    if _states is None:
-        _states = ParallelStates(CAFFE2_STATES)
-    return _states.with_state(index, function, *args, **kwargs)
+    pool = default_pool()
+    states = _states.get(pool)
+    if states is None:  # of two threads that come here at once both get the first one's: the states exclude each other
+        states = _states.setdefault(pool, ParallelStates(CAFFE2_STATES, pool=pool))
+    return states.with_state(index, function, *args, **kwargs)

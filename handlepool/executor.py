@@ -4,49 +4,38 @@ A task starts after what the submitter's stream had been given at `submit`: an e
 side stream. Its end is another event, recorded by the worker when the task's function has returned; `StreamFuture.result` makes
 streams wait for it, `StreamFuture.synchronize` the host. What a task was given and what it allocated is kept by the task's
 region until a join or, for a future that nobody asked, until the end event has passed (guarantee 8).
+
+Nothing has to be shut down for that: a worker's side slots go back with its thread, and what an executor leaves behind is parked.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError
+from handlepool.forks import own
 from handlepool.pool import HandlePool, default_pool
-from handlepool.regions import Region
+from handlepool.regions import parked, run_on, settle, thread
 from handlepool.slots import Slot
-from handlepool.states import disown, own, run_on
 from handlepool.streams import check_foreign, resolve
+from handlepool.tasks import Events, Task
 
 T = TypeVar("T")
-
-
-class _Task:
-    """What a submitted call needs on the GPU: where it starts, where it ends, and what stays alive until then."""
-
-    __slots__ = ("device", "end", "ended", "pointer", "region", "start", "stream")
-
-    def __init__(self, device: DeviceSlots, stream: Any, start: Any, end: Any) -> None:
-        self.device = device
-        self.stream = stream  # kept: nobody may record on a stream that was destroyed
-        self.pointer: int = stream.ptr
-        self.start = start
-        self.end = end
-        self.ended = False  # whether the end event was recorded
-        self.region = Region(device.driver, stream)
 
 
 class StreamFuture(Future[T], Generic[T]):
     """A future whose result is ready on a stream: done means that the function returned, not that the GPU has run it."""
 
-    _task: _Task | None = None
-    _pool: HandlePool
+    _task: Task | None = None
 
     def result(self, timeout: float | None = None) -> T:
         """Return the function's value, ready on the calling thread's current stream and on the submitter's.
+
+        Does not wait for the GPU. May be called many times, by any thread.
 
         Parameters
         ----------
@@ -56,36 +45,32 @@ class StreamFuture(Future[T], Generic[T]):
         Raises
         ------
         TimeoutError, concurrent.futures.CancelledError
-            As in `concurrent.futures.Future.result`; and whatever the function raised.
+            As in `concurrent.futures.Future.result`; and whatever the function raised, after the same join.
         CaptureError
             When one of the two streams is being captured: the task was not.
         """
+        error = self.exception(timeout)
+        if error is None:
+            self._join()
+            return super().result()
         try:
-            return super().result(timeout)
+            self._join()
+        except Exception as trouble:  # the function's own error matters more
+            error.add_note(f"Nothing waits for what the task launched, since the join failed, too: {trouble}")
+        try:
+            raise error
         finally:
-            task = self._task
-            if task is not None and task.ended:
-                self._join(task)
+            del self, error  # or the error, its traceback and this frame would keep each other, and the task's arguments
 
-    def _join(self, task: _Task) -> None:
-        driver = task.device.driver
-        with self._pool.on_device(task.device.device):
-            here = driver.current_stream().ptr
-            for pointer in {here, task.pointer}:
-                if pointer != LEGACY_STREAM and driver.capture_id(pointer):
-                    raise CaptureError(
-                        f"stream {pointer:#x} is being captured, and the task ran outside of the capture: ask for the result "
-                        f"before the capture, or after it"
-                    )
-                driver.wait_event(pointer, task.end)
-        task.region.release()
+    def _join(self) -> None:
+        if self._task is not None:
+            self._task.join()
 
     def synchronize(self, timeout: float | None = None) -> T:
         """Return the function's value once the GPU has run it; blocks the host, and joins as `result` does."""
         value = self.result(timeout)
-        task = self._task
-        if task is not None and task.ended:
-            task.device.driver.synchronize_event(task.end)
+        if self._task is not None:
+            self._task.synchronize()
         return value
 
 
@@ -114,17 +99,15 @@ class ParallelStateExecutor(Executor):
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
     ) -> None:
+        self._pending: deque[Task] = deque()  # tasks whose end the GPU has not passed; appends and pops are atomic
+        self._events: dict[int, Events] = {}  # by device
         if isinstance(max_workers, bool) or not isinstance(max_workers, int) or max_workers < 1:
             raise ArgumentError(f"ParallelStateExecutor({max_workers!r}): 1 worker or more")
         if pool is None:
             pool = default_pool()
         self._pool = pool
         self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix, initializer or _nothing, initargs)
-        self._pending: deque[_Task] = deque()  # ended tasks whose memory may still be read; appends and pops are atomic
-        self._events: dict[int, list[Any]] = {}  # by device, for reuse: a wait holds on to the record that it was given
         self._leases = _Leases()
-        self._lock = threading.Lock()  # guards the set of leases, which shutdown gives back
-        self._leased: set[tuple[DeviceSlots, Slot]] = set()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "StreamFuture[T]":
         """Run ``fn(*args, **kwargs)`` on a side stream, after what the current stream has been given by now.
@@ -135,25 +118,36 @@ class ParallelStateExecutor(Executor):
             When the current stream is the per-thread default stream, which means another stream in a worker thread.
         CaptureError
             When the current stream is being captured: a worker's work would not be a part of it.
-        RuntimeError
-            After `shutdown`.
+        PoolClosedError, RuntimeError
+            After the pool's `close`, or the executor's `shutdown`.
         """
         task = self._task()
         task.region.keep_call(fn, args, kwargs)
         future: StreamFuture[T] = StreamFuture()
-        future._pool = self._pool
-        inner = self._threads.submit(self._run, future, task, fn, args, kwargs)
+        future._task = task
+        try:
+            inner = self._threads.submit(self._run, future, task, fn, args, kwargs)
+        except RuntimeError:
+            task.withdraw()
+            raise
         # What happens to the inner future before it runs (shutdown, a failed initializer) happens to ours.
         inner.add_done_callback(lambda ended: _pass_on(ended, future))
+        settle(self._pending)
         return future
 
-    def _task(self) -> _Task:
+    def _task(self) -> Task:
         pool = self._pool
         pool._check_usable()
+        if parked:
+            settle()
         driver = pool.driver
         reference = resolve(driver)
         check_foreign(driver, reference)
-        if reference.pointer == PER_THREAD_STREAM:
+        stream = reference.stream or driver.wrap_stream(reference.pointer, reference.owner)
+        # In a branch or a task: what the new task allocates comes from the outermost caller's arena all the same.
+        outer = thread.region
+        home = outer.stream if outer is not None and outer.device == reference.device and outer.driver is driver else stream
+        if PER_THREAD_STREAM in (reference.pointer, home.ptr):
             raise ArgumentError(
                 "the current stream is the per-thread default stream, which is another stream in each thread, so a worker cannot "
                 "wait for it: submit inside `with cupy.cuda.Stream(non_blocking=True):`"
@@ -163,111 +157,131 @@ class ParallelStateExecutor(Executor):
                 "the current stream is being captured, and a worker thread's work would not be a part of the capture: use "
                 "ParallelStates.fork, whose branches are"
             )
-        device = pool.device(reference.device)
-        stream = reference.stream or driver.wrap_stream(reference.pointer, reference.owner)
-        free = self._events.setdefault(reference.device, [])
-        start, end = (self._event(free) for _ in range(2))
-        driver.record_event(start, reference.pointer)
-        return _Task(device, stream, start, end)
-
-    def _event(self, free: list[Any]) -> Any:
-        try:
-            return free.pop()
-        except IndexError:
-            driver = self._pool.driver
-            with driver.relaxed():
-                return driver.create_event()
+        events = self._events.get(reference.device)
+        if events is None:
+            events = self._events.setdefault(reference.device, Events(driver))
+        return Task(pool.device(reference.device), stream, home, events)
 
     def _run(
         self,
         future: "StreamFuture[T]",
-        task: _Task,
+        task: Task,
         fn: Callable[..., T],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        driver = self._pool.driver
-        ordinal = task.device.device
         try:
-            driver.set_device(ordinal)
-            slot = self._slot(task.device)
-            # Where every side slot is out, the task runs on the submitter's stream, with this thread's own handle for it.
-            stream = task.stream if slot is None else slot.side_stream
-            pointer = task.pointer if slot is None else slot.pointer
-            driver.wait_event(pointer, task.start)
+            if not future.set_running_or_notify_cancel():
+                task.withdraw()
+                return
             try:
-                value = run_on(self._pool, stream, ordinal, task.region, fn, args, kwargs)
-            finally:
-                driver.record_event(task.end, pointer)
-                task.ended = True
-                future._task = task
-                self._pending.append(task)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(value)
-        self._collect()
+                value = self._call(task, fn, args, kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+        finally:
+            del future, task, fn, args, kwargs  # an error's traceback holds this frame, and the future holds the error
+        settle(self._pending)
+
+    def _call(self, task: Task, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        pool, device = self._pool, task.device
+        pool._check_usable()
+        driver = pool.driver
+        driver.set_device(device.device)
+        slot = self._slot(device)
+        # Where every side slot is out, the task runs on the submitter's stream, with this thread's own handle for it.
+        stream, pointer = (task.stream, task.stream.ptr) if slot is None else (slot.side_stream, slot.pointer)
+        if slot is None and pointer != LEGACY_STREAM and driver.capture_id(pointer):
+            raise CaptureError(
+                "every side stream is in use, and the stream that the task was submitted from is being captured by now: ask for "
+                "results before a capture begins, or use fewer workers and states"
+            )
+        task.begin(pointer)
+        try:
+            return run_on(pool, stream, device.device, task.region, fn, args, kwargs)
+        finally:
+            task.finish(pointer)
+            self._pending.append(task)
 
     def _slot(self, device: DeviceSlots) -> Slot | None:
         """This worker's side slot of a device, leased for as long as the worker lives."""
-        mine = self._leases.slots
-        slot = mine.get(device.device)
-        if slot is None:
+        mine = self._leases.by_device
+        lease = mine.get(device.device)
+        if lease is None:
             slot = device.sides.lease()
             if slot is None:
                 return None
+            lease = _Lease(device, slot)
             own(self._pool.sound(slot))
-            mine[device.device] = slot
-            with self._lock:
-                self._leased.add((device, slot))
-        return slot
-
-    def _collect(self) -> None:
-        """Let go of what ended tasks keep whose end the GPU has passed."""
-        driver = self._pool.driver
-        for _ in range(len(self._pending)):
-            try:
-                task = self._pending.popleft()
-            except IndexError:
-                return
-            with driver.relaxed():
-                done = driver.event_done(task.end)
-            if done:
-                task.region.release()
-            else:
-                self._pending.append(task)
+            mine[device.device] = lease
+        return lease.slot
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads, as `concurrent.futures.Executor.shutdown`; their side slots go back with the last of them."""
+        """End the threads, as `concurrent.futures.Executor.shutdown`; each gives its side slots back as it ends.
+
+        With ``wait``, every stream that something was submitted from waits for it from then on, also where nobody asked for the
+        result. The host never waits for the GPU here.
+        """
         self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
         if not wait:
-            threading.Thread(target=self._finish, name="handlepool-shutdown", daemon=True).start()
-        else:
-            self._finish()
+            return
+        while self._pending:
+            task = self._pending.popleft()
+            if not task._settle():
+                try:
+                    task.join(submitter_only=True)
+                except Exception:  # as for a stream that is being captured: what the task holds is held until its end has passed
+                    pass
+                parked.append(task)
+        for events in self._events.values():
+            events._settle()
 
-    def _finish(self) -> None:
-        self._threads.shutdown(wait=True)
-        with self._lock:
-            leased, self._leased = self._leased, set()
-        for device, slot in leased:
-            disown(slot)
-            with self._pool.on_device(device.device):
-                device.sides.give_back(slot, captured=False)
+    def __del__(self, _park: Callable[[Any], None] = parked.extend) -> None:
+        _park(self._pending)
+        _park(self._events.values())
+
+
+class _Lease:
+    """A worker's side slot of one device; goes back when the worker's thread ends."""
+
+    __slots__ = ("_device", "slot")
+
+    def __init__(self, device: DeviceSlots, slot: Slot) -> None:
+        self._device = device
+        self.slot = slot
+
+    def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
+        self.slot.end()
+        self._device.sides.free.append(self.slot)
+        if self._device.pool.closed:
+            _park(self)
+
+    def _settle(self) -> bool:
+        """After the pool was closed: destroy what came back too late."""
+        with self._device.pool.on_device(self._device.device):
+            self._device.sides.drop_free()
+        return True
 
 
 class _Leases(threading.local):
     def __init__(self) -> None:
-        self.slots: dict[int, Slot] = {}
+        self.by_device: dict[int, _Lease] = {}
 
 
-def _pass_on(inner: "Future[None]", outer: "Future[Any]") -> None:
+def _pass_on(inner: "Future[None]", outer: "StreamFuture[Any]") -> None:
     if inner.cancelled():
         if outer.cancel():
             outer.set_running_or_notify_cancel()
-    elif (error := inner.exception()) is not None and not outer.done():
-        outer.set_exception(error)
+    elif (error := inner.exception()) is None or outer.done():
+        return
+    else:
+        try:
+            outer.set_exception(error)
+        except InvalidStateError:  # cancelled just now
+            pass
+    if outer._task is not None:
+        outer._task.withdraw()
 
 
 def _nothing(*_: Any) -> None:

@@ -16,7 +16,6 @@ What it promises, and what the promise rests on:
 
 import os
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -27,7 +26,7 @@ from handlepool.drivers.base import Driver, Handle
 from handlepool.errors import ArgumentError, ForkedProcessError, PoolClosedError
 from handlepool.plans import PlanCache
 from handlepool.regions import thread
-from handlepool.slots import Slot, place, placed
+from handlepool.slots import Slot, hits, place, placed
 from handlepool.stats import Stats
 from handlepool.streams import StreamReference, check_foreign, resolve
 from handlepool.threads import LiveSlots
@@ -75,9 +74,7 @@ class HandlePool:
         self._lock = threading.Lock()
         self._closed = False
         self._forked = False
-        # Replaced by the driver's own callables at the first use.
-        self._current_stream: Callable[[int], Any] = self._first_stream
-        self._current_device: Callable[[], int] = self._first_device
+        self.get_handle, self._use_driver = hits(self)  # type: ignore[method-assign]
         _pools.add(self)
 
     # Hits
@@ -107,14 +104,6 @@ class HandlePool:
         PoolClosedError, ForkedProcessError, OutOfMemoryError, DriverNotAvailableError
             As their names say; each message names the remedy.
         """
-        try:
-            device = self._current_device()
-            slot = (self._current_stream(device) if stream is None else stream)._handlepool.slot
-            handle: Handle = slot.handle
-            if handle.stream is slot.pointer and slot.device == device and slot.owner is self:
-                return handle
-        except AttributeError:
-            pass
         return self.slot(stream).handle
 
     def get_workspace(self, nbytes: int, stream: Any = None) -> Any:
@@ -146,15 +135,17 @@ class HandlePool:
 
     def slot(self, stream: Any = None) -> Slot:
         """Return this thread's slot for a stream: what `get_handle` and `get_workspace` take theirs from."""
+        driver = self._driver or self.driver
         try:
-            device = self._current_device()
-            slot = (self._current_stream(device) if stream is None else stream)._handlepool.slot
+            device = driver.current_device()
+            current: Any = driver.current_stream(device) if stream is None else stream
+            slot: Slot = current._handlepool.slot
             if slot.handle.stream is slot.pointer and slot.device == device and slot.owner is self:
                 return slot
         except AttributeError:
             pass
         self._check_usable()
-        reference = resolve(self.driver, stream)
+        reference = resolve(driver, stream)
         if reference.stream is not None:
             here = placed(reference.stream)
             if here is not None and here.owner is self and here.device == reference.device:
@@ -201,7 +192,7 @@ class HandlePool:
         """Take in the slots that threads and streams have left behind."""
         for slot in self._live.left_behind():
             self._take_in(slot)
-        here = self._devices.get(self._current_device()) if self._devices else None
+        here = self._devices.get(self.driver.current_device()) if self._devices else None
         if here is not None:
             here.scratch.collect()
 
@@ -282,15 +273,8 @@ class HandlePool:
             choice = self._choice
             driver = drivers.load(choice) if choice is None or isinstance(choice, str) else choice
             self._driver = driver
-            self._current_stream = driver.current_stream
-            self._current_device = driver.current_device
+            self._use_driver(driver)
         return driver
-
-    def _first_stream(self, device: int) -> Any:
-        return self.driver.current_stream(device)
-
-    def _first_device(self) -> int:
-        return self.driver.current_device()
 
     def device(self, ordinal: int) -> DeviceSlots:
         """What the pool has on a device."""
@@ -306,7 +290,7 @@ class HandlePool:
 
     def on_device(self, ordinal: int) -> AbstractContextManager[Any]:
         """Make a device current where it is not."""
-        return nullcontext() if self._current_device() == ordinal else self.driver.device(ordinal)
+        return nullcontext() if self.driver.current_device() == ordinal else self.driver.device(ordinal)
 
     @property
     def closed(self) -> bool:

@@ -7,11 +7,16 @@ the join.
 """
 
 import functools
+import os
 import threading
 import types
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from handlepool.drivers.base import Driver, Stream
+
+T = TypeVar("T")
 
 
 class Region:
@@ -25,12 +30,12 @@ class Region:
         The outermost caller's stream; arrays that branches make belong to its arena.
     """
 
-    __slots__ = ("_allocator", "_driver", "_kept", "device", "keep", "stream")
+    __slots__ = ("_allocator", "_kept", "device", "driver", "keep", "stream")
 
     def __init__(self, driver: Driver, stream: Stream) -> None:
-        self._driver = driver
         self._allocator: Any = None
         self._kept: list[object] = []
+        self.driver = driver
         self.device = driver.current_device()
         self.stream = stream
         self.keep = self._kept.append  # atomic: a task's region may be kept to by another thread
@@ -40,7 +45,7 @@ class Region:
         """What branches allocate with; made when the first branch needs it."""
         allocator = self._allocator
         if allocator is None:
-            allocator = self._allocator = self._driver.region_allocator(self.stream, self.keep)
+            allocator = self._allocator = self.driver.region_allocator(self.stream, self.keep)
         return allocator
 
     def keep_call(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -58,6 +63,11 @@ class Region:
         """Let go of everything; the outermost caller's stream waits for every branch by now."""
         self._kept.clear()
 
+    def abandon(self) -> None:
+        """Let go of nothing, ever: a join failed, so branches may read what is kept, and nobody waits for them."""
+        _abandoned.append(self._kept)
+        self._kept = []
+
 
 def _is_set(cell: types.CellType) -> bool:
     try:
@@ -74,3 +84,71 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
+
+_UNCHANGED = object()
+
+
+def run_on(
+    pool: Any,
+    stream: Any,
+    device: int,
+    region: Region | None,
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> T:
+    """Call a function with a stream of the current device current and a region's allocator in place.
+
+    Leaves stream, allocator and device as they were, whatever the function does.
+    """
+    driver = pool.driver
+    previous = driver.current_stream()
+    outer, outer_pool = thread.region, thread.pool
+    allocator = _UNCHANGED
+    try:
+        if region is not None:
+            allocator = driver.swap_allocator(region.allocator)
+        thread.region, thread.pool = region, pool
+        driver.use_stream(stream)
+        return function(*args, **kwargs)
+    finally:
+        if driver.current_device() != device:  # the function left another one current
+            driver.set_device(device)
+        driver.use_stream(previous)
+        thread.region, thread.pool = outer, outer_pool
+        if allocator is not _UNCHANGED:
+            driver.swap_allocator(allocator)
+
+
+# Parking (guarantee 10): what a destructor or a thread's end leaves behind may not be given back there, since that calls CUDA.
+
+
+class Parked(Protocol):
+    """What was left behind with something to do about it."""
+
+    def _settle(self) -> bool:
+        """Do it; False where it is too early. Raises nothing."""
+
+
+parked: deque[Parked] = deque()  # appends and pops are atomic
+_abandoned: list[object] = []
+
+
+def settle(left: deque[Any] = parked, most: int = 8) -> None:
+    """Do what can be done about some of what was left behind; a few at a time, so that nobody pays for a long backlog."""
+    for _ in range(min(len(left), most)):
+        try:
+            entry = left.popleft()
+        except IndexError:  # another thread settles too
+            return
+        if not entry._settle():
+            left.append(entry)
+
+
+def _after_fork() -> None:
+    """In a forked child nothing inherited is given back or freed (guarantee 13)."""
+    _abandoned.append(list(parked))
+    parked.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

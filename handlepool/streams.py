@@ -65,14 +65,14 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
         stream = driver.current_stream()
     if driver.owns_stream(stream):
         pointer = stream.ptr
-        if pointer in _DEFAULTS:
-            return StreamReference(device, pointer, (device, pointer), stream, stream)
-        _check_device(stream, stream.device_id, device)
-        return StreamReference(device, pointer, (device, id(stream)), stream, stream)
-    pointer = _pointer(stream)
+        if pointer not in _DEFAULTS:
+            _check_device(stream, stream.device_id, device)
+            return StreamReference(device, pointer, (device, id(stream)), stream, stream)
+    else:
+        pointer = _pointer(stream)
     if pointer in _DEFAULTS:
-        default = driver.wrap_stream(pointer, stream)
-        return StreamReference(device, pointer, (device, pointer), default, stream)
+        # The driver's one lasting object: any other of the same pointer may go while the stream does not.
+        return StreamReference(device, pointer, (device, pointer), driver.wrap_stream(pointer, stream), stream)
     if capture := driver.capture_id(pointer):
         key: Hashable = (device, pointer, "capture", capture)
     else:

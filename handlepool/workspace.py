@@ -118,7 +118,11 @@ class DeviceScratch:
             return
         with self.driver.relaxed():
             event = self.driver.create_event()
-            self.driver.record_event(event, stream)
+            try:
+                self.driver.record_event(event, stream)
+            except BaseException:
+                self.driver.destroy_event(event)
+                raise
         self._retired.append((event, block))
 
     def free(self, block: Block) -> None:
@@ -135,14 +139,19 @@ class DeviceScratch:
                 event, block = self._retired.popleft()
             except IndexError:  # another thread collects too
                 return
+            try:
+                with self.driver.relaxed():
+                    if wait:
+                        self.driver.synchronize_event(event)
+                    elif not self.driver.event_done(event):
+                        self._retired.append((event, block))
+                        continue
+                self.free(block)
+            except BaseException:
+                self._retired.append((event, block))  # for a later try
+                raise
             with self.driver.relaxed():
-                if wait:
-                    self.driver.synchronize_event(event)
-                elif not self.driver.event_done(event):
-                    self._retired.append((event, block))
-                    continue
                 self.driver.destroy_event(event)
-            self.free(block)
 
 
 class Workspace:
@@ -166,10 +175,23 @@ class Workspace:
         """
         old = self.block
         if old.nbytes < nbytes:
-            new = scratch.allocate(nbytes)
+            try:
+                new = scratch.allocate(nbytes)
+            except OutOfMemoryError:
+                if capture or not old.nbytes:
+                    raise
+                # Contents are not kept, so the old block may go first; `allocate` waits for its stream and frees it.
+                scratch.retire(old, stream)
+                self.block = EMPTY
+                self.block = scratch.allocate(nbytes)
+                return self.block
             if capture:
                 scratch.captured.setdefault(capture, []).append(new)
             elif old.nbytes:
-                scratch.retire(old, stream)
+                try:
+                    scratch.retire(old, stream)
+                except BaseException:
+                    scratch.free(new)
+                    raise
             self.block = new
         return self.block

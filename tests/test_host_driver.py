@@ -548,7 +548,8 @@ def test_a_wrapped_stream_keeps_its_owner_and_is_not_owned(driver):
     assert not driver.owns_stream(wrapped)
     assert driver.owns_stream(driver.legacy_stream)
     assert driver.owns_stream(driver.per_thread_stream)
-    assert not driver.owns_stream(driver.wrap_stream(0, None))
+    assert driver.wrap_stream(0, None) is driver.legacy_stream  # the one object that lasts
+    assert driver.wrap_stream(2, None) is driver.per_thread_stream
     assert not driver.owns_stream(HostDriver().create_stream())
     assert not driver.owns_stream(object())
 

@@ -112,7 +112,10 @@ class Driver(Protocol):
         """A new non-blocking stream of the current device; destroyed with its last reference."""
 
     def wrap_stream(self, pointer: int, owner: object) -> Stream:
-        """A stream object for a pointer of the current device that somebody else owns; keeps ``owner`` alive."""
+        """A stream object for a pointer of the current device that somebody else owns; keeps ``owner`` alive.
+
+        For the pointer of a default stream, the one object of it that lasts.
+        """
 
     def use_stream(self, stream: Stream) -> None:
         """Make a stream of the current device current for this thread."""
@@ -172,7 +175,7 @@ class Driver(Protocol):
         """Have the array library's own pool give its free blocks back to the device."""
 
     def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Any:
-        """A one-dimensional uint8 array over memory from `allocate`; keeps ``owner`` alive."""
+        """A one-dimensional uint8 array over memory from `allocate`; keeps ``owner`` alive. 0 bytes at 0 are legal."""
 
     def region_allocator(self, stream: Stream, keep: Callable[[object], None]) -> Any:
         """An allocator for branches of a region that was forked from ``stream``.

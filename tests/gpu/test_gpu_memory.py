@@ -1,5 +1,7 @@
 """Guarantee 8 on a GPU: memory outlives its readers. CuPy reuses a freed block at once, in the order of one stream only."""
 
+import weakref
+
 import pytest
 
 import handlepool
@@ -35,6 +37,7 @@ def pool_without_edges(stream):
 def allocate_what_another_thread_freed(pool, stream, kernels, latch, in_thread):
     """After a branch began, another thread has the caller's stream write 7 late to a block that it frees at once; the branch
     allocates that block and writes 1. Gives the branch's array and an event after its write."""
+    cupy.get_default_memory_pool().free_all_blocks()
     blocks = []
 
     def another_thread():
@@ -79,19 +82,19 @@ def overwrite_what_is_free(kernels, blocks=8):
     return taken
 
 
-def drop_an_argument(fork, kernels, late_copy):
+def drop_an_argument(pool, fork, kernels, late_copy):
     x = kernels.full(N, 1)
     return fork.run(late_copy, x)
 
 
-def rebind_a_closure(fork, kernels, late_copy):
+def rebind_a_closure(pool, fork, kernels, late_copy):
     x = kernels.full(N, 1)
     y = fork.run(lambda: late_copy(x))
     x = None
     return y
 
 
-def rebind_a_method(fork, kernels, late_copy):
+def rebind_a_method(pool, fork, kernels, late_copy):
     class Holder:
         def __init__(self):
             self.x = kernels.full(N, 1)
@@ -102,13 +105,13 @@ def rebind_a_method(fork, kernels, late_copy):
     return fork.run(Holder().read)
 
 
-def drop_a_temporary(fork, kernels, late_copy):
+def drop_a_temporary(pool, fork, kernels, late_copy):
     return fork.run(lambda: late_copy(kernels.full(N, 1)))
 
 
-def drop_an_argument_of_a_nested_fork(fork, kernels, late_copy):
+def drop_an_argument_of_a_nested_fork(pool, fork, kernels, late_copy):
     def nested():
-        with ParallelStates(2, pool=fork._pool).fork() as inner:
+        with ParallelStates(2, pool=pool).fork() as inner:
             return inner.run(late_copy, kernels.full(N, 1))
 
     return fork.run(nested)
@@ -127,7 +130,7 @@ def test_g8_what_a_branch_reads_late_is_kept_to_the_join(pool, stream, kernels, 
         return kernels.copy(x, y)
 
     with ParallelStates(2, pool=pool).fork() as fork:
-        result = scenario(fork, kernels, late_copy)
+        result = scenario(pool, fork, kernels, late_copy)
         taken = overwrite_what_is_free(kernels)
     taken += overwrite_what_is_free(kernels)  # ordered after the join, so it may take anything
     latch.release()
@@ -152,6 +155,8 @@ def test_g8_control_without_a_region_a_late_reader_reads_what_came_after(stream,
 
 
 def test_g8_after_the_join_a_result_may_be_freed_and_its_block_reused_on_the_callers_stream(pool, stream, kernels, latch):
+    cupy.get_default_memory_pool().free_all_blocks()
+
     def late():
         y = cupy.empty(N, cupy.float32)
         latch.hold()
@@ -169,8 +174,6 @@ def test_g8_after_the_join_a_result_may_be_freed_and_its_block_reused_on_the_cal
 
 
 def test_g8_nothing_is_kept_after_the_outermost_join(pool, stream, kernels):
-    import weakref
-
     class Argument:
         pass
 
@@ -209,7 +212,7 @@ def test_g8_temporaries_of_many_branches_are_right(pool, stream, kernels, random
 
 def test_g8_outputs_of_graph_functions_belong_to_the_callers_arena(pool, stream, random_array):
     x, w = random_array((1, 64, 14, 14), "float16", "nhwc"), random_array((64, 64, 3, 3), "float16", "nhwc")
-    handlepool.conv2d(x, w, padding=1, pool=pool)
+    cupy.get_default_memory_pool().free_all_blocks()
     with ParallelStates(2, pool=pool).fork() as fork:
         y = fork.run(handlepool.conv2d, x, w, padding=1)
     pointer = y.data.ptr

@@ -138,8 +138,8 @@ def test_g6_branches_of_one_state_run_in_order(pool, stream, kernels):
 
     def add(value):
         kernels.spin(1)
-        x.__iadd__(value)
-        x.__imul__(2)
+        cupy.add(x, value, out=x)
+        cupy.multiply(x, 2, out=x)
 
     with ParallelStates(1, pool=pool).fork() as fork:
         for value in (1, 2, 3):
@@ -235,7 +235,7 @@ def test_g7_a_task_has_its_result_while_a_branch_and_another_task_are_held_back(
             assert (late.get() == 1).all()
 
 
-def test_g7_a_recorded_state_joins_at_once(pool, stream, kernels, latch):
+def test_g6_an_explicit_state_is_joined_at_once(pool, stream, kernels, latch):
     x, z = kernels.full(N, 0), kernels.full(N, -1)
     stream.synchronize()
 

@@ -1,5 +1,8 @@
 """Guarantee 5 on a GPU: scratch memory is never shared by two streams, and outlives the work that uses it."""
 
+import threading
+from itertools import chain, pairwise
+
 import pytest
 
 import handlepool
@@ -52,18 +55,22 @@ def test_g5_control_concurrent_convolutions_that_share_one_workspace_are_wrong(p
     assert wrong_results(pool, kernels, convolutions, lambda slot: shared.data.ptr) > STREAMS
 
 
-def test_g5_what_is_handed_out_and_what_is_launched_with_never_overlap(pool, stream, in_threads):
-    def both(_):
-        with cupy.cuda.Stream(non_blocking=True) as own:
-            own.synchronize()
-            slot = pool.slot()
-            handed = pool.get_workspace(1 << 16)
-            return own, (handed.data.ptr, handed.nbytes), (slot.reserve(1 << 16), 1 << 16)
+def test_g5_what_is_handed_out_and_what_is_launched_with_never_overlap(pool, in_threads):
+    everyone_has_some = threading.Barrier(4)
 
-    found = [both(None), *in_threads(4, both)]
-    blocks = sorted(block for _, *two in found for block in two)
+    def take(_):
+        blocks = []
+        streams = [cupy.cuda.Stream.null, *(cupy.cuda.Stream(non_blocking=True) for _ in range(3))]
+        for stream in streams:
+            slot = pool.slot(stream)
+            blocks += [(pool.get_workspace(1 << 16, stream).data.ptr, 1 << 16), (slot.reserve(1 << 17), 1 << 17)]
+        everyone_has_some.wait(20)
+        return blocks
+
+    blocks = sorted(chain.from_iterable(in_threads(4, take)))
+    assert len(blocks) == 32
     assert all(start % 256 == 0 for start, _ in blocks)
-    assert all(a + size <= b for (a, size), (b, _) in zip(blocks, blocks[1:], strict=False))
+    assert all(a + size <= b for (a, size), (b, _) in pairwise(blocks))
 
 
 def test_g5_growth_under_queued_work_keeps_the_block_that_the_work_uses(pool, stream, kernels, latch):
@@ -104,7 +111,9 @@ def test_g5_no_bytes_are_a_legal_size(pool, stream):
 
 def test_g5_a_scratch_limit_holds_for_the_device_and_takes_back_idle_scratch_first(stream, in_thread):
     with HandlePool(driver="cuda", scratch_limit=1 << 20) as pool:
-        in_thread(lambda: pool.get_workspace(1 << 19, cupy.cuda.Stream.null) is None)
+        pool.get_handle()
+        in_thread(lambda: pool.get_workspace(1 << 19, cupy.cuda.Stream.null).nbytes)
+        assert pool.stats()["scratch_bytes"] == 1 << 19
         pool.get_workspace(3 << 18)
         with pytest.raises(OutOfMemoryError, match="1,048,576"):
             pool.get_workspace(1 << 20, cupy.cuda.Stream.null)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from handlepool.drivers import frontend
-from handlepool.drivers.base import check_operands
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, check_operands
 from handlepool.drivers.host import schedulers
 from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
 from handlepool.drivers.host.controls import Controls
@@ -129,7 +129,8 @@ class HostDriver(Controls):
     def wrap_stream(self, pointer: int, owner: object) -> Stream:
         """A stream object for somebody else's pointer; nothing is asked of the pointer, as CuPy's ``from_external`` does."""
         self._note("wrap_stream")
-        return Stream(self._streams, None, pointer, -1, owner)
+        default = {LEGACY_STREAM: self._streams.legacy, PER_THREAD_STREAM: self._streams.per_thread}.get(pointer)
+        return default or Stream(self._streams, None, pointer, -1, owner)
 
     def use_stream(self, stream: Any) -> None:
         """Make a stream of the current device current for this thread."""

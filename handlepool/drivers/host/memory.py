@@ -197,14 +197,14 @@ class DeviceMemory:
 
     # Arrays
 
-    def take(self, key: object, nbytes: int) -> tuple[Owner, bool]:
-        """Memory from an arena, and whether it was fresh; the block freed last comes first."""
+    def take(self, key: object, nbytes: int) -> Owner:
+        """Memory from an arena; the block freed last comes first."""
         home, size = self._home(key, nbytes)
         try:
             block = home.pop()
         except IndexError:
-            return Owner(self.fresh(size), home, nbytes), True
-        return Owner(block, home, nbytes), False
+            block = self.fresh(size)
+        return Owner(block, home, nbytes)
 
     def has_free(self, key: object, nbytes: int) -> bool:
         """Whether `take` will find a block in the arena."""
@@ -263,6 +263,8 @@ class Memory:
 
     def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Array:
         """An array over scratch memory."""
+        if not nbytes and not pointer:
+            return np.empty(0, np.uint8)  # a workspace of 0 bytes before its first growth
         block, offset = self.current.find(pointer, nbytes, "scratch_array")
         return np.asarray(Lease(block, offset, nbytes, owner))
 
@@ -281,7 +283,7 @@ class Memory:
         device = self.current
         if not device.has_free(key, nbytes):
             self._table.captures.forbid("an allocation of device memory for an array")
-        owner, _ = device.take(key, nbytes)
+        owner = device.take(key, nbytes)
         if region is not None:
             region.settle(owner, self._table.resolve(stream.ptr))
         return np.ndarray(tuple(shape), dtype, np.asarray(owner), strides=tuple(strides))

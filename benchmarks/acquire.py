@@ -1,0 +1,134 @@
+"""What it costs to get a handle: hits of the pool against what no one can avoid, and against what is done without a pool.
+
+The floor is the two calls that any key of (device, stream) needs: the current stream and the current device, the very objects
+that the pool calls. Every case is one statement in the same kind of loop; ratios are taken sample by sample. `less the loop`
+takes the cost of the empty loop off both sides.
+"""
+
+import sys
+from typing import Any
+
+from common import Case, arguments, conditions, interleaved, paired, print_table, summary, write_json
+
+from handlepool import DriverNotAvailableError, HandlePool
+
+SLOW = 10_000  # a case that creates a handle runs so many times less often
+MOST_OF_THE_FLOOR = 1.6
+MOST_OF_THE_DEFAULT_HANDLE = 1 / 15
+
+
+def cases(pool: HandlePool, calls: int) -> tuple[dict[str, Case], list[str]]:
+    """The statements by name, and what cannot be timed here."""
+    driver = pool.driver
+    own = driver.create_stream()
+    null = driver.wrap_stream(0, None)
+    names: dict[str, Any] = {
+        "stream": driver.current_stream,
+        "device": driver.current_device,
+        "get_handle": pool.get_handle,
+        "get_workspace": pool.get_workspace,
+        "own": own,
+        "pointer": own.ptr,
+    }
+
+    def create_and_destroy() -> None:
+        with driver.relaxed():
+            handle = driver.create_handle()
+            driver.bind_handle(handle, own.ptr)
+            driver.destroy_handle(handle)
+
+    names["create_and_destroy"] = create_and_destroy
+    found = {"empty loop": Case("pass", {}, calls)}
+    for name, current in (("own stream", own), ("null stream", null)):
+
+        def around(current: Any = current) -> Any:
+            return current
+
+        found[f"floor, {name}"] = Case("device(); stream()", names, calls, around)
+        found[f"hit, {name}"] = Case("get_handle()", names, calls, around)
+        found[f"workspace hit, {name}"] = Case("get_workspace(4096)", names, max(1, calls // 10), around)
+    found["hit, stream given"] = Case("get_handle(own)", names, calls)
+    found["hit, pointer given"] = Case("get_handle(pointer)", names, max(1, calls // 10))
+    found["create, bind, destroy"] = Case("create_and_destroy()", names, max(1, calls // SLOW))
+    skipped = []
+    if pool.driver.name != "cuda":
+        skipped.append("the frontend's default handle: needs a GPU and torch")
+    else:
+        try:
+            import torch  # noqa: F401
+            from cudnn.wrapper import get_default_handle
+        except ImportError as error:
+            skipped.append(f"the frontend's default handle: {error}")
+        else:
+            found["frontend's default handle"] = Case("default()", {"default": get_default_handle}, max(1, calls // 10))
+    return found, skipped
+
+
+def ratios(samples: dict[str, list[float]]) -> dict[str, tuple[list[float], float | None]]:
+    """Each pair's ratios, and the bound that the median must keep."""
+    empty = samples["empty loop"]
+    hit = samples["hit, own stream"]
+    found: dict[str, tuple[list[float], float | None]] = {}
+    for name in ("own stream", "null stream"):
+        pair = samples[f"hit, {name}"], samples[f"floor, {name}"]
+        found[f"hit / floor, {name}"] = paired(*pair), MOST_OF_THE_FLOOR
+        found[f"hit / floor, {name}, less the loop"] = paired(*pair, empty), None
+    if (default := samples.get("frontend's default handle")) is not None:
+        found["hit / frontend's default handle"] = paired(hit, default), MOST_OF_THE_DEFAULT_HANDLE
+    for name in ("workspace hit, own stream", "hit, stream given", "hit, pointer given", "create, bind, destroy"):
+        found[f"{name} / hit"] = paired(samples[name], hit), None
+    return found
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--calls", type=int, default=100_000, help="calls in one sample (default: %(default)s)")
+    options = parser.parse_args()
+    if options.calls < 1 or options.repeats < 1:
+        parser.error("--calls and --repeats must be 1 or more")
+    with HandlePool(driver=options.driver) as pool:
+        try:
+            driver = pool.driver.name
+        except DriverNotAvailableError as error:
+            parser.error(str(error))
+        timed, skipped = cases(pool, options.calls)
+        samples = interleaved(timed, options.repeats)
+    times = {name: summary(values) | {"calls": timed[name].calls} for name, values in samples.items()}
+    compared = {name: summary(values) | {"bound": bound} for name, (values, bound) in ratios(samples).items()}
+    found = conditions(driver)
+    print(f"{found.get('gpu', 'no GPU: the host driver, whose times say nothing about one')}, {options.repeats} samples each\n")
+    print_table(
+        ("nanoseconds a call", "median", "quartiles", "calls"),
+        [(name, f"{t['median']:,.1f}", f"{t['q1']:,.1f} to {t['q3']:,.1f}", f"{t['calls']:,}") for name, t in times.items()],
+    )
+    print_table(
+        ("ratio", "median", "quartiles", "at most", ""),
+        [
+            (
+                name,
+                f"{r['median']:.3f}",
+                f"{r['q1']:.3f} to {r['q3']:.3f}",
+                "" if r["bound"] is None else f"{r['bound']:.3f}",
+                "" if r["bound"] is None or driver == "host" else "kept" if r["median"] <= r["bound"] else "NOT KEPT",
+            )
+            for name, r in compared.items()
+        ],
+    )
+    for reason in skipped:
+        print(f"not timed: {reason}")
+    write_json(
+        options.json,
+        {
+            "benchmark": "acquire",
+            "conditions": found,
+            "repeats": options.repeats,
+            "nanoseconds": times,
+            "ratios": compared,
+            "not_timed": skipped,
+        },
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

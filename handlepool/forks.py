@@ -1,0 +1,245 @@
+"""Forks: one parallel region each, over side slots that it leases.
+
+Two events a branch carry the order (guarantee 6): one recorded on the caller's stream when the branch is run, which the side
+stream waits for, and one recorded on the side stream at the join, which the caller's stream waits for. Between two branches
+stands nothing (guarantee 7).
+"""
+
+from collections.abc import Callable
+from threading import get_ident
+from types import TracebackType
+from typing import Any, TypeVar
+
+from handlepool.devices import DeviceSlots
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.errors import CaptureError, OwnershipError, PoolClosedError
+from handlepool.pool import HandlePool
+from handlepool.regions import Region, parked, run_on, settle, thread
+from handlepool.slots import Slot, place
+from handlepool.streams import check_foreign, resolve
+
+T = TypeVar("T")
+
+
+class Fork:
+    """One parallel region: its branches start after the caller's stream, and end before that goes on.
+
+    Made by `ParallelStates.fork` and used in a ``with`` statement, once, by the thread that entered it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_count",
+        "_device",
+        "_driver",
+        "_inherited",
+        "_leased",
+        "_next",
+        "_open",
+        "_ordinal",
+        "_pointer",
+        "_pool",
+        "_region",
+        "_stream",
+        "_thread",
+    )
+
+    def __init__(self, pool: HandlePool, count: int, stream: Any = None) -> None:
+        self._open = False
+        self._pool = pool
+        self._count = count
+        self._stream = stream
+        self._leased: list[Slot] = []
+        self._next = 0
+        self._thread = 0
+
+    def __enter__(self) -> "Fork":
+        if self._thread:
+            raise OwnershipError("this fork was entered already; make a new one with states.fork()")
+        pool = self._pool
+        pool._check_usable()
+        if parked:
+            settle()
+        driver = self._driver = pool.driver
+        stream = driver.current_stream() if self._stream is None else None
+        if stream is None or not driver.owns_stream(stream):
+            reference = resolve(driver, self._stream)
+            check_foreign(driver, reference)
+            stream = reference.stream or driver.wrap_stream(reference.pointer, reference.owner)
+        self._stream = stream
+        self._pointer: int = stream.ptr
+        self._ordinal: int = driver.current_device()
+        self._device: DeviceSlots = pool.device(self._ordinal)
+        outer = thread.region
+        self._inherited = outer is not None and outer.device == self._ordinal and outer.driver is driver
+        self._region: Region = outer if outer is not None and self._inherited else Region(driver, stream)
+        self._thread = get_ident()
+        self._open = True
+        return self
+
+    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Run one branch: ``function(*args, **kwargs)`` with a side stream as the current stream.
+
+        The branch starts after everything that the caller's stream has been given by now. Branches share the states in turn;
+        two that share one run one after the other. Where every side slot of the device is out, the branch runs on the caller's
+        stream, with the same result.
+
+        Returns
+        -------
+        object
+            What the function returned. Its arrays may be read on the caller's stream after the fork.
+
+        Raises
+        ------
+        OwnershipError
+            In another thread than the fork's.
+        PoolClosedError
+            After the fork was left, or the pool closed.
+        """
+        pool = self._pool
+        if not self._open or self._thread != get_ident() or pool._closed or pool._forked:
+            self._refuse()
+        driver = self._driver
+        if driver.current_device() != self._ordinal:  # inside `with other_device:` in the fork's body
+            with driver.device(self._ordinal):
+                return self.run(function, *args, **kwargs)
+        region = self._region
+        prepare = getattr(function, "__handlepool_prepare__", None)
+        if prepare is None:
+            slot = self._state()
+            region.keep_call(function, args, kwargs)
+            if slot is None:
+                return self._on_caller(function, args, kwargs)
+            driver.record_event(slot.start_event, self._pointer)
+            driver.wait_event(slot.pointer, slot.start_event)
+            return run_on(pool, slot.side_stream, self._ordinal, region, function, args, kwargs)
+        # A graph function: its outputs are known, so they are allocated before the edge that starts the branch, on the caller's
+        # stream, and nothing is allocated inside the branch. Arguments that it refuses cost no side slot.
+        if driver.current_stream() is self._stream:
+            call = prepare(pool, args, kwargs)
+        else:  # inside `with other_stream:` in the fork's body
+            call = self._on_caller(prepare, (pool, args, kwargs), {})
+        slot = self._state()
+        region.keep((args, kwargs, call.operands))
+        if slot is None:
+            result: T = call.launch(pool.slot(self._stream))
+            return result
+        driver.record_event(slot.start_event, self._pointer)
+        driver.wait_event(slot.pointer, slot.start_event)
+        result = call.launch(slot)
+        return result
+
+    def _on_caller(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        return run_on(self._pool, self._stream, self._ordinal, thread.region, function, args, kwargs)
+
+    def _state(self) -> Slot | None:
+        """The side slot for the next branch, leased when it is the first of its state; None to run inline."""
+        index = self._next
+        self._next = (index + 1) % self._count
+        leased = self._leased
+        if index >= len(leased) and len(leased) < self._count:
+            slot = self._device.sides.lease()
+            if slot is not None:
+                leased.append(slot)  # first: the join gives back whatever is here
+                try:
+                    own(self._pool.sound(slot))
+                except BaseException:
+                    leased.pop()
+                    self._next = index
+                    self._device.sides.give_back(slot, captured=False)
+                    raise
+                return slot
+            self._count = max(1, len(leased))  # fewer are to be had: do with those
+            self._next = 1 % self._count
+            index = 0
+        return leased[index] if leased else None
+
+    def _refuse(self) -> None:
+        """Say why this fork cannot be used, where that is so."""
+        if not self._open:
+            raise PoolClosedError("this fork was left, or not entered; run branches inside `with states.fork() as fork:`")
+        if self._thread != get_ident():
+            raise OwnershipError(
+                f"a fork belongs to the thread that entered it ({self._thread}), and this is thread {get_ident()}; make a "
+                f"fork in each thread, or use ParallelStateExecutor"
+            )
+        self._pool._check_usable()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._open or self._thread != get_ident():
+            self._refuse()
+        self._open = False
+        driver = self._driver
+        if driver.current_device() == self._ordinal:
+            self._join()
+        else:  # where the null stream's pointer means another stream
+            with driver.device(self._ordinal):
+                self._join()
+
+    def _join(self) -> None:
+        """Let the caller's stream wait for every branch, then give the side slots back and let go of what was kept."""
+        driver, sides, pointer = self._driver, self._device.sides, self._pointer
+        leased, self._leased = self._leased, []
+        if self._pool._forked:  # the child of a process that forked in here: nothing is touched (guarantee 13)
+            self._region.abandon()
+            return
+        captured = pointer != LEGACY_STREAM and driver.capture_id(pointer) != 0
+        failure: BaseException | None = None
+        for slot in leased:
+            try:
+                if captured and not driver.capture_id(slot.pointer):
+                    raise CaptureError(
+                        f"stream {pointer:#x} began to be captured inside a fork, after a branch was run: the capture cannot "
+                        f"wait for the branch. Begin it before the fork, or after"
+                    )
+                driver.record_event(slot.end_event, slot.pointer)
+                driver.wait_event(pointer, slot.end_event)
+            except BaseException as trouble:  # every other branch is joined all the same
+                failure = trouble
+            disown(slot)
+            sides.give_back(slot, captured=captured or failure is not None)
+        if failure is not None:
+            self._region.abandon()
+            raise failure
+        if not self._inherited:
+            self._region.release()
+
+    def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
+        if self._open:  # nobody left it: its thread ended inside
+            _park(self)
+
+    def _settle(self) -> bool:
+        """Leave a fork that nobody left; called later, by any thread."""
+        self._open = False
+        try:
+            with self._pool.on_device(self._ordinal):
+                capturing = self._driver.capture_id
+                if self._pointer == PER_THREAD_STREAM:  # here it means another stream, for which the branches are nothing
+                    self._region.abandon()
+                    for slot in self._leased:
+                        disown(slot)
+                        self._device.sides.give_back(slot, captured=capturing(slot.pointer) != 0)
+                    return True
+                pointers = [slot.pointer for slot in self._leased]
+                if any(pointer and capturing(pointer) for pointer in (self._pointer, *pointers)):
+                    return False
+                self._join()
+        except Exception:
+            self._region.abandon()
+        return True
+
+    def __repr__(self) -> str:
+        state = f"{len(self._leased)} of {self._count} states leased" if self._open else "not open"
+        return f"<Fork of {self._pool!r}, {state}>"
+
+
+def own(slot: Slot) -> None:
+    """Make a leased side slot this thread's: a hit of `get_handle` on its stream gives its handle."""
+    slot.begin(slot.pointer)
+    place(slot.side_stream, slot)
+
+
+def disown(slot: Slot) -> None:
+    """End `own`."""
+    slot.end()
+    place(slot.side_stream, None)

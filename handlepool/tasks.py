@@ -1,0 +1,176 @@
+"""Tasks: what a submitted call needs on the GPU, from the event that it starts after to the one that others wait for."""
+
+import threading
+from typing import Any
+
+from handlepool.devices import DeviceSlots
+from handlepool.drivers.base import LEGACY_STREAM, Driver
+from handlepool.errors import CaptureError
+from handlepool.regions import Region
+
+
+class Events:
+    """Events of one device for reuse. An event may be recorded anew as soon as nobody will wait for its old record any more."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._free: list[Any] = []  # appends and pops are atomic
+        self._closed = False
+
+    def take(self) -> Any:
+        """An event; called with its device current."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            with self._driver.relaxed():
+                return self._driver.create_event()
+
+    def put(self, event: Any) -> None:
+        """Take an event back."""
+        self._free.append(event)
+        if self._closed:  # in this order, so that one of the two threads sees it
+            self._settle()
+
+    def _settle(self) -> bool:
+        """Destroy the free events, and from now on whatever is put back."""
+        self._closed = True
+        while self._free:
+            try:
+                event = self._free.pop()
+            except IndexError:
+                break
+            with self._driver.relaxed():
+                self._driver.destroy_event(event)
+        return True
+
+
+class Task:
+    """Where a submitted call starts, where it ends, and what stays alive until then.
+
+    Parameters
+    ----------
+    device : DeviceSlots
+        The current device's.
+    stream : Stream
+        The submitter's, which the task starts after; kept, since nobody may record on a stream that was destroyed.
+    home : Stream
+        The outermost caller's, whose arena the task allocates from; the submitter's outside of branches and tasks.
+    events : Events
+        The device's.
+    """
+
+    __slots__ = ("_end", "_events", "_homes", "_joined", "_lock", "_start", "_users", "device", "region", "stream")
+
+    def __init__(self, device: DeviceSlots, stream: Any, home: Any, events: Events) -> None:
+        self.device = device
+        self.stream = stream
+        self.region = Region(device.driver, home)
+        self._homes = {(device.device, stream.ptr), (device.device, home.ptr)}
+        self._joined = False  # whether the streams of `_homes` wait for the end
+        self._events = events
+        self._lock = threading.Lock()  # guards the two events and the count of those who use the second
+        self._users = 0
+        self._end: Any = None  # recorded and not known to have passed
+        self._start: Any = events.take()
+        device.driver.record_event(self._start, stream.ptr)
+
+    def withdraw(self) -> None:
+        """Give the start event back; the task will not begin, or has begun."""
+        with self._lock:
+            start, self._start = self._start, None
+        if start is not None:
+            self._events.put(start)
+
+    def begin(self, pointer: int) -> None:
+        """Let a stream wait for the start."""
+        with self._lock:
+            start, self._start = self._start, None
+        self.device.driver.wait_event(pointer, start)
+        self._events.put(start)  # a wait holds on to the record that it was given
+
+    def finish(self, pointer: int) -> None:
+        """The task's function has returned: its end is what its stream was given by now."""
+        try:
+            end = self._events.take()
+            self.device.driver.record_event(end, pointer)
+        except BaseException:
+            self.region.abandon()
+            raise
+        self._end = end
+
+    def join(self, *, submitter_only: bool = False) -> None:
+        """Let the calling thread's current stream and the submitter's wait for the end, and let go of what was kept.
+
+        Raises
+        ------
+        CaptureError
+            When one of them is being captured. Then none waits that did not before.
+        """
+        end = self._borrow()
+        if end is None:
+            return
+        pool, driver, device = self.device.pool, self.device.driver, self.device.device
+        try:
+            streams = set() if self._joined else set(self._homes)
+            if not submitter_only:
+                current = {(driver.current_device(), driver.current_stream().ptr)}
+                with pool.on_device(device):
+                    current.add((device, driver.current_stream().ptr))
+                streams |= current - self._homes
+            for ordinal, pointer in streams:
+                with pool.on_device(ordinal):
+                    if pointer != LEGACY_STREAM and driver.capture_id(pointer):
+                        raise CaptureError(
+                            f"stream {pointer:#x} is being captured, and the task ran outside of the capture: ask for the "
+                            f"result before the capture, or after it"
+                        )
+            for ordinal, pointer in streams:
+                with pool.on_device(ordinal):
+                    driver.wait_event(pointer, end)
+        finally:
+            self._put_back()
+        self._joined = True
+        self.region.release()
+
+    def synchronize(self) -> None:
+        """Wait on the host for the end."""
+        end = self._borrow()
+        if end is not None:
+            try:
+                with self.device.driver.relaxed():
+                    self.device.driver.synchronize_event(end)
+            finally:
+                self._put_back()
+
+    def _settle(self) -> bool:
+        """Once the GPU has passed the end: let go of everything. Whether it has."""
+        end = self._borrow()
+        if end is None:
+            return True
+        passed = False
+        try:
+            with self.device.driver.relaxed():
+                passed = self.device.driver.event_done(end)
+        except Exception:  # queued work failed, say; the memory stays with the task
+            pass
+        finally:
+            self._put_back()
+        if passed:
+            self.region.release()
+            with self._lock:
+                if self._users:  # somebody is making a stream wait for it just now
+                    return False
+                self._end = None
+            self._events.put(end)
+        return passed
+
+    def _borrow(self) -> Any:
+        """The end event, which is not put back while it is borrowed; None where there is nothing to wait for any more."""
+        with self._lock:
+            if self._end is not None:
+                self._users += 1
+            return self._end
+
+    def _put_back(self) -> None:
+        with self._lock:
+            self._users -= 1

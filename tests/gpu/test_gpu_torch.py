@@ -1,0 +1,41 @@
+"""Torch's streams as keys. Collected only where torch is installed."""
+
+import pytest
+
+import handlepool
+from handlepool import ParallelStates
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+
+
+def test_g4_a_torch_stream_is_a_key_by_its_own_identity(pool, backend_stream):
+    import torch
+
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    handles = [pool.get_handle(stream) for stream in streams]
+    assert len({id(handle) for handle in handles}) == 3
+    for stream, handle in zip(streams, handles, strict=True):
+        assert backend_stream(handle) == stream.cuda_stream
+        assert pool.get_handle(stream) is handle is pool.get_handle(stream.cuda_stream)
+        assert pool.get_workspace(1000, stream).shape == (1000,)
+    with torch.cuda.stream(streams[0]):
+        assert pool.get_handle(torch.cuda.current_stream()) is handles[0]
+    assert pool.get_handle(torch.cuda.default_stream()) is pool.get_handle(cupy.cuda.Stream.null)
+
+
+def test_g6_a_fork_over_a_torch_stream_is_ordered_with_torchs_work(pool, random_array):
+    import torch
+
+    w = random_array((16, 16, 3, 3))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        tensor = torch.zeros(2, 16, 14, 14, device="cuda")
+        x = cupy.from_dlpack(tensor)
+        stream.synchronize()
+        torch.cuda._sleep(20_000_000)
+        tensor.fill_(1)
+        with ParallelStates(2, pool=pool).fork(stream=stream) as fork:
+            y = fork.run(handlepool.conv2d, x, w)
+        stream.synchronize()
+    ones = cupy.ones_like(x)
+    assert cupy.allclose(y, handlepool.conv2d(ones, w, pool=pool))
