@@ -1,5 +1,6 @@
 """Graph functions: Python functions that build a cuDNN graph, compiled once per geometry, callable from any thread and stream."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from typing import Any
@@ -55,18 +56,29 @@ class GraphFunction:
         Returns the graph tensor, or the tuple of graph tensors, to output. It may be called by several threads at a time.
     check : callable, optional
         ``check(arrays, outs, **options)`` is called before a build, to raise what the graph could not say as clearly.
+    elementwise : bool
+        Whether the graph knows no axes: arrays of any shape and layout, without gaps and alike, are declared as two axes that
+        cuDNN takes. (It takes a pointwise operation alone for channels-last arrays only.)
     **settings
         ``name``, ``io_dtype``, ``intermediate_dtype``, ``compute_dtype``, ``workspace_limit`` (bytes), ``allow_tf32``,
         ``deterministic``, ``heuristics`` (names of cuDNN's modes).
     """
 
-    def __init__(self, function: Callable[..., Any], *, check: Callable[..., None] | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        check: Callable[..., None] | None = None,
+        elementwise: bool = False,
+        **settings: Any,
+    ) -> None:
         unknown = settings.keys() - {*COMPILE_SETTINGS, *GRAPH_SETTINGS}
         if unknown:
             known = ", ".join((*GRAPH_SETTINGS, *COMPILE_SETTINGS))
             raise ArgumentError(f"no setting is named {', '.join(sorted(unknown))}; the settings are {known}")
         self.function = function
         self._check = check
+        self._elementwise = elementwise
         self._settings: Settings = tuple(sorted(settings.items()))
         self._name = str(settings.get("name") or getattr(function, "__name__", "graph"))
         update_wrapper(self, function)
@@ -145,6 +157,9 @@ class GraphFunction:
         name = self._name
         if self._check is not None:
             self._check(arrays, outs, **options)
+        taken = tuple(Layout(array.shape, array.strides, array.dtype) for array in arrays)
+        if self._elementwise:
+            _check_alike(name, taken[0], arrays + outs)
         chosen: dict[str, Any] = {
             "io_dtype": arrays[0].dtype,
             "intermediate_dtype": np.float32,
@@ -158,25 +173,27 @@ class GraphFunction:
         with device.build_lock:
             handle = device.builder_handle()
         graph = driver.new_graph(handle, **{k: v for k, v in chosen.items() if k in GRAPH_SETTINGS} | {"name": name})
-        inputs = [_declare(graph, f"{name} argument {i}", array) for i, array in enumerate(arrays)]
+        declare = _declare_flat if self._elementwise else _declare
+        inputs = [declare(graph, f"{name} argument {i}", array) for i, array in enumerate(arrays)]
         returned = self.function(graph, *inputs, **options)
         single = not isinstance(returned, (tuple, list))
         outputs: list[Any] = [returned] if single else list(returned)
         if not outputs or not all(hasattr(tensor, "get_uid") for tensor in outputs):
             raise ArgumentError(f"{name} returned {returned!r}; return the graph tensor to output, or a tuple of them")
         infer(graph, outputs, io_dtype=frontend.data_type(chosen["io_dtype"]))
+        layouts = taken[:1] * len(outputs) if self._elementwise else tuple(_layout(tensor) for tensor in outputs)
         if outs:
-            _check_out(name, tuple(_layout(tensor) for tensor in outputs), outs)
-            for tensor, array in zip(outputs, outs, strict=True):
-                tensor.set_stride(_element_strides(f"out of {name}", array))
-        layouts = tuple(_layout(tensor) for tensor in outputs)
+            _check_out(name, layouts, outs)
+            if not self._elementwise:
+                for tensor, array in zip(outputs, outs, strict=True):
+                    tensor.set_stride(_element_strides(f"out of {name}", array))
+                layouts = tuple(_layout(tensor) for tensor in outputs)
         # Uids ascend in the order of the operands, since the raw entry takes its pointers in that order.
         for number, tensor in enumerate(outputs):
             if not tensor.uid_assigned:
                 tensor.set_uid(1_000_000 + number)
         with device.build_lock, driver.relaxed():
             executable = driver.compile(graph, [*inputs, *outputs], **{k: v for k, v in chosen.items() if k in COMPILE_SETTINGS})
-        taken = tuple(Layout(array.shape, array.strides, array.dtype) for array in arrays)
         in_place = all(node.node_type.name == "POINTWISE" for node in graph.nodes)
         return Plan(name, device.device, executable, taken, layouts, single, in_place)
 
@@ -203,6 +220,35 @@ def _declare(graph: Any, name: str, array: Any) -> Any:
         data_type=frontend.data_type(array.dtype),
         name=name,
     )
+
+
+def _declare_flat(graph: Any, name: str, array: Any) -> Any:
+    size = array.size
+    strides = _element_strides(name, array)
+    if sum((extent - 1) * step for extent, step in zip(array.shape, strides, strict=True)) + 1 != size or 0 in strides:
+        raise ArgumentError(
+            f"{name} of shape {array.shape} has strides {array.strides} bytes: an elementwise operation takes arrays without "
+            f"gaps; pass a contiguous copy"
+        )
+    # Rows of a length that vector loads and the kernel's tiles divide, where the size has such a divisor.
+    row = math.gcd(size, 256)
+    if row < 8:
+        row = next((extent for extent, step in zip(array.shape, strides, strict=True) if step == 1 and extent > 1), 1)
+    return graph.tensor(
+        dim=[size // row, row, 1, 1],
+        stride=[row, 1, row, row],
+        data_type=frontend.data_type(array.dtype),
+        name=name,
+    )
+
+
+def _check_alike(name: str, first: Layout, arrays: Sequence[Any]) -> None:
+    for array in arrays:
+        if (array.shape, array.strides) != (first.shape, first.strides):
+            raise ArgumentError(
+                f"{name} was given arrays of shape {first.shape} with strides {first.strides} bytes and of shape {array.shape} "
+                f"with strides {array.strides}; an elementwise operation takes arrays that lie alike"
+            )
 
 
 def _element_strides(name: str, array: Any) -> list[int]:

@@ -33,14 +33,14 @@ def _convolution(
         padding=_pair("padding", padding, 0),
         dilation=_pair("dilation", dilation, 1),
     )
-    return _epilogue(g, y, bias, activation=activation)
-
-
-def _epilogue(g: Any, y: Any, bias: Any = None, *, activation: str | None) -> Any:
     if bias is not None:
         channels = bias.get_dim()[0]
         y = g.bias(y, bias.set_dim([1, channels, 1, 1]).set_stride([channels, 1, channels, channels]))
-    return y if activation is None else getattr(g, activation)(y)
+    return y if activation is None else _activate(g, y, kind=activation)
+
+
+def _activate(g: Any, x: Any, *, kind: str) -> Any:
+    return getattr(g, kind)(x)
 
 
 class _Sequence:
@@ -166,11 +166,11 @@ def _prepare(
     try:
         return _conv2d.prepare(pool, arrays, out, options, settings)
     except GraphNotSupportedError:
-        if bias is None and activation is None:
+        if activation is None:
             raise
-    # cuDNN fuses some epilogues for channels-last arrays alone: there the bias and the activation are a launch of their own.
-    plain = _conv2d.prepare(pool, (x, w), out, options | {"activation": None}, settings)
-    rest = _conv2d_epilogue.prepare(pool, (plain.result, *arrays[2:]), plain.result, {"activation": activation})
+    # cuDNN fuses some activations for channels-last arrays alone: elsewhere the activation is a launch of its own.
+    plain = _conv2d.prepare(pool, arrays, out, options | {"activation": None}, settings)
+    rest = _activation.prepare(pool, (plain.result,), plain.result, {"kind": activation})
     return _Sequence(plain, rest)
 
 
@@ -241,4 +241,4 @@ def _check_array(name: str, array: Any, rank: int, dtype: Any) -> None:
 
 
 _conv2d = GraphFunction(_convolution, check=_check, name="conv2d")
-_conv2d_epilogue = GraphFunction(_epilogue, name="conv2d_epilogue")
+_activation = GraphFunction(_activate, elementwise=True, name="activation")

@@ -27,6 +27,9 @@ class Holder:
     """Something that takes weak references."""
 
 
+TENSOR = SimpleNamespace(dim=[4], stride=[1])  # of `floats`, as a graph declares it
+
+
 def floats(driver, n=4):
     return driver.empty((n,), (4,), FLOAT)
 
@@ -364,6 +367,10 @@ class Step:
     run: object
 
 
+OPERANDS = [SimpleNamespace(dim=[4], stride=[1]) for _ in range(2)]
+"""What the frontend would say of an input and an output."""
+
+
 def staged_copy(graph, operands, *, workspace_limit):
     """The input to the workspace in one step, and from there to the output in the next, as a convolution does."""
 
@@ -390,7 +397,7 @@ def bound_handle(driver, stream):
 
 def copies_on_two_streams(seed, workspaces):
     driver = HostDriver(scheduler="adversarial", seed=seed)
-    executable = driver.compile(None, [])
+    executable = driver.compile(None, [TENSOR, TENSOR])
     scratch = [driver.allocate(1024) for _ in range(workspaces)]
     kept, outputs, streams = [], [], []
     for i in range(4):
@@ -416,7 +423,7 @@ def test_g5_control_one_workspace_for_all_streams_corrupts_results_at_most_seeds
 
 @pytest.mark.usefixtures("staged")
 def test_launch_checks_workspace_operands_and_handle(driver):
-    executable, stream = driver.compile(None, [], workspace_limit=5), driver.create_stream()
+    executable, stream = driver.compile(None, [TENSOR, TENSOR], workspace_limit=5), driver.create_stream()
     handle, pair = bound_handle(driver, stream), [floats(driver), floats(driver)]
     assert (executable.workspace_size, executable.engine, executable.candidates) == (1024, "staged", 1)
     good, small, freed = driver.allocate(1024), driver.allocate(512), driver.allocate(1024)
@@ -449,7 +456,7 @@ def test_launch_checks_workspace_operands_and_handle(driver):
 
 @pytest.mark.usefixtures("staged")
 def test_steps_of_a_launch_are_operations_of_their_own(driver):
-    executable, stream = driver.compile(None, []), driver.create_stream()
+    executable, stream = driver.compile(None, [TENSOR, TENSOR]), driver.create_stream()
     source, output = driver.asarray(np.ones(4, FLOAT)), floats(driver)
     workspace, latch = driver.allocate(1024), driver.latch(stream.ptr)
     executable.launch(bound_handle(driver, stream), [source, output], workspace, None)

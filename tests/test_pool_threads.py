@@ -82,26 +82,35 @@ def test_g1_control_a_cache_without_the_thread_in_its_key_is_caught(make_driver,
     assert handles_met_by_two_threads(driver, get_handle) > 0
 
 
-def hold_handles_together(driver, get_handle):
-    """Every thread is inside a call with its handle at the same time; the host driver raises where two share one."""
+def use_beside_a_thread_inside(driver, get_handle):
+    """Use a handle while another thread is inside a call with its own; the host driver raises where that is the same one."""
+    entered, leave = threading.Event(), threading.Event()
 
-    def use(i, meet):
-        handle = get_handle()
-        driver.use_handle(handle, meet)  # the null stream runs it in the call
+    def hold():
+        entered.set()
+        assert leave.wait(TIMEOUT)
 
-    at_once(use)
+    thread = threading.Thread(target=lambda: driver.use_handle(get_handle(), hold))  # the null stream runs it in the call
+    thread.start()
+    try:
+        assert entered.wait(TIMEOUT)
+        with driver.create_stream():
+            driver.use_handle(get_handle(), int)
+    finally:
+        leave.set()
+        thread.join(TIMEOUT)
 
 
-def test_g1_all_threads_may_be_inside_a_call_with_their_handles_at_once(make_pool):
+def test_g1_a_thread_may_use_its_handle_while_another_is_inside_a_call(make_pool):
     pool = make_pool()
-    hold_handles_together(pool.driver, pool.get_handle)
+    use_beside_a_thread_inside(pool.driver, pool.get_handle)
 
 
 def test_g1_control_a_shared_handle_is_an_error_of_the_contract(make_driver):
     driver = make_driver()
     handle = driver.create_handle()
     with pytest.raises(ContractError, match="must never be used by two threads at once"):
-        hold_handles_together(driver, lambda: handle)
+        use_beside_a_thread_inside(driver, lambda: handle)
 
 
 @pytest.mark.parametrize("branches", [2, 8])
@@ -175,9 +184,8 @@ def test_g1_handles_have_one_holder_while_threads_and_streams_come_and_go(make_p
                         trouble.append((handle, seed))
                     mine.add(handle)
                 driver.use_handle(handle, int)
-                driver.enqueue(
-                    stream.ptr, lambda memory: memory.fill(1), writes=[pool.get_workspace(rng.randrange(2000), stream)]
-                )
+                scratch = pool.get_workspace(rng.randrange(2000), stream)
+                driver.enqueue(stream.ptr, lambda memory: memory.fill(1), writes=[scratch])
                 driver.synchronize_stream(stream.ptr)
         with lock:
             for handle in mine:
@@ -339,7 +347,7 @@ class Watched(HostDriver):
 def test_g14_creates_of_many_threads_never_overlap():
     driver = Watched(patience=0.02)
     with HandlePool(driver=driver) as pool:
-        at_once(lambda i, meet: pool.get_handle(), threads=6)
+        at_once(lambda i, meet: (pool.get_handle(), meet()), threads=6)
         assert driver.calls["create_handle"] == 6
     assert driver.most == 1
 
@@ -348,7 +356,7 @@ def test_g14_creates_of_two_pools_and_of_side_slots_never_overlap():
     driver = Watched(patience=0.02)
     with HandlePool(driver=driver) as first, HandlePool(driver=driver) as second:
         pools = [first, second]
-        at_once(lambda i, meet: pools[i % 2].prewarm(states=1), threads=4)
+        at_once(lambda i, meet: (pools[i % 2].prewarm(states=1), meet()), threads=4)  # nobody ends and leaves its handle
         assert driver.calls["create_handle"] == 8
     assert driver.most == 1
 

@@ -1,8 +1,8 @@
 """Asks cuDNN itself, without a GPU, whether it plans convolutions whose outputs have the shapes that handlepool inferred.
 
 ``python plan_shapes.py STUB PROPERTIES < cases.json``: STUB is a libcuda.so.1 with nothing in it, loaded before cuDNN looks for
-the real one; PROPERTIES are an H200's, serialised by cuDNN on the card. Prints one list: for each case, by how much its output was
-enlarged (0 is the inferred shape), and cuDNN's refusal or null.
+the real one; PROPERTIES are an H200's, serialised by cuDNN on the card. Prints one list: for each case, by how much its output
+was enlarged (0 is the inferred shape), and cuDNN's refusal or null.
 """
 
 import ctypes

@@ -188,18 +188,22 @@ def comes_to_pass():
 
 @pytest.fixture
 def in_threads():
-    """Run ``function(i)`` in ``count`` threads at once, and give the values in order: ``in_threads(count, function)``."""
+    """Run ``function(i)`` in ``count`` threads, and give the values in order: ``in_threads(count, function)``.
+
+    They start together, and none ends, which would give its slots to another, before each has run its function.
+    """
 
     def run(count, function):
-        barrier = threading.Barrier(count)
+        begin, end = threading.Barrier(count), threading.Barrier(count)
         outcomes = [None] * count
 
         def body(i):
             try:
-                barrier.wait(LIMIT)
+                begin.wait(LIMIT)
                 outcomes[i] = function(i), None
             except BaseException as error:
                 outcomes[i] = None, error
+            end.wait(2 * LIMIT)
 
         threads = [threading.Thread(target=body, args=(i,)) for i in range(count)]
         for thread in threads:

@@ -61,11 +61,9 @@ def test_g1_a_convolution_loop_from_eight_threads_is_right(pool, random_array, i
     cupy.cuda.Device().synchronize()
 
     def loop(i):
-        with cupy.cuda.Stream(non_blocking=True) as stream:
+        with cupy.cuda.Stream(non_blocking=True):
             outputs = [handlepool.conv2d(images[i], w, padding=1, pool=pool) for _ in range(50)]
-            wrong = sum(int((y != expected[i]).any()) for y in outputs)
-            stream.synchronize()
-        return wrong
+            return int(sum((y != expected[i]).any() for y in outputs))
 
     assert in_threads(THREADS, loop) == [0] * THREADS
 
@@ -276,20 +274,20 @@ def test_g4_a_new_stream_at_an_old_pointer_is_truly_bound(pool, kernels, random_
 
 def test_g4_a_new_stream_at_an_old_pointer_gets_no_scratch_that_old_work_still_uses(pool, kernels):
     n = 1 << 18
-    pointers, repeats, results = set(), 0, []
-    for number, stream in enumerate(successive_streams(), 1):
-        with stream:
+    pointers, repeats = set(), 0
+    results = [kernels.full(n, 0) for _ in range(8)]
+    cupy.cuda.Device().synchronize()
+    for result in results:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
             memory = pool.get_workspace(4 * n).view(cupy.float32)
             kernels.write(memory, 1)
-            kernels.spin(15 * number)  # longer than the former stream still has to run
-            results.append(kernels.copy(memory))
+            kernels.spin(10 * (1 + len(pointers) + repeats))  # longer than the former stream still has to run
+            kernels.copy(memory, result)
             kernels.write(memory, 7)
         repeats += stream.ptr in pointers
         pointers.add(stream.ptr)
         del stream, memory
-        if repeats == 3:
-            break
-    assert repeats == 3, "no pointer was reused: the driver has changed, and this test shows nothing"
+    assert repeats >= 3, "no pointer was reused: the driver has changed, and this test shows nothing"
     cupy.cuda.Device().synchronize()
     assert all((result.get() == 1).all() for result in results)
 
@@ -319,8 +317,7 @@ def test_g4_bare_pointers_are_kept_within_a_bound(pool):
     for stream in [cupy.cuda.Stream(non_blocking=True) for _ in range(100)]:
         pool.get_handle(stream.ptr)
     now = pool.stats()
-    assert now["handles_live"] <= 64
-    assert now["handles_live"] + now["handles_idle"] == now["handles_created"] - now["handles_destroyed"] <= 66
+    assert now["handles_live"] + now["handles_idle"] == now["handles_created"] <= 66
 
 
 def test_g4_streams_that_compare_equal_are_not_one_key(pool):

@@ -333,4 +333,5 @@ class HostDriver(Controls):
         self._forbid("compile")
         plan = evaluator.plan(graph, operands, workspace_limit=settings.get("workspace_limit"))
         check = partial(check_operands, self)
-        return HostExecutable(plan, self._thread.device, self._streams, self._memory, self._note, check, self.checks)
+        geometry = tuple((tuple(tensor.dim), tuple(tensor.stride)) for tensor in operands)
+        return HostExecutable(plan, geometry, self._thread.device, self._streams, self._memory, self._note, check, self.checks)

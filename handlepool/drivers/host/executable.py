@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from handlepool.drivers.host.contract import HandleUse
 from handlepool.drivers.host.memory import ALIGNMENT, Array, Block, Memory, raw_view
@@ -24,6 +25,7 @@ class HostExecutable:
     def __init__(
         self,
         plan: Any,
+        geometry: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
         device: int,
         streams: StreamTable,
         memory: Memory,
@@ -35,6 +37,7 @@ class HostExecutable:
         self.engine: str = plan.engine
         self.device = device
         self._steps = tuple(plan.steps)
+        self._geometry = geometry  # shape and strides in elements as the graph declares them, whatever those of the arrays are
         self._streams = streams
         self._memory = memory
         self._note = note
@@ -54,7 +57,7 @@ class HostExecutable:
             self._check_operands(self.engine, self.device, operands)
             queue = use.bound_queue()
             views = [raw_view(array) for array in operands]
-            arrays = [view for view, _ in views]
+            arrays = [_declared(view, *geometry) for (view, _), geometry in zip(views, self._geometry, strict=True)]
             block, space = self._workspace(workspace)
             for step in self._steps:
                 touched = [views[index][1] for index in (*step.reads, *step.writes)]
@@ -71,3 +74,7 @@ class HostExecutable:
             raise ContractError(f"launch of {self!r} with a workspace at {pointer:#x}, which is not aligned to {ALIGNMENT} bytes")
         block, offset = self._memory.current.find(pointer, needed, f"workspace of {self!r}")
         return block, block.memory[offset : offset + needed]
+
+
+def _declared(array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+    return array if array.shape == shape else as_strided(array, shape, [step * array.itemsize for step in strides])

@@ -98,6 +98,7 @@ class ThreadScheduler(Scheduler):
         try:
             while not awaited.done:
                 if awaited.claimed and not awaited.missing:
+                    awaited.claimed = False  # another thread may wait for it too, as `free` does: one of them runs it
                     self._running += 1
                     return awaited
                 if self._ready and not self._workers:

@@ -1,0 +1,135 @@
+"""Scenes for tests of order and memory: a host driver, a pool, states and a caller's stream, with queued work on float64 arrays."""
+
+import threading
+
+import numpy as np
+
+from handlepool import HandlePool, ParallelStates
+from handlepool.drivers.host import HostDriver
+from handlepool.drivers.host.memory import RegionAllocator
+
+SEEDS = range(60)
+TIMEOUT = 60  # of whatever is expected to happen
+
+
+class CarelessDriver(HostDriver):
+    """Leaves waits out, so that a control can show what they are for.
+
+    ``leave_out(pointer)`` says for which waiting streams; ``keeps`` and ``edges`` say what a region's allocator still does.
+    """
+
+    def __init__(self, *, leave_out=lambda pointer: False, keeps=True, edges=True, **options):
+        super().__init__(**options)
+        self.leave_out = leave_out
+        self.keeps = keeps
+        self.edges = edges
+
+    def wait_event(self, pointer, event):
+        if not self.leave_out(pointer):
+            super().wait_event(pointer, event)
+
+    def region_allocator(self, stream, keep):
+        return _CarelessAllocator(self, stream, keep)
+
+
+class _CarelessAllocator(RegionAllocator):
+    def __init__(self, driver, stream, keep):
+        super().__init__(driver._streams, stream, keep if driver.keeps else lambda _: None)
+        self._edges = driver.edges
+
+    def settle(self, owner, current):
+        if self._edges:
+            super().settle(owner, current)
+        else:
+            self._keep(owner)
+
+
+class Scene:
+    """Enter it to have its stream current. The pool is closed on leaving."""
+
+    def __init__(self, driver=None, *, seed=0, count=4, stream=None, **options):
+        self.driver = HostDriver(scheduler="adversarial", seed=seed) if driver is None else driver
+        self.pool = HandlePool(driver=self.driver, **options)
+        self.states = ParallelStates(count, pool=self.pool)
+        self.stream = self.driver.create_stream() if stream is None else stream
+
+    def __enter__(self):
+        self.stream.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.stream.__exit__(*error)
+        self.pool.close()
+
+    def array(self, value=None, size=8):
+        """An array from the current arena, filled by queued work where a value is given."""
+        array = self.driver.empty((size,), (8,), np.dtype(np.float64))
+        if value is not None:
+            self.put(array, lambda: value)
+        return array
+
+    def put(self, out, function, *inputs):
+        """Queue ``out[...] = function(*inputs)`` on the current stream."""
+
+        def work(out, *inputs):
+            out[...] = function(*inputs)
+
+        self.driver.enqueue(self.driver.current_stream().ptr, work, writes=[out], reads=inputs)
+        return out
+
+    def plus(self, array, value):
+        """A new array, ``array + value``, by queued work."""
+        return self.put(self.array(), lambda x: x + value, array)
+
+    def read(self, array):
+        """The array's one value, after the current stream; NaN where it has several."""
+        values = np.unique(self.driver.asnumpy(array))
+        return float(values[0]) if len(values) == 1 else float("nan")
+
+
+def over_seeds(scenario, *, seeds=SEEDS, make=None, **options):
+    """The results of ``scenario(scene)`` over adversarial schedules; ``make(driver)`` prepares the driver of a control."""
+    results = []
+    for seed in seeds:
+        driver = CarelessDriver(scheduler="adversarial", seed=seed)
+        with Scene(driver, **options) as scene:
+            if make is not None:
+                make(scene)
+            results.append(scenario(scene))
+    return results
+
+
+def without_starts(scene):
+    """No side stream waits for anything."""
+    scene.driver.leave_out = lambda pointer: pointer != scene.stream.ptr
+
+
+def without_joins(scene):
+    """The caller's stream waits for nothing."""
+    scene.driver.leave_out = lambda pointer: pointer == scene.stream.ptr
+
+
+class Thread(threading.Thread):
+    """Runs a function; `finish` gives its value, or raises its error."""
+
+    def __init__(self, function, *args):
+        super().__init__(daemon=True)
+        self._call = function, args
+        self._value = self._error = None
+        self.start()
+
+    def run(self):
+        function, args = self._call
+        try:
+            self._value = function(*args)
+        except BaseException as error:
+            self._error = error
+        finally:
+            del self._call
+
+    def finish(self):
+        self.join(TIMEOUT)
+        assert not self.is_alive(), "the thread hangs"
+        if self._error is not None:
+            raise self._error
+        return self._value
