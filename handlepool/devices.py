@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from handlepool.drivers.base import PER_THREAD_STREAM, Driver, Handle
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle
 from handlepool.errors import OutOfMemoryError
 from handlepool.sides import SideSlots
 from handlepool.slots import Slot
@@ -155,8 +155,10 @@ class DeviceSlots:
 
     def _destroy(self, slot: Slot) -> None:
         slot.end()
-        slot.release_scratch()
-        self.destroy_handle(slot.handle)
+        try:
+            slot.release_scratch()
+        finally:
+            self.destroy_handle(slot.handle)
 
     def drop_idle(self) -> None:
         """Destroy every idle slot."""
@@ -189,7 +191,7 @@ class DeviceSlots:
         """Order a reused slot's new stream after its last one, so that the scratch may go with it; False where that cannot be.
 
         A destroyed stream may still be running, a per-thread stream was another thread's, and no edge may cross into or out of a
-        capture.
+        capture. Nor may one touch the legacy stream: that would end the capture of any blocking stream, in whatever thread.
         """
         old = idle.watch() if idle.watch is not None else None
         if old is None or idle.pointer == PER_THREAD_STREAM:
@@ -197,7 +199,8 @@ class DeviceSlots:
         if old is reference.stream:
             return True
         driver = self.driver
-        if any(pointer and driver.capture_id(pointer) for pointer in (idle.pointer, reference.pointer)):
+        pointers = (idle.pointer, reference.pointer)
+        if LEGACY_STREAM in pointers or any(driver.capture_id(pointer) for pointer in pointers):
             return False
         with driver.relaxed():
             event = driver.create_event()
@@ -210,11 +213,13 @@ class DeviceSlots:
         """Make a slot idle that its owner has left."""
         self._count_live(-1)
         stream = slot.watch() if slot.watch is not None else None
-        if stream is None or slot.pointer == PER_THREAD_STREAM:
-            slot.release_scratch()
-        else:
-            slot.forget_capture()
-        self.put_idle(slot)
+        try:
+            if stream is None or slot.pointer == PER_THREAD_STREAM:
+                slot.release_scratch()
+            else:
+                slot.forget_capture()
+        finally:
+            self.put_idle(slot)
 
     def _count_live(self, change: int) -> None:
         with self._lock:
@@ -247,9 +252,11 @@ class DeviceSlots:
                     held.append(slots.pop())
                 except IndexError:
                     break
-            for slot in held:
-                slot.release_scratch()
-            slots.extend(reversed(held))
+            try:
+                for slot in held:
+                    slot.release_scratch()
+            finally:
+                slots.extend(reversed(held))
 
     def snapshot(self) -> dict[str, int]:
         """Counters by flat name."""

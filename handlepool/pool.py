@@ -27,7 +27,7 @@ from handlepool.errors import ArgumentError, ForkedProcessError, PoolClosedError
 from handlepool.plans import PlanCache
 from handlepool.regions import thread
 from handlepool.slots import Slot, hits, place, placed
-from handlepool.stats import Stats
+from handlepool.snapshots import Stats
 from handlepool.streams import StreamReference, check_foreign, resolve
 from handlepool.threads import LiveSlots
 
@@ -334,17 +334,15 @@ class HandlePool:
                 slot.end()
 
 
-_default: HandlePool | None = None
+_default: dict[str, HandlePool] = {}
 
 
 def default_pool() -> HandlePool:
     """The pool that the module's functions and whatever is given no pool use; made when first asked for."""
-    global _default
-    if _default is None:
-        pool = HandlePool()
-        if _default is None:  # another thread may have been first; a pool that was not used holds nothing
-            _default = pool
-    return _default
+    pool = _default.get("pool")
+    if pool is None:  # `setdefault` is atomic, so threads that come here at once agree; a pool that was not used holds nothing
+        pool = _default.setdefault("pool", HandlePool())
+    return pool
 
 
 def current_pool() -> HandlePool:

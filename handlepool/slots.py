@@ -98,7 +98,6 @@ class Slot:
         "owner",
         "pointer",
         "pool",
-        "siblings",
         "side_stream",
         "start_event",
         "watch",
@@ -117,7 +116,6 @@ class Slot:
         self._capture = 0
         self.pointer = -1
         self.key: Any = None
-        self.siblings: dict[Any, Slot] = {}  # the owning thread's slots by key
         self.owner: Any = None  # the pool, while the slot belongs to a thread or a fork
         self.watch: StreamWatch | None = None
         self.side_stream: Stream | None = None  # held by side slots alone

@@ -12,7 +12,7 @@ MOST_FOREIGN_STREAMS = 64
 
 
 class ThreadSlots:
-    """One thread's slots by stream key. Dies with the thread, and then parks them (guarantee 11).
+    """One thread's slots by stream key, changed by that thread alone. Dies with it, and then parks them (guarantee 11).
 
     Parameters
     ----------
@@ -24,10 +24,13 @@ class ThreadSlots:
         self.slots: dict[Any, Slot] = {}
         self._foreign: OrderedDict[Any, None] = OrderedDict()  # keys of bare pointers, the least recently used first
         self._parked = parked
+        self._sweep_at = 16
 
     def add(self, slot: Slot, *, foreign: bool) -> None:
         """Take a new slot in. Of those for foreign streams the least recently used beyond the limit is parked."""
-        slot.siblings = self.slots
+        if len(self.slots) >= self._sweep_at:  # those whose streams have gone; doubling makes the sweeps rare
+            self.slots = {key: known for key, known in self.slots.items() if known.owner is not None}
+            self._sweep_at = max(16, 2 * len(self.slots))
         self.slots[slot.key] = slot
         if not foreign:
             return
@@ -89,8 +92,6 @@ class LiveSlots:
                 if slot not in self._slots:
                     continue
                 self._slots.remove(slot)
-            if slot.siblings.get(slot.key) is slot:
-                slot.siblings.pop(slot.key, None)
             yield slot
 
     def end_all(self) -> Iterator[Slot]:
@@ -101,7 +102,6 @@ class LiveSlots:
         self._parked.clear()
         for slot in slots:
             slot.end()
-            slot.siblings.pop(slot.key, None)
             yield slot
 
     def disown(self) -> None:

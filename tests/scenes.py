@@ -1,4 +1,4 @@
-"""Scenes for tests of order and memory: a host driver, a pool, states and a caller's stream, with queued work on float64 arrays."""
+"""Scenes for tests of order and memory: a driver, a pool, states, a caller's stream, and queued work on float64 arrays."""
 
 import threading
 
@@ -8,7 +8,7 @@ from handlepool import HandlePool, ParallelStates
 from handlepool.drivers.host import HostDriver
 from handlepool.drivers.host.memory import RegionAllocator
 
-SEEDS = range(60)
+SEEDS = range(100)
 TIMEOUT = 60  # of whatever is expected to happen
 
 

@@ -367,10 +367,6 @@ class Step:
     run: object
 
 
-OPERANDS = [SimpleNamespace(dim=[4], stride=[1]) for _ in range(2)]
-"""What the frontend would say of an input and an output."""
-
-
 def staged_copy(graph, operands, *, workspace_limit):
     """The input to the workspace in one step, and from there to the output in the next, as a convolution does."""
 

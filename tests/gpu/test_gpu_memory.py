@@ -22,8 +22,10 @@ def pool_without_edges(stream):
             base = cupy.cuda.get_allocator()
 
             def allocate(nbytes):
-                with stream:
-                    memory = base(nbytes)
+                current = cupy.cuda.get_current_stream()
+                stream.use()
+                memory = base(nbytes)
+                current.use()
                 keep(memory.mem)
                 return memory
 

@@ -55,10 +55,11 @@ def test_g5_control_concurrent_convolutions_that_share_one_workspace_are_wrong(p
 
 
 def test_g5_what_is_handed_out_and_what_is_launched_with_never_overlap(pool, in_threads):
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+
     def take(_):
         blocks = []
-        streams = [cupy.cuda.Stream.null, *(cupy.cuda.Stream(non_blocking=True) for _ in range(3))]
-        for stream in streams:
+        for stream in (cupy.cuda.Stream.null, *streams):
             slot = pool.slot(stream)
             blocks += [(pool.get_workspace(1 << 16, stream).data.ptr, 1 << 16), (slot.reserve(1 << 17), 1 << 17)]
         return blocks

@@ -4,6 +4,7 @@ Another stream's work can come between two steps, as between two kernels, so a w
 results here as it does on a GPU (G5).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -77,4 +78,9 @@ class HostExecutable:
 
 
 def _declared(array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-    return array if array.shape == shape else as_strided(array, shape, [step * array.itemsize for step in strides])
+    """The array's memory as the graph declares it, which is how a GPU takes it."""
+    if array.shape == shape:
+        return array
+    if array.size != math.prod(shape):
+        raise ContractError(f"an array of shape {array.shape} was launched where the graph declares {shape}")
+    return as_strided(array, shape, [step * array.itemsize for step in strides])

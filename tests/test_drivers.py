@@ -1,0 +1,197 @@
+"""Which driver is chosen, and what is said where it cannot run."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from handlepool import ArgumentError, DriverNotAvailableError, HandlePool, drivers
+from handlepool.drivers.host import HostDriver
+
+EXTRAS = r"install handlepool\[cu12\] or handlepool\[cu13\]"
+WAY_OUT = r"On a machine without a GPU, set HANDLEPOOL_DRIVER=host or pass driver='host'"
+
+
+@pytest.fixture(autouse=True)
+def _no_driver_is_loaded(monkeypatch):
+    monkeypatch.setattr(drivers, "_loaded", {})
+    monkeypatch.delenv("HANDLEPOOL_DRIVER", raising=False)
+
+
+# The choice
+
+
+def test_a_name_wins_over_the_environment(monkeypatch):
+    monkeypatch.setenv("HANDLEPOOL_DRIVER", "cuda")
+    assert drivers.choose("host") == ("host", "asked for by name")
+
+
+def test_the_environment_decides_where_no_name_is_given(monkeypatch):
+    monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
+    assert drivers.choose() == ("host", "set by HANDLEPOOL_DRIVER")
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_cuda_is_the_default_and_nothing_falls_back_to_the_host(monkeypatch, value):
+    if value is not None:
+        monkeypatch.setenv("HANDLEPOOL_DRIVER", value)
+    assert drivers.choose() == ("cuda", "the default; HANDLEPOOL_DRIVER is not set")
+
+
+def test_a_name_that_no_driver_has_is_refused():
+    with pytest.raises(ArgumentError, match=r"no driver is named 'gpu' \(asked for by name\); the drivers are cuda and host"):
+        drivers.load("gpu")
+
+
+def test_a_wrong_name_in_the_environment_is_blamed_on_the_environment(monkeypatch):
+    monkeypatch.setenv("HANDLEPOOL_DRIVER", "cpu")
+    with pytest.raises(ArgumentError, match=r"no driver is named 'cpu' \(set by HANDLEPOOL_DRIVER\)"):
+        HandlePool().get_handle()
+
+
+def test_a_pool_reads_the_environment_at_its_first_use(monkeypatch):
+    with HandlePool() as pool:
+        monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
+        assert pool.driver.name == "host"
+        monkeypatch.setenv("HANDLEPOOL_DRIVER", "cuda")
+        assert pool.driver.name == "host"
+
+
+def test_a_process_has_one_driver_of_a_name():
+    with HandlePool(driver="host") as first, HandlePool(driver="host") as second:
+        assert first.driver is second.driver
+        assert first.get_handle() is not second.get_handle()
+
+
+def test_a_driver_object_may_be_given():
+    driver = HostDriver()
+    with HandlePool(driver=driver) as pool:
+        assert pool.driver is driver
+
+
+# The cuda driver where it cannot run
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("cupy", "CuPy"), ("cudnn", "nvidia-cudnn-frontend"), ("cuda.bindings", "cuda-bindings")]
+)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, module, package):
+    for name in ("cupy", "cudnn", "cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, _found(name))
+    monkeypatch.setitem(sys.modules, module, None)
+    message = rf"the cuda driver \(the default; .*\) cannot run here: {package} is not installed; {EXTRAS}\. {WAY_OUT}"
+    with pytest.raises(DriverNotAvailableError, match=message) as info:
+        drivers.load()
+    assert isinstance(info.value, RuntimeError)
+
+
+def test_a_missing_parent_package_is_a_missing_package(monkeypatch):
+    for name in ("cupy", "cudnn"):
+        monkeypatch.setitem(sys.modules, name, _found(name))
+    monkeypatch.delitem(sys.modules, "cuda.bindings", raising=False)
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    assert drivers.available("cuda") == "cuda-bindings is not installed; install handlepool[cu12] or handlepool[cu13]"
+
+
+def _found(name):
+    module = type(sys)(name)
+    module.__spec__ = object()
+    module.__path__ = []
+    return module
+
+
+def test_a_pool_goes_on_asking_after_a_driver_that_could_not_be_loaded(monkeypatch):
+    with HandlePool() as pool:
+        with monkeypatch.context() as missing:
+            missing.setitem(sys.modules, "cupy", None)
+            for _ in range(2):
+                with pytest.raises(DriverNotAvailableError):
+                    pool.get_handle()
+        monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
+        pool.driver.use_handle(pool.get_handle(), int)
+    assert repr(pool) == "<HandlePool host, closed>"
+
+
+@pytest.fixture
+def with_stubs(tmp_path):
+    """Runs a program in which CuPy, cuda-bindings and the frontend are stubs: ``with_stubs(program, runtime=..., cudnn=...)``."""
+    anything = "from unittest.mock import MagicMock\n\ndef __getattr__(name):\n    return MagicMock()\n"
+
+    def run(program, *, runtime, cudnn):
+        files = {
+            "cupy/__init__.py": "from cupy import cuda\n" + anything,
+            "cupy/cuda/__init__.py": "from cupy.cuda import memory, runtime\n" + anything,
+            "cupy/cuda/memory.py": anything,
+            "cupy/cuda/runtime.py": "class CUDARuntimeError(RuntimeError): pass\n\n" + runtime + anything,
+            "cuda/__init__.py": "",
+            "cuda/bindings/__init__.py": "",
+            "cuda/bindings/driver.py": anything,
+            "cudnn/__init__.py": cudnn + anything,
+        }
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        environment = {name: value for name, value in os.environ.items() if name != "HANDLEPOOL_DRIVER"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    return run
+
+
+ASK = """
+    import handlepool
+    try:
+        handlepool.get_handle()
+    except handlepool.DriverNotAvailableError as error:
+        print(error)
+"""
+LIBRARY = "def backend_version():\n    return 91900\n\n"
+NO_LIBRARY = "def backend_version():\n    raise RuntimeError('Unable to find symbol cudnnGetVersion')\n\n"
+ONE_GPU = "def getDeviceCount():\n    return 1\n\n"
+NO_GPU = "def getDeviceCount():\n    return 0\n\n"
+NO_DRIVER = "def getDeviceCount():\n    raise CUDARuntimeError('cudaErrorInsufficientDriver')\n\n"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "cudnn", "problem"),
+    [
+        (NO_GPU, LIBRARY, "no NVIDIA GPU is visible"),
+        (NO_DRIVER, LIBRARY, "no usable NVIDIA GPU (cudaErrorInsufficientDriver)"),
+        (
+            ONE_GPU,
+            NO_LIBRARY,
+            "libcudnn was not found (Unable to find symbol cudnnGetVersion); install handlepool[cu12] or handlepool[cu13]",
+        ),
+    ],
+    ids=["no GPU", "no driver", "no libcudnn"],
+)
+def test_what_the_machine_lacks_is_said(with_stubs, runtime, cudnn, problem):
+    done = with_stubs(ASK, runtime=runtime, cudnn=cudnn)
+    assert done.stdout == (
+        f"the cuda driver (the default; HANDLEPOOL_DRIVER is not set) cannot run here: {problem}. "
+        "On a machine without a GPU, set HANDLEPOOL_DRIVER=host or pass driver='host'\n"
+    ), done.stderr
+
+
+def test_with_all_there_the_cuda_driver_is_taken(with_stubs):
+    program = """
+        import handlepool
+        print(handlepool.default_pool().driver.name)
+    """
+    done = with_stubs(program, runtime=ONE_GPU, cudnn=LIBRARY)
+    assert done.stdout == "cuda\n", done.stderr
+
+
+def test_the_cuda_driver_asked_for_without_a_visible_gpu_says_so():
+    pytest.importorskip("cupy")
+    pytest.importorskip("cuda.bindings")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HANDLEPOOL_DRIVER": "cuda"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(ASK)], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.startswith("the cuda driver (set by HANDLEPOOL_DRIVER) cannot run here: no "), done.stderr
+    assert done.stdout.endswith("set HANDLEPOOL_DRIVER=host or pass driver='host'\n")

@@ -1,0 +1,469 @@
+"""Guarantee 15: no deadlock, and regions compose; `with_state`, the one place with a lock; and what a region gives to its code."""
+
+import threading
+
+import pytest
+from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_starts
+
+import handlepool
+from handlepool import ParallelStates, StateBusyError, StateIndexError, regions
+
+
+class BranchError(Exception):
+    pass
+
+
+# Regions inside regions, with the order of all of them
+
+
+def branches(scene, x, y, value):
+    """Two nested branches over ``x``, into ``y``, which was made before them."""
+    with scene.states.fork() as fork:
+        fork.run(scene.put, y, lambda x: x + value, x)
+        fork.run(lambda: None)
+    scene.put(y, lambda y: y * 10, y)
+    return y
+
+
+def fork_in_a_branch(scene):
+    x, y, z = scene.array(1), scene.array(), scene.array()
+    with scene.states.fork() as fork:
+        fork.run(branches, scene, x, y, 1)
+        fork.run(branches, scene, x, z, 2)
+    return scene.read(y), scene.read(z)
+
+
+def map_in_a_map(scene):
+    x, outputs = scene.array(1), [[scene.array() for _ in range(3)] for _ in range(3)]
+
+    def inner(y, value):
+        return scene.put(y, lambda x: x + value, x)
+
+    scene.states.map(lambda row: scene.states.map(inner, row, range(3)), outputs)
+    return tuple(scene.read(y) for row in outputs for y in row)
+
+
+def fork_in_with_state(scene):
+    x, y = scene.array(1), scene.array()
+    scene.states.with_state(1, lambda state: branches(scene, x, y, 1))
+    return scene.read(y)
+
+
+def with_state_in_a_branch(scene):
+    x, y = scene.array(1), scene.array()
+
+    def branch():
+        scene.states.with_state(1, lambda state: scene.put(y, lambda x: x + 1, x))
+        scene.put(y, lambda y: y * 10, y)
+
+    with scene.states.fork() as fork:
+        fork.run(branch)
+    return scene.read(y)
+
+
+def with_state_in_with_state(scene):
+    x, y = scene.array(1), scene.array()
+
+    def outer(state):
+        scene.states.with_state(2, lambda state: scene.put(y, lambda x: x + 1, x))
+        scene.put(y, lambda y: y * 10, y)
+
+    scene.states.with_state(1, outer)
+    return scene.read(y)
+
+
+def graph_function_in_a_branch(scene):
+    x = scene.array(1)
+    with scene.states.fork() as fork:
+        (y,) = fork.run(scene.states.map, twice, [x])
+    return scene.read(y)
+
+
+@handlepool.graph
+def twice(g, x):
+    return g.add(x, x)
+
+
+NESTED = [
+    (fork_in_a_branch, (20, 30)),
+    (map_in_a_map, (1, 2, 3) * 3),
+    (fork_in_with_state, 20),
+    (with_state_in_a_branch, 20),
+    (with_state_in_with_state, 20),
+    (graph_function_in_a_branch, 2),
+]
+
+
+@pytest.mark.parametrize(("scenario", "expected"), NESTED, ids=lambda value: getattr(value, "__name__", ""))
+def test_g15_a_region_inside_a_region_is_ordered(scenario, expected):
+    assert set(over_seeds(scenario)) == {expected}
+
+
+@pytest.mark.parametrize("make", [without_starts, without_joins])
+@pytest.mark.parametrize(("scenario", "expected"), NESTED, ids=lambda value: getattr(value, "__name__", ""))
+def test_g15_control_a_region_inside_a_region_without_waits(scenario, expected, make):
+    assert any(result != expected for result in over_seeds(scenario, make=make))
+
+
+@pytest.mark.parametrize(("scenario", "expected"), NESTED, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_g15_a_region_inside_a_region_runs_inline_where_side_slots_are_short(scenario, expected, free):
+    def with_few(scene):
+        with ParallelStates(32, pool=scene.pool).fork() as hoard:
+            for _ in range(32 - free):
+                hoard.run(lambda: None)
+            return scenario(scene)
+
+    assert set(over_seeds(with_few, seeds=range(10))) == {expected}
+
+
+def test_g15_a_branch_and_the_branches_inside_it_have_side_streams_of_their_own():
+    with Scene() as scene:
+
+        def pointer():
+            return scene.driver.current_stream().ptr
+
+        def outer():
+            return [pointer(), *scene.states.map(lambda _: pointer(), range(4))]
+
+        with scene.states.fork() as fork:
+            pointers = fork.run(outer) + fork.run(outer)[:1]
+    assert len(set(pointers)) == 6
+    assert scene.stream.ptr not in pointers
+
+
+def test_g15_forks_forty_deep_have_right_results():
+    def scenario(scene):
+        def deeper(depth):
+            if depth:
+                with scene.states.fork() as fork:
+                    return fork.run(deeper, depth - 1)
+            return scene.array(7)
+
+        return scene.read(deeper(40))
+
+    assert set(over_seeds(scenario, seeds=range(20))) == {7}
+
+
+def test_g15_forks_may_be_left_in_another_order_than_they_were_entered():
+    def scenario(scene):
+        first, second = scene.states.fork(), scene.states.fork()
+        first.__enter__()
+        second.__enter__()
+        x, y = first.run(scene.array, 1), second.run(scene.array, 2)
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+        return scene.read(x), scene.read(y)
+
+    assert set(over_seeds(scenario)) == {(1, 2)}
+
+
+def test_g15_regions_of_two_pools_over_two_drivers_may_nest(make_driver):
+    with Scene() as outer, Scene() as inner:
+
+        def branch():
+            x = inner.array(1)
+            (y,) = inner.states.map(inner.plus, [x], [1])
+            return inner.read(y)
+
+        with outer.states.fork(stream=outer.stream) as fork:
+            assert fork.run(branch) == 2
+
+
+# No lock is held while user code runs
+
+
+def test_g15_a_branch_holds_up_no_other_thread(make_pool):
+    pool = make_pool()
+    states = ParallelStates(4, pool=pool)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def branch():
+        inside.set()
+        assert go_on.wait(TIMEOUT)
+
+    def work():
+        with pool.driver.create_stream():
+            states.map(branch_of_another, range(4))
+            pool.get_handle()
+            pool.get_workspace(100)
+            pool.stats()
+            pool.prewarm(states=2)
+            pool.trim()
+            states.with_state(0, lambda state: None)
+
+    def branch_of_another(_):
+        pool.get_workspace(10)
+
+    def hold():
+        with pool.driver.create_stream(), states.fork() as fork:
+            fork.run(branch)
+
+    holder = Thread(hold)
+    assert inside.wait(TIMEOUT)
+    Thread(work).finish()
+    go_on.set()
+    holder.finish()
+
+
+def test_g15_a_branch_may_wait_for_a_thread_that_forks(make_pool):
+    pool = make_pool()
+    states = ParallelStates(2, pool=pool)
+
+    def fork_elsewhere():
+        with pool.driver.create_stream():
+            return states.map(lambda value: value, range(3))
+
+    with pool.driver.create_stream():
+        assert states.map(lambda _: Thread(fork_elsewhere).finish(), range(3)) == [[0, 1, 2]] * 3
+
+
+# with_state: one lock for each index
+
+
+@pytest.mark.parametrize("index", [-1, 4, 33, "1", 1.0, None, True])
+def test_an_index_out_of_range_is_refused_before_anything_happens(index):
+    with Scene() as scene:
+        scene.driver.calls.clear()
+        with pytest.raises(StateIndexError, match=f"state {index!r} of 4.*0 to 3"):
+            scene.states.with_state(index, lambda state: pytest.fail("it ran"))
+        assert not scene.driver.calls["create_handle"] + scene.driver.calls["record_event"]
+        assert with_state_in_a_branch(scene) == 20
+
+
+def occupy(scene, index):
+    """A thread that holds a state until it is told to leave; told by the event."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold(state):
+        inside.set()
+        assert leave.wait(TIMEOUT)
+
+    def work():
+        with scene.driver.create_stream():
+            scene.states.with_state(index, hold)
+
+    thread = Thread(work)
+    assert inside.wait(TIMEOUT)
+    return thread, leave
+
+
+def test_g15_one_index_excludes_between_threads(make_driver):
+    with Scene(make_driver()) as scene:
+        inside, worst, guard = [], [], threading.Lock()
+
+        def enter(state):
+            with guard:
+                inside.append(state)
+                worst.append(len(inside))
+            scene.driver.use_handle(state.handle, lambda: None)
+            with guard:
+                inside.remove(state)
+
+        def work():
+            with scene.driver.create_stream():
+                for _ in range(30):
+                    scene.states.with_state(1, enter)
+
+        for thread in [Thread(work) for _ in range(4)]:
+            thread.finish()
+        assert max(worst) == 1
+        assert len(worst) == 120
+
+
+def test_g15_two_indices_do_not_exclude_each_other(make_driver):
+    with Scene(make_driver()) as scene:
+        meeting = threading.Barrier(4)
+
+        def work(index):
+            with scene.driver.create_stream():
+                return scene.states.with_state(index, lambda state: meeting.wait(TIMEOUT))
+
+        assert sorted(thread.finish() for thread in [Thread(work, index) for index in range(4)]) == [0, 1, 2, 3]
+
+
+def test_g15_one_index_of_two_devices_is_two_states(make_driver):
+    with Scene(make_driver()) as scene:
+        thread, leave = occupy(scene, 0)
+        with scene.driver.device(1):
+            assert scene.states.with_state(0, lambda state: state.device) == 1
+        leave.set()
+        thread.finish()
+
+
+def test_g15_a_busy_index_is_waited_for(make_driver):
+    with Scene(make_driver()) as scene:
+        thread, leave = occupy(scene, 2)
+        entered = threading.Event()
+
+        def work():
+            with scene.driver.create_stream():
+                return scene.states.with_state(2, lambda state: entered.set() or leave.is_set())
+
+        waiter = Thread(work)
+        assert not entered.is_set()
+        leave.set()
+        assert waiter.finish() is True
+        thread.finish()
+
+
+def test_g15_a_busy_index_is_an_error_for_a_thread_that_holds_a_state(make_driver):
+    with Scene(make_driver()) as scene:
+        thread, leave = occupy(scene, 2)
+
+        def work():
+            with scene.driver.create_stream():
+                scene.states.with_state(1, lambda state: scene.states.with_state(2, lambda state: None))
+
+        with pytest.raises(StateBusyError, match=r"state 2 is busy.*deadlock.*fork\(\)"):
+            Thread(work).finish()
+        leave.set()
+        thread.finish()
+
+
+def test_g15_a_thread_that_asks_for_its_own_index_again_is_told():
+    with Scene() as scene, pytest.raises(StateBusyError, match="state 1 is busy"):
+        scene.states.with_state(1, lambda state: scene.states.with_state(1, lambda state: None))
+
+
+def test_g15_a_state_held_in_one_parallel_states_counts_in_another(make_driver):
+    with Scene(make_driver()) as scene:
+        thread, leave = occupy(scene, 2)
+        others = ParallelStates(2, pool=scene.pool)
+        with pytest.raises(StateBusyError):
+            others.with_state(0, lambda state: scene.states.with_state(2, lambda state: None))
+        leave.set()
+        thread.finish()
+
+
+def test_g15_a_thread_that_holds_a_state_may_take_a_free_one():
+    with Scene() as scene:
+        assert scene.states.with_state(1, lambda state: scene.states.with_state(2, lambda state: "both")) == "both"
+
+
+def test_g15_two_threads_that_hold_a_state_each_and_ask_for_the_others_do_not_deadlock(make_driver):
+    with Scene(make_driver()) as scene:
+        meeting = threading.Barrier(2)
+
+        def work(mine, other):
+            def ask(state):
+                meeting.wait(TIMEOUT)
+                try:
+                    return scene.states.with_state(other, lambda state: "entered")
+                except StateBusyError:
+                    return "busy"
+                finally:
+                    meeting.wait(TIMEOUT)
+
+            with scene.driver.create_stream():
+                return scene.states.with_state(mine, ask)
+
+        threads = [Thread(work, 0, 1), Thread(work, 1, 0)]
+        assert [thread.finish() for thread in threads] == ["busy", "busy"]
+
+
+def test_g15_a_state_is_free_again_after_its_function_raised():
+    def fails(state):
+        raise BranchError
+
+    with Scene() as scene:
+        for _ in range(2):
+            with pytest.raises(BranchError):
+                scene.states.with_state(1, fails)
+        assert Thread(scene.states.with_state, 1, lambda state: "free").finish() == "free"
+        assert regions.thread.states_held == 0
+
+
+# What the function of with_state gets
+
+
+def test_with_state_gives_the_state_first_and_then_the_arguments():
+    with Scene() as scene:
+
+        def function(state, a, b, *, c):
+            assert state.handle.stream == state.stream.ptr == scene.driver.current_stream().ptr
+            assert state.device == 0
+            assert len(state.workspace(100)) == 100
+            return a, b, c
+
+        assert scene.states.with_state(1, function, 1, 2, c=3) == (1, 2, 3)
+
+
+def test_with_cudnn_state_takes_one_of_four_states_of_the_process(monkeypatch):
+    with Scene() as scene:
+        monkeypatch.setattr("handlepool.pool._default", scene.pool)
+        x, y = scene.array(1), scene.array()
+        handlepool.with_cudnn_state(3, lambda state, value: scene.put(y, lambda x: x + value, x), value=1)
+        assert scene.read(y) == 2
+        with pytest.raises(StateIndexError, match="state 4 of 4"):
+            handlepool.with_cudnn_state(4, lambda state: None)
+
+
+def test_g15_with_cudnn_state_excludes_from_its_first_use_on(monkeypatch):
+    with Scene() as scene:
+        monkeypatch.setattr("handlepool.pool._default", scene.pool)
+        made, meeting = [], threading.Barrier(4)
+
+        class Slow(ParallelStates):
+            def __init__(self, *args, **options):
+                meeting.wait(TIMEOUT)  # every thread has found that there are none
+                super().__init__(*args, **options)
+
+            def with_state(self, *args):
+                made.append(self)
+
+        monkeypatch.setattr(handlepool, "ParallelStates", Slow)
+        for thread in [Thread(handlepool.with_cudnn_state, 0, None) for _ in range(4)]:
+            thread.finish()
+        handlepool._states.pop(scene.pool)
+        assert len(made) == 4
+        assert len(set(map(id, made))) == 1
+
+
+# Library code in a region: the side slot's own handle and scratch
+
+
+@pytest.mark.parametrize("region", ["fork", "map", "with_state"])
+def test_g15_get_handle_and_get_workspace_in_a_region_give_the_side_slots_own(region):
+    with Scene() as scene:
+        pool, pointer = scene.pool, scene.driver.array_pointer
+        mine = pool.get_handle(), pointer(pool.get_workspace(1000))
+
+        def library(*_):
+            handle, scratch = pool.get_handle(), pool.get_workspace(1000)
+            assert handle.stream == scene.driver.current_stream().ptr
+            assert handle is pool.get_handle() is pool.slot().handle
+            return handle, pointer(scratch)
+
+        if region == "fork":
+            with scene.states.fork() as fork:
+                found = [fork.run(library) for _ in range(4)]
+        elif region == "map":
+            found = scene.states.map(library, range(4))
+        else:
+            found = [scene.states.with_state(1, library)]
+        assert len({id(handle) for handle, _ in [mine, *found]}) == len(found) + 1
+        assert len({scratch for _, scratch in [mine, *found]}) == len(found) + 1
+        assert (pool.get_handle(), pointer(pool.get_workspace(1000))) == mine
+
+
+def test_g15_an_inline_branch_has_the_callers_handle():
+    with Scene() as scene, ParallelStates(32, pool=scene.pool).fork() as hoard:
+        for _ in range(32):
+            hoard.run(lambda: None)
+        assert scene.states.map(lambda _: scene.pool.get_handle(), [0]) == [scene.pool.get_handle()]
+        assert scene.states.with_state(0, lambda state: state.handle) is scene.pool.get_handle()
+
+
+def test_g15_a_handle_that_a_branch_destroyed_is_replaced_for_the_next():
+    with Scene(count=1) as scene:
+        used = []
+
+        def branch():
+            used.append(scene.pool.get_handle())
+            scene.driver.use_handle(used[-1], lambda: None)
+            scene.driver.destroy_handle(used[-1])
+
+        scene.states.map(lambda _: branch(), range(2))
+        scene.states.map(lambda _: branch(), range(2))
+        assert len({id(handle) for handle in used}) == 4
