@@ -76,7 +76,6 @@ def conditions(driver: str) -> dict[str, Any]:
     if driver == "cuda":
         import cupy
 
-        found["packages"]["cupy"] = cupy.__version__
         found["cudnn"] = info.cudnn_backend()["version"]
         found["gpu"] = info.device_name(cupy.cuda.runtime.getDevice())
         found["cuda_driver"] = info.cuda_driver()

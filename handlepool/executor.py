@@ -125,13 +125,16 @@ class ParallelStateExecutor(Executor):
         task.region.keep_call(fn, args, kwargs)
         future: StreamFuture[T] = StreamFuture()
         future._task = task
+        # A list that the worker empties, since the frames of an error's traceback lead to the thread pool's own, which keeps what
+        # it was given: the error would keep itself, through the future, and the arguments.
+        call = [future, task, fn, args, kwargs]
         try:
-            inner = self._threads.submit(self._run, future, task, fn, args, kwargs)
+            inner = self._threads.submit(self._run, call)
         except RuntimeError:
             task.withdraw()
             raise
         # What happens to the inner future before it runs (shutdown, a failed initializer) happens to ours.
-        inner.add_done_callback(lambda ended: _pass_on(ended, future))
+        inner.add_done_callback(lambda ended: _pass_on(ended, call))
         settle(self._pending)
         return future
 
@@ -144,10 +147,10 @@ class ParallelStateExecutor(Executor):
         reference = resolve(driver)
         check_foreign(driver, reference)
         stream = reference.stream or driver.wrap_stream(reference.pointer, reference.owner)
-        # In a branch or a task: what the new task allocates comes from the outermost caller's arena all the same.
         outer = thread.region
-        home = outer.stream if outer is not None and outer.device == reference.device and outer.driver is driver else stream
-        if PER_THREAD_STREAM in (reference.pointer, home.ptr):
+        if outer is not None and (outer.device != reference.device or outer.driver is not driver):
+            outer = None
+        if reference.pointer == PER_THREAD_STREAM or (outer is not None and outer.stream.ptr == PER_THREAD_STREAM):
             raise ArgumentError(
                 "the current stream is the per-thread default stream, which is another stream in each thread, so a worker cannot "
                 "wait for it: submit inside `with cupy.cuda.Stream(non_blocking=True):`"
@@ -160,16 +163,13 @@ class ParallelStateExecutor(Executor):
         events = self._events.get(reference.device)
         if events is None:
             events = self._events.setdefault(reference.device, Events(driver))
-        return Task(pool.device(reference.device), stream, home, events)
+        return Task(pool.device(reference.device), stream, outer, events)
 
-    def _run(
-        self,
-        future: "StreamFuture[T]",
-        task: Task,
-        fn: Callable[..., T],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
+    def _run(self, call: list[Any]) -> None:
+        future: StreamFuture[Any]
+        task: Task
+        future, task, fn, args, kwargs = call
+        call.clear()
         try:
             if not future.set_running_or_notify_cancel():
                 task.withdraw()
@@ -234,8 +234,11 @@ class ParallelStateExecutor(Executor):
                 except Exception:  # as for a stream that is being captured: what the task holds is held until its end has passed
                     pass
                 parked.append(task)
-        for events in self._events.values():
+        for ordinal, events in self._events.items():
             events._settle()
+            if self._pool.closed:
+                with self._pool.on_device(ordinal):
+                    self._pool.device(ordinal).sides.drop_free()
 
     def __del__(self, _park: Callable[[Any], None] = parked.extend) -> None:
         _park(self._pending)
@@ -269,19 +272,23 @@ class _Leases(threading.local):
         self.by_device: dict[int, _Lease] = {}
 
 
-def _pass_on(inner: "Future[None]", outer: "StreamFuture[Any]") -> None:
-    if inner.cancelled():
-        if outer.cancel():
-            outer.set_running_or_notify_cancel()
-    elif (error := inner.exception()) is None or outer.done():
+def _pass_on(inner: "Future[None]", call: list[Any]) -> None:
+    """Pass on why a call will not run: it was cancelled by a shutdown, or the executor is broken."""
+    if not call:  # it ran
         return
-    else:
+    future: StreamFuture[Any]
+    task: Task
+    future, task, *_ = call
+    call.clear()
+    task.withdraw()
+    if inner.cancelled():
+        if future.cancel():
+            future.set_running_or_notify_cancel()
+    elif (error := inner.exception()) is not None:
         try:
-            outer.set_exception(error)
-        except InvalidStateError:  # cancelled just now
-            pass
-    if outer._task is not None:
-        outer._task.withdraw()
+            future.set_exception(error)
+        except InvalidStateError:  # cancelled before
+            future.set_running_or_notify_cancel()
 
 
 def _nothing(*_: Any) -> None:

@@ -183,8 +183,12 @@ class Fork:
         if self._pool._forked:  # the child of a process that forked in here: nothing is touched (guarantee 13)
             self._region.abandon()
             return
-        captured = pointer != LEGACY_STREAM and driver.capture_id(pointer) != 0
+        captured = False
         failure: BaseException | None = None
+        try:
+            captured = pointer != LEGACY_STREAM and driver.capture_id(pointer) != 0
+        except BaseException as trouble:
+            failure = trouble
         for slot in leased:
             try:
                 if captured and not driver.capture_id(slot.pointer):

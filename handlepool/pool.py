@@ -334,15 +334,18 @@ class HandlePool:
                 slot.end()
 
 
-_default: dict[str, HandlePool] = {}
+_default: HandlePool | None = None
+_default_lock = threading.Lock()
 
 
 def default_pool() -> HandlePool:
     """The pool that the module's functions and whatever is given no pool use; made when first asked for."""
-    pool = _default.get("pool")
-    if pool is None:  # `setdefault` is atomic, so threads that come here at once agree; a pool that was not used holds nothing
-        pool = _default.setdefault("pool", HandlePool())
-    return pool
+    global _default
+    if _default is None:
+        with _default_lock:
+            if _default is None:
+                _default = HandlePool()
+    return _default
 
 
 def current_pool() -> HandlePool:
@@ -355,6 +358,8 @@ _pools: "set[HandlePool]" = set()  # strong: a pool that nobody closed must not 
 
 
 def _after_fork() -> None:
+    global _default_lock
+    _default_lock = threading.Lock()  # another thread of the parent may have held it
     for pool in list(_pools):
         pool._disown()
 

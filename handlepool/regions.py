@@ -28,11 +28,15 @@ class Region:
         Whose allocator it replaces inside branches.
     stream : Stream
         The outermost caller's stream; arrays that branches make belong to its arena.
+    outer : Region, optional
+        Of the branch or task that a task was submitted from. It takes over what is let go of, since what a task made may be
+        read there after the task was joined.
     """
 
-    __slots__ = ("_allocator", "_kept", "device", "driver", "keep", "stream")
+    __slots__ = ("_allocator", "_kept", "_outer", "device", "driver", "keep", "stream")
 
-    def __init__(self, driver: Driver, stream: Stream) -> None:
+    def __init__(self, driver: Driver, stream: Stream, outer: "Region | None" = None) -> None:
+        self._outer = outer
         self._allocator: Any = None
         self._kept: list[object] = []
         self.driver = driver
@@ -61,6 +65,8 @@ class Region:
 
     def release(self) -> None:
         """Let go of everything; the outermost caller's stream waits for every branch by now."""
+        if self._outer is not None:
+            self._outer.keep(self._kept[:])
         self._kept.clear()
 
     def abandon(self) -> None:
@@ -112,12 +118,12 @@ def run_on(
         driver.use_stream(stream)
         return function(*args, **kwargs)
     finally:
-        if driver.current_device() != device:  # the function left another one current
-            driver.set_device(device)
-        driver.use_stream(previous)
         thread.region, thread.pool = outer, outer_pool
         if allocator is not _UNCHANGED:
             driver.swap_allocator(allocator)
+        if driver.current_device() != device:  # the function left another one current
+            driver.set_device(device)
+        driver.use_stream(previous)
 
 
 # Parking (guarantee 10): what a destructor or a thread's end leaves behind may not be given back there, since that calls CUDA.

@@ -53,19 +53,19 @@ class Task:
         The current device's.
     stream : Stream
         The submitter's, which the task starts after; kept, since nobody may record on a stream that was destroyed.
-    home : Stream
-        The outermost caller's, whose arena the task allocates from; the submitter's outside of branches and tasks.
+    outer : Region or None
+        Of the branch or task that submits: the new task allocates from the outermost caller's arena all the same.
     events : Events
         The device's.
     """
 
     __slots__ = ("_end", "_events", "_homes", "_joined", "_lock", "_start", "_users", "device", "region", "stream")
 
-    def __init__(self, device: DeviceSlots, stream: Any, home: Any, events: Events) -> None:
+    def __init__(self, device: DeviceSlots, stream: Any, outer: Region | None, events: Events) -> None:
         self.device = device
         self.stream = stream
-        self.region = Region(device.driver, home)
-        self._homes = {(device.device, stream.ptr), (device.device, home.ptr)}
+        self.region = Region(device.driver, stream if outer is None else outer.stream, outer)
+        self._homes = {(device.device, stream.ptr), (device.device, self.region.stream.ptr)}
         self._joined = False  # whether the streams of `_homes` wait for the end
         self._events = events
         self._lock = threading.Lock()  # guards the two events and the count of those who use the second
@@ -90,9 +90,15 @@ class Task:
 
     def finish(self, pointer: int) -> None:
         """The task's function has returned: its end is what its stream was given by now."""
+        driver = self.device.driver
         try:
+            if pointer != LEGACY_STREAM and driver.capture_id(pointer):
+                raise CaptureError(
+                    f"stream {pointer:#x}, which a task ran on, began to be captured meanwhile: nothing can wait for the task's "
+                    f"end. Begin a capture before tasks are submitted, or after their results"
+                )
             end = self._events.take()
-            self.device.driver.record_event(end, pointer)
+            driver.record_event(end, pointer)
         except BaseException:
             self.region.abandon()
             raise

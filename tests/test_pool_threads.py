@@ -10,6 +10,7 @@ import pytest
 from handlepool import ContractError, HandlePool, ParallelStates
 from handlepool.drivers.host import HostDriver
 from handlepool.sides import MOST_SIDE_SLOTS
+from handlepool.slots import Slot
 
 TIMEOUT = 60
 THREADS = 12
@@ -228,7 +229,6 @@ def test_g11_idle_slots_are_reused_last_in_first_out(make_pool, in_thread):
     del stream
     for _ in range(3):
         streams.pop(0)
-        gc.collect()
         pool.drain()
     fresh = [pool.driver.create_stream() for _ in range(3)]
     assert [pool.get_handle(stream) for stream in fresh] == handles[::-1]
@@ -259,7 +259,6 @@ def test_g11_a_slot_whose_thread_and_stream_have_both_ended_is_given_back_once(m
 
     stream = in_thread(use)
     del stream
-    gc.collect()
     pool.drain()
     assert (pool.stats()["handles_live"], pool.stats()["handles_idle"]) == (0, 1)
 
@@ -269,7 +268,6 @@ def test_g11_a_reused_handle_is_bound_anew_also_at_the_same_pointer(make_pool):
     stream = pool.driver.create_stream()
     handle, pointer = pool.get_handle(stream), stream.ptr
     del stream
-    gc.collect()
     stream = pool.driver.create_stream()
     assert stream.ptr == pointer
     assert pool.get_handle(stream) is handle
@@ -307,6 +305,39 @@ def test_g11_control_scratch_passed_on_without_the_order_is_corrupted_at_some_se
         passed_on = driver.scratch_array(driver.allocate(64), 64, None)
         found.append(read_back_after_reuse(driver, lambda s, passed_on=passed_on: passed_on, in_thread))
     assert any(values != {1} for values in found)
+
+
+def test_g11_scratch_is_freed_where_an_edge_would_touch_the_legacy_stream(make_pool, in_thread):
+    """An event recorded on it, or a wait of it, ends the capture of any blocking stream."""
+    for first, then in ((0, None), (None, 0)):
+        pool = make_pool()
+        streams = [pool.driver.create_stream() if pointer is None else pointer for pointer in (first, then)]
+        in_thread(pool.get_workspace, 1000, streams[0])
+        pool.driver.calls.clear()
+        pool.get_handle(streams[1])
+        assert pool.stats()["handles_reused"] == 1
+        assert pool.stats()["scratch_bytes"] == 0
+        assert not {"record_event", "wait_event"} & pool.driver.calls.keys()
+
+
+def test_g11_scratch_stays_with_a_handle_that_is_reused_on_the_same_stream(make_pool, in_thread):
+    pool = make_pool()
+    stream = pool.driver.create_stream()
+    for passed in (pool.driver.legacy_stream, stream):
+        address = in_thread(lambda passed=passed: pool.driver.array_pointer(pool.get_workspace(1000, passed)))
+        pool.driver.calls.clear()
+        assert pool.driver.array_pointer(pool.get_workspace(1000, passed)) == address
+        assert not {"record_event", "wait_event", "free"} & pool.driver.calls.keys()
+
+
+def test_g11_many_short_streams_of_one_thread_leave_nothing_behind(make_pool):
+    pool = make_pool()
+    for _ in range(300):
+        with pool.driver.create_stream():
+            pool.get_handle()
+    assert pool.stats()["handles_created"] <= 2
+    gc.collect()
+    assert sum(isinstance(thing, Slot) and thing.pool is pool for thing in gc.get_objects()) < 50
 
 
 def test_g11_many_short_threads_cost_one_handle(make_pool, in_thread):

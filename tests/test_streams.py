@@ -1,8 +1,9 @@
 """Streams as keys: an identity, not an address. Guarantee 4."""
 
-import gc
+import threading
 
 import pytest
+from uses import FOREIGN, Foreign
 
 from handlepool import CaptureError, ContractError
 from handlepool.streams import resolve
@@ -11,23 +12,7 @@ from handlepool.threads import MOST_FOREIGN_STREAMS
 SEEDS = range(60)
 
 
-class Foreign:
-    """Another library's stream."""
-
-    def __init__(self, pointer):
-        self.pointer = pointer
-
-    def __cuda_stream__(self):
-        return 0, self.pointer
-
-
-KINDS = {
-    "owned": lambda driver, stream: stream,
-    "pointer": lambda driver, stream: stream.ptr,
-    "wrapper": lambda driver, stream: driver.wrap_stream(stream.ptr, None),
-    "protocol": lambda driver, stream: Foreign(stream.ptr),
-}
-NOT_OWNED = [kind for kind in KINDS if kind != "owned"]
+KINDS = {"owned": lambda driver, stream: stream, **FOREIGN}
 
 
 def recycled(driver, use):
@@ -36,7 +21,6 @@ def recycled(driver, use):
     pointer, identity = stream.ptr, driver.stream_id(stream.ptr)
     use(stream)
     del stream
-    gc.collect()
     new = driver.create_stream()
     assert new.ptr == pointer  # as the CUDA driver does
     assert driver.stream_id(new.ptr) != identity
@@ -168,7 +152,7 @@ def test_g4_streams_that_are_equal_by_pointer_are_told_apart(make_pool):
 def test_g4_all_foreign_forms_of_a_live_stream_share_a_slot(make_pool):
     pool = make_pool()
     stream = pool.driver.create_stream()
-    assert len({pool.slot(KINDS[kind](pool.driver, stream)) for kind in NOT_OWNED}) == 1
+    assert len({pool.slot(KINDS[kind](pool.driver, stream)) for kind in FOREIGN}) == 1
 
 
 def test_g4_the_slot_of_an_owned_stream_ends_with_the_stream(make_pool):
@@ -193,7 +177,7 @@ def test_g4_the_pool_keeps_no_stream_alive(make_pool):
         pool.driver.stream_id(pointer)
 
 
-@pytest.mark.parametrize("kind", NOT_OWNED)
+@pytest.mark.parametrize("kind", FOREIGN)
 def test_g4_keys_of_bare_pointers_are_bounded_least_recently_used_out_first(make_pool, kind):
     pool = make_pool()
     streams = [pool.driver.create_stream() for _ in range(MOST_FOREIGN_STREAMS + 1)]
@@ -249,7 +233,6 @@ def test_g4_every_form_of_a_default_stream_is_one_key(make_pool, pointers, name)
 def test_g4_a_default_stream_asked_for_by_its_pointer_first_is_kept(make_pool, in_thread, pointer):
     pool = make_pool()
     handle = pool.get_handle(pointer)
-    gc.collect()
     assert in_thread(pool.get_handle, pointer) is not handle
     assert pool.get_handle(pointer) is handle
 
@@ -277,8 +260,6 @@ def test_g4_the_per_thread_default_stream_is_another_in_each_thread(make_pool, i
 
 def test_g4_scratch_of_a_dead_threads_per_thread_stream_is_not_passed_on(make_pool):
     """The pointer is the same in each thread and the stream is not, so the dead thread's may still be running."""
-    import threading
-
     pool = make_pool()
     release = threading.Event()
     held = []
@@ -304,7 +285,7 @@ def test_g4_scratch_of_a_dead_threads_per_thread_stream_is_not_passed_on(make_po
 # Captures
 
 
-@pytest.mark.parametrize("kind", NOT_OWNED)
+@pytest.mark.parametrize("kind", FOREIGN)
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 def test_g4_the_id_of_a_capturing_stream_is_never_read(make_pool, kind, mode):
     pool = make_pool()

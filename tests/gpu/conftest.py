@@ -161,7 +161,7 @@ class Latch:
 
 
 @pytest.fixture
-def latch(request, pool, stream, kernels):
+def latch(pool, stream, kernels):
     """A `Latch`, released before the pool and the stream are torn down. The pool has what the test will need: whatever is made
     or loaded while a stream is held back may wait for it."""
     pool.prewarm(states=4, workspace=1 << 20)

@@ -144,6 +144,31 @@ def test_g3_the_callers_stream_is_restored_after_a_branch(pool, stream):
     assert cupy.cuda.get_current_stream() is stream
 
 
+@pytest.mark.parametrize("caller_entered", [True, False])
+def test_g3_a_with_statement_in_a_branch_comes_back_to_the_branchs_stream(pool, stream, caller_entered):
+    caller, other = stream, cupy.cuda.Stream(non_blocking=True)
+    if not caller_entered:
+        caller = cupy.cuda.Stream(non_blocking=True)
+        caller.use()
+
+    def branch(*_):
+        before = cupy.cuda.get_current_stream()
+        with other:
+            assert cupy.cuda.get_current_stream() is other
+        return before is not caller and cupy.cuda.get_current_stream() is before
+
+    states = ParallelStates(2, pool=pool)
+    try:
+        assert all(states.map(branch, range(4)))
+        assert states.with_state(0, branch)
+        assert states.map(lambda _: all(states.map(branch, range(2))) and branch(), range(2)) == [True, True]
+        with ParallelStateExecutor(1, pool=pool) as executor:
+            assert executor.submit(branch).result()
+        assert cupy.cuda.get_current_stream() is caller
+    finally:
+        stream.use()
+
+
 def test_g3_everything_of_a_slot_is_on_the_current_device(pool, stream):
     device = cupy.cuda.runtime.getDevice()
     memory = pool.get_workspace(1000)

@@ -6,6 +6,7 @@ the stream's queue and appends to a deque, and takes no lock (G10).
 
 import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,9 @@ class Stream:
         """Set if the stream's life is this object's."""
         self._owner = owner
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` itself is None by then
         queue = self._queue
-        if queue is not None and not sys.is_finalizing():
+        if queue is not None and not is_finalizing():
             self._table.retire(queue)
 
     def __cuda_stream__(self) -> tuple[int, int]:

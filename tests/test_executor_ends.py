@@ -1,0 +1,456 @@
+"""The executor's ends: shutdown; threads, events and handles given back (guarantee 11); memory kept and released (guarantee 8)."""
+
+import concurrent.futures
+import gc
+import threading
+import weakref
+from concurrent.futures import CancelledError
+from concurrent.futures.thread import BrokenThreadPool
+
+import pytest
+from scenes import TIMEOUT, Scene, over_seeds
+
+from handlepool import ParallelStateExecutor, regions
+
+
+class Held:
+    """Something that takes weak references."""
+
+
+class TaskError(Exception):
+    pass
+
+
+@pytest.fixture
+def scene(make_driver):
+    with Scene(make_driver()) as scene:
+        yield scene
+
+
+def returned(*futures):
+    """Wait until the functions have returned."""
+    assert not concurrent.futures.wait(futures, TIMEOUT).not_done
+
+
+def busy(executor):
+    """Occupy the one worker of an executor until the event that is returned is set."""
+    started, go_on = threading.Event(), threading.Event()
+    executor.submit(lambda: started.set() or go_on.wait(TIMEOUT))
+    assert started.wait(TIMEOUT)
+    return go_on
+
+
+# Shutdown
+
+
+def test_shutdown_waits_for_tasks_that_wait(scene):
+    executor = ParallelStateExecutor(1, pool=scene.pool)
+    futures = [executor.submit(lambda value=value: value) for value in range(5)]
+    executor.shutdown()
+    assert all(future.done() for future in futures)
+    assert [future.result() for future in futures] == list(range(5))
+
+
+def test_shutdown_without_wait_returns_and_the_tasks_run(scene):
+    executor = ParallelStateExecutor(1, pool=scene.pool)
+    go_on = busy(executor)
+    waiting = executor.submit(scene.array, 7)
+    executor.shutdown(wait=False)
+    assert not waiting.done()
+    go_on.set()
+    assert scene.read(waiting.result(TIMEOUT)) == 7
+
+
+def test_shutdown_may_cancel_tasks_that_wait(scene):
+    executor = ParallelStateExecutor(1, pool=scene.pool)
+    go_on = busy(executor)
+    waiting = [executor.submit(pytest.fail, "it ran") for _ in range(3)]
+    executor.shutdown(wait=False, cancel_futures=True)
+    go_on.set()
+    returned(*waiting)
+    for future in waiting:
+        assert future.cancelled()
+        with pytest.raises(CancelledError):
+            future.result(TIMEOUT)
+    executor.shutdown()
+
+
+def test_shutdown_cancels_a_task_that_was_cancelled_already(scene):
+    executor = ParallelStateExecutor(1, pool=scene.pool)
+    go_on = busy(executor)
+    waiting = executor.submit(pytest.fail, "it ran")
+    assert waiting.cancel()
+    executor.shutdown(wait=False, cancel_futures=True)
+    go_on.set()
+    executor.shutdown()
+    returned(waiting)
+
+
+def test_shutdown_twice_is_no_error(scene):
+    executor = ParallelStateExecutor(2, pool=scene.pool)
+    executor.submit(lambda: None)
+    executor.shutdown()
+    executor.shutdown()
+
+
+def test_submit_after_shutdown_is_refused_and_loses_no_event(scene):
+    executor = ParallelStateExecutor(1, pool=scene.pool)
+    executor.shutdown()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            executor.submit(pytest.fail, "it ran")
+    del executor
+    gc.collect()
+    regions.settle()
+    assert scene.driver.calls["create_event"] == scene.driver.calls["destroy_event"]
+
+
+def test_the_context_manager_shuts_down(scene):
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        future = executor.submit(scene.array, 7)
+    assert future.done()
+    with pytest.raises(RuntimeError):
+        executor.submit(pytest.fail, "it ran")
+    assert scene.read(future.result()) == 7
+
+
+def nobody_asks(scene):
+    y = scene.array()
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        executor.submit(scene.put, y, lambda: 3)
+    return scene.read(y)
+
+
+def test_g6_after_the_shutdown_the_submitters_stream_waits_for_tasks_that_nobody_asked():
+    assert set(over_seeds(nobody_asks)) == {3}
+
+
+def test_g6_control_a_shutdown_without_the_join():
+    def make(scene):
+        scene.driver.leave_out = lambda pointer: pointer == scene.stream.ptr
+
+    assert len(set(map(str, over_seeds(nobody_asks, make=make)))) > 1
+
+
+def test_shutdown_does_not_wait_for_the_device(scene):
+    latches = []
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        executor.submit(lambda: latches.append(scene.driver.latch(scene.driver.current_stream().ptr)))
+    assert not latches[0].passed
+    latches[0].release()
+
+
+def test_g9_shutdown_while_the_submitters_stream_is_captured_leaves_the_capture_alone(scene):
+    latches = []
+    executor = ParallelStateExecutor(1, pool=scene.pool)
+    returned(executor.submit(lambda: latches.append(scene.driver.latch(scene.driver.current_stream().ptr))))
+    scene.stream.begin_capture()
+    executor.shutdown()
+    scene.stream.end_capture()
+    latches[0].release()
+
+
+# Threads
+
+
+def test_threads_are_named_and_initialised(scene):
+    seen = []
+    with ParallelStateExecutor(
+        1, pool=scene.pool, thread_name_prefix="convolver", initializer=seen.append, initargs=("ready",)
+    ) as executor:
+        name = executor.submit(lambda: threading.current_thread().name).result(TIMEOUT)
+    assert name.startswith("convolver")
+    assert seen == ["ready"]
+
+
+def test_an_initializer_that_fails_breaks_the_executor(scene, caplog):
+    def initializer():
+        assert go_on.wait(TIMEOUT)
+        raise TaskError("not today")
+
+    go_on = threading.Event()
+    executor = ParallelStateExecutor(1, pool=scene.pool, initializer=initializer)
+    waiting = [executor.submit(pytest.fail, "it ran") for _ in range(3)]
+    go_on.set()
+    for future in waiting:
+        with pytest.raises(BrokenThreadPool):
+            future.result(TIMEOUT)
+    with pytest.raises(BrokenThreadPool):
+        executor.submit(pytest.fail, "it ran")
+    executor.shutdown()
+    assert "not today" in caplog.text
+    assert scene.driver.calls["create_event"] == scene.driver.calls["destroy_event"]
+
+
+# Handles and events go back
+
+
+def leases(scene):
+    return scene.pool.stats()["handles_leased"]
+
+
+def test_g11_side_slots_go_back_with_the_workers(scene):
+    with ParallelStateExecutor(3, pool=scene.pool) as executor:
+        meeting = threading.Barrier(3)
+        returned(*[executor.submit(meeting.wait, TIMEOUT) for _ in range(3)])
+        assert leases(scene) == 3
+    assert leases(scene) == 0
+
+
+def test_g11_side_slots_go_back_after_a_shutdown_without_wait(scene):
+    executor = ParallelStateExecutor(2, pool=scene.pool)
+    returned(executor.submit(lambda: None))
+    executor.shutdown(wait=False)
+    executor.shutdown()  # to know that the threads have ended
+    assert leases(scene) == 0
+
+
+def test_g11_an_executor_that_is_dropped_gives_everything_back(scene):
+    executor = ParallelStateExecutor(2, pool=scene.pool)
+    meeting = threading.Barrier(2)
+    returned(*[executor.submit(meeting.wait, TIMEOUT) for _ in range(2)])
+    workers = list(executor._threads._threads)
+    del executor
+    gc.collect()
+    for worker in workers:
+        worker.join(TIMEOUT)
+    assert leases(scene) == 0
+
+
+def test_g11_executors_one_after_another_make_no_more_handles_than_one(scene):
+    for _ in range(20):
+        with ParallelStateExecutor(2, pool=scene.pool) as executor:
+            meeting = threading.Barrier(2)
+            returned(*[executor.submit(meeting.wait, TIMEOUT) for _ in range(2)])
+    assert scene.pool.stats()["handles_created"] == 2
+
+
+def test_events_are_reused(scene):
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        for _ in range(200):
+            executor.submit(lambda: None).synchronize(TIMEOUT)
+        assert scene.driver.calls["create_event"] < 20
+
+
+def test_every_event_is_destroyed_in_the_end(scene):
+    with ParallelStateExecutor(3, pool=scene.pool) as executor:
+        futures = [executor.submit(scene.array, value) for value in range(50)]
+        assert [scene.read(future.result(TIMEOUT)) for future in futures] == list(range(50))
+        executor.submit(scene.array, 1)
+        scene.stream.synchronize()
+    scene.stream.synchronize()
+    for _ in range(10):  # what was parked is settled a few at a time
+        regions.settle()
+    scene.pool.close()
+    assert scene.driver.calls["create_event"] == scene.driver.calls["destroy_event"]
+
+
+def test_g10_dropping_an_executor_makes_no_driver_call(scene):
+    executor = ParallelStateExecutor(1, pool=scene.pool)
+    latches = []
+    returned(executor.submit(lambda: latches.append(scene.driver.latch(scene.driver.current_stream().ptr))))
+    workers = list(executor._threads._threads)
+    scene.driver.calls.clear()
+    del executor
+    for worker in workers:
+        worker.join(TIMEOUT)
+    calls = {name for name, count in scene.driver.calls.items() if count}
+    assert calls <= {"relaxed", "event_done"}  # of the worker, at the end of its task
+    latches[0].release()
+
+
+# Memory is kept to a join, or until the task's end has passed
+
+
+def held_back(scene, latches, y, x):
+    latches.append(scene.driver.latch(scene.driver.current_stream().ptr))
+    return scene.put(y, lambda x: x + 1, x)
+
+
+def an_argument_is_dropped(scene, latch=True):
+    y, x = scene.array(), scene.array(1)
+    scene.stream.synchronize()
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        latches = []
+        future = executor.submit(held_back, scene, latches, y, x)
+        returned(future)
+        del x
+        scene.put(scene.array(), lambda: 100)  # takes its block, if that was freed
+        scene.stream.synchronize()
+        latches[0].release()
+        future.result(TIMEOUT)
+        return scene.read(y)
+
+
+def test_g8_a_tasks_arguments_are_kept(scene):
+    assert an_argument_is_dropped(scene) == 2
+
+
+def test_g8_control_a_tasks_arguments_that_are_not_kept(scene, monkeypatch):
+    monkeypatch.setattr(regions.Region, "keep_call", lambda *_: None)
+    assert an_argument_is_dropped(scene) == 101
+
+
+def a_dropped_executor(scene, *, parks):
+    """Nobody asks, and the executor is dropped, while the device still reads the task's argument."""
+    y, x = scene.array(), scene.array(1)
+    scene.stream.synchronize()
+    executor = ParallelStateExecutor(1, pool=scene.pool)
+    latches = []
+    returned(executor.submit(held_back, scene, latches, y, x))
+    workers = list(executor._threads._threads)
+    if not parks:
+        executor._pending.clear()
+    del x, executor
+    gc.collect()
+    for worker in workers:
+        worker.join(TIMEOUT)
+    scene.put(scene.array(), lambda: 100)
+    scene.stream.synchronize()
+    latches[0].release()
+    scene.pool.device(0).sides.free[0].side_stream.synchronize()
+    return scene.read(y)
+
+
+def test_g8_what_a_task_reads_outlives_a_dropped_executor(scene):
+    assert a_dropped_executor(scene, parks=True) == 2
+
+
+def test_g8_control_a_dropped_executor_that_parks_nothing(scene):
+    assert a_dropped_executor(scene, parks=False) == 101
+
+
+def dies(scene, use):
+    """Whether something that a task was given is gone after ``use(executor, future)``, and was not before."""
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        thing, latches = Held(), []
+        gone = weakref.ref(thing)
+
+        def task(thing):
+            latches.append(scene.driver.latch(scene.driver.current_stream().ptr))
+
+        future = executor.submit(task, thing)
+        del thing
+        returned(future)
+        gc.collect()
+        assert gone() is not None
+        use(executor, future, latches[0])
+        latches[0].release()
+        return gone() is None
+
+
+def test_g8_a_join_releases_what_was_kept(scene):
+    assert dies(scene, lambda executor, future, latch: future.result(TIMEOUT))
+
+
+def test_g8_control_what_was_kept_lives_without_a_join(scene):
+    assert not dies(scene, lambda executor, future, latch: None)
+
+
+def test_g8_for_a_future_that_nobody_asked_the_end_event_releases_at_the_next_task(scene):
+    def use(executor, future, latch):
+        latch.release()
+        scene.driver.synchronize_event(future._task._end)
+        executor.submit(lambda: None)
+
+    assert dies(scene, use)
+
+
+def test_g8_before_the_end_event_the_next_task_releases_nothing(scene):
+    assert not dies(scene, lambda executor, future, latch: executor.submit(lambda: None))
+
+
+def test_g8_shutdown_joins_and_releases(scene):
+    assert dies(scene, lambda executor, future, latch: executor.shutdown())
+
+
+def test_g8_an_error_that_was_raised_keeps_no_argument_alive(scene):
+    def task(thing):
+        raise TaskError
+
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        thing = Held()
+        gone = weakref.ref(thing)
+        future = executor.submit(task, thing)
+        del thing
+        gc.disable()
+        try:
+            with pytest.raises(TaskError):
+                future.result(TIMEOUT)
+            assert executor.submit(lambda: "the worker is past it").result(TIMEOUT)
+            future.exception().__traceback__ = None
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+def test_g8_a_future_and_its_error_are_no_reference_cycle(scene):
+    def task():
+        raise TaskError
+
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        future = executor.submit(task)
+        gone = weakref.ref(future)
+        gc.disable()
+        try:
+            with pytest.raises(TaskError):
+                future.result(TIMEOUT)
+            assert executor.submit(lambda: "the worker is past it").result(TIMEOUT)
+            executor.submit(lambda: None).synchronize(TIMEOUT)
+            del future
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+def test_g8_a_cancelled_task_releases_what_it_was_given(scene):
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        go_on = busy(executor)
+        thing = Held()
+        gone = weakref.ref(thing)
+        future = executor.submit(pytest.fail, thing)
+        del thing
+        assert future.cancel()
+        del future
+        go_on.set()
+        executor.submit(lambda: None).synchronize(TIMEOUT)
+        assert gone() is None
+
+
+def test_g8_the_submitters_stream_may_be_dropped_while_a_task_waits():
+    def scenario(scene):
+        with ParallelStateExecutor(1, pool=scene.pool) as executor:
+            go_on = busy(executor)
+            stream = scene.driver.create_stream()
+            with stream:
+                x = scene.array(1)
+                future = executor.submit(scene.plus, x, 1)
+            gone = weakref.ref(stream)
+            del stream
+            assert gone() is not None
+            go_on.set()
+            return scene.read(future.result(TIMEOUT))
+
+    assert set(over_seeds(scenario)) == {2}
+
+
+def outputs_of_a_subtask(scene):
+    """A branch reads, by queued work, what a task made that it submitted, and drops it; the next branch allocates."""
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        outputs = [scene.array() for _ in range(3)]
+
+        def branch(y, value):
+            made = executor.submit(scene.array, value).result(TIMEOUT)
+            scene.put(y, lambda x: x + 1, made)
+
+        scene.states.map(branch, outputs, range(3))
+        return tuple(scene.read(y) for y in outputs)
+
+
+def test_g8_what_a_task_made_for_a_branch_is_kept_to_the_branches_join():
+    assert set(over_seeds(outputs_of_a_subtask)) == {(1, 2, 3)}
+
+
+def test_g8_control_a_task_whose_memory_goes_back_when_the_branch_asked_for_its_result(monkeypatch):
+    monkeypatch.setattr(regions.Region, "release", lambda region: region._kept.clear())
+    assert len(set(map(str, over_seeds(outputs_of_a_subtask)))) > 1
