@@ -28,7 +28,6 @@ class Fork:
     """
 
     __slots__ = (
-        "__weakref__",
         "_count",
         "_device",
         "_driver",

@@ -1,95 +1,151 @@
 """Graph functions: Python functions that build a cuDNN graph, compiled once per geometry, callable from any thread and stream."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from functools import update_wrapper
 from typing import Any
 
-import numpy as np
-
-from handlepool.devices import DeviceSlots
-from handlepool.drivers import frontend
-from handlepool.drivers.base import Driver, check_operands
-from handlepool.errors import ArgumentError
-from handlepool.inference import axis_order, dense_strides, infer
-from handlepool.plans import Layout, Plan
+from handlepool.building import build
+from handlepool.calls import GraphCall, check_apart, check_arrays, check_hashable
+from handlepool.drafts import Request
+from handlepool.drivers.base import check_operands
+from handlepool.errors import ArgumentError, ArrayTypeError
+from handlepool.layouts import Layout
+from handlepool.plans import Plan
 from handlepool.pool import HandlePool, current_pool
-from handlepool.slots import Slot
+from handlepool.recipes import Recipe, Signature, as_references
+from handlepool.settings import Settings, normalise
 
-COMPILE_SETTINGS = ("workspace_limit", "allow_tf32", "deterministic", "heuristics")
-GRAPH_SETTINGS = ("name", "io_dtype", "intermediate_dtype", "compute_dtype")
-
-Settings = tuple[tuple[str, Any], ...]
-
-
-class GraphCall:
-    """A call of a graph function with its outputs allocated, to be launched on a slot."""
-
-    __slots__ = ("_pool", "operands", "plan", "result")
-
-    def __init__(self, pool: HandlePool, plan: Plan, operands: tuple[Any, ...], result: Any) -> None:
-        self._pool = pool
-        self.plan = plan
-        self.operands = operands
-        self.result = result
-
-    def launch(self, slot: Slot) -> Any:
-        """Enqueue on the slot's stream, and return the outputs."""
-        handle = slot.handle
-        if handle.stream is not slot.pointer:
-            handle = self._pool.sound(slot).handle
-        executable = self.plan.executable
-        executable.launch(handle, self.operands, slot.reserve(executable.workspace_size), slot.buffer)
-        return self.result
+MOST_VARIANTS = 64
+"""Variants of a graph function, by settings, that keep their plans from call to call."""
 
 
 class GraphFunction:
-    """A function ``f(g, *tensors, **options)`` that builds with a `cudnn.pygraph`, as a callable over arrays.
-
-    Positional arguments are arrays, keyword arguments are the function's own, static, hashable, and a part of the plan's key;
-    ``out`` alone is ours. Compiled once for (device, each array's shape, strides and type, options); launched on the current
-    stream with this thread's handle and scratch, from any thread.
+    """A function ``f(g, *tensors, **options)`` that builds with a `cudnn.pygraph`, as a callable over arrays. See `graph`.
 
     Parameters
     ----------
     function : callable
-        Returns the graph tensor, or the tuple of graph tensors, to output. It may be called by several threads at a time.
+        May be called by several threads at a time, and twice for one plan.
+    inputs, outputs : list of reference, optional
+        As in `graph`.
     check : callable, optional
-        ``check(arrays, outs, **options)`` is called before a build, to raise what the graph could not say as clearly.
+        ``check(layouts, outs, **options)`` is called before a build, to raise what the graph could not say as clearly.
     elementwise : bool
         Whether the graph knows no axes: arrays of any shape and layout, without gaps and alike, are declared as two axes that
         cuDNN takes. (It takes a pointwise operation alone for channels-last arrays only.)
     **settings
-        ``name``, ``io_dtype``, ``intermediate_dtype``, ``compute_dtype``, ``workspace_limit`` (bytes), ``allow_tf32``,
-        ``deterministic``, ``heuristics`` (names of cuDNN's modes).
+        As in `graph`.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         *,
+        inputs: Any = None,
+        outputs: Any = None,
         check: Callable[..., None] | None = None,
         elementwise: bool = False,
         **settings: Any,
     ) -> None:
-        unknown = settings.keys() - {*COMPILE_SETTINGS, *GRAPH_SETTINGS}
-        if unknown:
-            known = ", ".join((*GRAPH_SETTINGS, *COMPILE_SETTINGS))
-            raise ArgumentError(f"no setting is named {', '.join(sorted(unknown))}; the settings are {known}")
-        self.function = function
-        self._check = check
-        self._elementwise = elementwise
-        self._settings: Settings = tuple(sorted(settings.items()))
-        self._name = str(settings.get("name") or getattr(function, "__name__", "graph"))
-        update_wrapper(self, function)
+        checked = normalise(settings)
+        name = str(dict(checked).get("name") or getattr(function, "__name__", "graph"))
+        self._become(
+            Recipe(
+                name,
+                function,
+                Signature.of(function),
+                as_references("inputs", inputs),
+                as_references("outputs", outputs),
+                checked,
+                check,
+                elementwise,
+            )
+        )
+        self._root: GraphFunction = self
+        self._variants: dict[Settings, GraphFunction] = {checked: self}
+
+    def _become(self, recipe: Recipe) -> None:
+        update_wrapper(self, recipe.function)
+        self._recipe = recipe
+        self._name = recipe.name
 
     def __repr__(self) -> str:
-        return f"<GraphFunction {self._name}>"
+        settings = "".join(f", {name}={value}" for name, value in self._recipe.settings if name != "name")
+        return f"<GraphFunction {self._name}{settings}>"
+
+    # Calls
 
     def __call__(self, *arrays: Any, out: Any = None, **options: Any) -> Any:
-        """Launch on the current stream; returns the output, or the tuple of outputs."""
+        """Launch on the current stream.
+
+        Parameters
+        ----------
+        *arrays : array
+            One for each tensor parameter, or for each of ``inputs=``, in that order.
+        out : array or tuple of array, optional
+            Where the outputs go, all of them; their strides decide how they lie. New arrays otherwise.
+        **options
+            The function's own keyword arguments: static, hashable, a part of what a plan is compiled for.
+
+        Returns
+        -------
+        array or tuple of array
+            ``out``, or new arrays, ready on the current stream.
+
+        Raises
+        ------
+        ArgumentError, ArrayTypeError, DeviceMismatchError
+            For what no call could succeed with, before anything is launched.
+        GraphNotSupportedError
+            When cuDNN has no plan.
+        """
         pool = current_pool()
         return self.prepare(pool, arrays, out, options).launch(pool.slot())
+
+    def run(self, arrays: MutableMapping[Any, Any], /, **options: Any) -> MutableMapping[Any, Any]:
+        """Launch on the current stream with arrays by reference, outputs among them.
+
+        Parameters
+        ----------
+        arrays : dict
+            By reference (see `graph`): an array for each input, and for outputs that are to be written where the caller says.
+        **options
+            As in a call.
+
+        Returns
+        -------
+        dict
+            ``arrays`` itself, with the outputs that it did not have: under their reference in ``outputs=``, else the name that
+            was set, else ``node::port``.
+
+        Raises
+        ------
+        ArgumentError
+            For a reference that means no tensor or several, two arrays for one tensor, an input without an array; and all that a
+            call raises.
+        """
+        pool = current_pool()
+        try:
+            references, given = tuple(arrays), tuple(arrays.values())
+        except (AttributeError, TypeError):
+            raise ArgumentError(f"{self._name}.run takes a dictionary of arrays by reference, not {arrays!r}") from None
+        plan = self.plan(pool, given, (), options, (), references)
+        empty = pool.driver.empty
+        inputs, places = len(plan.inputs), plan.places
+        outs = tuple(
+            [
+                empty(layout.shape, layout.strides, layout.dtype) if place < 0 else given[place]
+                for place, layout in zip(places[inputs:], plan.outputs, strict=True)
+            ]
+        )
+        operands = tuple([given[place] for place in places[:inputs]])
+        check_apart(self._name, pool.driver, plan, operands, outs)
+        GraphCall(pool, plan, operands + outs, None).launch(pool.slot())
+        for key, place, out in zip(plan.keys, places[inputs:], outs, strict=True):
+            if place < 0:
+                arrays[key] = out
+        return arrays
 
     def __handlepool_prepare__(self, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall:
         """What a fork calls before it starts the branch."""
@@ -107,9 +163,10 @@ class GraphFunction:
             return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made)
         outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         plan = self.plan(pool, arrays, outs, options, settings)
-        if not plan.in_place:
-            _check_apart(self._name, pool.driver, plan, arrays, outs)
+        check_apart(self._name, pool.driver, plan, arrays, outs)
         return GraphCall(pool, plan, arrays + outs, out)
+
+    # Plans
 
     def plan(
         self,
@@ -118,6 +175,7 @@ class GraphFunction:
         outs: tuple[Any, ...],
         options: dict[str, Any],
         settings: Settings = (),
+        references: tuple[Any, ...] | None = None,
     ) -> Plan:
         """The plan for these arrays, built when there is none yet."""
         driver = pool.driver
@@ -129,77 +187,148 @@ class GraphFunction:
                 tuple([(array.shape, array.strides, array.dtype) for array in outs]),
                 frozenset(options.items()) if options else None,
                 settings,
+                references,
             )
             plan = pool.plans.get(device, key)
         except AttributeError:
-            _check_arrays(self._name, driver, device, arrays + outs)
+            check_arrays(self._name, driver, device, arrays + outs)
             raise
         except TypeError:
-            for name, value in options.items():
-                _check_hashable(self._name, name, value)
+            check_hashable(self._name, options)
             raise
         if plan is None:
-            _check_arrays(self._name, driver, device, arrays + outs)
-            plan = pool.plans.get_or_build(
-                device, key, lambda: self._build(pool.device(device), driver, arrays, outs, options, settings)
-            )
+            check_arrays(self._name, driver, device, arrays + outs)
+            plan = self._build(pool, device, key, arrays, outs, options)
         return plan
 
-    def _build(
-        self,
-        device: DeviceSlots,
-        driver: Driver,
-        arrays: tuple[Any, ...],
-        outs: tuple[Any, ...],
-        options: dict[str, Any],
-        settings: Settings,
-    ) -> Plan:
-        name = self._name
-        if self._check is not None:
-            self._check(arrays, outs, **options)
-        taken = tuple(Layout(array.shape, array.strides, array.dtype) for array in arrays)
-        if self._elementwise:
-            _check_alike(name, taken[0], arrays + outs)
-        chosen: dict[str, Any] = {
-            "io_dtype": arrays[0].dtype,
-            "intermediate_dtype": np.float32,
-            "compute_dtype": np.float32,
-            **dict(self._settings),
-            **dict(settings),
-        }
-        limit = chosen.get("workspace_limit")
-        if limit is not None and (not isinstance(limit, int) or limit < 0):
-            raise ArgumentError(f"{name}: workspace_limit={limit!r}; it must be 0 bytes or more, or None for no limit")
-        with device.build_lock:
-            handle = device.builder_handle()
-        graph = driver.new_graph(handle, **{k: v for k, v in chosen.items() if k in GRAPH_SETTINGS} | {"name": name})
-        declare = _declare_flat if self._elementwise else _declare
-        inputs = [declare(graph, f"{name} argument {i}", array) for i, array in enumerate(arrays)]
-        returned = self.function(graph, *inputs, **options)
-        single = not isinstance(returned, (tuple, list))
-        outputs: list[Any] = [returned] if single else list(returned)
-        if not outputs or not all(hasattr(tensor, "get_uid") for tensor in outputs):
-            raise ArgumentError(f"{name} returned {returned!r}; return the graph tensor to output, or a tuple of them")
-        infer(graph, outputs, io_dtype=frontend.data_type(chosen["io_dtype"]))
-        layouts = taken[:1] * len(outputs) if self._elementwise else tuple(_layout(tensor) for tensor in outputs)
-        if outs:
-            _check_out(name, layouts, outs)
-            if not self._elementwise:
-                for tensor, array in zip(outputs, outs, strict=True):
-                    tensor.set_stride(_element_strides(f"out of {name}", array))
-                layouts = tuple(_layout(tensor) for tensor in outputs)
-        # Uids ascend in the order of the operands, since the raw entry takes its pointers in that order.
-        for number, tensor in enumerate(outputs):
-            if not tensor.uid_assigned:
-                tensor.set_uid(1_000_000 + number)
-        with device.build_lock, driver.relaxed():
-            executable = driver.compile(graph, [*inputs, *outputs], **{k: v for k, v in chosen.items() if k in COMPILE_SETTINGS})
-        in_place = all(node.node_type.name == "POINTWISE" for node in graph.nodes)
-        return Plan(name, device.device, executable, taken, layouts, single, in_place)
+    def plan_for(self, *arrays: Any, out: Any = None, **options: Any) -> Plan:
+        """Return the plan that a call with these arguments uses, built when there is none yet; nothing is launched.
+
+        Its ``engine``, ``workspace_size``, ``candidates`` and ``graph`` say what cuDNN chose for what, and `Plan.select` chooses
+        otherwise.
+
+        Parameters
+        ----------
+        *arrays : array or ArraySpec
+            Arrays, of which only shape, strides and type matter, or anything that has the three.
+        out, **options
+            As in a call.
+        """
+        pool = current_pool()
+        driver = pool.driver
+        outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        device = driver.current_device()
+        for place, array in enumerate((*arrays, *outs)):
+            if isinstance(array, driver.array_type):
+                check_operands(driver, self._name, device, (array,))
+            elif not all(hasattr(array, name) for name in ("shape", "strides", "dtype")):
+                raise ArrayTypeError(
+                    f"{self._name}: argument {place} is a {type(array).__qualname__}; pass an array or an ArraySpec"
+                )
+            elif 0 in array.shape:
+                raise ArgumentError(f"{self._name}: argument {place} is empty, of shape {array.shape}")
+        return self.plan(pool, tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), options)
+
+    def compile(self, *arrays: Any, out: Any = None, **options: Any) -> Plan:
+        """Build ahead what a call with these arguments will use: nothing is launched, and no array is needed or allocated.
+
+        Parameters
+        ----------
+        *arrays, out, **options
+            As in `plan_for`.
+
+        Examples
+        --------
+        >>> x = ArraySpec((8, 64, 56, 56), "float16", "NHWC")                                            # doctest: +SKIP
+        >>> plan = conv.compile(x, ArraySpec((32, 64, 3, 3), "float16", "NHWC"))                         # doctest: +SKIP
+        """
+        return self.plan_for(*arrays, out=out, **options)
+
+    def _build(self, pool: HandlePool, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
+        *_, settings, references = key
+        # Layouts, not arrays: a plan that can be built anew keeps no memory of anybody's.
+        request = Request(tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), references, dict(options), settings)
+        recipe = self._recipe
+
+        def choose(index: int) -> Plan:
+            with pool.on_device(device):
+                plan = build(recipe, request, pool.device(device), pool.driver, choose, index)
+            pool.plans.put(device, key, plan)
+            return plan
+
+        return pool.plans.get_or_build(device, key, lambda: build(recipe, request, pool.device(device), pool.driver, choose))
+
+    # Variants
+
+    def options(self, **settings: Any) -> "GraphFunction":
+        """Return this function with other settings; the same object for the same settings, so that its plans are found again.
+
+        Parameters
+        ----------
+        **settings
+            As in `graph`; None for the default.
+
+        Examples
+        --------
+        >>> y = conv.options(workspace_limit=0, allow_tf32=False)(x, w)                                  # doctest: +SKIP
+        """
+        recipe, root = self._recipe, self._root
+        checked = normalise({**dict(recipe.settings), **settings})
+        variant = root._variants.get(checked)
+        if variant is None:
+            variant = GraphFunction.__new__(GraphFunction)
+            name = str(dict(checked).get("name") or getattr(recipe.function, "__name__", "graph"))
+            variant._become(replace(recipe, name=name, settings=checked))
+            variant._root = root
+            variant = root._variants.setdefault(checked, variant)
+            while len(root._variants) > MOST_VARIANTS:
+                root._variants.pop(next(iter(root._variants)), None)
+        return variant
+
+    def cache_clear(self) -> None:
+        """Forget the plans of this function and of its variants by `options`; those in use live on with their users."""
+        root = self._root
+        current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "_root", None) is root)
 
 
-def graph(function: Callable[..., Any] | None = None, **settings: Any) -> Any:
-    """Decorate a function that builds a cuDNN graph; see `GraphFunction`.
+def graph(function: Callable[..., Any] | None = None, *, inputs: Any = None, outputs: Any = None, **settings: Any) -> Any:
+    """Decorate a function ``f(g, *tensors, **options)`` that builds a cuDNN graph: it becomes a callable over arrays.
+
+    Positional arguments are arrays; f gets a graph tensor for each, declared with its shape, strides and type, and named after
+    f's parameter. Keyword arguments are f's own, static and hashable; ``out`` alone is ours. The graph is compiled once for
+    (device, each array's shape, strides and type, options), and launched on the current stream with this thread's handle and
+    scratch, from any thread.
+
+    f returns the graph tensor to output, or a tuple of them; or a mapping with the references ``"inputs"`` and ``"outputs"``; or
+    nothing, where ``outputs`` names them or f marks them with ``set_output(True)``. f may declare tensors itself with
+    ``g.tensor(name=…, dim=…, stride=…)``; the arrays for them are given by ``inputs`` or `GraphFunction.run`, and must be what
+    was declared.
+
+    Parameters
+    ----------
+    function : callable, optional
+    inputs : list of reference, optional
+        What the positional arrays are, in their order; f's parameters in their order by default. A reference is a graph tensor,
+        its uid, a name (of a parameter, or one that was set), or ``"node::port"`` with the port's name in cuDNN, the keyword of
+        the method that made the node, or the position of an input: ``"conv2d::image"``, ``"conv2d::0"``, ``"conv2d::Y"``. Nodes
+        without a name are called ``"conv_fprop.0"``, ``"relu.1"``.
+    outputs : list of reference, optional
+        What is output, in order; a list of one gives an array, not a tuple.
+    **settings
+        ``name`` for messages; ``io_dtype``, the type of real tensors that have none (the first array's by default),
+        ``intermediate_dtype`` of tensors between nodes and ``compute_dtype`` of the arithmetic (float32), each whatever NumPy
+        takes for a type, or "bfloat16"; ``workspace_limit``, most bytes of scratch of a plan; ``allow_tf32`` (True), whether
+        float32 may be rounded to TF32; ``deterministic`` (False), whether only plans that give the same bits each time are
+        taken; ``heuristics``, names of cuDNN's modes in the order to ask them ("A", "FALLBACK").
+
+    Returns
+    -------
+    GraphFunction
+
+    Raises
+    ------
+    ArgumentError, ArrayTypeError
+        For settings that no call could succeed with.
 
     Examples
     --------
@@ -209,104 +338,5 @@ def graph(function: Callable[..., Any] | None = None, **settings: Any) -> Any:
     >>> y = conv_relu(x, w, padding=1)                                                                   # doctest: +SKIP
     """
     if function is None:
-        return lambda decorated: GraphFunction(decorated, **settings)
-    return GraphFunction(function, **settings)
-
-
-def _declare(graph: Any, name: str, array: Any) -> Any:
-    return graph.tensor(
-        dim=list(array.shape),
-        stride=_element_strides(name, array),
-        data_type=frontend.data_type(array.dtype),
-        name=name,
-    )
-
-
-def _declare_flat(graph: Any, name: str, array: Any) -> Any:
-    size = array.size
-    strides = _element_strides(name, array)
-    if sum((extent - 1) * step for extent, step in zip(array.shape, strides, strict=True)) + 1 != size or 0 in strides:
-        raise ArgumentError(
-            f"{name} of shape {array.shape} has strides {array.strides} bytes: an elementwise operation takes arrays without "
-            f"gaps; pass a contiguous copy"
-        )
-    # Rows of a length that vector loads and the kernel's tiles divide, where the size has such a divisor.
-    row = math.gcd(size, 256)
-    if row < 8:
-        row = next((extent for extent, step in zip(array.shape, strides, strict=True) if step == 1 and extent > 1), 1)
-    return graph.tensor(
-        dim=[size // row, row, 1, 1],
-        stride=[row, 1, row, row],
-        data_type=frontend.data_type(array.dtype),
-        name=name,
-    )
-
-
-def _check_alike(name: str, first: Layout, arrays: Sequence[Any]) -> None:
-    for array in arrays:
-        if (array.shape, array.strides) != (first.shape, first.strides):
-            raise ArgumentError(
-                f"{name} was given arrays of shape {first.shape} with strides {first.strides} bytes and of shape {array.shape} "
-                f"with strides {array.strides}; an elementwise operation takes arrays that lie alike"
-            )
-
-
-def _element_strides(name: str, array: Any) -> list[int]:
-    """Strides in elements; those of axes of extent 1, which say nothing, as a dense array would have them."""
-    shape, itemsize = array.shape, array.dtype.itemsize
-    if any(stride < 0 or stride % itemsize for stride in array.strides):
-        raise ArgumentError(
-            f"{name} has the strides {array.strides} bytes for elements of {itemsize}: cuDNN takes none that are negative or "
-            f"fall between elements; pass a contiguous copy"
-        )
-    strides = [stride // itemsize for stride in array.strides]
-    dense = dense_strides(shape, axis_order(shape, strides))
-    return [plain if extent == 1 else stride for extent, stride, plain in zip(shape, strides, dense, strict=True)]
-
-
-def _layout(tensor: Any) -> Layout:
-    dtype = frontend.numpy_dtype(tensor.data_type)
-    return Layout(tuple(tensor.dim), tuple(step * dtype.itemsize for step in tensor.stride), dtype)
-
-
-def _check_out(name: str, layouts: Sequence[Layout], outs: Sequence[Any]) -> None:
-    if len(layouts) != len(outs):
-        raise ArgumentError(f"{name} has {len(layouts)} outputs and out= holds {len(outs)} arrays; pass a tuple of all")
-    for layout, array in zip(layouts, outs, strict=True):
-        if (layout.shape, layout.dtype) != (array.shape, array.dtype):
-            raise ArgumentError(
-                f"out= of {name} is {array.dtype} of shape {array.shape}; the output is {layout.dtype} of shape {layout.shape}"
-            )
-        extents = sorted((step, extent) for step, extent in zip(array.strides, array.shape, strict=True) if extent > 1)
-        reach = array.dtype.itemsize
-        for step, extent in extents:
-            if step < reach:
-                raise ArgumentError(f"out= of {name} has strides {array.strides} bytes: its elements overlap")
-            reach = step * extent
-
-
-def _check_apart(name: str, driver: Driver, plan: Plan, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:
-    """Raise where an output lies over an input: its elements are written before all that need the input have read it."""
-    pointer = driver.array_pointer
-    taken = [(pointer(array), layout.reach) for array, layout in zip(arrays, plan.inputs, strict=True)]
-    for out, layout in zip(outs, plan.outputs, strict=True):
-        start = pointer(out)
-        for index, (begin, reach) in enumerate(taken):
-            if start < begin + reach and begin < start + layout.reach:
-                raise ArgumentError(f"out= of {name} shares memory with argument {index}; pass an array of its own")
-
-
-def _check_hashable(name: str, option: str, value: object) -> None:
-    try:
-        hash(value)
-    except TypeError:
-        raise ArgumentError(
-            f"{name} was given {option}={value!r}, which cannot be hashed; options are a part of the plan's key, so pass a "
-            f"tuple for a list"
-        ) from None
-
-
-def _check_arrays(name: str, driver: Driver, device: int, arrays: tuple[Any, ...]) -> None:
-    if not arrays:
-        raise ArgumentError(f"{name} was called without arrays")
-    check_operands(driver, name, device, arrays)
+        return lambda decorated: GraphFunction(decorated, inputs=inputs, outputs=outputs, **settings)
+    return GraphFunction(function, inputs=inputs, outputs=outputs, **settings)

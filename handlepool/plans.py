@@ -1,29 +1,17 @@
 """Compiled plans and their cache: bounded, and built once however many threads ask at the same time."""
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from handlepool.drivers.base import Executable
 from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.layouts import Layout
 
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How one array of a graph lies in memory: shape, strides in bytes, type."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def reach(self) -> int:
-        """Bytes from the first element's begin to the last one's end."""
-        return sum((extent - 1) * step for extent, step in zip(self.shape, self.strides, strict=True)) + self.dtype.itemsize
+__all__ = ["Layout", "Plan", "PlanCache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +30,18 @@ class Plan:
         Bytes of scratch that a launch needs.
     candidates : int
         Number of plans that cuDNN proposed for the graph.
+    graph : str
+        The graph as text: JSON of its nodes and tensors, as the frontend writes it.
     inputs, outputs : tuple of Layout
         What it takes and gives, in order.
     single : bool
         Whether the function gave one tensor, not a tuple of them.
     in_place : bool
         Whether an output may be an input: each element of it depends on the inputs' at the same place alone.
+    keys : tuple of str or int
+        What `GraphFunction.run` calls the outputs.
+    places : tuple of int
+        For each operand the place of its array in the arguments; -1 for an output that is to be allocated.
     """
 
     name: str
@@ -57,6 +51,10 @@ class Plan:
     outputs: tuple[Layout, ...]
     single: bool
     in_place: bool
+    _graph: Any = field(repr=False, default=None)
+    keys: tuple[str | int, ...] = ()
+    places: tuple[int, ...] = ()
+    _choose: "Callable[[int], Plan] | None" = field(repr=False, compare=False, default=None)
 
     @property
     def engine(self) -> str:
@@ -72,6 +70,32 @@ class Plan:
     def candidates(self) -> int:
         """Number of plans proposed."""
         return self.executable.candidates
+
+    @property
+    def graph(self) -> str:
+        """The graph as text."""
+        return str(self._graph)
+
+    def select(self, index: int) -> "Plan":
+        """Build another of the proposed plans, and make it the one that these arguments get from now on.
+
+        Parameters
+        ----------
+        index : int
+            0 to ``candidates - 1``, in the order in which cuDNN ranked them.
+
+        Raises
+        ------
+        ArgumentError
+            For an index out of range.
+        GraphNotSupportedError
+            When cuDNN cannot build it, or a setting excludes it. The plan stays what it was.
+        """
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < self.candidates:
+            raise ArgumentError(f"{self.name}: plan {index!r} of {self.candidates}; the index must be 0 to {self.candidates - 1}")
+        if self._choose is None:
+            raise ArgumentError(f"{self.name}: this plan was not built by a graph function, so there is none to select from")
+        return self._choose(index)
 
 
 class _Build:
@@ -101,10 +125,12 @@ class PlanCache:
             raise ArgumentError(f"a plan limit of {limit}; it must be 1 or more")
         self.limit = limit
         self.built = 0
+        self.evicted = 0
+        self.build_microseconds = 0
         self._plans: dict[int, OrderedDict[Hashable, Plan]] = {}
         self._builds: dict[Hashable, _Build] = {}
-        self._refusals: OrderedDict[Hashable, GraphNotSupportedError] = OrderedDict()
-        self._lock = threading.Lock()  # guards the three above; hits take it too where order is changed
+        self._refusals: OrderedDict[tuple[int, Hashable], GraphNotSupportedError] = OrderedDict()
+        self._lock = threading.Lock()  # guards what is above; a hit does without
 
     def get(self, device: int, key: Hashable) -> Plan | None:
         """Return the plan of a key, now the most recently used, or None."""
@@ -148,24 +174,36 @@ class PlanCache:
             if running.error is not None:
                 raise running.error
             # The builder was interrupted: that was meant for its thread alone, so another one builds.
+        start = time.perf_counter_ns()
         try:
             plan = running.plan = build()
         except Exception as error:
             running.error = error
             raise
         finally:
-            self._end_build(device, key, running)
+            self._end_build(device, key, running, time.perf_counter_ns() - start)
         return plan
 
-    def _end_build(self, device: int, key: Hashable, build: _Build) -> None:
+    def put(self, device: int, key: Hashable, plan: Plan) -> None:
+        """Make a plan that was built elsewhere the one of a key."""
         with self._lock:
+            self._keep(device, key, plan)
+            self._refusals.pop((device, key), None)
+
+    def _keep(self, device: int, key: Hashable, plan: Plan) -> None:
+        self.built += 1
+        plans = self._plans.setdefault(device, OrderedDict())
+        plans[key] = plan
+        while len(plans) > self.limit:
+            plans.popitem(last=False)
+            self.evicted += 1
+
+    def _end_build(self, device: int, key: Hashable, build: _Build, took: int) -> None:
+        with self._lock:
+            self.build_microseconds += took // 1000
             del self._builds[device, key]
             if build.plan is not None:
-                self.built += 1
-                plans = self._plans.setdefault(device, OrderedDict())
-                plans[key] = build.plan
-                while len(plans) > self.limit:
-                    plans.popitem(last=False)
+                self._keep(device, key, build.plan)
             elif isinstance(build.error, GraphNotSupportedError):
                 # Asked for at each call where a fallback stands behind it; cuDNN takes milliseconds to refuse.
                 self._refusals[device, key] = build.error
@@ -174,10 +212,28 @@ class PlanCache:
         build.done.set()
 
     def __len__(self) -> int:
-        return sum(len(plans) for plans in self._plans.values())
+        return sum(len(plans) for plans in list(self._plans.values()))
 
     def clear(self) -> None:
         """Forget every plan; those in use live on with their users."""
         with self._lock:
             self._plans.clear()
             self._refusals.clear()
+
+    def discard(self, match: Callable[[Hashable], bool]) -> None:
+        """Forget the plans, and what was refused, whose keys match."""
+        with self._lock:
+            for plans in self._plans.values():
+                for key in [key for key in list(plans) if match(key)]:  # a hit reorders them without the lock
+                    del plans[key]
+            for refused in [refused for refused in self._refusals if match(refused[1])]:
+                del self._refusals[refused]
+
+    def counts(self) -> dict[str, int]:
+        """What happened so far, by the flat names of `HandlePool.stats`."""
+        return {
+            "plans_built": self.built,
+            "plans_cached": len(self),
+            "plans_evicted": self.evicted,
+            "plan_build_microseconds": self.build_microseconds,
+        }

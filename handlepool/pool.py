@@ -237,6 +237,10 @@ class HandlePool:
             with self.on_device(device.device):
                 device.empty()
 
+    def cache_clear(self) -> None:
+        """Forget every compiled graph; those in use live on with their users."""
+        self.plans.clear()
+
     def close(self) -> None:
         """Destroy every handle and free all scratch but what captures were given; later uses raise `PoolClosedError`.
 
@@ -311,7 +315,7 @@ class HandlePool:
     def stats(self, device: int | None = None) -> Stats:
         """Counters by flat name, of one device or of all together. Two snapshots can be subtracted."""
         chosen = self._devices.values() if device is None else [d for d in [self._devices.get(device)] if d is not None]
-        total = Stats(plans_cached=len(self.plans), plans_built=self.plans.built)
+        total = Stats(self.plans.counts())
         for slots in list(chosen):
             for name, value in slots.snapshot().items():
                 total[name] = total.get(name, 0) + value

@@ -111,12 +111,16 @@ class Task:
         ------
         CaptureError
             When one of them is being captured. Then none waits that did not before.
+        ForkedProcessError
+            In a forked child.
         """
         end = self._borrow()
         if end is None:
             return
         pool, driver, device = self.device.pool, self.device.driver, self.device.device
         try:
+            if pool._forked:
+                pool._check_usable()  # raises
             streams = set() if self._joined else set(self._homes)
             if not submitter_only:
                 current = {(driver.current_device(), driver.current_stream().ptr)}

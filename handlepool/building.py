@@ -1,0 +1,91 @@
+"""Builds plans: declares arrays as graph tensors, gives every tensor its geometry, and has the driver compile."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from handlepool.declarations import check_alike, check_out, element_strides, layout_of
+from handlepool.devices import DeviceSlots
+from handlepool.drafts import Request, draft
+from handlepool.drivers import frontend
+from handlepool.drivers.base import Driver
+from handlepool.errors import GraphNotSupportedError
+from handlepool.inference import infer
+from handlepool.plans import Plan
+from handlepool.recipes import Recipe
+from handlepool.refusals import refusal
+from handlepool.settings import COMPILE_SETTINGS, GRAPH_SETTINGS, normalise
+
+DEFAULTS = {"intermediate_dtype": np.dtype(np.float32), "compute_dtype": np.dtype(np.float32)}
+
+
+def build(
+    recipe: Recipe,
+    request: Request,
+    device: DeviceSlots,
+    driver: Driver,
+    choose: Callable[[int], Plan],
+    index: int | None = None,
+) -> Plan:
+    """Build one plan on the current device; ``index`` chooses among the candidates, ``choose`` is for `Plan.select`."""
+    name = recipe.name
+    if recipe.check is not None:
+        recipe.check(request.layouts, request.outs, **request.options)
+    recipe.signature.check_options(name, request.options)
+    if recipe.elementwise:
+        check_alike(name, request.layouts + request.outs)
+    settings = DEFAULTS | dict(recipe.settings) | dict(normalise(dict(request.settings)))
+    with device.build_lock:
+        handle = device.builder_handle()
+    own = {"name": name} | {key: value for key, value in settings.items() if key in GRAPH_SETTINGS}
+    drafted = draft(recipe, request, lambda: driver.new_graph(handle, **own))
+    graph, outputs = drafted.graph, drafted.outputs
+    inputs, given = drafted.operands()
+    # The graph was made without a type for what leaves its type open, so that an array can give it.
+    io_dtype = frontend.data_type(settings.get("io_dtype") or frontend.numpy_dtype(inputs[0].data_type))
+    graph.context.io_data_type = io_dtype
+    try:
+        infer(graph, outputs, io_dtype=io_dtype)
+        taken = request.layouts[:1] if recipe.elementwise else ()
+        layouts = taken * len(outputs) or tuple(layout_of(tensor) for tensor in outputs)
+        for place, array in enumerate(given):
+            if array is not None:
+                check_out(name, layouts[place], array)
+                if not recipe.elementwise:
+                    outputs[place].set_stride(element_strides(f"out of {name}", array))
+        layouts = taken * len(outputs) or tuple(layout_of(tensor) for tensor in outputs)
+        operands = [*inputs, *outputs]
+        _number(operands)
+        asked = {key: value for key, value in settings.items() if key in COMPILE_SETTINGS}
+        if index is not None:
+            asked["plan_index"] = index
+        with device.build_lock, driver.relaxed():
+            executable = driver.compile(graph, operands, **asked)
+    except GraphNotSupportedError as error:
+        raise refusal(name, graph, [*inputs, *outputs], error) from error
+    return Plan(
+        name,
+        device.device,
+        executable,
+        drafted.taken(),
+        layouts,
+        drafted.single,
+        all(node.node_type.name == "POINTWISE" for node in graph.nodes),
+        graph,
+        drafted.keys,
+        drafted.places(),
+        choose,
+    )
+
+
+def _number(operands: list[Any]) -> None:
+    """Make uids ascend in the order of the operands, since the raw entry takes its pointers in that order.
+
+    Uids that a caller set stay where they ascend already.
+    """
+    uids = [tensor.uid for tensor in operands]
+    if uids != sorted(uids):
+        first = max(uids) + 1_000_000  # beyond every uid that the frontend gave in this graph
+        for number, tensor in enumerate(operands):
+            tensor.set_uid(first + number)

@@ -1,0 +1,82 @@
+"""The settings of a graph function: checked when they are given, and brought into a form that can be a part of a key."""
+
+from collections.abc import Mapping
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from handlepool.errors import ArgumentError
+from handlepool.layouts import as_dtype
+
+GRAPH_SETTINGS = ("name", "io_dtype", "intermediate_dtype", "compute_dtype")
+COMPILE_SETTINGS = ("workspace_limit", "allow_tf32", "deterministic", "heuristics")
+HEURISTICS = ("A", "B", "FALLBACK", "OPENSOURCE")
+
+Settings = tuple[tuple[str, Any], ...]
+"""Sorted by name; what is not there, or None, has its default."""
+
+
+def normalise(settings: Mapping[str, Any]) -> Settings:
+    """Check settings, and give those that are not None, sorted and hashable.
+
+    Raises
+    ------
+    ArgumentError
+        For an unknown name or a value that no build could succeed with.
+    ArrayTypeError
+        For a type that cuDNN has not.
+    """
+    unknown = settings.keys() - {*GRAPH_SETTINGS, *COMPILE_SETTINGS}
+    if unknown:
+        known = ", ".join((*GRAPH_SETTINGS, *COMPILE_SETTINGS))
+        raise ArgumentError(f"no setting is named {', '.join(sorted(unknown))}; the settings are {known}")
+    return tuple((name, _CHECKS[name](name, value)) for name, value in sorted(settings.items()) if value is not None)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ArgumentError(f"{name}={value!r}; it must be a text")
+    return value
+
+
+def _dtype(name: str, value: Any) -> np.dtype[Any]:
+    return as_dtype(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentError(f"{name}={value!r}; it must be True or False")
+    return bool(value)
+
+
+def _limit(name: str, value: Any) -> int:
+    try:
+        limit = -1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        limit = -1
+    if limit < 0:
+        raise ArgumentError(f"{name}={value!r}; it must be 0 bytes or more, or None for no limit")
+    return limit
+
+
+def _modes(name: str, value: Any) -> tuple[str, ...]:
+    try:
+        modes = (value,) if isinstance(value, str) else tuple(getattr(mode, "name", mode) for mode in value)
+    except TypeError:
+        modes = ()
+    if not modes or any(mode not in HEURISTICS for mode in modes):
+        raise ArgumentError(f"{name}={value!r}; it must be one or more of {', '.join(HEURISTICS)}, in the order to ask them")
+    return modes
+
+
+_CHECKS = {
+    "name": _text,
+    "io_dtype": _dtype,
+    "intermediate_dtype": _dtype,
+    "compute_dtype": _dtype,
+    "workspace_limit": _limit,
+    "allow_tf32": _flag,
+    "deterministic": _flag,
+    "heuristics": _modes,
+}

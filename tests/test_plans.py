@@ -1,0 +1,280 @@
+"""Plans: built once however many ask, bounded, and errors to all that waited."""
+
+import threading
+
+import numpy as np
+import pytest
+from scenes import TIMEOUT, Scene, Thread
+
+import handlepool
+from handlepool import ArgumentError, GraphNotSupportedError, HandlePool
+from handlepool.plans import PlanCache
+
+
+class BuildError(Exception):
+    pass
+
+
+@pytest.fixture
+def scene(make_driver):
+    with Scene(make_driver()) as scene:
+        yield scene
+
+
+def ask_together(cache, build, count=8):
+    """Eight threads ask for one key; the build ends after all have come."""
+    meeting = threading.Barrier(count)
+
+    def ask():
+        meeting.wait(TIMEOUT)
+        return cache.get_or_build(0, "key", build)
+
+    return [Thread(ask) for _ in range(count)]
+
+
+def test_threads_that_ask_at_a_time_get_one_plan():
+    cache, built = PlanCache(), []
+
+    def build():
+        built.append(object())
+        return built[-1]
+
+    assert {id(thread.finish()) for thread in ask_together(cache, build)} == {id(built[0])}
+    assert len(built) == cache.built == 1
+
+
+def test_a_thread_that_comes_during_a_build_waits_for_its_plan():
+    cache, inside, go_on, plan = PlanCache(), threading.Event(), threading.Event(), object()
+
+    def build():
+        inside.set()
+        assert go_on.wait(TIMEOUT)
+        return plan
+
+    first = Thread(cache.get_or_build, 0, "key", build)
+    assert inside.wait(TIMEOUT)
+    others = [Thread(cache.get_or_build, 0, "key", lambda: pytest.fail("built twice")) for _ in range(7)]
+    go_on.set()
+    assert {id(thread.finish()) for thread in [first, *others]} == {id(plan)}
+
+
+def test_one_error_is_delivered_to_all_that_wait_and_the_next_call_builds():
+    cache, inside, go_on, error, builds = PlanCache(), threading.Event(), threading.Event(), BuildError("no"), []
+
+    def build():
+        builds.append(threading.get_ident())
+        inside.set()
+        assert go_on.wait(TIMEOUT)
+        raise error
+
+    first = Thread(cache.get_or_build, 0, "key", build)
+    assert inside.wait(TIMEOUT)
+    running = cache._builds[0, "key"]
+    asked = threading.Semaphore(0)
+    wait = running.done.wait
+    running.done.wait = lambda: asked.release() or wait()
+    others = [Thread(cache.get_or_build, 0, "key", build) for _ in range(7)]
+    for _ in others:
+        assert asked.acquire(timeout=TIMEOUT)
+    go_on.set()
+    for thread in [first, *others]:
+        with pytest.raises(BuildError) as raised:
+            thread.finish()
+        assert raised.value is error
+    assert len(builds) == 1
+    assert cache.get_or_build(0, "key", lambda: "plan") == "plan"
+
+
+def test_a_build_that_was_interrupted_is_done_by_another_that_waited():
+    cache, inside, go_on = PlanCache(), threading.Event(), threading.Event()
+
+    def interrupted():
+        inside.set()
+        assert go_on.wait(TIMEOUT)
+        raise KeyboardInterrupt
+
+    first = Thread(cache.get_or_build, 0, "key", interrupted)
+    assert inside.wait(TIMEOUT)
+    second = Thread(cache.get_or_build, 0, "key", lambda: "plan")
+    go_on.set()
+    with pytest.raises(KeyboardInterrupt):
+        first.finish()
+    assert second.finish() == "plan"
+
+
+def test_two_keys_are_built_at_a_time():
+    cache, meeting = PlanCache(), threading.Barrier(2)
+    threads = [Thread(cache.get_or_build, 0, key, lambda: meeting.wait(TIMEOUT)) for key in "ab"]
+    assert sorted(thread.finish() for thread in threads) == [0, 1]
+
+
+def test_a_refusal_is_remembered_and_raised_anew_each_time():
+    cache, builds = PlanCache(), []
+
+    def build():
+        builds.append(1)
+        raise GraphNotSupportedError("no plan")
+
+    errors = []
+    for _ in range(3):
+        with pytest.raises(GraphNotSupportedError, match="no plan") as raised:
+            cache.get_or_build(0, "key", build)
+        errors.append(raised.value)
+    assert len(builds) == 1
+    assert errors[1] is not errors[2]
+
+
+def test_a_build_that_asks_for_itself_is_told():
+    cache = PlanCache()
+    with pytest.raises(ArgumentError, match="called itself"):
+        cache.get_or_build(0, "key", lambda: cache.get_or_build(0, "key", lambda: "plan"))
+
+
+# The bound
+
+
+def test_the_least_recently_used_plan_goes_first():
+    cache = PlanCache(limit=3)
+    for key in "abc":
+        cache.get_or_build(0, key, lambda key=key: key)
+    assert cache.get(0, "a") == "a"
+    cache.get_or_build(0, "d", lambda: "d")
+    assert [cache.get(0, key) for key in "abcd"] == ["a", None, "c", "d"]
+    assert len(cache) == 3
+
+
+def test_the_bound_is_each_devices_own():
+    cache = PlanCache(limit=2)
+    for device in range(2):
+        for key in "abc":
+            cache.get_or_build(device, key, lambda key=key: key)
+    assert len(cache) == 4
+    assert cache.get(1, "b") == "b"
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_is_none_is_refused(limit):
+    with pytest.raises(ArgumentError, match=f"plan limit of {limit}; it must be 1 or more"):
+        PlanCache(limit)
+    with pytest.raises(ArgumentError):
+        HandlePool(driver="host", plan_limit=limit)
+
+
+@handlepool.graph
+def double(g, x):
+    return g.add(x, x)
+
+
+def test_a_pool_keeps_no_more_plans_than_its_limit(make_driver):
+    with Scene(make_driver(), plan_limit=5) as scene:
+        for size in range(1, 21):
+            x = scene.array(size, size=size)
+            assert scene.read(scene.states.map(double, [x])[0]) == 2 * size
+        stats = scene.pool.stats()
+        assert (stats["plans_cached"], stats["plans_built"]) == (5, 20)
+
+
+def test_plans_that_were_dropped_while_in_use_work_on(make_driver):
+    with Scene(make_driver(), plan_limit=1) as scene:
+
+        def work(size):
+            with scene.driver.create_stream():
+                for value in range(20):
+                    assert scene.read(scene.states.map(double, [scene.array(value, size=size)])[0]) == 2 * value
+
+        for thread in [Thread(work, size) for size in range(1, 7)]:
+            thread.finish()
+        assert scene.pool.stats()["plans_cached"] == 1
+
+
+# What a plan is built for
+
+
+def built(scene, function, *arrays, **options):
+    before = scene.pool.stats()["plans_built"]
+    scene.states.map(lambda *_: function(*arrays, **options), [0])
+    return scene.pool.stats()["plans_built"] - before
+
+
+def test_a_plan_is_built_once_for_a_geometry_and_again_for_another(scene):
+    x = scene.array(1)
+    assert built(scene, double, x) == 1
+    assert built(scene, double, scene.array(2)) == 0
+    assert built(scene, double, scene.array(2, size=16)) == 1
+    assert built(scene, double, scene.driver.empty((8,), (4,), np.dtype(np.float32))) == 1
+    assert built(scene, double, scene.driver.empty((2, 4), (32, 8), np.dtype(np.float64))) == 1
+    assert built(scene, double, x, out=scene.array()) <= 1
+
+
+def test_a_plan_is_a_devices_own(scene):
+    assert built(scene, double, scene.array(1)) == 1
+    with scene.driver.device(1), scene.driver.create_stream():
+        assert built(scene, double, scene.array(1)) == 1
+
+
+def test_options_are_a_part_of_the_key(scene):
+    @handlepool.graph
+    def scale(g, x, *, times):
+        y = x
+        for _ in range(times):
+            y = g.add(y, x)
+        return y
+
+    x = scene.array(1)
+    assert [built(scene, scale, x, times=times) for times in (1, 2, 1, 2)] == [1, 1, 0, 0]
+
+
+def test_an_option_that_cannot_be_hashed_is_refused_by_name(scene):
+    @handlepool.graph
+    def scale(g, x, *, times):
+        return g.add(x, x)
+
+    with pytest.raises(ArgumentError, match=r"times=\[1\], which cannot be hashed.*tuple"):
+        built(scene, scale, scene.array(1), times=[1])
+
+
+def test_eight_threads_that_convolve_for_the_first_time_build_one_plan(scene):
+    meeting = threading.Barrier(8)
+
+    def work():
+        with scene.driver.create_stream():
+            x = scene.driver.asarray(np.ones((1, 2, 6, 6), np.float32))
+            w = scene.driver.asarray(np.ones((2, 2, 3, 3), np.float32))
+            meeting.wait(TIMEOUT)
+            return scene.driver.asnumpy(handlepool.conv2d(x, w, pool=scene.pool))
+
+    for thread in [Thread(work) for _ in range(8)]:
+        assert (thread.finish() == 18).all()
+    assert scene.pool.stats()["plans_built"] == 1
+
+
+def test_eight_threads_that_ask_for_what_cannot_be_built_are_told_the_same(scene):
+    meeting, builds = threading.Barrier(8), []
+
+    @handlepool.graph
+    def wrong(g, x):
+        builds.append(threading.get_ident())
+        raise BuildError("wrong by itself")
+
+    def work():
+        with scene.driver.create_stream():
+            x = scene.array(1)
+            meeting.wait(TIMEOUT)
+            scene.states.map(wrong, [x])
+
+    for thread in [Thread(work) for _ in range(8)]:
+        with pytest.raises(ArgumentError, match="wrong raised BuildError: wrong by itself") as raised:
+            thread.finish()
+        assert isinstance(raised.value.__cause__, BuildError)
+    assert 1 <= len(builds) <= 8
+    assert scene.read(scene.states.map(double, [scene.array(1)])[0]) == 2
+
+
+def test_a_graph_function_of_two_outputs(scene):
+    @handlepool.graph
+    def both(g, x):
+        return g.add(x, x), g.mul(x, x)
+
+    with scene.states.fork() as fork:
+        y, z = fork.run(both, scene.array(5))
+    assert (scene.read(y), scene.read(z)) == (10, 25)
