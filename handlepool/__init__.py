@@ -23,8 +23,9 @@ from handlepool.errors import (
     StreamError,
 )
 from handlepool.executor import ParallelStateExecutor, StreamFuture
-from handlepool.graphs import graph
-from handlepool.ops import conv2d
+from handlepool.graphs import GraphFunction, graph
+from handlepool.layouts import ArraySpec
+from handlepool.ops import conv2d, conv2d_input_grad, conv2d_weight_grad
 from handlepool.pool import HandlePool, default_pool
 from handlepool.states import Fork, ParallelStates
 
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "ArraySpec",
     "ArrayTypeError",
     "CaptureError",
     "ContractError",
@@ -39,6 +41,7 @@ __all__ = [
     "DriverNotAvailableError",
     "Fork",
     "ForkedProcessError",
+    "GraphFunction",
     "GraphNotSupportedError",
     "HandlePool",
     "HandlePoolError",
@@ -53,6 +56,8 @@ __all__ = [
     "StreamFuture",
     "close",
     "conv2d",
+    "conv2d_input_grad",
+    "conv2d_weight_grad",
     "default_pool",
     "get_handle",
     "get_workspace",

@@ -111,11 +111,13 @@ def run_on(
     previous = driver.current_stream()
     outer, outer_pool = thread.region, thread.pool
     allocator = _UNCHANGED
+    pushed = False
     try:
         if region is not None:
             allocator = driver.swap_allocator(region.allocator)
         thread.region, thread.pool = region, pool
-        driver.use_stream(stream)
+        driver.push_stream(stream)
+        pushed = True
         return function(*args, **kwargs)
     finally:
         thread.region, thread.pool = outer, outer_pool
@@ -123,7 +125,8 @@ def run_on(
             driver.swap_allocator(allocator)
         if driver.current_device() != device:  # the function left another one current
             driver.set_device(device)
-        driver.use_stream(previous)
+        if pushed:
+            driver.pop_stream(stream, previous)
 
 
 # Parking (guarantee 10): what a destructor or a thread's end leaves behind may not be given back there, since that calls CUDA.

@@ -19,12 +19,19 @@ def scheduler(request):
 
 @pytest.fixture
 def make_driver():
-    """Makes fresh host drivers: ``make_driver(scheduler="adversarial", seed=3)``."""
-    return HostDriver
+    """Makes fresh host drivers that check the order of accesses: ``make_driver(scheduler="adversarial", seed=3)``."""
+    drivers = []
+
+    def make(*, check_order=True, **options):
+        drivers.append(HostDriver(check_order=check_order, **options))
+        return drivers[-1]
+
+    yield make
+    assert not [error for driver in drivers if driver.order for error in driver.order.found]
 
 
 @pytest.fixture
-def make_pool():
+def make_pool(make_driver):
     """Makes pools, each over a fresh host driver where none is given, and closes them after the test.
 
     ``make_pool(scheduler=..., seed=..., memory=..., devices=...)`` go to the driver, everything else to the pool.
@@ -33,7 +40,7 @@ def make_pool():
 
     def make(*, driver=None, scheduler="threads", seed=0, memory=1 << 30, devices=2, **options):
         if driver is None:
-            driver = HostDriver(scheduler=scheduler, seed=seed, memory=memory, devices=devices)
+            driver = make_driver(scheduler=scheduler, seed=seed, memory=memory, devices=devices)
         pool = HandlePool(driver=driver, **options)
         pools.append(pool)
         return pool

@@ -48,7 +48,7 @@ class Scene:
     """Enter it to have its stream current. The pool is closed on leaving."""
 
     def __init__(self, driver=None, *, seed=0, count=4, stream=None, **options):
-        self.driver = HostDriver(scheduler="adversarial", seed=seed) if driver is None else driver
+        self.driver = HostDriver(scheduler="adversarial", seed=seed, check_order=True) if driver is None else driver
         self.pool = HandlePool(driver=self.driver, **options)
         self.states = ParallelStates(count, pool=self.pool)
         self.stream = self.driver.create_stream() if stream is None else stream
@@ -91,7 +91,7 @@ def over_seeds(scenario, *, seeds=SEEDS, make=None, **options):
     """The results of ``scenario(scene)`` over adversarial schedules; ``make(driver)`` prepares the driver of a control."""
     results = []
     for seed in seeds:
-        driver = CarelessDriver(scheduler="adversarial", seed=seed)
+        driver = CarelessDriver(scheduler="adversarial", seed=seed, check_order=make is None)
         with Scene(driver, **options) as scene:
             if make is not None:
                 make(scene)

@@ -305,3 +305,14 @@ def test_a_pool_that_is_closed_before_its_executor_loses_no_handle(make_driver):
         pool.close()
     stats = pool.stats()
     assert stats["handles_created"] == stats["handles_destroyed"]
+
+
+def test_g9_a_task_that_allocates_after_the_submitters_stream_began_to_be_captured_is_refused_and_the_capture_survives(scene):
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        captured = threading.Event()
+        future = executor.submit(lambda: captured.wait(TIMEOUT) and scene.array())
+        scene.stream.begin_capture("thread_local")
+        captured.set()
+        with pytest.raises(CaptureError, match="one of which began to be captured since"):
+            raise future.exception(TIMEOUT)
+        scene.stream.end_capture()

@@ -42,7 +42,7 @@ def test_g8_a_graph_function_in_a_branch_costs_two_events_and_two_waits_and_no_a
         scene.states.map(double, [x])
         calls = scene.driver.calls
         assert (calls["record_event"], calls["wait_event"]) == (2, 2)
-        assert not calls["region_allocator"] + calls["swap_allocator"] + calls["use_stream"]
+        assert not calls["region_allocator"] + calls["swap_allocator"] + calls["push_stream"]
 
 
 def a_graph_functions_argument_is_dropped(scene):

@@ -584,7 +584,7 @@ def test_a_driver_that_was_used_is_collected(scheduler):
 def test_the_current_stream_is_one_per_thread_and_device_and_the_null_stream_at_first(driver):
     stream = driver.create_stream()
     assert driver.current_stream() is driver.legacy_stream
-    driver.use_stream(stream)
+    driver.push_stream(stream)
     assert driver.current_stream() is stream
     assert driver.current_stream() is stream
     seen = []
@@ -631,7 +631,7 @@ def test_a_stream_of_another_device_cannot_be_used_nor_given_work(driver):
     stream = driver.create_stream()
     assert (stream.device_id, driver.stream_device(stream.ptr)) == (0, 0)
     with driver.device(1):
-        for call in (stream.use, stream.__enter__, lambda: driver.use_stream(stream)):
+        for call in (stream.use, stream.__enter__, lambda: driver.push_stream(stream)):
             with pytest.raises(ContractError, match="while device 1 is current"):
                 call()
         with pytest.raises(ContractError, match="while device 1 is current"):

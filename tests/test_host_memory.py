@@ -254,11 +254,11 @@ def test_an_arena_outlives_its_stream_under_the_recycled_pointer(driver):
 
 
 def test_per_thread_default_streams_have_an_arena_a_thread(driver):
-    driver.use_stream(driver.per_thread_stream)
+    driver.push_stream(driver.per_thread_stream)
     address, others = driver.array_pointer(floats(driver)), []
 
     def elsewhere():
-        driver.use_stream(driver.per_thread_stream)
+        driver.push_stream(driver.per_thread_stream)
         others.append(driver.array_pointer(floats(driver)))
 
     in_a_thread(elsewhere)
@@ -312,7 +312,7 @@ def freed_by_another_thread_after_the_branch_began(seed, *, region):
         kept = []
         if region:
             driver.swap_allocator(driver.region_allocator(home, kept.append))
-            driver.use_stream(side)
+            driver.push_stream(side)
         temporary = floats(driver)  # in the branch: from home's arena
         driver.swap_allocator(None)
     driver.enqueue(side.ptr, lambda a: a.fill(1), writes=[temporary])

@@ -239,6 +239,38 @@ def test_g3_device_and_stream_are_as_before_inside_the_body_too():
         assert scene.driver.current_stream() is stream
 
 
+def with_statement_inside(scene, enter):
+    """Where a branch is after a ``with`` statement over another stream, when its own was made current by ``enter``."""
+    with scene.states.fork() as fork:
+
+        def branch():
+            side = scene.driver.current_stream()
+            with scene.driver.create_stream():
+                pass
+            return side, scene.driver.current_stream()
+
+        return fork.run(enter, branch)
+
+
+def test_g3_a_branch_is_on_its_own_stream_after_a_with_statement_over_another():
+    with Scene() as scene:
+        side, after = with_statement_inside(scene, lambda branch: branch())
+        assert after is side is not scene.stream
+
+
+def test_g3_control_a_stream_in_use_that_was_not_entered_is_lost_after_a_with_statement():
+    with Scene() as scene:
+        other = scene.driver.create_stream()
+
+        def use(branch):
+            other.use()
+            return branch()
+
+        side, after = with_statement_inside(scene, use)
+        assert side is other
+        assert after is not other
+
+
 def test_g3_a_branch_runs_on_its_own_device_from_a_body_on_another():
     with Scene() as scene, scene.states.fork() as fork, scene.driver.device(1):
         assert fork.run(scene.driver.current_device) == 0

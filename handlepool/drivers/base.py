@@ -117,8 +117,11 @@ class Driver(Protocol):
         For the pointer of a default stream, the one object of it that lasts.
         """
 
-    def use_stream(self, stream: Stream) -> None:
-        """Make a stream of the current device current for this thread."""
+    def push_stream(self, stream: Stream) -> None:
+        """Make a stream of the current device current for this thread, so that ``with`` statements inside come back to it."""
+
+    def pop_stream(self, stream: Stream, previous: Stream) -> None:
+        """End `push_stream`; ``previous`` was current before."""
 
     def owns_stream(self, stream: object) -> bool:
         """Whether this is the array library's stream object whose life is the stream's life, or a default stream's object."""

@@ -19,8 +19,8 @@ from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers import frontend
-from handlepool.drivers.base import PER_THREAD_STREAM, TENSOR_ALIGNMENT, Handle, Stream, check_operands
-from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, TENSOR_ALIGNMENT, Handle, Stream, check_operands
+from handlepool.errors import ArgumentError, CaptureError, GraphNotSupportedError
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator
@@ -110,8 +110,13 @@ class CudaDriver:
             stream = cupy.cuda.Stream.from_external(_ForeignStream(pointer, owner))
         return stream
 
-    def use_stream(self, stream: Any) -> None:
-        stream.use()
+    def push_stream(self, stream: Any) -> None:
+        # Not `use`: the end of a `with` statement brings back the stream that was *entered* before, whatever is in use.
+        stream.__enter__()
+
+    def pop_stream(self, stream: Any, previous: Any) -> None:
+        stream.__exit__(None, None, None)
+        previous.use()  # it may have been in use without having been entered
 
     def owns_stream(self, stream: object) -> bool:
         # from_external gives a Stream too, but one whose end is not the stream's end.
@@ -203,6 +208,11 @@ class CudaDriver:
             if current.ptr == origin or runtime.getDevice() != device:
                 memory = base(nbytes)
             else:
+                if origin != LEGACY_STREAM and runtime.streamIsCapturing(origin) != runtime.streamIsCapturing(current.ptr):
+                    raise CaptureError(
+                        f"an allocation on stream {current.ptr:#x} inside a region of stream {origin:#x}, one of which began to "
+                        f"be captured since: the capture cannot wait for the other. Begin it before the region, or after"
+                    )
                 stream.use()
                 try:
                     memory = base(nbytes)

@@ -68,6 +68,19 @@ def numpy_dtype(kind: Any) -> np.dtype[Any]:
         return dtype
 
 
+def convolution_mode(name: str) -> Any:
+    """The frontend's convolution mode; None for "cross_correlation", which is its default.
+
+    Parameters
+    ----------
+    name : {"cross_correlation", "convolution"}
+    """
+    import cudnn
+
+    # Public nowhere, although the convolutions' methods take it.
+    return None if name == "cross_correlation" else getattr(cudnn._pybind_module.convolution_mode, name.upper())
+
+
 def new_graph(
     handle: Any,
     *,

@@ -18,7 +18,8 @@ from handlepool.drivers.host import schedulers
 from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
 from handlepool.drivers.host.controls import Controls
 from handlepool.drivers.host.executable import HostExecutable
-from handlepool.drivers.host.memory import Array, Memory, RegionAllocator, address_of, owner_of
+from handlepool.drivers.host.memory import Array, Memory, RegionAllocator, address_of, owner_of, raw_view
+from handlepool.drivers.host.ordering import Order
 from handlepool.drivers.host.queues import Event, Latch, StreamTable
 from handlepool.drivers.host.streams import Device, Stream
 from handlepool.errors import ArgumentError, ContractError
@@ -42,6 +43,9 @@ class HostDriver(Controls):
         Bytes of each device.
     checks : bool
         Whether to check how handles are used, which cuDNN does not.
+    check_order : bool
+        Whether to check that conflicting accesses to device memory are ordered, by streams, events or waits of the host; see
+        `handlepool.drivers.host.ordering`. For tests: it costs several times what the work does.
 
     Notes
     -----
@@ -64,12 +68,15 @@ class HostDriver(Controls):
         seed: int = 0,
         memory: int = 1 << 30,
         checks: bool = True,
+        check_order: bool = False,
     ) -> None:
         if devices < 1 or memory < 0:
             raise ArgumentError(f"a host driver has at least one device and no negative memory: {devices}, {memory}")
         runner = schedulers.make(scheduler, seed)
         if runner is None:
             raise ArgumentError(f"scheduler {scheduler!r} is neither 'threads' nor 'adversarial'")
+        if check_order:
+            runner.order = Order()
         super().__init__(StreamTable(devices, runner), checks)
         self._name = f"{devices} devices, {scheduler}" + (f", seed {seed}" if scheduler == "adversarial" else "")
         self._memory = Memory(self._streams, memory)
@@ -132,10 +139,16 @@ class HostDriver(Controls):
         default = {LEGACY_STREAM: self._streams.legacy, PER_THREAD_STREAM: self._streams.per_thread}.get(pointer)
         return default or Stream(self._streams, None, pointer, -1, owner)
 
-    def use_stream(self, stream: Any) -> None:
-        """Make a stream of the current device current for this thread."""
-        self._note("use_stream")
-        stream.use()
+    def push_stream(self, stream: Any) -> None:
+        """Make a stream of the current device current for this thread; ``with`` statements inside come back to it."""
+        self._note("push_stream")
+        stream.__enter__()
+
+    def pop_stream(self, stream: Any, previous: Any) -> None:
+        """End `push_stream`; ``previous`` was current before."""
+        self._note("pop_stream")
+        stream.__exit__(None, None, None)
+        previous.use()
 
     def owns_stream(self, stream: object) -> bool:
         """Whether the object's life is the stream's life, or it is a default stream's object of this driver."""
@@ -190,13 +203,15 @@ class HostDriver(Controls):
         self._forbid("event_done")
         operation = self._streams.operation_of(event, "event_done")
         self._streams.scheduler.nudge()  # who polls must see progress
+        if self.order is not None and operation.done:
+            self.order.waited(operation)
         return operation.done
 
     def synchronize_event(self, event: Event) -> None:
         """Wait until what the event stands for has run."""
         self._note("synchronize_event")
         self._forbid("synchronize_event")
-        self._streams.scheduler.wait(self._streams.operation_of(event, "synchronize_event"), repr(event))
+        self._streams.wait_on_host(self._streams.operation_of(event, "synchronize_event"), repr(event))
 
     def elapsed(self, start: Event, end: Event) -> float:
         """Milliseconds between two timing events that have passed."""
@@ -296,13 +311,15 @@ class HostDriver(Controls):
         self._note("asarray")
         source = np.array(values, order="K")
         array = self._memory.empty(source.shape, source.strides, source.dtype)
-        self._enqueue(self._current_queue(), np.copyto, (array, source), "copy to the device")
+        self._enqueue(self._current_queue(), np.copyto, (array,), (source,), "copy to the device")
         return array
 
     def asnumpy(self, array: Array) -> Array:
         """A copy on the host, after the current stream has run what it was given."""
         self._note("asnumpy")
         self._streams.synchronize(self._current_queue())
+        if self.order is not None and (owner := owner_of(array)) is not None:
+            self.order.host_reads(owner.block, raw_view(array)[0], "copy to the host")
         return np.array(array, order="K")
 
     def array_device(self, array: Array) -> int:

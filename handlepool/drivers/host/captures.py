@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from handlepool.drivers.host.operations import NOTHING, Operation, Region
+from handlepool.drivers.host.operations import NOTHING, Operation
+from handlepool.drivers.host.ordering import Access
 from handlepool.errors import ArgumentError, CaptureError, ContractError
 
 if TYPE_CHECKING:
@@ -23,13 +24,22 @@ MODES = ("global", "thread_local", "relaxed")
 class Node:
     """One recorded operation, and those that it runs after."""
 
-    __slots__ = ("after", "function", "label", "regions")
+    __slots__ = ("accesses", "after", "function", "label", "lane")
 
-    def __init__(self, function: Callable[[], object], label: str, regions: Sequence[Region], after: "tuple[Node, ...]") -> None:
+    def __init__(
+        self,
+        function: Callable[[], object],
+        label: str,
+        accesses: Sequence[Access],
+        after: "tuple[Node, ...]",
+        lane: object,
+    ) -> None:
         self.function = function
         self.label = label
-        self.regions = regions
+        self.accesses = accesses
         self.after = after
+        self.lane = lane
+        """What it was recorded on: nodes of one lane run one after the other."""
 
 
 class Capture:
@@ -76,6 +86,8 @@ class HostGraph:
         self.nodes = tuple(nodes)
         self.last: Operation = NOTHING
         """The end of the last launch: a graph never runs beside itself."""
+        self.lanes: dict[object, int] = {}
+        """A component of the checker's clocks for each lane."""
         self._table = table
 
     def launch(self, stream: "Stream | None" = None) -> None:
@@ -166,14 +178,14 @@ class Captures:
             )
         return capture.nodes
 
-    def add(self, queue: "Queue", function: Callable[[], object], regions: Sequence[Region], label: str) -> bool:
+    def add(self, queue: "Queue", function: Callable[[], object], accesses: Sequence[Access], label: str) -> bool:
         """Record an operation; False if the stream is not capturing after all."""
         with self._lock:
             capture = queue.capture
             if capture is None:
                 return False
             capture.check()
-            node = Node(function, label, regions, queue.frontier)
+            node = Node(function, label, accesses, queue.frontier, queue)
             capture.nodes.append(node)
             queue.frontier = (node,)
             return True
@@ -186,9 +198,11 @@ class Captures:
                 return False
             capture.check()
             copies: dict[Node, Node] = {}
+            lanes: dict[object, object] = {}
             for node in nodes:
                 after = tuple(copies[earlier] for earlier in node.after) or queue.frontier
-                copies[node] = Node(node.function, node.label, node.regions, after)
+                lane = lanes.setdefault(node.lane, object())
+                copies[node] = Node(node.function, node.label, node.accesses, after, lane)
             capture.nodes += copies.values()
             queue.frontier = tuple(copies.values()) or queue.frontier
             return True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from handlepool.drivers.host.contract import CallLog, HandleUse
-from handlepool.drivers.host.memory import Array, raw_view
+from handlepool.drivers.host.memory import Array, accesses, raw_view
 from handlepool.drivers.host.queues import Latch, Queue, StreamTable
 from handlepool.drivers.host.streams import Stream
 
@@ -21,10 +21,13 @@ class Controls:
         How often each method of the protocol was called, by its name, and ``launch`` of an executable; clear it at will.
     checks : bool
         Whether it is checked how handles are used.
+    order : Order or None
+        The checker of the order of accesses, where ``check_order=True`` was given; ``order.found`` has what it found.
     """
 
     def __init__(self, streams: StreamTable, checks: bool) -> None:
         self.checks = checks
+        self.order = streams.scheduler.order
         self._streams = streams
         self._thread = streams.thread
         self._log = CallLog()
@@ -62,13 +65,13 @@ class Controls:
         label : str
             What errors call it.
         """
-        self._enqueue(self._streams.resolve(pointer), function, (*writes, *reads), label)
+        self._enqueue(self._streams.resolve(pointer), function, writes, reads, label)
 
     def use_handle(self, handle: Any, function: Callable[..., object], *arrays: Array, label: str = "use_handle") -> None:
         """Queue ``function(*arrays)`` on a handle's stream, with the checks that a cuDNN call with the handle calls for."""
         use = HandleUse(self._streams, handle, label, self.checks)
         with use:
-            self._enqueue(use.bound_queue(), function, arrays, label)
+            self._enqueue(use.bound_queue(), function, arrays, (), label)
 
     def latch(self, pointer: int) -> Latch:
         """Block a stream at this place until the latch is released."""
@@ -92,8 +95,11 @@ class Controls:
         thread = self._thread
         return self._streams.resolve(thread.current[thread.device].ptr)
 
-    def _enqueue(self, queue: Queue, function: Callable[..., object], arrays: Sequence[Array], label: str) -> None:
-        views = [raw_view(array) for array in arrays]
-        raw = [view for view, _ in views]
-        regions = tuple(dict.fromkeys(block for _, block in views if block is not None))
-        self._streams.give(queue, lambda: function(*raw), regions, label)
+    def _enqueue(
+        self, queue: Queue, function: Callable[..., object], writes: Sequence[Array], reads: Sequence[Array], label: str
+    ) -> None:
+        written = [raw_view(array) for array in writes]
+        read = [raw_view(array) for array in reads]
+        raw = [view for view, _ in (*written, *read)]
+        touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
+        self._streams.give(queue, lambda: function(*raw), touched, label)

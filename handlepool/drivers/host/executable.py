@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from handlepool.drivers.host.contract import HandleUse
-from handlepool.drivers.host.memory import ALIGNMENT, Array, Block, Memory, raw_view
+from handlepool.drivers.host.memory import ALIGNMENT, Array, Block, Memory, accesses, raw_view
 from handlepool.drivers.host.queues import StreamTable
 from handlepool.errors import ContractError
 
@@ -61,9 +61,9 @@ class HostExecutable:
             arrays = [_declared(view, *geometry) for (view, _), geometry in zip(views, self._geometry, strict=True)]
             block, space = self._workspace(workspace)
             for step in self._steps:
-                touched = [views[index][1] for index in (*step.reads, *step.writes)]
-                regions = tuple(dict.fromkeys(item for item in (*touched, block) if item is not None))
-                self._streams.give(queue, partial(step.run, arrays, space), regions, step.name)
+                touched = accesses([(space, block), *(views[index] for index in step.writes)], writes=True)
+                touched += accesses([views[index] for index in step.reads], writes=False)
+                self._streams.give(queue, partial(step.run, arrays, space), touched, step.name)
 
     def _workspace(self, pointer: int) -> tuple[Block | None, Array]:
         needed = self.workspace_size

@@ -20,9 +20,10 @@ import numpy as np
 
 from handlepool.drivers.base import PER_THREAD_STREAM
 from handlepool.drivers.host.operations import Scheduler
+from handlepool.drivers.host.ordering import Access, Past
 from handlepool.drivers.host.queues import Event, Queue, StreamTable
 from handlepool.drivers.host.streams import Stream
-from handlepool.errors import ContractError
+from handlepool.errors import CaptureError, ContractError
 
 Array = np.ndarray[Any, Any]
 
@@ -33,7 +34,7 @@ ARENA_ALIGNMENT = 512
 class Block:
     """A piece of device memory."""
 
-    __slots__ = ("address", "device", "freed", "memory", "nbytes")
+    __slots__ = ("address", "device", "freed", "generation", "memory", "nbytes", "past")
 
     def __init__(self, device: int, nbytes: int) -> None:
         raw = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
@@ -43,6 +44,10 @@ class Block:
         self.device = device
         self.nbytes = nbytes
         self.freed = False
+        self.generation = 0
+        """How many owners it had before; a new one counts as a write."""
+        self.past: list[Past] = []
+        """Accesses, where their order is checked."""
 
     def __repr__(self) -> str:
         return f"<{self.nbytes} bytes at {self.address:#x} of device {self.device}>"
@@ -116,6 +121,11 @@ def raw_view(array: Array) -> tuple[Array, Block | None]:
     return np.ndarray(array.shape, array.dtype, block.memory, offset, array.strides), block
 
 
+def accesses(views: Sequence[tuple[Array, Block | None]], *, writes: bool) -> list[Access]:
+    """Accesses to what `raw_view` gave; none to arrays that this driver did not make."""
+    return [Access(block, view, writes) for view, block in views if block is not None]
+
+
 class DeviceMemory:
     """The memory of one device."""
 
@@ -151,6 +161,8 @@ class DeviceMemory:
         """Wait until no queued work touches a block, as ``cudaFree`` does; what failed is left to the next synchronisation."""
         for operation in self._scheduler.users(block):
             self._scheduler.reach(operation, f"{operation.label!r}, which uses memory that is being freed")
+            if self._scheduler.order is not None:
+                self._scheduler.order.waited(operation)
 
     def _release(self, block: Block) -> None:
         block.freed = True
@@ -202,6 +214,7 @@ class DeviceMemory:
         home, size = self._home(key, nbytes)
         try:
             block = home.pop()
+            block.generation += 1
         except IndexError:
             block = self.fresh(size)
         return Owner(block, home, nbytes)
@@ -244,6 +257,11 @@ class RegionAllocator:
         self._keep(owner)
         home = self._table.resolve(self.stream.ptr)
         if home is not current:
+            if (home.capture is None) != (current.capture is None):
+                raise CaptureError(
+                    f"an allocation on {current!r} inside a region of {home!r}, one of which began to be captured since: the "
+                    f"capture cannot wait for the other. Begin it before the region, or after"
+                )
             event = Event(home.device, timing=False)
             self._table.record(event, home)
             self._table.wait(current, event)

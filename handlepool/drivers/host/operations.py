@@ -13,44 +13,44 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from handlepool.drivers.host.ordering import Access, Clock, Order
 from handlepool.errors import ContractError
 
 PATIENCE_SECONDS = 10.0
 """How long a wait that nothing queued can satisfy is held for another thread that may yet release a latch."""
 
 
-class Region(Protocol):
-    """Memory that an operation touches."""
-
-    def check_live(self, label: str) -> None:
-        """Raise `ContractError` if it was given back to the device."""
-
-
 class Line(Protocol):
     """What keeps operations in order: it remembers the last."""
 
+    id: int
     tail: "Operation"
+
+
+NO_CLOCK: Clock = {}
 
 
 class Operation:
     """One entry of a stream. Without a function it is a marker, which is done when what it waits for is done."""
 
-    __slots__ = ("claimed", "dependents", "done", "function", "label", "missing", "regions", "time")
+    __slots__ = ("accesses", "claimed", "clock", "dependents", "done", "function", "label", "missing", "time")
 
     def __init__(
         self,
         function: Callable[[], object] | None = None,
         *,
         label: str = "",
-        regions: Sequence[Region] = (),
+        accesses: Sequence[Access] = (),
         claimed: bool = False,
         held: bool = False,
     ) -> None:
         self.function = function
         self.label = label
-        self.regions = regions
+        self.accesses = accesses
+        self.clock = NO_CLOCK
+        """What surely runs before it; see `ordering`."""
         self.claimed = claimed
         """The thread that submitted it will run it, and no worker."""
         self.missing = int(held)
@@ -73,6 +73,8 @@ class Scheduler:
     """Whether a thread that must wait for its own operation runs it itself."""
 
     def __init__(self) -> None:
+        self.order: Order | None = None
+        """Checks the accesses of what is queued, where that is asked for."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._running = 0
@@ -111,11 +113,18 @@ class Scheduler:
         """Note that the calling thread uses the driver."""
         self._strangers.discard(threading.current_thread())
 
-    def submit(self, operation: Operation, line: Line | None, after: Sequence[Operation] = ()) -> None:
-        """Queue an operation at the end of a line (or on none), to run after some others as well."""
+    def submit(self, operation: Operation, line: Line | None, after: Sequence[Operation] = (), lane: int = 0) -> None:
+        """Queue an operation at the end of a line (or on none), to run after some others as well.
+
+        ``lane`` is the clock's component of an operation on no line.
+        """
         with self._lock:
             if line is not None:
                 after = (line.tail, *after)
+            if self.order is not None:
+                place = (lane, "a recorded graph") if line is None else (line.id, repr(line))
+                self.order.given(operation, *place, after)
+            if line is not None:
                 line.tail = operation
             if operation.missing:
                 self._latches[operation] = None
@@ -123,7 +132,7 @@ class Scheduler:
                 if not earlier.done:
                     earlier.dependents.append(operation)
                     operation.missing += 1
-            if operation.regions:
+            if operation.accesses:
                 self._users[operation] = None
             if not operation.missing:
                 self._settle(operation)
@@ -137,10 +146,10 @@ class Scheduler:
                 if not operation.missing:
                     self._settle(operation)
 
-    def users(self, region: Region) -> list[Operation]:
-        """The queued operations that touch a region."""
+    def users(self, block: Any) -> list[Operation]:
+        """The queued operations that touch a block of memory."""
         with self._lock:
-            return [operation for operation in self._users if any(item is region for item in operation.regions)]
+            return [operation for operation in self._users if any(access.block is block for access in operation.accesses)]
 
     def nudge(self) -> None:
         """Mark a moment at which queued work may run, or not."""
@@ -214,8 +223,8 @@ class Scheduler:
         outer = getattr(self._inside, "operation", None)
         self._inside.operation = operation.label
         try:
-            for region in operation.regions:
-                region.check_live(operation.label)
+            for access in operation.accesses:
+                access.block.check_live(operation.label)
             function()
         except BaseException as error:
             if isinstance(error, Exception) or isinstance(threading.current_thread(), Worker):
@@ -233,7 +242,7 @@ class Scheduler:
         if failure is not None:
             self._errors.append(failure)
         operation.function = None
-        operation.regions = ()
+        operation.accesses = ()
         self._users.pop(operation, None)
         self._running -= 1
         self._settle(operation, spare)

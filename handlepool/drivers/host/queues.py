@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.drivers.host.captures import Capture, Captures, HostGraph, Mark, Node
-from handlepool.drivers.host.operations import NOTHING, Operation, Region, Scheduler
+from handlepool.drivers.host.operations import NOTHING, Operation, Scheduler
+from handlepool.drivers.host.ordering import Access
 from handlepool.drivers.host.streams import Stream, ThreadState
 from handlepool.errors import ArgumentError, ContractError
 
@@ -138,14 +139,14 @@ class StreamTable:
 
     # Work
 
-    def give(self, queue: Queue, function: Callable[[], object], regions: Sequence[Region] = (), label: str = "") -> None:
+    def give(self, queue: Queue, function: Callable[[], object], accesses: Sequence[Access] = (), label: str = "") -> None:
         """Queue an operation: on a capture if the stream is in one."""
         if queue.device != self.thread.device:
             raise ContractError(f"{label or 'an operation'} was given to {queue!r} while device {self.thread.device} is current")
-        if queue.capture is not None and self.captures.add(queue, function, regions, label):
+        if queue.capture is not None and self.captures.add(queue, function, accesses, label):
             return
         scheduler = self.scheduler
-        operation = Operation(function, label=label, regions=regions, claimed=queue.synchronous and scheduler.inline)
+        operation = Operation(function, label=label, accesses=accesses, claimed=queue.synchronous and scheduler.inline)
         scheduler.submit(operation, queue)
         self._given(queue, operation)
 
@@ -165,7 +166,13 @@ class StreamTable:
     def synchronize(self, queue: Queue) -> None:
         """Wait on the host for all that a queue was given."""
         self.captures.refuse(queue, "synchronisation with the host")
-        self.scheduler.wait(queue.tail, repr(queue))
+        self.wait_on_host(queue.tail, repr(queue))
+
+    def wait_on_host(self, operation: Operation, purpose: str) -> None:
+        """Return when an operation is done; whatever is queued from now on runs after it."""
+        self.scheduler.wait(operation, purpose)
+        if self.scheduler.order is not None:
+            self.scheduler.order.waited(operation)
 
     # Events
 
@@ -196,7 +203,7 @@ class StreamTable:
             self.captures.join(queue, moment)
         elif moment is not None:
             self.captures.refuse(queue, f"a wait for work outside the capture ({event!r})")
-            if not moment.done:
+            if not moment.done or self.scheduler.order is not None:  # the checker's clocks depend on no schedule
                 operation = Operation(label="wait for an event")
                 self.scheduler.submit(operation, queue, (moment,))
                 if queue.synchronous:
@@ -228,8 +235,11 @@ class StreamTable:
         scheduler.submit(start, queue, (graph.last,))
         made: dict[Node, Operation] = {}
         for node in graph.nodes:
-            operation = made[node] = Operation(node.function, label=node.label, regions=node.regions)
-            scheduler.submit(operation, None, [made[earlier] for earlier in node.after] or (start,))
+            operation = made[node] = Operation(node.function, label=node.label, accesses=node.accesses)
+            lane = 0
+            if scheduler.order is not None and (lane := graph.lanes.get(node.lane, 0)) == 0:
+                lane = graph.lanes[node.lane] = scheduler.order.component()
+            scheduler.submit(operation, None, [made[earlier] for earlier in node.after] or (start,), lane)
         graph.last = Operation(label="graph end")
         scheduler.submit(graph.last, queue, tuple(made.values()))
         self._given(queue, graph.last)

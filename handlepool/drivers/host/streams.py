@@ -55,16 +55,18 @@ class Stream:
 
     def __enter__(self) -> "Stream":
         thread = self._table.thread
-        device = thread.device
-        previous = thread.current[device]
         self.use()
-        thread.previous.append((device, previous))
+        thread.entered[thread.device].append(self)
+        thread.entered_on.append(thread.device)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # As CuPy has it: what is current again is what was *entered* before, whatever `use` made current meanwhile.
         thread = self._table.thread
-        device, previous = thread.previous.pop()
-        thread.current[device] = previous
+        device = thread.entered_on.pop()
+        thread.entered[device].pop()
+        previous = thread.entered[device][-1]
+        thread.current[thread.device if previous.device_id == -1 else previous.device_id] = previous
 
     def is_owned_by(self, table: "StreamTable") -> bool:
         """Whether this is the object of one of the table's streams, and not somebody's wrapper around a pointer."""
@@ -119,7 +121,9 @@ class ThreadState(threading.local):
         """The thread's identity: unlike `threading.get_ident` it is never given to another."""
         self.device = 0
         self.current = [legacy] * devices
-        self.previous: list[tuple[int, Stream]] = []
+        self.entered = [[legacy] for _ in range(devices)]
+        """Of each device, the streams of the ``with`` statements that this thread is in."""
+        self.entered_on: list[int] = []
         self.own: list[Queue | None] = [None] * devices
         """The queues of the per-thread default stream."""
         self.relaxed = 0

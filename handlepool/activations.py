@@ -1,0 +1,100 @@
+"""Activations as launches of their own, of arrays of any shape and layout without gaps."""
+
+from collections.abc import Callable
+from typing import Any
+
+from handlepool.calls import GraphCall
+from handlepool.errors import ArgumentError
+from handlepool.graphs import GraphFunction
+from handlepool.layouts import Layout
+from handlepool.pool import HandlePool, current_pool
+
+ACTIVATIONS = ("relu", "sigmoid", "tanh", "gelu", "swish")
+FLOATING_TYPES = ("float16", "bfloat16", "float32")
+
+
+def activate(g: Any, x: Any, kind: str) -> Any:
+    """Add an activation's node to a graph; ``gelu`` is the exact one, with the error function."""
+    return getattr(g, kind)(x)
+
+
+def activation_call(pool: HandlePool, kind: str, x: Any, out: Any = None) -> GraphCall:
+    """An activation that is ready to be launched; ``out`` may be ``x``."""
+    return _functions[kind].prepare(pool, (x,), out, {})
+
+
+def relu(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+    """Apply max(x, 0), on the current stream.
+
+    Parameters
+    ----------
+    x : array
+        Any shape; float16, bfloat16 or float32; any layout without gaps.
+    out : array, optional
+        Where the result goes; of the shape, strides and type of ``x``, and ``x`` itself if need be.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array
+        ``out``, or a new array that lies as ``x`` does.
+
+    Raises
+    ------
+    ArgumentError
+        For a type, strides or an ``out`` that cannot be taken.
+    """
+    return _apply("relu", x, out, pool)
+
+
+def sigmoid(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+    """Apply 1 / (1 + exp(-x)), on the current stream; parameters and errors are those of `relu`."""
+    return _apply("sigmoid", x, out, pool)
+
+
+def tanh(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+    """Apply tanh(x), on the current stream; parameters and errors are those of `relu`."""
+    return _apply("tanh", x, out, pool)
+
+
+def gelu(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+    """Apply x (1 + erf(x / sqrt(2))) / 2, on the current stream; parameters and errors are those of `relu`."""
+    return _apply("gelu", x, out, pool)
+
+
+def swish(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+    """Apply x / (1 + exp(-x)), also called SiLU, on the current stream; parameters and errors are those of `relu`."""
+    return _apply("swish", x, out, pool)
+
+
+def _apply(kind: str, x: Any, out: Any, pool: HandlePool | None) -> Any:
+    chosen = current_pool() if pool is None else pool
+    return activation_call(chosen, kind, x, out).launch(chosen.slot())
+
+
+def _builder(kind: str) -> Callable[[Any, Any], Any]:
+    return lambda g, x: activate(g, x, kind)
+
+
+def _checker(kind: str) -> Callable[[tuple[Layout, ...], tuple[Layout, ...]], None]:
+    def check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...]) -> None:
+        (x,) = layouts
+        if x.dtype.name not in FLOATING_TYPES:
+            raise ArgumentError(f"{kind}: x is {x.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
+
+    return check
+
+
+def _preparer(kind: str) -> Callable[[HandlePool, tuple[Any, ...], dict[str, Any]], GraphCall]:
+    def prepare(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall:
+        options = dict(kwargs)
+        return activation_call(options.pop("pool", None) or pool, kind, *args, **options)
+
+    return prepare
+
+
+_functions = {kind: GraphFunction(_builder(kind), check=_checker(kind), elementwise=True, name=kind) for kind in ACTIVATIONS}
+for _kind, _function in (("relu", relu), ("sigmoid", sigmoid), ("tanh", tanh), ("gelu", gelu), ("swish", swish)):
+    # In a fork the output is allocated before the branch starts, as for any graph function.
+    _function.__handlepool_prepare__ = _preparer(_kind)  # type: ignore[attr-defined]

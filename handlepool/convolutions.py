@@ -1,0 +1,220 @@
+"""Two-dimensional convolution with bias and activation, as a graph function."""
+
+from typing import Any
+
+from handlepool.activations import ACTIVATIONS, activate, activation_call
+from handlepool.calls import GraphCall
+from handlepool.conv_checks import Pair, check_array, check_channels, pair
+from handlepool.drivers import frontend
+from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.graphs import GraphFunction
+from handlepool.layouts import Layout
+from handlepool.plans import Plan
+from handlepool.pool import HandlePool, current_pool
+from handlepool.slots import Slot
+
+MODES = ("cross_correlation", "convolution")
+
+
+def conv2d(
+    x: Any,
+    w: Any,
+    *,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    mode: str = "cross_correlation",
+    bias: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    workspace_limit: int | None = None,
+    allow_tf32: bool = True,
+    deterministic: bool = False,
+    pool: HandlePool | None = None,
+) -> Any:
+    """Convolve images with filters, add a bias and apply an activation, on the current stream.
+
+    Parameters
+    ----------
+    x : array, shape (N, C, H, W)
+        Images; float16, bfloat16 or float32; contiguous, or channels-last in memory (NHWC strides, which tensor cores prefer).
+        CuPy arrays on the cuda driver, NumPy arrays on the host driver.
+    w : array, shape (K, C / groups, R, S)
+        Filters, of the same type.
+    stride, padding, dilation : int or (int, int)
+        Along height and width, in pixels; zeros are padded on both sides.
+    groups : int
+        Groups of channels that are convolved apart.
+    mode : {"cross_correlation", "convolution"}
+        As neural networks mean it, or with the filters turned around, as mathematics does.
+    bias : array, shape (K,), optional
+        Added to each channel.
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+        Applied last, in the same launch where cuDNN can, else in one of its own; "gelu" is the exact one.
+    out : array, shape (N, K, P, Q), optional
+        Where the result goes. Its strides decide the layout; without it the result lies as ``x`` does.
+    workspace_limit : int, optional
+        Most bytes of scratch that the plan may need.
+    allow_tf32 : bool
+        Whether float32 may be rounded to TF32 for tensor cores, as cuDNN does on its own (relative error about 2e-4).
+    deterministic : bool
+        Whether to take only plans that give the same bits each time.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array, shape (N, K, P, Q)
+        ``out``, or a new array of the type of ``x``.
+
+    Raises
+    ------
+    ArgumentError
+        For shapes, types, strides or options that no plan could take.
+    GraphNotSupportedError
+        When cuDNN has no plan, as for a workspace limit that none meets.
+    """
+    chosen = current_pool() if pool is None else pool
+    call = _prepare(
+        chosen,
+        x,
+        w,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        mode=mode,
+        bias=bias,
+        activation=activation,
+        out=out,
+        workspace_limit=workspace_limit,
+        allow_tf32=allow_tf32,
+        deterministic=deterministic,
+    )
+    return call.launch(chosen.slot())
+
+
+def conv2d_plan(x: Any, w: Any, *, pool: HandlePool | None = None, **options: Any) -> Plan:
+    """Return the plan that `conv2d` uses for these arguments, built when there is none yet.
+
+    Its ``engine``, ``workspace_size`` and ``candidates`` say what cuDNN chose. Where an activation is a launch of its own, it is
+    the convolution's plan.
+    """
+    return _prepare(current_pool() if pool is None else pool, x, w, **options).plan
+
+
+def _prepare(
+    pool: HandlePool,
+    x: Any,
+    w: Any,
+    *,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    mode: str = "cross_correlation",
+    bias: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    workspace_limit: int | None = None,
+    allow_tf32: bool = True,
+    deterministic: bool = False,
+) -> "GraphCall | _Sequence":
+    arrays = (x, w) if bias is None else (x, w, bias)
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "activation": activation}
+    if mode != "cross_correlation":  # a part of the key where it says something
+        options["mode"] = mode
+    settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
+    try:
+        return _conv2d.prepare(pool, arrays, out, options, settings)
+    except GraphNotSupportedError:
+        if activation is None:
+            raise
+    # cuDNN fuses some activations for channels-last arrays alone: elsewhere the activation is a launch of its own.
+    plain = _conv2d.prepare(pool, arrays, out, options | {"activation": None}, settings)
+    return _Sequence(plain, activation_call(pool, activation, plain.result, plain.result))
+
+
+class _Sequence:
+    """Two calls on one stream, the second over the first one's output, in the form of a `GraphCall`."""
+
+    __slots__ = ("_calls", "operands", "plan", "result")
+
+    def __init__(self, first: GraphCall, second: GraphCall) -> None:
+        self._calls = (first, second)
+        self.operands = first.operands + second.operands
+        self.result = second.result
+        self.plan = first.plan
+
+    def launch(self, slot: Slot) -> Any:
+        """Enqueue both."""
+        for call in self._calls:
+            call.launch(slot)
+        return self.result
+
+
+def _prepare_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "GraphCall | _Sequence":
+    options = dict(kwargs)
+    return _prepare(options.pop("pool", None) or pool, *args, **options)
+
+
+# In a fork the output is allocated before the branch starts, as for any graph function.
+conv2d.__handlepool_prepare__ = _prepare_branch  # type: ignore[attr-defined]
+
+
+def _convolution(
+    g: Any,
+    x: Any,
+    w: Any,
+    bias: Any = None,
+    *,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    activation: str | None,
+    mode: str = "cross_correlation",
+) -> Any:
+    # The frontend reads the groups off the channels, which were checked to agree.
+    y = g.conv_fprop(
+        x,
+        w,
+        stride=pair("conv2d", "stride", stride),
+        padding=pair("conv2d", "padding", padding),
+        dilation=pair("conv2d", "dilation", dilation),
+        convolution_mode=frontend.convolution_mode(mode),
+    )
+    if bias is not None:
+        channels = bias.get_dim()[0]
+        y = g.bias(y, bias.set_dim([1, channels, 1, 1]).set_stride([channels, 1, channels, channels]))
+    return y if activation is None else activate(g, y, activation)
+
+
+def _check(
+    layouts: tuple[Layout, ...],
+    outs: tuple[Layout, ...],
+    *,
+    groups: int,
+    activation: str | None,
+    mode: str = "cross_correlation",
+    **pairs: Pair,
+) -> None:
+    """Raise for what no convolution could be made of; asked once for each geometry, before the plan is built."""
+    x, w, *rest = layouts
+    named = [("x", x, 4), ("w", w, 4), *(("bias", bias, 1) for bias in rest), *(("out", out, 4) for out in outs)]
+    for name, layout, rank in named:
+        check_array("conv2d", name, layout, rank, ("x", x.dtype))
+    for name, value in pairs.items():
+        pair("conv2d", name, value)
+    check_channels("conv2d", ("x", x.shape), ("w", w.shape), groups)
+    for bias in rest:
+        if bias.shape != w.shape[:1]:
+            raise ArgumentError(f"conv2d: bias of shape {bias.shape} for {w.shape[0]} filters; it must be ({w.shape[0]},)")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ArgumentError(f"conv2d: activation={activation!r}; it can be {', '.join(ACTIVATIONS)} or None")
+    if mode not in MODES:
+        raise ArgumentError(f"conv2d: mode={mode!r}; it can be {' or '.join(MODES)}")
+
+
+_conv2d = GraphFunction(_convolution, check=_check, name="conv2d")
