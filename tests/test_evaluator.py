@@ -129,6 +129,11 @@ class Geometry:
         )
 
 
+def scaled_error(geometry, y, x, w):
+    """The error's norm over that of the sums of magnitudes: where products cancel, a sum of floats is no better than that."""
+    return np.linalg.norm(y - geometry.reference(x, w)) / np.linalg.norm(geometry.reference(np.abs(x), np.abs(w)))
+
+
 def pairs(low, high):
     return st.tuples(st.integers(low, high), st.integers(low, high))
 
@@ -160,7 +165,7 @@ def test_a_convolution_is_the_reference_in_every_geometry_type_and_layout(geomet
     x = laid_out(geometry.values(geometry.image), dtype, layouts[0])
     w = laid_out(geometry.values(geometry.weight, 1), dtype, layouts[1])
     y = evaluate(convolution(geometry), x, w)
-    assert relative_error(y, geometry.reference(x, w)) < TOLERANCE[dtype.name]
+    assert scaled_error(geometry, y, x, w) < TOLERANCE[dtype.name]
 
 
 @settings(max_examples=60, deadline=None)
@@ -189,7 +194,7 @@ def test_little_workspace_gives_the_same_result_as_much_and_too_little_is_refuse
     limit = data.draw(st.integers(least, planned(convolution(geometry), [x, w])[0].workspace_size))
     assert planned(convolution(geometry), [x, w], workspace_limit=limit)[0].workspace_size <= limit
     y = evaluate(convolution(geometry), x, w, workspace_limit=limit)
-    assert relative_error(y, geometry.reference(x, w)) < TOLERANCE["float32"]
+    assert scaled_error(geometry, y, x, w) < TOLERANCE["float32"]
 
 
 @settings(max_examples=60, deadline=None)
