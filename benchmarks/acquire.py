@@ -8,7 +8,7 @@ takes the cost of the empty loop off both sides.
 import sys
 from typing import Any
 
-from common import Case, arguments, conditions, interleaved, paired, print_table, summary, write_json
+from common import Case, Ratios, arguments, interleaved, paired, parse, positive, publish, summary
 
 from handlepool import DriverNotAvailableError, HandlePool
 
@@ -64,28 +64,26 @@ def cases(pool: HandlePool, calls: int) -> tuple[dict[str, Case], list[str]]:
     return found, skipped
 
 
-def ratios(samples: dict[str, list[float]]) -> dict[str, tuple[list[float], float | None]]:
+def ratios(samples: dict[str, list[float]]) -> Ratios:
     """Each pair's ratios, and the bound that the median must keep."""
     empty = samples["empty loop"]
-    hit = samples["hit, own stream"]
-    found: dict[str, tuple[list[float], float | None]] = {}
+    found = Ratios()
     for name in ("own stream", "null stream"):
         pair = samples[f"hit, {name}"], samples[f"floor, {name}"]
-        found[f"hit / floor, {name}"] = paired(*pair), MOST_OF_THE_FLOOR
-        found[f"hit / floor, {name}, less the loop"] = paired(*pair, empty), None
-    if (default := samples.get("frontend's default handle")) is not None:
-        found["hit / frontend's default handle"] = paired(hit, default), MOST_OF_THE_DEFAULT_HANDLE
+        found.add(f"hit / floor, {name}", paired(*pair), MOST_OF_THE_FLOOR)
+        found.add(f"hit / floor, {name}, less the loop", paired(*pair, empty))
+    default = "frontend's default handle"
+    if default in samples:
+        found.add(f"hit / {default}", paired(samples["hit, own stream"], samples[default]), MOST_OF_THE_DEFAULT_HANDLE)
     for name in ("workspace hit, own stream", "hit, stream given", "hit, pointer given", "create, bind, destroy"):
-        found[f"{name} / hit"] = paired(samples[name], hit), None
+        found.add(f"{name} / hit", paired(samples[name], samples["hit, own stream"]))
     return found
 
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--calls", type=int, default=100_000, help="calls in one sample (default: %(default)s)")
-    options = parser.parse_args()
-    if options.calls < 1 or options.repeats < 1:
-        parser.error("--calls and --repeats must be 1 or more")
+    parser.add_argument("--calls", type=positive, default=100_000, help="calls in one sample (default: %(default)s)")
+    options = parse(parser, calls=20)
     with HandlePool(driver=options.driver) as pool:
         try:
             driver = pool.driver.name
@@ -93,40 +91,8 @@ def main() -> int:
             parser.error(str(error))
         timed, skipped = cases(pool, options.calls)
         samples = interleaved(timed, options.repeats)
-    times = {name: summary(values) | {"calls": timed[name].calls} for name, values in samples.items()}
-    compared = {name: summary(values) | {"bound": bound} for name, (values, bound) in ratios(samples).items()}
-    found = conditions(driver)
-    print(f"{found.get('gpu', 'no GPU: the host driver, whose times say nothing about one')}, {options.repeats} samples each\n")
-    print_table(
-        ("nanoseconds a call", "median", "quartiles", "calls"),
-        [(name, f"{t['median']:,.1f}", f"{t['q1']:,.1f} to {t['q3']:,.1f}", f"{t['calls']:,}") for name, t in times.items()],
-    )
-    print_table(
-        ("ratio", "median", "quartiles", "at most", ""),
-        [
-            (
-                name,
-                f"{r['median']:.3f}",
-                f"{r['q1']:.3f} to {r['q3']:.3f}",
-                "" if r["bound"] is None else f"{r['bound']:.3f}",
-                "" if r["bound"] is None or driver == "host" else "kept" if r["median"] <= r["bound"] else "NOT KEPT",
-            )
-            for name, r in compared.items()
-        ],
-    )
-    for reason in skipped:
-        print(f"not timed: {reason}")
-    write_json(
-        options.json,
-        {
-            "benchmark": "acquire",
-            "conditions": found,
-            "repeats": options.repeats,
-            "nanoseconds": times,
-            "ratios": compared,
-            "not_timed": skipped,
-        },
-    )
+    times = {"nanoseconds a call": {name: summary(v) | {"calls": timed[name].calls} for name, v in samples.items()}}
+    publish(options, "acquire", driver, times, ratios(samples), skipped)
     return 0
 
 

@@ -1,22 +1,35 @@
 """What the benchmark scripts share: interleaved timing, paired ratios, what ran where, and the two outputs, JSON and a table.
 
 Imported first by every script: it makes the checkout's own handlepool the one that is imported.
+
+Two ways of timing. `interleaved` times a statement in a loop: host time alone, which a call takes to queue its work; what is
+queued is waited for between samples, outside of the timed part. `regions` times a region of GPU work call by call by three clocks
+at once: *host*, until the call returns; *device*, between an event before it and one after it on the caller's stream; *wall*,
+until the host knows that it is done. The stream is idle when a region begins.
 """
 
 import argparse
+import gc
 import json
+import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from time import perf_counter_ns
 from timeit import Timer
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+# Streams that share a hardware queue wait for each other, and 8 queues are the default. Read when the context is made.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+CLOCKS = ("host", "device", "wall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +46,75 @@ def interleaved(cases: dict[str, Case], repeats: int) -> dict[str, list[float]]:
     """Nanoseconds a call, ``repeats`` samples of each case, taken in turns so that a drift of the machine meets all alike."""
     timers = {name: Timer(case.statement, globals=case.names) for name, case in cases.items()}
     samples: dict[str, list[float]] = {name: [] for name in cases}
-    for repeat in range(repeats + 1):
+    for repeat in progress(range(repeats + 1)):
         for name, case in cases.items():
             with case.around():
                 seconds = timers[name].timeit(case.calls)
             if repeat:  # the first round warms up
                 samples[name].append(seconds / case.calls * 1e9)
     return samples
+
+
+def regions(
+    cases: dict[str, Callable[[], object]], repeats: int, calls: int, driver: Any, stream: Any
+) -> dict[str, dict[str, list[float]]]:
+    """Microseconds a call by clock and case: ``repeats`` samples, each the median of ``calls`` calls, the cases in turns."""
+    samples: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in cases} for clock in CLOCKS}
+    start, end = driver.create_event(timing=True), driver.create_event(timing=True)
+    pointer = stream.ptr
+    record, synchronize, elapsed = driver.record_event, driver.synchronize_stream, driver.elapsed
+    for repeat in progress(range(repeats + 1)):
+        with no_collector():
+            for name, region in cases.items():
+                synchronize(pointer)
+                taken = []
+                for _ in range(calls):
+                    before = perf_counter_ns()
+                    record(start, pointer)
+                    region()
+                    returned = perf_counter_ns()
+                    record(end, pointer)
+                    synchronize(pointer)
+                    done = perf_counter_ns()
+                    taken.append((returned - before, elapsed(start, end) * 1e6, done - before))
+                if repeat:  # the first round warms up
+                    for clock, values in zip(CLOCKS, zip(*taken, strict=True), strict=True):
+                        samples[clock][name].append(statistics.median(values) / 1e3)
+    driver.destroy_event(start)
+    driver.destroy_event(end)
+    return samples
+
+
+def total(driver: Any, stream: Any, run: Callable[[], object]) -> float:
+    """Microseconds until all is done, of something that runs once."""
+    driver.synchronize_stream(stream.ptr)
+    with no_collector():
+        before = perf_counter_ns()
+        run()
+        driver.synchronize_stream(stream.ptr)
+        return (perf_counter_ns() - before) / 1e3
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Collect before, not meanwhile, as `timeit` does."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def progress(steps: Sequence[Any]) -> Iterator[Any]:
+    """Go through the steps, with a count on a terminal and nothing in a pipe."""
+    shown = sys.stderr.isatty()
+    for number, step in enumerate(steps, 1):
+        if shown:
+            print(f"\r{number} of {len(steps)} ", end="", file=sys.stderr, flush=True)
+        yield step
+    if shown:
+        print("\r" + " " * 20 + "\r", end="", file=sys.stderr, flush=True)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -54,13 +129,90 @@ def paired(above: Sequence[float], below: Sequence[float], empty: Sequence[float
     return [(a - c) / (b - c) for a, b, c in zip(above, below, off, strict=True)]
 
 
+class Ratios:
+    """Ratios of samples by name, each with the bound that its median must keep, or none."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[list[float], float | None]] = {}
+
+    def add(self, name: str, values: Sequence[float], bound: float | None = None) -> None:
+        """Add one that was computed."""
+        self.found[name] = list(values), bound
+
+    def compare(
+        self, samples: dict[str, list[float]], above: str, below: str, bound: float | None = None, note: str = ""
+    ) -> None:
+        """Add one case over another, where both were timed."""
+        if above in samples and below in samples:
+            self.add(f"{above} / {below}{note}", paired(samples[above], samples[below]), bound)
+
+    def summaries(self, *, judged: bool) -> dict[str, dict[str, Any]]:
+        """As JSON has them; ``kept`` is None where there is no bound, or nothing to judge it by."""
+        found = {}
+        for name, (values, bound) in self.found.items():
+            entry: dict[str, Any] = summary(values)
+            entry["bound"] = bound
+            entry["kept"] = entry["median"] <= bound if judged and bound is not None else None
+            found[name] = entry
+        return found
+
+
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """The options of every script."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results there")
-    parser.add_argument("--repeats", type=int, default=15, help="samples of each case (default: %(default)s)")
+    parser.add_argument("--repeats", type=positive, default=15, help="samples of each case (default: %(default)s)")
     parser.add_argument("--driver", choices=("cuda", "host"), help="handlepool's driver (default: as handlepool chooses)")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that the script runs, and nothing else")
     return parser
+
+
+def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
+    """The options; ``quick`` are the defaults under ``--quick``."""
+    if parser.parse_known_args()[0].quick:
+        parser.set_defaults(repeats=2, **quick)
+    return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    """An option's value: 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}; it must be 1 or more")
+    return value
+
+
+@contextmanager
+def pool_on_a_stream(parser: argparse.ArgumentParser, driver: str | None) -> Iterator[tuple[Any, Any]]:
+    """The default pool, on the driver that was asked for, with a stream of the script's own in use."""
+    if driver is not None:
+        os.environ["HANDLEPOOL_DRIVER"] = driver
+    import handlepool
+
+    pool = handlepool.default_pool()
+    try:
+        loaded = pool.driver
+    except handlepool.DriverNotAvailableError as error:
+        parser.error(str(error))
+    stream = loaded.create_stream()
+    with stream:
+        try:
+            yield pool, stream
+        finally:
+            loaded.synchronize_stream(stream.ptr)
+            pool.close()
+
+
+def synchronised(driver: Any, stream: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """For `Case.around`: an idle stream before a sample, and the wait for what was queued after it."""
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        driver.synchronize_stream(stream.ptr)
+        yield
+        driver.synchronize_stream(stream.ptr)
+
+    return around
 
 
 def conditions(driver: str) -> dict[str, Any]:
@@ -79,13 +231,52 @@ def conditions(driver: str) -> dict[str, Any]:
         found["cudnn"] = info.cudnn_backend()["version"]
         found["gpu"] = info.device_name(cupy.cuda.runtime.getDevice())
         found["cuda_driver"] = info.cuda_driver()
+        found["hardware_queues"] = os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
     return found
 
 
-def write_json(path: Path | None, results: dict[str, Any]) -> None:
-    """Write results where a file was asked for."""
-    if path is not None:
-        path.write_text(json.dumps(results, indent=2) + "\n")
+def publish(
+    options: argparse.Namespace,
+    benchmark: str,
+    driver: str,
+    times: dict[str, dict[str, dict[str, Any]]],
+    ratios: Ratios | None = None,
+    skipped: Sequence[str] = (),
+    **more: Any,
+) -> None:
+    """Print tables and write JSON where a file was asked for.
+
+    ``times`` are summaries by heading, "microseconds, host" say, and by case.
+    """
+    found = conditions(driver)
+    judged = driver == "cuda" and not options.quick
+    compared = (ratios or Ratios()).summaries(judged=judged)
+    print(f"{found.get('gpu', 'no GPU: the host driver, whose times say nothing about one')}, {options.repeats} samples each\n")
+    for heading, cases in times.items():
+        print_table(
+            (heading, "median", "quartiles"),
+            [(name, f"{t['median']:,.1f}", f"{t['q1']:,.1f} to {t['q3']:,.1f}") for name, t in cases.items()],
+        )
+    if compared:
+        print_table(
+            ("ratio", "median", "quartiles", "at most", ""),
+            [
+                (
+                    name,
+                    f"{r['median']:.3f}",
+                    f"{r['q1']:.3f} to {r['q3']:.3f}",
+                    "" if r["bound"] is None else f"{r['bound']:.3f}",
+                    {None: "", True: "kept", False: "NOT KEPT"}[r["kept"]],
+                )
+                for name, r in compared.items()
+            ],
+        )
+    for reason in skipped:
+        print(f"not timed: {reason}")
+    if options.json is not None:
+        results = {"benchmark": benchmark, "conditions": found, "repeats": options.repeats}
+        results |= {"times": times, "ratios": compared, "not_timed": list(skipped)} | more
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -17,6 +17,7 @@ from handlepool.errors import (
     HandlePoolError,
     OutOfMemoryError,
     OwnershipError,
+    PoisonedContextError,
     PoolClosedError,
     StateBusyError,
     StateIndexError,
@@ -27,6 +28,8 @@ from handlepool.graphs import GraphFunction, graph
 from handlepool.layouts import ArraySpec
 from handlepool.ops import conv2d, conv2d_input_grad, conv2d_weight_grad
 from handlepool.pool import HandlePool, default_pool
+from handlepool.program import Program
+from handlepool.recording import record
 from handlepool.states import Fork, ParallelStates
 
 __version__ = "0.1.0"
@@ -49,7 +52,9 @@ __all__ = [
     "OwnershipError",
     "ParallelStateExecutor",
     "ParallelStates",
+    "PoisonedContextError",
     "PoolClosedError",
+    "Program",
     "StateBusyError",
     "StateIndexError",
     "StreamError",
@@ -63,6 +68,7 @@ __all__ = [
     "get_workspace",
     "graph",
     "prewarm",
+    "record",
     "stats",
     "trim",
     "with_cudnn_state",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from handlepool.calls import GraphCall
+from handlepool.calls import AnyCall
 from handlepool.errors import ArgumentError
 from handlepool.graphs import GraphFunction
 from handlepool.layouts import Layout
@@ -18,7 +18,7 @@ def activate(g: Any, x: Any, kind: str) -> Any:
     return getattr(g, kind)(x)
 
 
-def activation_call(pool: HandlePool, kind: str, x: Any, out: Any = None) -> GraphCall:
+def activation_call(pool: HandlePool, kind: str, x: Any, out: Any = None) -> AnyCall:
     """An activation that is ready to be launched; ``out`` may be ``x``."""
     return _functions[kind].prepare(pool, (x,), out, {})
 
@@ -70,7 +70,8 @@ def swish(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
 
 def _apply(kind: str, x: Any, out: Any, pool: HandlePool | None) -> Any:
     chosen = current_pool() if pool is None else pool
-    return activation_call(chosen, kind, x, out).launch(chosen.slot())
+    call = activation_call(chosen, kind, x, out)
+    return call.launch(chosen.slot(call.stream))
 
 
 def _builder(kind: str) -> Callable[[Any, Any], Any]:
@@ -86,8 +87,8 @@ def _checker(kind: str) -> Callable[[tuple[Layout, ...], tuple[Layout, ...]], No
     return check
 
 
-def _preparer(kind: str) -> Callable[[HandlePool, tuple[Any, ...], dict[str, Any]], GraphCall]:
-    def prepare(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall:
+def _preparer(kind: str) -> Callable[[HandlePool, tuple[Any, ...], dict[str, Any]], AnyCall]:
+    def prepare(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
         options = dict(kwargs)
         return activation_call(options.pop("pool", None) or pool, kind, *args, **options)
 

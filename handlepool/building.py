@@ -47,6 +47,9 @@ def build(
     graph.context.io_data_type = io_dtype
     try:
         infer(graph, outputs, io_dtype=io_dtype)
+        if recipe.elementwise:
+            for tensor in outputs:  # axes of extent 1 say nothing to `infer`; to cuDNN their strides say which layout this is
+                tensor.set_stride(list(inputs[0].stride))
         taken = request.layouts[:1] if recipe.elementwise else ()
         layouts = taken * len(outputs) or tuple(layout_of(tensor) for tensor in outputs)
         for place, array in enumerate(given):

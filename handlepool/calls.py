@@ -1,19 +1,58 @@
 """Calls of graph functions: what is launched, and the checks of its arrays."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+from handlepool.condition import diagnose
 from handlepool.drivers.base import Driver, check_operands
 from handlepool.errors import ArgumentError
 from handlepool.layouts import Layout
 from handlepool.plans import Plan
 from handlepool.pool import HandlePool
+from handlepool.regions import thread
 from handlepool.slots import Slot
+
+
+class AnyCall(Protocol):
+    """What a fork launches."""
+
+    @property
+    def plan(self) -> Plan:
+        """What is launched; of a sequence, the first."""
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The arrays, inputs and outputs."""
+
+    @property
+    def result(self) -> Any:
+        """What `launch` will return."""
+
+    @property
+    def stream(self) -> int | None:
+        """The stream to run on, where it is not the array library's current one."""
+
+    @property
+    def callers(self) -> Sequence[int]:
+        """Streams to be in order with; see `handlepool.arrays`."""
+
+    def launch(self, slot: Slot) -> Any:
+        """Enqueue on the slot's stream, in order with the callers, and return the outputs."""
+
+    def enqueue(self, slot: Slot) -> Any:
+        """Enqueue on a side slot's stream, for which a fork sees to the order."""
+
+    def then(self, make: "Callable[[Any], AnyCall]") -> "AnyCall":
+        """This call and one over its result, as one."""
 
 
 class GraphCall:
     """A call of a graph function with its outputs allocated, to be launched on a slot."""
 
     __slots__ = ("_pool", "operands", "plan", "result")
+
+    stream: int | None = None
+    callers: Sequence[int] = ()
 
     def __init__(self, pool: HandlePool, plan: Plan, operands: tuple[Any, ...], result: Any) -> None:
         self._pool = pool
@@ -23,12 +62,51 @@ class GraphCall:
 
     def launch(self, slot: Slot) -> Any:
         """Enqueue on the slot's stream, and return the outputs."""
-        handle = slot.handle
-        if handle.stream is not slot.pointer:
-            handle = self._pool.sound(slot).handle
-        executable = self.plan.executable
-        executable.launch(handle, self.operands, slot.reserve(executable.workspace_size), slot.buffer)
+        try:
+            handle = slot.handle
+            if handle.stream is not slot.pointer:
+                handle = self._pool.sound(slot).handle
+            executable = self.plan.executable
+            if thread.recording is not None:
+                thread.recording.keep(self.plan)
+            executable.launch(handle, self.operands, slot.reserve(executable.workspace_size), slot.buffer)
+        except Exception as error:
+            diagnose(self._pool, error)
+            raise
         return self.result
+
+    enqueue = launch  # in a fork, which sees to the order
+
+    def then(self, make: Callable[[Any], AnyCall]) -> "CallSequence":
+        """This call and one over its result, as one."""
+        return CallSequence(self, make(self.result))
+
+
+class CallSequence:
+    """Two calls on one stream, the second over the first one's output, in the form of a `GraphCall`."""
+
+    __slots__ = ("_calls", "operands", "plan", "result")
+
+    stream: int | None = None
+    callers: Sequence[int] = ()
+
+    def __init__(self, first: AnyCall, second: AnyCall) -> None:
+        self._calls = (first, second)
+        self.operands = first.operands + second.operands
+        self.result = second.result
+        self.plan = first.plan
+
+    def launch(self, slot: Slot) -> Any:
+        """Enqueue both."""
+        for call in self._calls:
+            call.launch(slot)
+        return self.result
+
+    enqueue = launch
+
+    def then(self, make: Callable[[Any], AnyCall]) -> "CallSequence":
+        """These and one over their result, as one."""
+        return CallSequence(self, make(self.result))
 
 
 def check_apart(name: str, driver: Driver, plan: Plan, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:
@@ -36,22 +114,24 @@ def check_apart(name: str, driver: Driver, plan: Plan, arrays: tuple[Any, ...], 
     it. Where each element depends on those at its place alone, an output may be an input, exactly."""
     pointer = driver.array_pointer
     try:
-        taken = [(begin := pointer(array), begin + layout.reach) for array, layout in zip(arrays, plan.inputs, strict=True)]
-        for out, layout in zip(outs, plan.outputs, strict=True):
+        for place, out in enumerate(outs):
+            layout = plan.outputs[place]
             start = pointer(out)
             end = start + layout.reach
-            for index, (begin, stop) in enumerate(taken):
-                if start < stop and begin < end:
+            for index, array in enumerate(arrays):
+                begin = pointer(array)
+                if begin < end and start < begin + plan.inputs[index].reach:
                     _refuse_overlap(name, plan, index, layout if begin == start else None)
-            taken.append((start, end))
+            for other in range(place):
+                begin = pointer(outs[other])
+                if begin < end and start < begin + plan.outputs[other].reach:
+                    raise ArgumentError(f"out= of {name} shares memory with another output; pass an array of its own for each")
     except AttributeError:  # no array of the driver's
         check_arrays(name, driver, driver.current_device(), arrays + outs)
         raise
 
 
 def _refuse_overlap(name: str, plan: Plan, index: int, same: Layout | None) -> None:
-    if index >= len(plan.inputs):
-        raise ArgumentError(f"out= of {name} shares memory with another output; pass an array of its own for each")
     if not plan.in_place or same != plan.inputs[index]:
         raise ArgumentError(f"out= of {name} shares memory with argument {index}; pass an array of its own")
 

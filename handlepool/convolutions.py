@@ -3,7 +3,7 @@
 from typing import Any
 
 from handlepool.activations import ACTIVATIONS, activate, activation_call
-from handlepool.calls import GraphCall
+from handlepool.calls import AnyCall
 from handlepool.conv_checks import Pair, check_array, check_channels, pair
 from handlepool.drivers import frontend
 from handlepool.errors import ArgumentError, GraphNotSupportedError
@@ -11,7 +11,6 @@ from handlepool.graphs import GraphFunction
 from handlepool.layouts import Layout
 from handlepool.plans import Plan
 from handlepool.pool import HandlePool, current_pool
-from handlepool.slots import Slot
 
 MODES = ("cross_correlation", "convolution")
 
@@ -39,7 +38,7 @@ def conv2d(
     ----------
     x : array, shape (N, C, H, W)
         Images; float16, bfloat16 or float32; contiguous, or channels-last in memory (NHWC strides, which tensor cores prefer).
-        CuPy arrays on the cuda driver, NumPy arrays on the host driver.
+        Of CuPy, torch or others (``docs/arrays.md``), or NumPy's on the host driver.
     w : array, shape (K, C / groups, R, S)
         Filters, of the same type.
     stride, padding, dilation : int or (int, int)
@@ -66,7 +65,7 @@ def conv2d(
     Returns
     -------
     array, shape (N, K, P, Q)
-        ``out``, or a new array of the type of ``x``.
+        ``out``, or a new array of the kind and type of ``x``.
 
     Raises
     ------
@@ -92,7 +91,7 @@ def conv2d(
         allow_tf32=allow_tf32,
         deterministic=deterministic,
     )
-    return call.launch(chosen.slot())
+    return call.launch(chosen.slot(call.stream))
 
 
 def conv2d_plan(x: Any, w: Any, *, pool: HandlePool | None = None, **options: Any) -> Plan:
@@ -120,7 +119,7 @@ def _prepare(
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
     deterministic: bool = False,
-) -> "GraphCall | _Sequence":
+) -> AnyCall:
     arrays = (x, w) if bias is None else (x, w, bias)
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "activation": activation}
     if mode != "cross_correlation":  # a part of the key where it says something
@@ -133,28 +132,10 @@ def _prepare(
             raise
     # cuDNN fuses some activations for channels-last arrays alone: elsewhere the activation is a launch of its own.
     plain = _conv2d.prepare(pool, arrays, out, options | {"activation": None}, settings)
-    return _Sequence(plain, activation_call(pool, activation, plain.result, plain.result))
+    return plain.then(lambda result: activation_call(pool, activation, result, result))
 
 
-class _Sequence:
-    """Two calls on one stream, the second over the first one's output, in the form of a `GraphCall`."""
-
-    __slots__ = ("_calls", "operands", "plan", "result")
-
-    def __init__(self, first: GraphCall, second: GraphCall) -> None:
-        self._calls = (first, second)
-        self.operands = first.operands + second.operands
-        self.result = second.result
-        self.plan = first.plan
-
-    def launch(self, slot: Slot) -> Any:
-        """Enqueue both."""
-        for call in self._calls:
-            call.launch(slot)
-        return self.result
-
-
-def _prepare_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "GraphCall | _Sequence":
+def _prepare_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
     options = dict(kwargs)
     return _prepare(options.pop("pool", None) or pool, *args, **options)
 

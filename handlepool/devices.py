@@ -1,13 +1,19 @@
 """What a pool has on one device: idle slots, side slots, scratch, and the handle that graphs are built with."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle
+from handlepool.cleanup import do_all, take_all
+from handlepool.condition import diagnose
+from handlepool.drivers.base import PER_THREAD_STREAM, Driver, Handle
 from handlepool.errors import OutOfMemoryError
+from handlepool.events import Events
+from handlepool.regions import parked
 from handlepool.sides import SideSlots
 from handlepool.slots import Slot
 from handlepool.streams import StreamReference
@@ -15,7 +21,9 @@ from handlepool.workspace import DeviceScratch
 
 # NVIDIA recommends one synchronous cudnnCreate before any that may run beside another (guarantee 14). The lock is the
 # process's, not a pool's, and is held for every create: the binding holds the GIL through the call in any case.
-_create_lock = threading.Lock()
+_create_lock = threading.RLock()
+
+_log = logging.getLogger("handlepool")
 
 
 @dataclass(slots=True)
@@ -24,7 +32,9 @@ class Counts:
 
     handles_created: int = 0
     handles_destroyed: int = 0
+    handles_peak: int = 0
     handles_reused: int = 0
+    handles_rebound: int = 0
     handles_repaired: int = 0
     create_microseconds: int = 0
 
@@ -66,20 +76,29 @@ class DeviceSlots:
         self.counts = Counts()
         self.scratch = DeviceScratch(driver, device, scratch_limit, self.reclaim_scratch, self.describe)
         self.idle: list[Slot] = []  # reused last in, first out: the warmest scratch and the stream most likely alive
-        self.sides = SideSlots(pool, driver, self.scratch, self.create_handle, self.destroy_handle, drain)
+        self.edges = Events(driver)  # between streams that no fork orders
+        self.sides = SideSlots(pool, driver, self.scratch, self.make_slot, self.destroy_handle, drain)
+        self.doomed: list[Handle] = []  # that nobody has, and that could not be destroyed; `empty` tries again
         self.live = 0
         self.builder: Handle | None = None
         self.build_lock = threading.Lock()  # the builder handle is used by one thread at a time (guarantee 1)
         self._drain = drain
-        self._lock = threading.Lock()  # guards counts and live; no call is made under it
+        self._lock = threading.RLock()  # guards counts and live; no call is made under it
 
     # Handles
 
     def create_handle(self) -> Handle:
         """Create a handle; when that fails, give back what is idle, try once more, then say what is short (guarantee 12)."""
+        if self.doomed:  # or there would be one more than the high-water mark allows
+            try:
+                self.drop_doomed()
+            except Exception as error:
+                _log.debug("device %d: a handle can still not be destroyed (%s)", self.device, error)
         try:
             return self._create_handle()
-        except Exception:
+        except Exception as error:
+            diagnose(self.pool, error)
+            _log.debug("device %d: no handle could be created (%s); what is idle is given back", self.device, error)
             self.reclaim_scratch()
             self.drop_idle()
             self.sides.drop_free()
@@ -101,33 +120,59 @@ class DeviceSlots:
             handle = self.driver.create_handle()
             took = time.perf_counter_ns() - start
         with self._lock:
-            self.counts.handles_created += 1
-            self.counts.create_microseconds += took // 1000
+            counts = self.counts
+            counts.handles_created += 1
+            counts.handles_peak = max(counts.handles_peak, counts.handles_created - counts.handles_destroyed)
+            counts.create_microseconds += took // 1000
+        _log.debug("device %d: handle created in %d microseconds", self.device, took // 1000)
         return handle
 
     def builder_handle(self) -> Handle:
         """The handle that graphs are built with; called with `build_lock` held. It lives as long as plans do: they keep it."""
         if self.builder is None:
+            self.pool._check_usable()  # `close` says so first and takes the lock then, so that one of us sees it
             self.builder = self.create_handle()
         return self.builder
 
     def destroy_handle(self, handle: Handle) -> None:
-        """Destroy a handle that no slot has any more."""
-        with self.driver.relaxed():
-            self.driver.destroy_handle(handle)
+        """Destroy a handle that no slot has any more; where that fails, `empty` tries again."""
+        try:
+            with self.driver.relaxed():
+                self.driver.destroy_handle(handle)
+        except BaseException:
+            self.doomed.append(handle)
+            raise
         with self._lock:
             self.counts.handles_destroyed += 1
+        _log.debug("device %d: handle destroyed", self.device)
+
+    def make_slot(self) -> Slot:
+        """A new slot, with a new handle, that is bound to no stream yet."""
+        handle = self.create_handle()
+        try:
+            slot: Slot = self.pool.slot_type(self.pool, self.driver, self.scratch, handle)
+        except BaseException:
+            self.destroy_handle(handle)
+            raise
+        return slot
 
     def repair(self, slot: Slot) -> None:
         """Make a slot's handle right again that its caller destroyed or bound elsewhere."""
-        if slot.handle.backend_handle is None:
+        if not slot.intact:
             with self._lock:
-                self.counts.handles_destroyed += 1
-            slot.handle = self.create_handle()
+                self.counts.handles_destroyed += 1  # by its caller
+            try:
+                slot.replace_handle(self.create_handle())
+            except BaseException:
+                with self._lock:
+                    self.counts.handles_destroyed -= 1  # to be counted at the next try
+                raise
         with self.driver.relaxed():
             self.driver.bind_handle(slot.handle, slot.pointer)
         with self._lock:
             self.counts.handles_repaired += 1
+            self.counts.handles_rebound += 1
+        _log.debug("device %d: handle repaired and bound to stream %#x", self.device, slot.pointer)
 
     # Idle slots
 
@@ -138,7 +183,7 @@ class DeviceSlots:
                 slot = self.idle.pop()
             except IndexError:
                 return None
-            if slot.handle.backend_handle is not None:
+            if slot.intact:
                 with self._lock:
                     self.counts.handles_reused += 1
                 return slot
@@ -155,59 +200,39 @@ class DeviceSlots:
 
     def _destroy(self, slot: Slot) -> None:
         slot.end()
-        try:
-            slot.release_scratch()
-        finally:
-            self.destroy_handle(slot.handle)
+        do_all([slot.release_scratch, partial(self.destroy_handle, slot.handle)])
 
     def drop_idle(self) -> None:
         """Destroy every idle slot."""
-        while self.idle:
-            try:
-                self._destroy(self.idle.pop())
-            except IndexError:
-                return
+        do_all([partial(self._destroy, slot) for slot in take_all(self.idle)])
+
+    def drop_doomed(self) -> None:
+        """Destroy the handles that could not be destroyed before."""
+        do_all([partial(self.destroy_handle, handle) for handle in take_all(self.doomed)])
 
     # Between owners
 
     def acquire(self, reference: StreamReference) -> Slot:
         """A slot bound to a stream: the one that was given back last, or a new one."""
         idle = self.take_idle()
-        slot = Slot(self.pool, self.driver, self.scratch, self.create_handle()) if idle is None else idle.successor()
+        slot = kept = self.make_slot() if idle is None else idle
         try:
-            if idle is not None and slot.scratch_bytes and not self._order_after_previous(idle, reference):
-                slot.release_scratch()
+            if idle is not None:
+                slot = idle.successor()
+                if slot.scratch_bytes and not _is_still_on(idle, reference):
+                    slot.release_scratch()
             with self.driver.relaxed():
                 self.driver.bind_handle(slot.handle, reference.pointer)
         except BaseException:
-            self.put_idle(slot if idle is None else idle)
+            self.put_idle(kept)
             raise
         slot.key = reference.key
         slot.begin(reference.pointer)
-        self._count_live(+1)
+        with self._lock:
+            self.live += 1
+            self.counts.handles_rebound += idle is not None
+        _log.debug("device %d: %s handle bound to stream %#x", self.device, "new" if idle is None else "reused", slot.pointer)
         return slot
-
-    def _order_after_previous(self, idle: Slot, reference: StreamReference) -> bool:
-        """Order a reused slot's new stream after its last one, so that the scratch may go with it; False where that cannot be.
-
-        A destroyed stream may still be running, a per-thread stream was another thread's, and no edge may cross into or out of a
-        capture. Nor may one touch the legacy stream: that would end the capture of any blocking stream, in whatever thread.
-        """
-        old = idle.watch() if idle.watch is not None else None
-        if old is None or idle.pointer == PER_THREAD_STREAM:
-            return False
-        if old is reference.stream:
-            return True
-        driver = self.driver
-        pointers = (idle.pointer, reference.pointer)
-        if LEGACY_STREAM in pointers or any(driver.capture_id(pointer) for pointer in pointers):
-            return False
-        with driver.relaxed():
-            event = driver.create_event()
-            driver.record_event(event, idle.pointer)
-            driver.wait_event(reference.pointer, event)
-            driver.destroy_event(event)
-        return True
 
     def take_in(self, slot: Slot) -> None:
         """Make a slot idle that its owner has left."""
@@ -227,17 +252,33 @@ class DeviceSlots:
 
     def empty(self) -> None:
         """Destroy what nobody owns: idle slots, free side slots, and blocks that were replaced."""
-        self.sides.end_quarantine()
-        self.drop_idle()
-        self.sides.drop_free()
-        self.scratch.collect(wait=True)
+        collect = partial(self.scratch.collect, wait=True)
+        do_all([self.sides.end_quarantine, self.drop_doomed, self.drop_idle, self.sides.drop_free, collect])
 
     def close(self) -> None:
-        """`empty`, and the handle that graphs were built with."""
-        self.empty()
-        builder, self.builder = self.builder, None
+        """Do as `empty`, and destroy the handle that graphs were built with; what captures under way have, once they end."""
+        with self.build_lock:
+            builder, self.builder = self.builder, None
         if builder is not None:
-            self.destroy_handle(builder)
+            self.doomed.append(builder)
+        try:
+            do_all([self.empty, self.edges._settle])
+        finally:
+            if not self.is_empty():
+                parked.append(self)
+
+    def is_empty(self) -> bool:
+        """Whether nothing is left that nobody owns."""
+        return not (self.sides.quarantine or self.sides.free or self.idle or self.doomed or self.scratch.retired)
+
+    def _settle(self) -> bool:
+        """After the pool was closed: destroy what captures had that have ended since, and what could not be destroyed before."""
+        try:
+            with self.pool.on_device(self.device):
+                self.empty()
+        except Exception:
+            pass
+        return self.is_empty()
 
     # Accounts
 
@@ -246,15 +287,9 @@ class DeviceSlots:
         self._drain()
         self.scratch.collect(wait=True)
         for slots in (self.idle, self.sides.free):
-            held = []
-            while slots:
-                try:
-                    held.append(slots.pop())
-                except IndexError:
-                    break
+            held = take_all(slots)
             try:
-                for slot in held:
-                    slot.release_scratch()
+                do_all([slot.release_scratch for slot in held])
             finally:
                 slots.extend(reversed(held))
 
@@ -263,12 +298,15 @@ class DeviceSlots:
         free, held = len(self.sides.free), len(self.sides.quarantine)
         return self.counts.as_dict() | {
             "handles_live": self.live,
-            "handles_idle": len(self.idle) + free,
+            "handles_idle": len(self.idle) + len(self.doomed) + free,
             "handles_leased": self.sides.made - free - held,
             "handles_captured": held,
             "handles_building": int(self.builder is not None),
             "scratch_bytes": self.scratch.nbytes,
+            "scratch_bytes_captured": self.scratch.captured_nbytes,
+            "scratch_bytes_recorded": self.scratch.recorded_nbytes,
             "scratch_bytes_peak": self.scratch.peak,
+            "captures_met": self.scratch.captures_met,
         }
 
     def describe(self) -> str:
@@ -278,3 +316,14 @@ class DeviceSlots:
             f"{now['handles_live']} live, {now['handles_idle']} idle, {now['handles_leased']} leased handles, "
             f"{now['scratch_bytes']:,} bytes of scratch"
         )
+
+
+def _is_still_on(idle: Slot, reference: StreamReference) -> bool:
+    """Whether a slot's last stream is the very stream that it is to be bound to, so that the scratch may go with it.
+
+    To another one it could go after an edge between the two. But that means a call with the last stream, and nobody knows whether
+    there still is one: a weak reference answers until the stream's destructor has returned, which destroys it first.
+    """
+    if idle.watch is None or idle.pointer == PER_THREAD_STREAM:  # each thread's is another
+        return False
+    return reference.stream is not None and idle.watch() is reference.stream

@@ -167,6 +167,12 @@ class Draft:
             raise ArgumentError(
                 f"{recipe.name} returned {shown}; return the graph tensor to output, or a tuple of them, or name outputs="
             )
+        for tensor in self.outputs:
+            if id(tensor) not in self._made:
+                raise ArgumentError(
+                    f"{recipe.name}: tensor {tensor.name!r} is made by no node of this graph, so it cannot be an output; return "
+                    f"what an operation returned (an input can be passed through g.identity)"
+                )
         self.keys = tuple(
             reference if isinstance(reference, (str, int)) else self._references.name(tensor)
             for reference, tensor in zip(wanted or self.outputs, self.outputs, strict=True)

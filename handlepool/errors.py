@@ -25,8 +25,12 @@ class ForkedProcessError(HandlePoolError, RuntimeError):
     """A pool was used in a child made by ``os.fork``; CUDA does not survive a fork, so start the child with spawn."""
 
 
+class PoisonedContextError(HandlePoolError, RuntimeError):
+    """An earlier error, as an illegal address in a kernel, cost the process its CUDA context; restart the process."""
+
+
 class PoolClosedError(HandlePoolError, RuntimeError):
-    """The pool was closed, or the fork was left."""
+    """The pool or the program was closed, or the fork was left."""
 
 
 class OutOfMemoryError(HandlePoolError, MemoryError):

@@ -12,17 +12,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
+from sys import modules
 from typing import Any, Generic, TypeVar
 
+from handlepool.callers import in_torch, order, torch_among
+from handlepool.condition import diagnose, lost
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError
+from handlepool.events import Events
 from handlepool.forks import own
 from handlepool.pool import HandlePool, default_pool
-from handlepool.regions import parked, run_on, settle, thread
+from handlepool.regions import keep_for_good, parked, run_on, settle, thread
 from handlepool.slots import Slot
 from handlepool.streams import check_foreign, resolve
-from handlepool.tasks import Events, Task
+from handlepool.tasks import Task
 
 T = TypeVar("T")
 
@@ -52,7 +56,10 @@ class StreamFuture(Future[T], Generic[T]):
         error = self.exception(timeout)
         if error is None:
             self._join()
-            return super().result()
+            value = super().result()
+            if self._task is not None and self._task.torch is not None:
+                self._task.record(value)
+            return value
         try:
             self._join()
         except Exception as trouble:  # the function's own error matters more
@@ -121,7 +128,11 @@ class ParallelStateExecutor(Executor):
         PoolClosedError, RuntimeError
             After the pool's `close`, or the executor's `shutdown`.
         """
-        task = self._task()
+        try:
+            task = self._task(torch_among(fn, args, kwargs) if "torch" in modules else None)
+        except Exception as error:
+            diagnose(self._pool, error)
+            raise
         task.region.keep_call(fn, args, kwargs)
         future: StreamFuture[T] = StreamFuture()
         future._task = task
@@ -138,7 +149,7 @@ class ParallelStateExecutor(Executor):
         settle(self._pending)
         return future
 
-    def _task(self) -> Task:
+    def _task(self, torch: Any) -> Task:
         pool = self._pool
         pool._check_usable()
         if parked:
@@ -163,7 +174,11 @@ class ParallelStateExecutor(Executor):
         events = self._events.get(reference.device)
         if events is None:
             events = self._events.setdefault(reference.device, Events(driver))
-        return Task(pool.device(reference.device), stream, outer, events)
+        theirs = 0
+        if torch is not None:  # the submitter's stream waits for torch's now, and that for the task at the join
+            theirs = torch.current_stream(reference.device)
+            order(pool, reference.device, theirs, stream.ptr)
+        return Task(pool.device(reference.device), stream, outer, events, torch, theirs)
 
     def _run(self, call: list[Any]) -> None:
         future: StreamFuture[Any]
@@ -177,6 +192,8 @@ class ParallelStateExecutor(Executor):
             try:
                 value = self._call(task, fn, args, kwargs)
             except BaseException as error:
+                lost(self._pool, error, ask=False)
+                task.withdraw()  # where it has not begun
                 future.set_exception(error)
             else:
                 future.set_result(value)
@@ -198,6 +215,8 @@ class ParallelStateExecutor(Executor):
                 "results before a capture begins, or use fewer workers and states"
             )
         task.begin(pointer)
+        if task.torch is not None:
+            fn, args, kwargs = in_torch(task.torch, pointer, task.theirs, device.device, fn, args, kwargs)
         try:
             return run_on(pool, stream, device.device, task.region, fn, args, kwargs)
         finally:
@@ -224,23 +243,32 @@ class ParallelStateExecutor(Executor):
         result. The host never waits for the GPU here.
         """
         self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
-        if not wait:
+        if not wait or self._pool._forked:
             return
         while self._pending:
             task = self._pending.popleft()
-            if not task._settle():
-                try:
+            passed = False
+            try:
+                passed = task._settle()
+                if not passed:
                     task.join(submitter_only=True)
-                except Exception:  # as for a stream that is being captured: what the task holds is held until its end has passed
-                    pass
-                parked.append(task)
+            except Exception:  # as for a stream that is being captured: what the task holds is held until its end has passed
+                pass
+            finally:
+                if not passed:
+                    parked.append(task)
         for ordinal, events in self._events.items():
-            events._settle()
+            if not events._settle():
+                parked.append(events)
             if self._pool.closed:
                 with self._pool.on_device(ordinal):
                     self._pool.device(ordinal).sides.drop_free()
 
-    def __del__(self, _park: Callable[[Any], None] = parked.extend) -> None:
+    def __del__(self, _park: Callable[[Any], None] = parked.extend, _keep: Callable[[Any], None] = keep_for_good) -> None:
+        pool: HandlePool | None = getattr(self, "_pool", None)  # None where the arguments were refused
+        if pool is not None and pool._forked:  # guarantee 13
+            _keep((self._pending, self._events))
+            return
         _park(self._pending)
         _park(self._events.values())
 

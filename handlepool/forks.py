@@ -5,11 +5,14 @@ stream waits for, and one recorded on the side stream at the join, which the cal
 stands nothing (guarantee 7).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from sys import modules
 from threading import get_ident
 from types import TracebackType
 from typing import Any, TypeVar
 
+from handlepool.callers import in_torch, order, torch_among
+from handlepool.condition import diagnose, lost
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import CaptureError, OwnershipError, PoolClosedError
@@ -28,6 +31,7 @@ class Fork:
     """
 
     __slots__ = (
+        "_callers",
         "_count",
         "_device",
         "_driver",
@@ -49,6 +53,7 @@ class Fork:
         self._count = count
         self._stream = stream
         self._leased: list[Slot] = []
+        self._callers: list[int] = []  # further streams that branches start after, and that wait at the join
         self._next = 0
         self._thread = 0
 
@@ -96,7 +101,7 @@ class Fork:
             After the fork was left, or the pool closed.
         """
         pool = self._pool
-        if not self._open or self._thread != get_ident() or pool._closed or pool._forked:
+        if not self._open or self._thread != get_ident() or pool.unusable:
             self._refuse()
         driver = self._driver
         if driver.current_device() != self._ordinal:  # inside `with other_device:` in the fork's body
@@ -105,8 +110,13 @@ class Fork:
         region = self._region
         prepare = getattr(function, "__handlepool_prepare__", None)
         if prepare is None:
+            torch = torch_among(function, args, kwargs) if "torch" in modules else None
+            theirs = 0 if torch is None else self._follow((torch.current_stream(self._ordinal),))
             slot = self._state()
             region.keep_call(function, args, kwargs)
+            if torch is not None:
+                pointer = self._pointer if slot is None else slot.pointer
+                function, args, kwargs = in_torch(torch, pointer, theirs, self._ordinal, function, args, kwargs)
             if slot is None:
                 return self._on_caller(function, args, kwargs)
             driver.record_event(slot.start_event, self._pointer)
@@ -118,15 +128,29 @@ class Fork:
             call = prepare(pool, args, kwargs)
         else:  # inside `with other_stream:` in the fork's body
             call = self._on_caller(prepare, (pool, args, kwargs), {})
+        if call.callers:
+            self._follow(call.callers)
         slot = self._state()
         region.keep((args, kwargs, call.operands))
         if slot is None:
-            result: T = call.launch(pool.slot(self._stream))
+            result: T = call.enqueue(pool.slot(self._stream))
             return result
         driver.record_event(slot.start_event, self._pointer)
         driver.wait_event(slot.pointer, slot.start_event)
-        result = call.launch(slot)
+        result = call.enqueue(slot)
         return result
+
+    def _follow(self, pointers: Sequence[int]) -> int:
+        """Let the next branches start after further callers' streams, too, as torch's current one, and those wait at the join.
+
+        The order goes through the caller's stream, which waits for the others now and they for it at the join: one event each.
+        Returns the last pointer.
+        """
+        for pointer in pointers:
+            order(self._pool, self._ordinal, pointer, self._pointer)
+            if pointer != self._pointer and pointer not in self._callers:
+                self._callers.append(pointer)
+        return pointers[-1]
 
     def _on_caller(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         return run_on(self._pool, self._stream, self._ordinal, thread.region, function, args, kwargs)
@@ -169,21 +193,39 @@ class Fork:
             self._refuse()
         self._open = False
         driver = self._driver
-        if driver.current_device() == self._ordinal:
-            self._join()
-        else:  # where the null stream's pointer means another stream
-            with driver.device(self._ordinal):
+        if error is not None:
+            lost(self._pool, error, ask=False)
+        if self._pool._forked or self._pool._poison is not None:
+            self._leave()
+            if error is None and self._pool._poison is not None:
+                self._pool._check_usable()
+            return
+        try:
+            if driver.current_device() == self._ordinal:
                 self._join()
+            else:  # where the null stream's pointer means another stream
+                with driver.device(self._ordinal):
+                    self._join()
+        except BaseException:
+            if self._leased:  # it did not come to the join
+                parked.append(self)
+            raise
+
+    def _leave(self) -> None:
+        """Leave in the child of a process that forked in here (guarantee 13), or after a lost context: nothing is touched."""
+        self._leased = []
+        self._region.abandon()
 
     def _join(self) -> None:
         """Let the caller's stream wait for every branch, then give the side slots back and let go of what was kept."""
         driver, sides, pointer = self._driver, self._device.sides, self._pointer
-        leased, self._leased = self._leased, []
-        if self._pool._forked:  # the child of a process that forked in here: nothing is touched (guarantee 13)
-            self._region.abandon()
+        if self._pool._forked or self._pool._poison is not None:
+            self._leave()
             return
+        leased, self._leased = self._leased, []
         captured = False
         failure: BaseException | None = None
+        late: BaseException | None = None
         try:
             captured = pointer != LEGACY_STREAM and driver.capture_id(pointer) != 0
         except BaseException as trouble:
@@ -200,12 +242,24 @@ class Fork:
             except BaseException as trouble:  # every other branch is joined all the same
                 failure = trouble
             disown(slot)
-            sides.give_back(slot, captured=captured or failure is not None)
+            try:
+                sides.give_back(slot, captured=captured or failure is not None)
+            except BaseException as trouble:  # the pool was closed, and something could not be destroyed yet
+                late = trouble
+        if failure is None:
+            try:
+                for caller in self._callers:
+                    order(self._pool, self._ordinal, pointer, caller)
+            except BaseException as trouble:
+                failure = trouble
         if failure is not None:
             self._region.abandon()
+            diagnose(self._pool, failure)
             raise failure
         if not self._inherited:
             self._region.release()
+        if late is not None:
+            raise late
 
     def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
         if self._open:  # nobody left it: its thread ended inside
@@ -219,9 +273,11 @@ class Fork:
                 capturing = self._driver.capture_id
                 if self._pointer == PER_THREAD_STREAM:  # here it means another stream, for which the branches are nothing
                     self._region.abandon()
-                    for slot in self._leased:
+                    while self._leased:
+                        captured = capturing(self._leased[-1].pointer) != 0
+                        slot = self._leased.pop()
                         disown(slot)
-                        self._device.sides.give_back(slot, captured=capturing(slot.pointer) != 0)
+                        self._device.sides.give_back(slot, captured=captured)
                     return True
                 pointers = [slot.pointer for slot in self._leased]
                 if any(pointer and capturing(pointer) for pointer in (self._pointer, *pointers)):
@@ -229,7 +285,7 @@ class Fork:
                 self._join()
         except Exception:
             self._region.abandon()
-        return True
+        return not self._leased or self._pool.unusable
 
     def __repr__(self) -> str:
         state = f"{len(self._leased)} of {self._count} states leased" if self._open else "not open"
@@ -239,10 +295,10 @@ class Fork:
 def own(slot: Slot) -> None:
     """Make a leased side slot this thread's: a hit of `get_handle` on its stream gives its handle."""
     slot.begin(slot.pointer)
-    place(slot.side_stream, slot)
+    place(slot.pool, slot.side_stream, slot)
 
 
 def disown(slot: Slot) -> None:
     """End `own`."""
     slot.end()
-    place(slot.side_stream, None)
+    place(slot.pool, slot.side_stream, None)

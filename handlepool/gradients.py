@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from handlepool.calls import GraphCall
+from handlepool.calls import AnyCall
 from handlepool.conv_checks import Pair, Shape, as_shape, check_array, check_channels, check_result, pair
 from handlepool.graphs import GraphFunction
 from handlepool.layouts import Layout
@@ -65,7 +65,7 @@ def conv2d_input_grad(
         allow_tf32=allow_tf32,
         deterministic=deterministic,
     )
-    return call.launch(chosen.slot())
+    return call.launch(chosen.slot(call.stream))
 
 
 def conv2d_weight_grad(
@@ -124,14 +124,14 @@ def conv2d_weight_grad(
         allow_tf32=allow_tf32,
         deterministic=deterministic,
     )
-    return call.launch(chosen.slot())
+    return call.launch(chosen.slot(call.stream))
 
 
-def _prepare_input(pool: HandlePool, dy: Any, w: Any, shape: Any, **options: Any) -> GraphCall:
+def _prepare_input(pool: HandlePool, dy: Any, w: Any, shape: Any, **options: Any) -> AnyCall:
     return _prepare(_input_grad, pool, (dy, w), as_shape("conv2d_input_grad", shape), **options)
 
 
-def _prepare_weight(pool: HandlePool, x: Any, dy: Any, shape: Any, **options: Any) -> GraphCall:
+def _prepare_weight(pool: HandlePool, x: Any, dy: Any, shape: Any, **options: Any) -> AnyCall:
     return _prepare(_weight_grad, pool, (x, dy), as_shape("conv2d_weight_grad", shape), **options)
 
 
@@ -149,18 +149,18 @@ def _prepare(
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
     deterministic: bool = False,
-) -> GraphCall:
+) -> AnyCall:
     options = {"shape": shape, "stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
     return function.prepare(pool, arrays, out, options, settings)
 
 
-def _input_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall:
+def _input_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
     options = dict(kwargs)
     return _prepare_input(options.pop("pool", None) or pool, *args, **options)
 
 
-def _weight_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall:
+def _weight_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
     options = dict(kwargs)
     return _prepare_weight(options.pop("pool", None) or pool, *args, **options)
 

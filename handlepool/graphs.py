@@ -5,11 +5,12 @@ from dataclasses import replace
 from functools import update_wrapper
 from typing import Any
 
+from handlepool.arrays import Adapted, adapt, layout_of
 from handlepool.building import build
-from handlepool.calls import GraphCall, check_apart, check_arrays, check_hashable
+from handlepool.calls import AnyCall, GraphCall, check_apart, check_arrays, check_hashable
+from handlepool.condition import diagnose
 from handlepool.drafts import Request
-from handlepool.drivers.base import check_operands
-from handlepool.errors import ArgumentError, ArrayTypeError
+from handlepool.errors import ArgumentError
 from handlepool.layouts import Layout
 from handlepool.plans import Plan
 from handlepool.pool import HandlePool, current_pool
@@ -101,7 +102,8 @@ class GraphFunction:
             When cuDNN has no plan.
         """
         pool = current_pool()
-        return self.prepare(pool, arrays, out, options).launch(pool.slot())
+        call = self.prepare(pool, arrays, out, options)
+        return call.launch(pool.slot(call.stream))
 
     def run(self, arrays: MutableMapping[Any, Any], /, **options: Any) -> MutableMapping[Any, Any]:
         """Launch on the current stream with arrays by reference, outputs among them.
@@ -130,41 +132,56 @@ class GraphFunction:
             references, given = tuple(arrays), tuple(arrays.values())
         except (AttributeError, TypeError):
             raise ArgumentError(f"{self._name}.run takes a dictionary of arrays by reference, not {arrays!r}") from None
+        adapted = adapt(self._name, pool, given)
+        if adapted is not None:
+            given = adapted.arrays
         plan = self.plan(pool, given, (), options, (), references)
-        empty = pool.driver.empty
         inputs, places = len(plan.inputs), plan.places
-        outs = tuple(
-            [
-                empty(layout.shape, layout.strides, layout.dtype) if place < 0 else given[place]
-                for place, layout in zip(places[inputs:], plan.outputs, strict=True)
-            ]
-        )
+        empty = pool.driver.empty if adapted is None else adapted.empty
+        layouts = zip(places[inputs:], plan.outputs, strict=True)
+        outs = tuple([empty(at.shape, at.strides, at.dtype) if place < 0 else given[place] for place, at in layouts])
         operands = tuple([given[place] for place in places[:inputs]])
         check_apart(self._name, pool.driver, plan, operands, outs)
-        GraphCall(pool, plan, operands + outs, None).launch(pool.slot())
-        for key, place, out in zip(plan.keys, places[inputs:], outs, strict=True):
-            if place < 0:
-                arrays[key] = out
+        made = tuple([out for place, out in zip(places[inputs:], outs, strict=True) if place < 0])
+        call: AnyCall = GraphCall(pool, plan, operands + outs, made)
+        if adapted is not None:
+            call = adapted.call(call, [place for place in places[inputs:] if place >= 0])
+        made = call.launch(pool.slot(call.stream))
+        arrays.update(zip([key for key, place in zip(plan.keys, places[inputs:], strict=True) if place < 0], made, strict=True))
         return arrays
 
-    def __handlepool_prepare__(self, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall:
+    def __handlepool_prepare__(self, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
         """What a fork calls before it starts the branch."""
         options = dict(kwargs)
         return self.prepare(pool, args, options.pop("out", None), options)
 
     def prepare(
-        self, pool: HandlePool, arrays: tuple[Any, ...], out: Any, options: dict[str, Any], settings: Settings = ()
-    ) -> GraphCall:
+        self,
+        pool: HandlePool,
+        arrays: tuple[Any, ...],
+        out: Any,
+        options: dict[str, Any],
+        settings: Settings = (),
+        adapted: Adapted | None = None,
+    ) -> AnyCall:
         """Find or build the plan, and allocate the outputs that are not given, on the current stream."""
-        if out is None:
-            plan = self.plan(pool, arrays, (), options, settings)
-            empty = pool.driver.empty
-            made = tuple([empty(layout.shape, layout.strides, layout.dtype) for layout in plan.outputs])
-            return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made)
-        outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-        plan = self.plan(pool, arrays, outs, options, settings)
-        check_apart(self._name, pool.driver, plan, arrays, outs)
-        return GraphCall(pool, plan, arrays + outs, out)
+        try:
+            outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+            if adapted is None:
+                native = pool.driver.array_type
+                for array in arrays + outs if outs else arrays:
+                    if type(array) is not native:
+                        return Adapted(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
+            plan = self.plan(pool, arrays, outs, options, settings)
+            if out is None:
+                empty = pool.driver.empty if adapted is None else adapted.empty
+                made = tuple([empty(layout.shape, layout.strides, layout.dtype) for layout in plan.outputs])
+                return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made)
+            check_apart(self._name, pool.driver, plan, arrays, outs)
+            return GraphCall(pool, plan, arrays + outs, out)
+        except Exception as error:
+            diagnose(pool, error)
+            raise
 
     # Plans
 
@@ -215,19 +232,9 @@ class GraphFunction:
             As in a call.
         """
         pool = current_pool()
-        driver = pool.driver
         outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
-        device = driver.current_device()
-        for place, array in enumerate((*arrays, *outs)):
-            if isinstance(array, driver.array_type):
-                check_operands(driver, self._name, device, (array,))
-            elif not all(hasattr(array, name) for name in ("shape", "strides", "dtype")):
-                raise ArrayTypeError(
-                    f"{self._name}: argument {place} is a {type(array).__qualname__}; pass an array or an ArraySpec"
-                )
-            elif 0 in array.shape:
-                raise ArgumentError(f"{self._name}: argument {place} is empty, of shape {array.shape}")
-        return self.plan(pool, tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), options)
+        views = [layout_of(self._name, pool, place, array) for place, array in enumerate((*arrays, *outs))]
+        return self.plan(pool, tuple(views[: len(arrays)]), tuple(views[len(arrays) :]), options)
 
     def compile(self, *arrays: Any, out: Any = None, **options: Any) -> Plan:
         """Build ahead what a call with these arguments will use: nothing is launched, and no array is needed or allocated.

@@ -11,25 +11,36 @@ What it promises, and what the promise rests on:
   callback. Parking is one append to a deque, which is atomic and calls nothing, so it may happen in a destructor, in the
   collector while this thread holds a lock, or after the interpreter has begun to exit. The next miss, fork or `trim` takes the
   parked in.
-- A lock is held for list and count changes alone, never across a driver call or user code.
+- A lock is held for list and count changes alone, never across a driver call or user code. It may be taken again by the thread
+  that holds it: a finaliser of the user's that the collector runs just then may call `trim`.
 """
 
+import itertools
+import logging
 import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-from handlepool import drivers
+from handlepool import condition, drivers
+from handlepool.checks import CheckedDriver, CheckedSlot
+from handlepool.cleanup import do_all
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import Driver, Handle
-from handlepool.errors import ArgumentError, ForkedProcessError, PoolClosedError
+from handlepool.errors import ArgumentError
 from handlepool.plans import PlanCache
 from handlepool.regions import thread
-from handlepool.slots import Slot, hits, place, placed
-from handlepool.snapshots import Stats
+from handlepool.slots import Slot, hits, place, placed, unplace
+from handlepool.snapshots import MEANINGS, Stats
 from handlepool.streams import StreamReference, check_foreign, resolve
 from handlepool.threads import LiveSlots
+
+CHECK_VARIABLE = "HANDLEPOOL_CHECK"
+
+_log = logging.getLogger("handlepool")
+_numbers = itertools.count()
 
 
 class HandlePool:
@@ -45,6 +56,10 @@ class HandlePool:
         Most handles of one device that are kept, beside the side slots', for threads and streams to come.
     plan_limit : int
         Most compiled graphs of one device that are kept.
+    check : bool, optional
+        Whether to check what cuDNN and CuPy leave unchecked: that a handle is used by the thread that owns it, a workspace on its
+        own stream, and ``cupy.fft`` and ``cupy.random`` not in branches that run beside each other. Off by default; where it is
+        not given, the environment variable ``HANDLEPOOL_CHECK`` decides. Calls cost more with it, and nothing without.
 
     Notes
     -----
@@ -59,6 +74,7 @@ class HandlePool:
         scratch_limit: int | None = None,
         idle_limit: int = 32,
         plan_limit: int = 512,
+        check: bool | None = None,
     ) -> None:
         if scratch_limit is not None and scratch_limit < 0:
             raise ArgumentError(f"scratch_limit={scratch_limit}; it must be 0 bytes or more, or None for no limit")
@@ -68,14 +84,20 @@ class HandlePool:
         self._driver: Driver | None = None
         self._scratch_limit = scratch_limit
         self._idle_limit = idle_limit
+        self._check = os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") if check is None else bool(check)
+        self.slot_type: type[Slot] = CheckedSlot if self._check else Slot
         self.plans = PlanCache(plan_limit)
         self._devices: dict[int, DeviceSlots] = {}
         self._live = LiveSlots()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self.unusable = False  # any of the next three
         self._closed = False
         self._forked = False
-        self.get_handle, self._use_driver = hits(self)  # type: ignore[method-assign]
-        _pools.add(self)
+        self._poison: BaseException | None = None
+        number = next(_numbers)
+        self.attribute = f"_handlepool_{number}" if number else "_handlepool"
+        self.get_handle, self.slot, self._use_driver = hits(self)  # type: ignore[method-assign]
+        condition.remember(self)
 
     # Hits
 
@@ -101,7 +123,7 @@ class HandlePool:
             When the stream is one of another device than the current one.
         StreamError
             When it is no stream.
-        PoolClosedError, ForkedProcessError, OutOfMemoryError, DriverNotAvailableError
+        PoolClosedError, ForkedProcessError, PoisonedContextError, OutOfMemoryError, DriverNotAvailableError
             As their names say; each message names the remedy.
         """
         return self.slot(stream).handle
@@ -129,25 +151,28 @@ class HandlePool:
         OutOfMemoryError
             When neither the scratch limit nor the device allows it.
         """
-        return self.slot(stream).workspace(nbytes)
+        slot = self.slot(stream)
+        try:
+            return slot.workspace(nbytes)
+        except Exception as error:
+            condition.diagnose(self, error)
+            raise
 
     # Misses
 
     def slot(self, stream: Any = None) -> Slot:
         """Return this thread's slot for a stream: what `get_handle` and `get_workspace` take theirs from."""
-        driver = self._driver or self.driver
-        try:
-            device = driver.current_device()
-            current: Any = driver.current_stream(device) if stream is None else stream
-            slot: Slot = current._handlepool.slot
-            if slot.handle.stream is slot.pointer and slot.device == device and slot.owner is self:
-                return slot
-        except AttributeError:
-            pass
         self._check_usable()
+        try:
+            return self._find(self.driver, stream)
+        except Exception as error:
+            condition.diagnose(self, error)
+            raise
+
+    def _find(self, driver: Driver, stream: Any) -> Slot:
         reference = resolve(driver, stream)
         if reference.stream is not None:
-            here = placed(reference.stream)
+            here = placed(self, reference.stream)
             if here is not None and here.owner is self and here.device == reference.device:
                 return self.sound(here)
         mine = self._live.of_this_thread()
@@ -156,7 +181,7 @@ class HandlePool:
             if reference.stream is None:
                 mine.touch(reference.key)
             else:
-                self._place(known, reference)
+                place(self, reference.stream, known)
             return self.sound(known)
         return self._acquire(reference)
 
@@ -176,28 +201,35 @@ class HandlePool:
         self.drain()
         slot = device.acquire(reference)
         self._live.add(slot, reference.stream)
+        if self._closed:  # in this order: `close` says so first and takes all in then, so that one of us sees it
+            self.park(slot)
+            self.drain()
+            device.drop_idle()
+            self._check_usable()
         if reference.stream is not None:
-            self._place(slot, reference)
+            place(self, reference.stream, slot)
         return slot
-
-    def _place(self, slot: Slot, reference: StreamReference) -> None:
-        """Put a slot where the hit looks, unless another pool's slot is there."""
-        other = placed(reference.stream)
-        if other is None or other.owner is self or other.owner is None:
-            place(reference.stream, slot)
 
     # Taking back
 
+    def park(self, slot: Slot) -> None:
+        """Take a slot from its owner; the next miss, fork or `trim` takes it in."""
+        self._live.park(slot)
+
     def drain(self) -> None:
         """Take in the slots that threads and streams have left behind."""
-        for slot in self._live.left_behind():
-            self._take_in(slot)
+        do_all(partial(self._take_in, slot) for slot in self._live.left_behind())
         here = self._devices.get(self.driver.current_device()) if self._devices else None
         if here is not None:
             here.scratch.collect()
 
     def _take_in(self, slot: Slot) -> None:
-        with self.on_device(slot.device):
+        try:
+            device = self.on_device(slot.device)
+        except BaseException:
+            self._live.put_back(slot)
+            raise
+        with device:
             self._devices[slot.device].take_in(slot)
 
     def prewarm(self, *, states: int = 0, workspace: int = 0, stream: Any = None) -> None:
@@ -224,18 +256,36 @@ class HandlePool:
                 if side is None:
                     break
                 leased.append(side)
+                side.begin(side.pointer)
                 side.reserve(workspace)
         finally:
             for side in leased:
+                side.end()
                 device.sides.give_back(side, captured=False)
 
-    def trim(self) -> None:
-        """Give back what is idle: handles and scratch that no thread, stream or fork has, and blocks that were replaced."""
+    def trim(self, *, captured: bool = False) -> None:
+        """Give back what is idle: handles and scratch that no thread, stream or fork has, and blocks that were replaced.
+
+        Parameters
+        ----------
+        captured : bool
+            Also free the scratch that CUDA graphs were given which somebody else than handlepool captured, as far as their
+            captures are over. (Of a bare pointer or another library's stream object nobody can ask that: end such captures
+            before.) Nothing tells whether such a graph still lives: *one that is replayed afterwards writes into freed
+            memory*, where by then anything may be. So do this when every graph that was captured with this pool's workspaces or
+            graph functions is gone, or will not be replayed again. ``stats()["scratch_bytes_captured"]`` says what it would free.
+        """
         self._check_usable()
+        condition.diagnose(self, None)
         self.drain()
+        before = self.stats()
         for device in list(self._devices.values()):
             with self.on_device(device.device):
+                if captured:
+                    device.scratch.free_captured()
+                    self.drain()
                 device.empty()
+        _log.debug("trimmed: %s", {name: change for name, change in (self.stats() - before).items() if change})
 
     def cache_clear(self) -> None:
         """Forget every compiled graph; those in use live on with their users."""
@@ -244,21 +294,26 @@ class HandlePool:
     def close(self) -> None:
         """Destroy every handle and free all scratch but what captures were given; later uses raise `PoolClosedError`.
 
-        Handles that threads still hold are destroyed too, so close a pool when its users are done. Idempotent.
+        Handles that threads still hold are destroyed too, so close a pool when its users are done. May be called again, by any
+        thread: that does nothing, or what an earlier call could not do since the driver failed it.
         """
-        if self._forked:
+        if self._forked or (self._closed and self._live.is_empty() and all(map(DeviceSlots.is_empty, self._devices.values()))):
             return
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        self._closed = self.unusable = True
+        if self._poison is not None or condition.lost(self, None) is not None:
+            return  # nothing can be given back, and trying would make CuPy's destructors complain; the process ends soon
         self.plans.clear()
         for slot in self._live.end_all():
-            self._take_in(slot)
-        for device in self._devices.values():
-            with self.on_device(device.device):
-                device.close()
-        _pools.discard(self)
+            if slot.watch is not None and (stream := slot.watch()) is not None:
+                unplace(self, stream)
+        do_all([self.drain, *(partial(self._close_device, device) for device in list(self._devices.values()))])
+        if isinstance(self._driver, CheckedDriver):
+            self._driver.close()
+        condition.forget(self)
+
+    def _close_device(self, device: DeviceSlots) -> None:
+        with self.on_device(device.device):
+            device.close()
 
     def __enter__(self) -> "HandlePool":
         return self
@@ -276,6 +331,8 @@ class HandlePool:
             self._check_usable()
             choice = self._choice
             driver = drivers.load(choice) if choice is None or isinstance(choice, str) else choice
+            if self._check:
+                driver = CheckedDriver(driver)
             self._driver = driver
             self._use_driver(driver)
         return driver
@@ -302,20 +359,15 @@ class HandlePool:
         return self._closed
 
     def _check_usable(self) -> None:
-        if self._forked:
-            raise ForkedProcessError(
-                "this pool was made before os.fork, and CUDA does not survive a fork: start the child with "
-                "multiprocessing.get_context('spawn'), or make a HandlePool in the child before CUDA is used in the parent"
-            )
-        if self._closed:
-            raise PoolClosedError(f"{self!r} was closed; make a new HandlePool")
+        if self.unusable:
+            condition.check_usable(self)
 
     # Accounts
 
     def stats(self, device: int | None = None) -> Stats:
         """Counters by flat name, of one device or of all together. Two snapshots can be subtracted."""
         chosen = self._devices.values() if device is None else [d for d in [self._devices.get(device)] if d is not None]
-        total = Stats(self.plans.counts())
+        total = Stats(dict.fromkeys(MEANINGS, 0) | self.plans.counts())
         for slots in list(chosen):
             for name, value in slots.snapshot().items():
                 total[name] = total.get(name, 0) + value
@@ -327,15 +379,6 @@ class HandlePool:
             return f"<HandlePool {name}, closed>"
         held = "; ".join(f"device {ordinal}: {slots.describe()}" for ordinal, slots in sorted(self._devices.items()))
         return f"<HandlePool {name}{', ' if held else ''}{held}>"
-
-    def _disown(self) -> None:
-        """In a forked child: nothing inherited is used or destroyed, and nothing it owns may be destroyed by a collector."""
-        self._forked = True
-        self._lock = threading.Lock()  # another thread of the parent may have held it
-        self._live.disown()
-        for device in self._devices.values():
-            for slot in device.sides.free:
-                slot.end()
 
 
 _default: HandlePool | None = None
@@ -358,14 +401,9 @@ def current_pool() -> HandlePool:
     return default_pool() if pool is None else pool
 
 
-_pools: "set[HandlePool]" = set()  # strong: a pool that nobody closed must not be collected, see HandlePool's notes
-
-
 def _after_fork() -> None:
     global _default_lock
     _default_lock = threading.Lock()  # another thread of the parent may have held it
-    for pool in list(_pools):
-        pool._disown()
 
 
 os.register_at_fork(after_in_child=_after_fork)

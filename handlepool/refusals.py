@@ -5,8 +5,10 @@ from typing import Any
 
 from handlepool.errors import GraphNotSupportedError
 
-MOST_REASONS = 3
-_ENTRY = re.compile(r"^\s*\[\d+\]\s+\S+:\s*")
+MOST_REASONS = 4
+_ENGINE = re.compile(r'^\{"engineId":(\d+)')
+_REASON = re.compile(r"Reason:\s*(.+)$")
+_PLAN = re.compile(r"^\s*\[\d+\]\s+(\S+?):\s+(.+)$")
 
 
 def refusal(name: str, graph: Any, operands: list[Any], error: GraphNotSupportedError) -> GraphNotSupportedError:
@@ -20,12 +22,28 @@ def refusal(name: str, graph: Any, operands: list[Any], error: GraphNotSupported
 
 
 def shorten(answer: str) -> str:
-    """Bring cuDNN's answer of many lines, one for each plan or engine it tried, to the distinct reasons among them."""
-    head, *lines = [line for line in answer.splitlines() if line.strip()] or [""]
-    reasons = dict.fromkeys(_ENTRY.sub("", line).strip() for line in lines)
-    shown = " / ".join(list(reasons)[:MOST_REASONS])
-    more = len(reasons) - MOST_REASONS
-    return f"{head.strip()} {shown}".strip() + (f" / and {more} other reasons" if more > 0 else "")
+    """Bring cuDNN's answer of many lines to its first, and to the distinct reasons with the engines or plans that gave them.
+
+    What an engine's own lines begin with is the cause; the others are where the cause was passed on.
+    """
+    head, *lines = [line.strip() for line in answer.splitlines() if line.strip()] or [""]
+    reasons: dict[str, list[str]] = {}
+    engine: str | None = None  # whose lines these are; empty once its cause was read
+    for line in lines:
+        if found := _ENGINE.search(line):
+            engine = f"engine {found[1]}"
+        elif found := _PLAN.search(line):
+            reasons.setdefault(found[2], []).append(found[1])
+        elif engine and (found := _REASON.search(line)):
+            reasons.setdefault(found[1], []).append(engine)
+            engine = ""
+        elif engine is None:
+            reasons.setdefault(line, [])
+    listed = [f"{', '.join(names)}: {reason}" if names else reason for reason, names in reasons.items()]
+    more = len(listed) - MOST_REASONS
+    if more > 0:
+        listed[MOST_REASONS:] = [f"and {more} other reasons"]
+    return "; ".join([head.removesuffix(" _").removesuffix(":"), *listed])
 
 
 def _title(node: Any) -> str:

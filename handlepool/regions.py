@@ -73,6 +73,8 @@ class Region:
         """Let go of nothing, ever: a join failed, so branches may read what is kept, and nobody waits for them."""
         _abandoned.append(self._kept)
         self._kept = []
+        self.keep = self._kept.append
+        self._allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
 
 
 def _is_set(cell: types.CellType) -> bool:
@@ -86,6 +88,7 @@ def _is_set(cell: types.CellType) -> bool:
 class _Thread(threading.local):
     pool: Any = None  # of the branch or task that this thread runs
     region: Region | None = None  # of the branch or task that this thread runs
+    recording: Any = None  # of `handlepool.record`, while it captures what this thread does
     states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
 
 
@@ -123,10 +126,12 @@ def run_on(
         thread.region, thread.pool = outer, outer_pool
         if allocator is not _UNCHANGED:
             driver.swap_allocator(allocator)
-        if driver.current_device() != device:  # the function left another one current
-            driver.set_device(device)
-        if pushed:
-            driver.pop_stream(stream, previous)
+        try:
+            if driver.current_device() != device:  # the function left another one current
+                driver.set_device(device)
+        finally:
+            if pushed:
+                driver.pop_stream(stream, previous)
 
 
 # Parking (guarantee 10): what a destructor or a thread's end leaves behind may not be given back there, since that calls CUDA.
@@ -141,6 +146,8 @@ class Parked(Protocol):
 
 parked: deque[Parked] = deque()  # appends and pops are atomic
 _abandoned: list[object] = []
+keep_for_good = _abandoned.append
+"""Let something live as long as the process, since its end would call CUDA when that must not be called any more."""
 
 
 def settle(left: deque[Any] = parked, most: int = 8) -> None:
@@ -150,8 +157,12 @@ def settle(left: deque[Any] = parked, most: int = 8) -> None:
             entry = left.popleft()
         except IndexError:  # another thread settles too
             return
-        if not entry._settle():
-            left.append(entry)
+        done = False
+        try:
+            done = entry._settle()
+        finally:  # also where it was interrupted
+            if not done:
+                left.append(entry)
 
 
 def _after_fork() -> None:

@@ -1,12 +1,17 @@
 """Side slots: the streams that branches and tasks run on, each with its handle, scratch and two events; leased, not locked."""
 
+import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from handlepool.cleanup import do_all, take_all
 from handlepool.drivers.base import Driver, Handle
 from handlepool.slots import Slot
 from handlepool.workspace import DeviceScratch
+
+_log = logging.getLogger("handlepool")
 
 MOST_SIDE_SLOTS = 32
 """The GPU serves streams through at most 32 hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)."""
@@ -23,7 +28,7 @@ class SideSlots:
         Where streams and events come from.
     scratch : DeviceScratch
         Where their scratch comes from.
-    create_handle, destroy_handle : callable
+    make_slot, destroy_handle : callable
         The device's own.
     drain : callable
         Takes in what threads and streams have left behind.
@@ -34,20 +39,21 @@ class SideSlots:
         pool: Any,
         driver: Driver,
         scratch: DeviceScratch,
-        create_handle: Callable[[], Handle],
+        make_slot: Callable[[], Slot],
         destroy_handle: Callable[[Handle], None],
         drain: Callable[[], None],
     ) -> None:
         self.free: list[Slot] = []  # pop and append are atomic, so a lease takes no lock
         self.quarantine: list[Slot] = []  # side slots whose streams still take part in a capture (guarantee 9)
         self.made = 0
+        self._all: set[Slot] = set()
         self._pool = pool
         self._driver = driver
         self._scratch = scratch
-        self._create_handle = create_handle
+        self._make_slot = make_slot
         self._destroy_handle = destroy_handle
         self._drain = drain
-        self._lock = threading.Lock()  # guards `made`; no call is made under it
+        self._lock = threading.RLock()  # guards `made`; no call is made under it
 
     def lease(self) -> Slot | None:
         """Take a side slot (stream, handle, scratch) out of circulation; None when all are out (guarantee 1)."""
@@ -73,7 +79,7 @@ class SideSlots:
             raise
 
     def _make(self) -> Slot:
-        slot = Slot(self._pool, self._driver, self._scratch, self._create_handle())
+        slot = self._make_slot()
         try:
             with self._driver.relaxed():
                 stream = slot.side_stream = self._driver.create_stream()
@@ -84,12 +90,19 @@ class SideSlots:
         except BaseException:
             self._destroy(slot)
             raise
+        self._all.add(slot)
         return slot
+
+    def end(self) -> None:
+        """Let no hit succeed any more, leased or not."""
+        for slot in list(self._all):
+            slot.end()
 
     def give_back(self, slot: Slot, *, captured: bool) -> None:
         """Put a leased side slot back; one that a capture was given waits for the capture's end."""
         if captured:
             self.quarantine.append(slot)
+            _log.debug("stream %#x: side slot held until its capture ends", slot.pointer)
             return
         self.free.append(slot)
         if self._pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
@@ -102,7 +115,12 @@ class SideSlots:
                 slot = self.quarantine.pop(0)
             except IndexError:
                 return
-            if self._driver.capture_id(slot.pointer):
+            try:
+                capture = self._driver.capture_id(slot.pointer)
+            except BaseException:
+                self.quarantine.append(slot)
+                raise
+            if capture:
                 self.quarantine.append(slot)
             else:
                 slot.forget_capture()
@@ -110,25 +128,24 @@ class SideSlots:
 
     def drop_free(self) -> None:
         """Destroy the free side slots."""
-        while self.free:
-            try:
-                slot = self.free.pop()
-            except IndexError:
-                return
-            self.drop(slot)
+        do_all([partial(self.drop, slot) for slot in take_all(self.free)])
 
     def drop(self, slot: Slot) -> None:
         """Destroy one side slot that nobody has."""
-        self._destroy(slot)
-        with self._lock:
-            self.made -= 1
+        try:
+            self._destroy(slot)
+        finally:
+            with self._lock:
+                self.made -= 1
 
     def _destroy(self, slot: Slot) -> None:
         slot.end()
-        slot.release_scratch()
-        self._destroy_handle(slot.handle)
+        self._all.discard(slot)
+        events = [event for event in (slot.start_event, slot.end_event) if event is not None]
+        slot.start_event = slot.end_event = None
+        destroy = [partial(self._scratch.destroy_event, event) for event in events]
+        do_all([slot.release_scratch, partial(self._destroy_handle, slot.handle), *destroy, partial(self._drop_stream, slot)])
+
+    def _drop_stream(self, slot: Slot) -> None:
         with self._driver.relaxed():
-            for event in (slot.start_event, slot.end_event):
-                if event is not None:
-                    self._driver.destroy_event(event)
-            slot.start_event = slot.end_event = slot.side_stream = None  # the stream goes with its last reference, here
+            slot.side_stream = None  # the stream goes with its last reference, here

@@ -4,58 +4,91 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from handlepool.drivers.base import LEGACY_STREAM, Driver, Handle, Stream
+from handlepool.cleanup import do_all
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
 from handlepool.errors import ArgumentError
 from handlepool.workspace import EMPTY, DeviceScratch, Workspace
 
-# The attribute `_handlepool` of a stream object holds each thread's slot for it; a thread's entry ends with the thread. It is a
-# plain threading.local, with which a hit is 6 % faster than with a subclass.
+_ENDED = object()
+"""What a slot that belongs to nobody is bound to, for a hit: no stream."""
 
 
-def place(stream: Any, slot: "Slot | None") -> None:
-    """Put this thread's slot where a hit finds it: on the stream object."""
+def place(pool: Any, stream: Any, slot: "Slot | None") -> None:
+    """Put this thread's slot where a hit of the pool finds it: on the stream object, in an attribute that is the pool's alone.
+
+    The attribute holds a plain threading.local, with which a hit is 6 % faster than with a subclass. A thread's entry ends with
+    the thread.
+    """
+    name = pool.attribute
     try:
-        stream._handlepool.slot = slot
+        getattr(stream, name).slot = slot
     except AttributeError:
         # Two threads that come here at once leave one of the two places; the other thread's next hit puts its slot back.
-        stream._handlepool = threading.local()
-        stream._handlepool.slot = slot
+        setattr(stream, name, threading.local())
+        getattr(stream, name).slot = slot
 
 
-def placed(stream: Any) -> "Slot | None":
+def placed(pool: Any, stream: Any) -> "Slot | None":
     """This thread's slot on a stream object."""
-    return getattr(getattr(stream, "_handlepool", None), "slot", None)
+    return getattr(getattr(stream, pool.attribute, None), "slot", None)
 
 
-def hits(pool: Any) -> tuple[Callable[..., Handle], Callable[[Driver], None]]:
-    """Make the pool's `get_handle`, and what hands it the driver.
+def unplace(pool: Any, stream: Any) -> None:
+    """Take every thread's slot off a stream object, for a pool that is closed: the default streams' objects live on."""
+    vars(stream).pop(pool.attribute, None)
 
-    A closure: its names are cells, and there is no method to bind, which on an H200's host takes 12 % off a hit.
+
+def hits(pool: Any) -> tuple[Callable[..., Handle], Callable[..., "Slot"], Callable[[Driver], None]]:
+    """Make the pool's `get_handle` and `slot`, and what hands them the driver.
+
+    Closures: their names are cells, and there is no method to bind, which on an H200's host takes 12 % off a hit. What a hit does
+    not ask is whose slot it found (another 8 %), so each pool's closures read an attribute of its own: they are compiled for
+    `_handlepool`, and the name is exchanged afterwards, because only a constant name makes a load fast.
     """
-
     # Until there is a driver: the first call loads it, which calls `use`.
     current_device: Callable[[], int] = lambda: pool.driver.current_device()  # noqa: E731
     current_stream: Callable[[int], Any] = lambda device: pool.driver.current_stream(device)  # noqa: E731
+    missed = pool.slot
 
-    @functools.wraps(pool.get_handle)
     def get_handle(stream: Any = None) -> Handle:
         try:
             device = current_device()
             slot = (current_stream(device) if stream is None else stream)._handlepool.slot
             handle: Handle = slot.handle
-            if handle.stream is slot.pointer and slot.device == device and slot.owner is pool:
+            if handle.stream is slot.bound and slot.device == device:
                 return handle
-        except AttributeError:
+        except Exception:  # no slot there; or CUDA refuses, as in a forked child or after a lost context
             pass
-        return pool.slot(stream).handle
+        found: Slot = missed(stream)
+        return found.handle
+
+    def find(stream: Any = None) -> Slot:
+        try:
+            device = current_device()
+            slot: Slot = (current_stream(device) if stream is None else stream)._handlepool.slot
+            if slot.handle.stream is slot.bound and slot.device == device:
+                return slot
+        except Exception:  # no slot there; or CUDA refuses, as in a forked child or after a lost context
+            pass
+        found: Slot = missed(stream)
+        return found
+
+    for function, method in ((get_handle, pool.get_handle), (find, missed)):
+        functools.update_wrapper(function, method)
+        code = function.__code__
+        names = tuple(pool.attribute if name == "_handlepool" else name for name in code.co_names)
+        function.__code__ = code.replace(co_names=names)
 
     def use(driver: Driver) -> None:
         nonlocal current_device, current_stream
-        current_device, current_stream = driver.current_device, driver.current_stream
+        # Where there is one device there is nothing to ask CUDA: `int()` is 0, its ordinal, for half the price.
+        current_device = int if driver.device_count() == 1 else driver.current_device
+        current_stream = driver.current_stream
 
-    return get_handle, use
+    return get_handle, find, use
 
 
 class StreamWatch(weakref.ref[Any]):
@@ -86,6 +119,7 @@ class Slot:
         "_handed",
         "_launching",
         "_scratch",
+        "bound",
         "buffer",
         "device",
         "end_event",
@@ -111,6 +145,7 @@ class Slot:
         self._eager: tuple[Workspace, Workspace] | None = None
         self._capture = 0
         self.pointer = -1
+        self.bound: object = _ENDED  # `pointer`, while the slot belongs to somebody
         self.key: Any = None
         self.owner: Any = None  # the pool, while the slot belongs to a thread or a fork
         self.watch: StreamWatch | None = None
@@ -128,15 +163,25 @@ class Slot:
 
     def begin(self, pointer: int) -> None:
         """Belong to a thread or a fork: the handle is bound to ``pointer``, this very object."""
-        self.pointer = pointer
+        self.pointer = self.bound = pointer
         self.owner = self.pool
 
     def end(self) -> None:
         """Belong to nobody; no hit succeeds any more. Calls nothing, so a destructor may call it."""
+        self.bound = _ENDED
         self.owner = None
 
     def __repr__(self) -> str:
         return f"<Slot device={self.device} stream={self.pointer:#x} scratch={self.scratch_bytes:,} bytes>"
+
+    @property
+    def intact(self) -> bool:
+        """Whether the handle still is: nobody has destroyed it."""
+        return self.handle.backend_handle is not None
+
+    def replace_handle(self, handle: Handle) -> None:
+        """Take a new handle for one that was destroyed."""
+        self.handle = handle
 
     @property
     def scratch_bytes(self) -> int:
@@ -192,10 +237,22 @@ class Slot:
         if not capture:
             self.forget_capture()
             return
-        if not self._capture:
-            self._eager = (self._launching, self._handed)
+        if self._capture:
+            self.forget_capture()
+        self._eager = (self._launching, self._handed)
         self._launching, self._handed = Workspace(), Workspace()
         self._capture = capture
+        self._scratch.enter_capture(capture, self)
+
+    def still_in(self, capture: int) -> bool:
+        """Whether the slot's stream takes part in a capture that the slot was last seen in, as far as any thread can tell."""
+        stream = self.side_stream or (self.watch() if self.watch is not None else None)
+        if self.pointer == PER_THREAD_STREAM:  # means another stream in this thread
+            return True
+        if stream is None:  # a bare pointer may be that of a destroyed stream, which must not be asked
+            self.pool.park(self)
+            return False
+        return self._driver.capture_id(self.pointer) == capture
 
     def successor(self) -> "Slot":
         """A new slot with this one's handle and scratch; this one stays what it was, unbound.
@@ -204,19 +261,21 @@ class Slot:
         reference's callback) can only ever unbind that owner.
         """
         self.forget_capture()
-        heir = Slot(self.pool, self._driver, self._scratch, self.handle)
+        heir = type(self)(self.pool, self._driver, self._scratch, self.handle)
         heir._launching, heir._handed = self._launching, self._handed
         return heir
 
     def release_scratch(self) -> None:
         """Give the eager scratch back at once; for a slot that nobody uses."""
         self.forget_capture()
-        for workspace in (self._launching, self._handed):
-            self._scratch.free(workspace.block)
-            workspace.block = EMPTY
+        blocks = [self._launching.block, self._handed.block]
+        self._launching.block = self._handed.block = EMPTY
+        do_all([partial(self._scratch.free, block) for block in blocks])
 
     def forget_capture(self) -> None:
         """Go back to the scratch of eager work; what the capture was given stays the capture's."""
         if self._eager is not None:
             (self._launching, self._handed), self._eager = self._eager, None
-        self._capture = 0
+        if self._capture:
+            self._scratch.leave_capture(self._capture, self)
+            self._capture = 0

@@ -1,5 +1,30 @@
 """Snapshots of what a pool holds and has done."""
 
+MEANINGS = {
+    "captures_met": "CUDA-graph captures that a slot's scratch was asked for in",
+    "create_microseconds": "host time in cudnnCreate",
+    "handles_building": "handles that graphs are built with, one a device at most",
+    "handles_captured": "side slots' handles held until the capture they were leased in ends",
+    "handles_created": "handles made: live, idle, leased, captured, building and destroyed ones together",
+    "handles_destroyed": "handles destroyed, by the pool or by a caller",
+    "handles_idle": "handles that nobody has",
+    "handles_leased": "side slots' handles that forks and tasks have",
+    "handles_live": "handles that belong to a thread and a stream",
+    "handles_peak": "most handles that existed at a time, of each device",
+    "handles_rebound": "handles bound to a stream after another one: those reused and those repaired",
+    "handles_repaired": "handles made right that their caller had destroyed or bound elsewhere",
+    "handles_reused": "idle handles given to a new owner",
+    "plan_build_microseconds": "host time in building plans",
+    "plans_built": "plans built",
+    "plans_cached": "plans kept now",
+    "plans_evicted": "plans that made way for others",
+    "scratch_bytes": "scratch allocated now, captured or not",
+    "scratch_bytes_captured": "scratch that captures were given, which stays until `trim(captured=True)`",
+    "scratch_bytes_peak": "most scratch allocated at a time, of each device",
+    "scratch_bytes_recorded": "scratch of recorded programs, which stays until they are closed",
+}
+"""Every counter's name and what it counts."""
+
 
 class Stats(dict[str, int]):
     """Counters by flat name; two snapshots of one pool can be subtracted.

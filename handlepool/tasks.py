@@ -4,44 +4,10 @@ import threading
 from typing import Any
 
 from handlepool.devices import DeviceSlots
-from handlepool.drivers.base import LEGACY_STREAM, Driver
+from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.errors import CaptureError
+from handlepool.events import Events
 from handlepool.regions import Region
-
-
-class Events:
-    """Events of one device for reuse. An event may be recorded anew as soon as nobody will wait for its old record any more."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._free: list[Any] = []  # appends and pops are atomic
-        self._closed = False
-
-    def take(self) -> Any:
-        """An event; called with its device current."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            with self._driver.relaxed():
-                return self._driver.create_event()
-
-    def put(self, event: Any) -> None:
-        """Take an event back."""
-        self._free.append(event)
-        if self._closed:  # in this order, so that one of the two threads sees it
-            self._settle()
-
-    def _settle(self) -> bool:
-        """Destroy the free events, and from now on whatever is put back."""
-        self._closed = True
-        while self._free:
-            try:
-                event = self._free.pop()
-            except IndexError:
-                break
-            with self._driver.relaxed():
-                self._driver.destroy_event(event)
-        return True
 
 
 class Task:
@@ -57,22 +23,55 @@ class Task:
         Of the branch or task that submits: the new task allocates from the outermost caller's arena all the same.
     events : Events
         The device's.
+    torch : module, optional
+        `handlepool.integrations.torch`, for a call with torch tensors.
+    theirs : int, optional
+        Then, the submitter's current stream of torch: it waits for the end as the submitter's stream does.
     """
 
-    __slots__ = ("_end", "_events", "_homes", "_joined", "_lock", "_start", "_users", "device", "region", "stream")
+    __slots__ = (
+        "_end",
+        "_events",
+        "_homes",
+        "_joined",
+        "_lock",
+        "_start",
+        "_users",
+        "device",
+        "region",
+        "stream",
+        "theirs",
+        "torch",
+    )
 
-    def __init__(self, device: DeviceSlots, stream: Any, outer: Region | None, events: Events) -> None:
+    def __init__(
+        self,
+        device: DeviceSlots,
+        stream: Any,
+        outer: Region | None,
+        events: Events,
+        torch: Any = None,
+        theirs: int = 0,
+    ) -> None:
         self.device = device
+        self.torch = torch
+        self.theirs = theirs
         self.stream = stream
         self.region = Region(device.driver, stream if outer is None else outer.stream, outer)
         self._homes = {(device.device, stream.ptr), (device.device, self.region.stream.ptr)}
+        if torch is not None:
+            self._homes.add((device.device, theirs))
         self._joined = False  # whether the streams of `_homes` wait for the end
         self._events = events
         self._lock = threading.Lock()  # guards the two events and the count of those who use the second
         self._users = 0
         self._end: Any = None  # recorded and not known to have passed
         self._start: Any = events.take()
-        device.driver.record_event(self._start, stream.ptr)
+        try:
+            device.driver.record_event(self._start, stream.ptr)
+        except BaseException:
+            self.withdraw()
+            raise
 
     def withdraw(self) -> None:
         """Give the start event back; the task will not begin, or has begun."""
@@ -85,8 +84,10 @@ class Task:
         """Let a stream wait for the start."""
         with self._lock:
             start, self._start = self._start, None
-        self.device.driver.wait_event(pointer, start)
-        self._events.put(start)  # a wait holds on to the record that it was given
+        try:
+            self.device.driver.wait_event(pointer, start)
+        finally:
+            self._events.put(start)  # a wait holds on to the record that it was given
 
     def finish(self, pointer: int) -> None:
         """The task's function has returned: its end is what its stream was given by now."""
@@ -98,7 +99,11 @@ class Task:
                     f"end. Begin a capture before tasks are submitted, or after their results"
                 )
             end = self._events.take()
-            driver.record_event(end, pointer)
+            try:
+                driver.record_event(end, pointer)
+            except BaseException:
+                self._events.put(end)
+                raise
         except BaseException:
             self.region.abandon()
             raise
@@ -126,6 +131,8 @@ class Task:
                 current = {(driver.current_device(), driver.current_stream().ptr)}
                 with pool.on_device(device):
                     current.add((device, driver.current_stream().ptr))
+                    if self.torch is not None:
+                        current.add((device, self.torch.current_stream(device)))
                 streams |= current - self._homes
             for ordinal, pointer in streams:
                 with pool.on_device(ordinal):
@@ -142,6 +149,10 @@ class Task:
         self._joined = True
         self.region.release()
 
+    def record(self, value: Any) -> None:
+        """Tell torch's allocator that the tensors of the task's value are used on torch's current stream."""
+        self.torch.record(value, self.torch.current_stream(self.device.device), self.device.device)
+
     def synchronize(self) -> None:
         """Wait on the host for the end."""
         end = self._borrow()
@@ -154,6 +165,9 @@ class Task:
 
     def _settle(self) -> bool:
         """Once the GPU has passed the end: let go of everything. Whether it has."""
+        if self.device.pool._forked:  # guarantee 13
+            self.region.abandon()
+            return True
         end = self._borrow()
         if end is None:
             return True

@@ -59,7 +59,7 @@ class LiveSlots:
         self._slots: set[Slot] = set()
         self._parked: deque[Slot] = deque()
         self._local = threading.local()
-        self._lock = threading.Lock()  # guards the set: a slot is parked twice when both its thread and its stream end
+        self._lock = threading.RLock()  # guards the set: a slot is parked twice when both its thread and its stream end
 
     def of_this_thread(self) -> ThreadSlots:
         """The calling thread's."""
@@ -78,12 +78,16 @@ class LiveSlots:
         self.of_this_thread().add(slot, foreign=stream is None)
 
     def _stream_gone(self, watch: Any) -> None:
-        watch.slot.end()
-        self._parked.append(watch.slot)
+        self.park(watch.slot)
+
+    def park(self, slot: Slot) -> None:
+        """Take a slot from its owner, for `left_behind`."""
+        slot.end()
+        self._parked.append(slot)
 
     def left_behind(self) -> Iterator[Slot]:
-        """Hand out, once each, the slots whose thread or stream has ended."""
-        while self._parked:
+        """Hand out, once each, the slots that were left behind so far."""
+        for _ in range(len(self._parked)):
             try:
                 slot = self._parked.popleft()
             except IndexError:  # another thread takes them too
@@ -94,18 +98,26 @@ class LiveSlots:
                 self._slots.remove(slot)
             yield slot
 
-    def end_all(self) -> Iterator[Slot]:
-        """Hand out every slot, unbound from its owner."""
+    def put_back(self, slot: Slot) -> None:
+        """Keep a slot that was handed out and could not be taken in, for a later try."""
+        with self._lock:
+            self._slots.add(slot)
+        self._parked.append(slot)
+
+    def is_empty(self) -> bool:
+        """Whether no thread has a slot."""
+        return not self._slots
+
+    def end_all(self) -> list[Slot]:
+        """Take every slot from its owner, for `left_behind`; the slots."""
         with self._lock:
             slots = list(self._slots)
-            self._slots.clear()
-        self._parked.clear()
         for slot in slots:
-            slot.end()
-            yield slot
+            self.park(slot)
+        return slots
 
     def disown(self) -> None:
-        """In a forked child: no hit succeeds any more; no lock is taken, since another thread of the parent may have had it."""
-        self._lock = threading.Lock()
+        """Let no hit succeed any more. In a forked child another thread of the parent may have had the lock: it is a new one."""
+        self._lock = threading.RLock()
         for slot in list(self._slots):
             slot.end()

@@ -5,16 +5,22 @@ A block that was replaced is *retired*: an event recorded on its stream says whe
 stream is gone has no such event; freeing it waits for the device, which `Driver.free` does.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from handlepool.cleanup import do_all
 from handlepool.drivers.base import Driver
 from handlepool.errors import OutOfMemoryError
+from handlepool.regions import thread
 
 ALIGNMENT = 256  # cudaMalloc's own
+
+_log = logging.getLogger("handlepool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +66,12 @@ class DeviceScratch:
         self.peak = 0
         self._reclaim = reclaim
         self._describe = describe
-        self._lock = threading.Lock()  # guards the two counts alone; no call is made under it
-        self._retired: deque[tuple[Any, Block]] = deque()
+        self._lock = threading.RLock()  # guards the two counts alone; no call is made under it
+        self.retired: deque[tuple[Any, Block]] = deque()  # with the event to wait for; None where freeing it failed before
         self.captured: dict[int, list[Block]] = {}  # by capture id: a graph may be replayed at any time, so they stay
+        self.recorded: dict[int, list[Block]] = {}  # by capture id: what belongs to a program, which gives it back
+        self.captures_met = 0
+        self._capturing: dict[int, set[Any]] = {}  # by capture id: the slots that take part in it, as far as they know
 
     def allocate(self, nbytes: int) -> Block:
         """Return a block of at least ``nbytes``, a multiple of 256.
@@ -106,6 +115,7 @@ class DeviceScratch:
             raise
         with self._lock:
             self.peak = max(self.peak, self.nbytes)
+        _log.debug("device %d: %d bytes of scratch allocated, %d in all", self.device, size, self.nbytes)
         return Block(pointer, size)
 
     def _uncount(self, size: int) -> None:
@@ -121,37 +131,105 @@ class DeviceScratch:
             try:
                 self.driver.record_event(event, stream)
             except BaseException:
-                self.driver.destroy_event(event)
+                self.destroy_event(event)
                 raise
-        self._retired.append((event, block))
+        self.retired.append((event, block))
+
+    def destroy_event(self, event: Any) -> None:
+        """Destroy an event; where that fails, `collect` tries again."""
+        try:
+            with self.driver.relaxed():
+                self.driver.destroy_event(event)
+        except BaseException:
+            self.retired.append((event, EMPTY))
+            raise
 
     def free(self, block: Block) -> None:
-        """Free a block now; the driver waits for work that may still use it."""
+        """Free a block now; the driver waits for work that may still use it. Where that fails, `collect` tries again."""
         if block.nbytes:
-            with self.driver.relaxed():
-                self.driver.free(block.pointer)
+            try:
+                with self.driver.relaxed():
+                    self.driver.free(block.pointer)
+            except BaseException:
+                self.retired.append((None, block))
+                raise
             self._uncount(block.nbytes)
+            _log.debug("device %d: %d bytes of scratch freed, %d in all", self.device, block.nbytes, self.nbytes)
+
+    # Captures
+
+    @property
+    def captured_nbytes(self) -> int:
+        """Bytes that captures were given."""
+        return sum(block.nbytes for blocks in list(self.captured.values()) for block in list(blocks))
+
+    def enter_capture(self, capture: int, slot: Any) -> None:
+        """A slot's stream was seen to take part in a capture."""
+        if thread.recording is not None:
+            thread.recording.scratch.add(self)
+        with self._lock:
+            if capture not in self._capturing:
+                self.captures_met += 1
+            self._capturing.setdefault(capture, set()).add(slot)
+
+    def leave_capture(self, capture: int, slot: Any) -> None:
+        """A slot has done with a capture."""
+        with self._lock:
+            slots = self._capturing.get(capture)
+            if slots is not None:
+                slots.discard(slot)
+                if not slots:
+                    del self._capturing[capture]
+
+    @property
+    def recorded_nbytes(self) -> int:
+        """Bytes that programs have."""
+        return sum(block.nbytes for blocks in list(self.recorded.values()) for block in list(blocks))
+
+    def keep_recorded(self, capture: int) -> None:
+        """Let what a capture was given belong to the program that is being recorded; called while the capture is under way."""
+        blocks = self.captured.pop(capture, None)
+        if blocks is not None:
+            self.recorded[capture] = blocks
+
+    def free_recorded(self, capture: int) -> None:
+        """Free what a program had; its graph is gone."""
+        do_all([partial(self.free, block) for block in self.recorded.pop(capture, [])])
+
+    def free_captured(self) -> None:
+        """Free what captures were given that are over; see `HandlePool.trim` for the risk."""
+        for capture in list(self.captured):
+            with self._lock:
+                slots = list(self._capturing.get(capture, ()))
+            under_way = [slot.still_in(capture) for slot in slots]  # asked of each: one that cannot be asked is unbound
+            if any(under_way):
+                continue
+            do_all([partial(self.free, block) for block in self.captured.pop(capture, [])])
 
     def collect(self, *, wait: bool = False) -> None:
         """Free the retired blocks whose streams have passed; with ``wait``, wait for those that have not."""
-        for _ in range(len(self._retired)):
+        for _ in range(len(self.retired)):
             try:
-                event, block = self._retired.popleft()
+                event, block = self.retired.popleft()
             except IndexError:  # another thread collects too
                 return
-            try:
-                with self.driver.relaxed():
-                    if wait:
-                        self.driver.synchronize_event(event)
-                    elif not self.driver.event_done(event):
-                        self._retired.append((event, block))
-                        continue
+            if event is None:
                 self.free(block)
-            except BaseException:
-                self._retired.append((event, block))  # for a later try
-                raise
-            with self.driver.relaxed():
-                self.driver.destroy_event(event)
+            elif not block.nbytes:  # it could not be destroyed before; recorded in a capture, it cannot be waited for
+                self.destroy_event(event)
+            else:
+                try:
+                    with self.driver.relaxed():
+                        passed = wait or self.driver.event_done(event)
+                        if wait:
+                            self.driver.synchronize_event(event)
+                except BaseException:
+                    self.retired.append((event, block))  # for a later try
+                    raise
+                if not passed:
+                    self.retired.append((event, block))
+                    continue
+                do_all([partial(self.free, block), partial(self.destroy_event, event)])
 
 
 class Workspace:

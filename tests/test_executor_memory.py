@@ -8,7 +8,7 @@ import weakref
 import pytest
 from scenes import TIMEOUT, Scene, over_seeds
 
-from handlepool import ParallelStateExecutor, regions
+from handlepool import ContractError, ParallelStateExecutor, regions
 
 
 class Held:
@@ -22,6 +22,13 @@ class TaskError(Exception):
 @pytest.fixture
 def scene(make_driver):
     with Scene(make_driver()) as scene:
+        yield scene
+
+
+@pytest.fixture
+def unchecked(make_driver):
+    """A scene for a control that shows what goes wrong; the checker would stop it."""
+    with Scene(make_driver(check_order=False)) as scene:
         yield scene
 
 
@@ -65,9 +72,11 @@ def test_g8_a_tasks_arguments_are_kept(scene):
     assert an_argument_is_dropped(scene) == 2
 
 
-def test_g8_control_a_tasks_arguments_that_are_not_kept(scene, monkeypatch):
+def test_g8_control_a_tasks_arguments_that_are_not_kept(unchecked, monkeypatch):
     monkeypatch.setattr(regions.Region, "keep_call", lambda *_: None)
-    assert an_argument_is_dropped(scene) == 101
+    assert an_argument_is_dropped(unchecked) == 101
+    with Scene() as scene, pytest.raises(ContractError, match="not ordered"):
+        an_argument_is_dropped(scene)
 
 
 def a_dropped_executor(scene, *, parks):
@@ -95,8 +104,10 @@ def test_g8_what_a_task_reads_outlives_a_dropped_executor(scene):
     assert a_dropped_executor(scene, parks=True) == 2
 
 
-def test_g8_control_a_dropped_executor_that_parks_nothing(scene):
-    assert a_dropped_executor(scene, parks=False) == 101
+def test_g8_control_a_dropped_executor_that_parks_nothing(unchecked):
+    assert a_dropped_executor(unchecked, parks=False) == 101
+    with Scene() as scene, pytest.raises(ContractError, match="not ordered"):
+        a_dropped_executor(scene, parks=False)
 
 
 def dies(scene, use):
@@ -232,4 +243,4 @@ def test_g8_what_a_task_made_for_a_branch_is_kept_to_the_branches_join():
 
 def test_g8_control_a_task_whose_memory_goes_back_when_the_branch_asked_for_its_result(monkeypatch):
     monkeypatch.setattr(regions.Region, "release", lambda region: region._kept.clear())
-    assert len(set(map(str, over_seeds(outputs_of_a_subtask)))) > 1
+    assert len(set(map(str, over_seeds(outputs_of_a_subtask, control=True)))) > 1

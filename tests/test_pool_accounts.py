@@ -13,6 +13,7 @@ from handlepool import (
     ParallelStates,
     PoolClosedError,
 )
+from handlepool.snapshots import MEANINGS
 
 # Prewarm, trim, stats, repr
 
@@ -82,22 +83,7 @@ def test_stats_have_flat_names_and_integers(make_pool):
     pool = make_pool()
     pool.get_workspace(1)
     stats = pool.stats()
-    assert set(stats) == {
-        "create_microseconds",
-        "handles_building",
-        "handles_captured",
-        "handles_created",
-        "handles_destroyed",
-        "handles_idle",
-        "handles_leased",
-        "handles_live",
-        "handles_repaired",
-        "handles_reused",
-        "plans_built",
-        "plans_cached",
-        "scratch_bytes",
-        "scratch_bytes_peak",
-    }
+    assert sorted(stats) == list(MEANINGS)
     assert {type(value) for value in stats.values()} == {int}
 
 
@@ -124,6 +110,8 @@ def test_two_snapshots_can_be_subtracted(make_pool):
         "handles_created": 2,
         "handles_destroyed": 1,
         "handles_live": 1,
+        "handles_peak": 1,
+        "handles_rebound": 1,
         "handles_repaired": 1,
     }
     assert (before - empty)["handles_created"] == 1
@@ -271,3 +259,14 @@ except handlepool.PoolClosedError:
         [sys.executable, "-W", "error", "-c", program], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "closed <HandlePool host, closed>\n", done.stderr
+
+
+def test_a_closed_pool_leaves_nothing_on_streams_that_live_on(make_pool):
+    pool = make_pool()
+    streams = [pool.driver.current_stream(), pool.driver.create_stream()]
+    before = [set(vars(stream)) for stream in streams]
+    for stream in streams:
+        pool.get_handle(stream)
+    assert [set(vars(stream)) for stream in streams] != before
+    pool.close()
+    assert [set(vars(stream)) for stream in streams] == before

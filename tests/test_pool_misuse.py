@@ -148,7 +148,6 @@ CAN_FAIL = (
     "free",
     "create_event",
     "record_event",
-    "wait_event",
     "event_done",
     "destroy_event",
 )

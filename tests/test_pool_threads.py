@@ -299,12 +299,14 @@ def test_g11_scratch_that_goes_with_a_handle_is_ordered_after_its_last_stream(ma
 
 
 def test_g11_control_scratch_passed_on_without_the_order_is_corrupted_at_some_seeds(make_driver, in_thread):
-    found = []
-    for seed in range(60):
-        driver = make_driver(scheduler="adversarial", seed=seed)
+    def pass_on(seed, check):
+        driver = make_driver(scheduler="adversarial", seed=seed, check_order=check)
         passed_on = driver.scratch_array(driver.allocate(64), 64, None)
-        found.append(read_back_after_reuse(driver, lambda s, passed_on=passed_on: passed_on, in_thread))
-    assert any(values != {1} for values in found)
+        return read_back_after_reuse(driver, lambda _: passed_on, in_thread)
+
+    assert any(pass_on(seed, False) != {1} for seed in range(60))
+    with pytest.raises(ContractError, match="not ordered"):
+        pass_on(0, True)
 
 
 def test_g11_scratch_is_freed_where_an_edge_would_touch_the_legacy_stream(make_pool, in_thread):

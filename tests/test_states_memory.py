@@ -283,4 +283,4 @@ def test_g8_what_an_inner_branch_reads_is_kept_to_the_join_of_the_outermost_fork
 
 
 def test_g8_control_a_region_that_ends_with_the_inner_join():
-    assert 101 in over_seeds(lambda scene: an_inner_argument_is_dropped(scene, isolated=True))
+    assert 101 in over_seeds(lambda scene: an_inner_argument_is_dropped(scene, isolated=True), control=True)

@@ -129,11 +129,13 @@ def test_g4_control_scratch_keyed_by_pointer_is_corrupted_at_some_seeds(make_dri
 
         return get_workspace
 
-    found = []
-    for seed in SEEDS:
-        driver = make_driver(scheduler="adversarial", seed=seed)
-        found.append(scratch_across_recycling(driver, keyed_by_pointer(driver, {})))
-    assert any(values != [1, 2] for values in found)
+    def run(seed, check):
+        driver = make_driver(scheduler="adversarial", seed=seed, check_order=check)
+        return scratch_across_recycling(driver, keyed_by_pointer(driver, {}))
+
+    assert any(run(seed, False) != [1, 2] for seed in SEEDS)
+    with pytest.raises(ContractError, match="not ordered"):
+        run(0, True)
 
 
 # Keys

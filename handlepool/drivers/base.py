@@ -21,6 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from handlepool.drivers.views import View
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 
 LEGACY_STREAM = 0
@@ -79,6 +80,39 @@ class Executable(Protocol):
         """
 
 
+class RecordedGraph(Protocol):
+    """What was captured, ready to be launched again and again; a graph never runs beside itself."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of operations in it."""
+
+    @property
+    def launch(self) -> Callable[[int], None]:
+        """``launch(pointer)`` enqueues all of it on a stream, as one launch. Used by one thread at a time."""
+
+    def upload(self, pointer: int) -> None:
+        """Bring it to the device, in the order of a stream, so that the first launch does not have to."""
+
+    def destroy(self) -> None:
+        """Give it back; a launch that is under way goes on. Called inside `Driver.relaxed`."""
+
+
+class RecordingMemory(Protocol):
+    """Memory for what is allocated while a function is recorded, and for nothing else."""
+
+    @property
+    def allocator(self) -> Any:
+        """For `Driver.swap_allocator`. Harms no capture. What is freed comes back here, and is given to the recording alone."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken from the device."""
+
+    def release(self) -> bool:
+        """Give what no array has back to the device; called inside `Driver.relaxed`. Whether that was all."""
+
+
 class Driver(Protocol):
     """The hardware seam."""
 
@@ -100,6 +134,9 @@ class Driver(Protocol):
 
     def set_device(self, ordinal: int, /) -> None:
         """Make a device current for this thread."""
+
+    def is_capturing(self, pointer: int, /) -> bool:
+        """Whether a stream, which is not the legacy default stream, takes part in a capture."""
 
     # Devices and streams
     def device_count(self) -> int:
@@ -195,6 +232,34 @@ class Driver(Protocol):
     def relaxed(self) -> AbstractContextManager[Any]:
         """Exchange this thread's stream-capture mode for *relaxed*, and back on leaving."""
 
+    def begin_capture(self, pointer: int) -> None:
+        """Capture, in thread-local mode, what a stream is given from now on, and what the streams are that wait for it."""
+
+    def end_capture(self, pointer: int) -> RecordedGraph:
+        """End the capture that began on a stream, also where this raises what was wrong with it; called inside `relaxed`."""
+
+    def capture_failure(self, error: BaseException) -> str | None:
+        """What in an error, or in what it came from, a capture could not take, in words; None where it was something else."""
+
+    def recording_memory(self) -> RecordingMemory:
+        """Memory of a recording's own."""
+
+    # When something is wrong
+    def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
+        """The error after which no call of this process can succeed any more, None where there was none.
+
+        Looked for in ``error`` and what it came from; where they say nothing and ``ask`` is true, by a call that is refused then.
+        """
+
+    def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
+        """Have ``report(name)`` called before this thread uses something of the array library's that all its streams share.
+
+        Returns
+        -------
+        callable
+            What ends it.
+        """
+
     # Arrays and graphs
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
         """An uninitialised array on the current device; strides in bytes."""
@@ -205,11 +270,17 @@ class Driver(Protocol):
     def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
         """A device array's copy on the host, ordered after the current stream."""
 
+    def copy(self, target: Any, source: Any) -> None:
+        """Copy an array into another of the same shape, strides and type, both on the current device, on the current stream."""
+
     def array_device(self, array: Any) -> int:
         """The ordinal of the device that an array lives on."""
 
     def array_pointer(self, array: Any) -> int:
         """The address of an array's first element."""
+
+    def adopt(self, view: View) -> Any:
+        """Memory of another library's as an operand; raises ArrayTypeError for memory that the driver's graphs cannot use."""
 
     def launch_buffer(self) -> Any:
         """Per-slot storage that `Executable.launch` needs."""
@@ -250,7 +321,7 @@ def check_operands(driver: Driver, name: str, device: int, operands: Sequence[An
     """
     for index, array in enumerate(operands):
         kind: Any = driver.array_type
-        if not isinstance(array, kind):
+        if not isinstance(array, (kind, View)):
             raise ArrayTypeError(
                 f"{name}: argument {index} is a {type(array).__module__}.{type(array).__qualname__}; the {driver.name} driver "
                 f"takes {kind.__module__}.{kind.__qualname__}"

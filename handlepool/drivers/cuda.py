@@ -1,7 +1,8 @@
 """The driver for NVIDIA GPUs: CuPy, nvidia-cudnn-frontend and, for what CuPy lacks, ``cuda.bindings.driver``.
 
-The only module that imports CuPy or calls a cuDNN binding. The runtime half of cuda-bindings is never used: it needs a
-driver as new as itself. cuDNN's rule for threads is that a handle is used by one thread at a time; who keeps it is the pool.
+With `recorded` and `shared`, the only module that imports CuPy or calls a cuDNN binding. The runtime half of cuda-bindings is
+never used: it needs a driver as new as itself. cuDNN's rule for threads is that a handle is used by one thread at a time; who
+keeps it is the pool.
 """
 
 import ctypes
@@ -18,15 +19,19 @@ from cuda.bindings import driver as cu
 from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
-from handlepool.drivers import frontend
+from handlepool.drivers import frontend, recorded, shared
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, TENSOR_ALIGNMENT, Handle, Stream, check_operands
-from handlepool.errors import ArgumentError, CaptureError, GraphNotSupportedError
+from handlepool.drivers.views import HOST, UNKNOWN, View
+from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, GraphNotSupportedError
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator
 _set_allocator: Callable[[Any], None] = cupy.cuda.memory._set_thread_local_allocator
 _RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_STICKY = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
+"""Errors that a context does not survive, by their numbers, which are the same in the runtime and in the driver: memory that
+cannot be corrected, addresses and instructions that are illegal, misaligned or out of space, failed assertions and launches."""
 _MAX_OPERANDS = 64
 
 
@@ -45,11 +50,19 @@ def unavailable() -> str | None:
     return None
 
 
+class CudaDriverError(RuntimeError):
+    """A status of the CUDA driver."""
+
+    def __init__(self, status: Any) -> None:
+        super().__init__(f"CUDA driver error: {status.name}")
+        self.status = int(status)
+
+
 def _check(result: tuple[Any, ...]) -> Any:
     """The one place where a status of the CUDA driver is checked."""
     status, *values = result
     if status != cu.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA driver error: {status.name}")
+        raise CudaDriverError(status)
     return values[0] if values else None
 
 
@@ -86,6 +99,7 @@ class CudaDriver:
     record_event: Callable[[Any, int], None] = staticmethod(runtime.eventRecord)
     wait_event: Callable[[int, Any], None] = staticmethod(runtime.streamWaitEvent)
     set_device: Callable[[int], None] = staticmethod(runtime.setDevice)
+    is_capturing: Callable[[int], bool] = staticmethod(runtime.streamIsCapturing)
     device = staticmethod(cupy.cuda.Device)
 
     def __init__(self) -> None:
@@ -240,8 +254,41 @@ class CudaDriver:
         _set_allocator(allocator)
         return previous
 
+    # Captures
+
     def relaxed(self) -> AbstractContextManager[Any]:
         return _Relaxed()
+
+    def begin_capture(self, pointer: int) -> None:
+        runtime.streamBeginCapture(pointer, runtime.streamCaptureModeThreadLocal)
+
+    def end_capture(self, pointer: int) -> recorded.CudaGraph:
+        return recorded.CudaGraph(int(runtime.streamEndCapture(pointer)))
+
+    def capture_failure(self, error: BaseException) -> str | None:
+        return recorded.failure(error)
+
+    def recording_memory(self) -> recorded.CudaRecordingMemory:
+        return recorded.CudaRecordingMemory(_Relaxed)
+
+    # When something is wrong
+
+    def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
+        cause = error
+        while cause is not None:
+            if getattr(cause, "status", 0) in _STICKY:
+                return cause
+            cause = cause.__cause__ or cause.__context__
+        if ask and (error is None or isinstance(error, (RuntimeError, MemoryError))):  # cuDNN's errors do not say
+            try:
+                with _Relaxed():
+                    runtime.memGetInfo()
+            except (runtime.CUDARuntimeError, CudaDriverError) as refusal:
+                return refusal if refusal.status in _STICKY else None
+        return None
+
+    def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
+        return shared.watch(report)
 
     # Arrays and graphs
 
@@ -253,17 +300,32 @@ class CudaDriver:
 
     def asarray(self, values: Any) -> Any:
         # Through pinned memory the copy is asynchronous; from pageable memory it has read `values` when it returns. Both are
-        # ordered on the current stream.
-        return cupy.asarray(values, order="K")
+        # ordered on the current stream. CuPy keeps the layout of row-major and column-major arrays alone, so the axes are put
+        # in the order of the memory for the copy.
+        values = np.asarray(values)
+        order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
+        return cupy.asarray(values.transpose(order), order="C").transpose(np.argsort(order).tolist())
 
     def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
-        return np.asarray(cupy.asnumpy(array, order="K"))
+        return np.asarray(cupy.asnumpy(array, order="A"))
+
+    def copy(self, target: Any, source: Any) -> None:
+        cupy.copyto(target, source)
 
     def array_device(self, array: Any) -> int:
         return int(array.data.device_id)
 
     def array_pointer(self, array: Any) -> int:
         return int(array.data.ptr)
+
+    def adopt(self, view: View) -> Any:
+        if view.device_id == UNKNOWN:
+            # 0 is memory that CUDA does not know, and 1 the host's that it does.
+            found = runtime.pointerGetAttributes(view.ptr)
+            view.device_id = self.current_device() if not view.size else int(found.device) if found.type > 1 else HOST
+        if view.device_id == HOST:
+            raise ArrayTypeError("it is in host memory, and the cuda driver takes arrays in a GPU's; copy it there first")
+        return view
 
     def launch_buffer(self) -> Any:
         pointers = buffer("Q", bytes(8 * _MAX_OPERANDS))

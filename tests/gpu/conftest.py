@@ -1,6 +1,7 @@
 """Fixtures of the tests that need a GPU. Without one each is skipped, saying why; with one, none is.
 
-Tests that need a second GPU, or torch, are deselected where that is missing, so a skip always means a machine without a GPU.
+Tests that need a second GPU, or another array library, are deselected where that is missing, so a skip always means a machine
+without a GPU.
 """
 
 import ctypes
@@ -21,7 +22,13 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 LIMIT = 20
 """Seconds after which what should have happened counts as failed."""
 
-collect_ignore = [] if find_spec("torch") else ["test_gpu_torch.py"]
+_needs = {
+    "test_gpu_torch.py": "torch",
+    "test_gpu_torch_arrays.py": "torch",
+    "test_gpu_jax.py": "jax",
+    "test_gpu_numba.py": "numba_cuda",
+}
+collect_ignore = [name for name, module in _needs.items() if not find_spec(module)]
 
 _here = Path(__file__).parent
 _kernels = r"""
@@ -49,6 +56,11 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.gpu)
         if problem:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {problem}"))
+    if not problem and os.environ.get("HANDLEPOOL_TEST_PLAIN_ALLOCATOR"):
+        # For compute-sanitizer: with CuPy's pool in between, it sees no access to an array that was freed.
+        import cupy
+
+        cupy.cuda.set_allocator(None)
     if not problem and drivers.load("cuda").device_count() < 2:
         surplus = [item for item in mine if item.get_closest_marker("two_gpus")]
         if surplus:

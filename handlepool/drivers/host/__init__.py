@@ -21,13 +21,15 @@ from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.host.memory import Array, Memory, RegionAllocator, address_of, owner_of, raw_view
 from handlepool.drivers.host.ordering import Order
 from handlepool.drivers.host.queues import Event, Latch, StreamTable
+from handlepool.drivers.host.recorded import Recordings
 from handlepool.drivers.host.streams import Device, Stream
-from handlepool.errors import ArgumentError, ContractError
+from handlepool.drivers.views import HOST, View
+from handlepool.errors import ArgumentError, ArrayTypeError, ContractError
 
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
 
 
-class HostDriver(Controls):
+class HostDriver(Controls, Recordings):
     """A `handlepool.drivers.base.Driver` on the CPU.
 
     Parameters
@@ -77,9 +79,9 @@ class HostDriver(Controls):
             raise ArgumentError(f"scheduler {scheduler!r} is neither 'threads' nor 'adversarial'")
         if check_order:
             runner.order = Order()
-        super().__init__(StreamTable(devices, runner), checks)
+        streams = StreamTable(devices, runner)
+        super().__init__(streams, Memory(streams, memory), checks)
         self._name = f"{devices} devices, {scheduler}" + (f", seed {seed}" if scheduler == "adversarial" else "")
-        self._memory = Memory(self._streams, memory)
         self._relaxed = Relaxed(self._thread)
         self._forbid = self._streams.captures.forbid
         self._handles = itertools.count(0x1000)
@@ -188,7 +190,9 @@ class HostDriver(Controls):
         """A new event of the current device."""
         self._note("create_event")
         self._forbid("create_event")
-        return Event(self._thread.device, timing)
+        event = Event(self._thread.device, timing)
+        self._events_alive.add(event)
+        return event
 
     def destroy_event(self, event: Event) -> None:
         """Destroy an event; waits that were queued hold what they wait for."""
@@ -196,6 +200,7 @@ class HostDriver(Controls):
         self._streams.check_event(event)
         self._forbid("destroy_event")
         event.destroyed = True
+        self._events_alive.discard(event)
 
     def event_done(self, event: Event) -> bool:
         """Whether what the event stands for has run; true of an event that was never recorded."""
@@ -224,13 +229,28 @@ class HostDriver(Controls):
             times.append(operation.time)
         return (times[1] - times[0]) * 1e3
 
+    # When something is wrong
+
+    def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
+        """What `lose_context` was told, once a call has failed for it, or for the asking."""
+        lost = self.lost
+        while error is not None and error is not lost:
+            error = error.__cause__ or error.__context__
+        return lost if ask or error is not None else None
+
+    def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
+        """NumPy shares nothing between streams."""
+        return lambda: None
+
     # Handles
 
     def create_handle(self) -> HostHandle:
         """A new handle of the current device, bound to the legacy default stream."""
         self._note("create_handle")
         self._forbid("create_handle")
-        return HostHandle(next(self._handles), self._thread.device, self._streams.resolve(0))
+        handle = HostHandle(next(self._handles), self._thread.device, self._streams.resolve(0))
+        self._handles_alive.add(handle)
+        return handle
 
     def bind_handle(self, handle: Any, pointer: int) -> None:
         """Bind a handle to the stream that the pointer names now. ``handle.stream`` is the very object given."""
@@ -248,6 +268,7 @@ class HostDriver(Controls):
             self._forbid("destroy_handle")
             with HandleUse(self._streams, handle, "destroy_handle", self.checks):
                 handle.backend_handle = handle.stream = None
+                self._handles_alive.discard(handle)
 
     # Memory
 
@@ -332,6 +353,15 @@ class HostDriver(Controls):
         """The address of an array's first element."""
         self._note("array_pointer")
         return address_of(array)
+
+    def adopt(self, view: View) -> Array:
+        """Host memory of another library's as an array; no device is its own."""
+        self._note("adopt")
+        if view.device_id != HOST:
+            raise ArrayTypeError("it is in a GPU's memory, and the host driver takes arrays in the host's")
+        if not view.ptr and view.size:
+            raise ArrayTypeError("it has no memory")
+        return view.as_numpy()
 
     def launch_buffer(self) -> None:
         """Nothing: a launch here needs no storage of the slot's."""

@@ -5,7 +5,7 @@ It also counts the driver's calls, so that a test can say what a hit costs (G2),
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import TracebackType
 
 from handlepool.drivers.host.queues import Queue, StreamTable
@@ -135,13 +135,22 @@ class CallLog:
         if self._fault is not None:
             self._fault(method)
 
-    def fail_at(self, k: int, method: str | None = None, error: Exception | None = None) -> None:
+    def fail_always(self, error: Exception, spared: Container[str]) -> None:
+        """Make every call from now fail but those that are spared."""
+
+        def fault(called: str) -> None:
+            if called not in spared:
+                raise error
+
+        self._fault = fault
+
+    def fail_at(self, k: int, method: str | None, error: BaseException | None, spared: Container[str]) -> None:
         """Make the k-th call from now fail, once. See `HostDriver.fail_at`."""
         left = k
 
         def fault(called: str) -> None:
             nonlocal left
-            if method is None or called == method:
+            if called == method or (method is None and called not in spared):
                 left -= 1
                 if left == 0:
                     self._fault = None

@@ -3,12 +3,12 @@
 Tests stand on it. No GPU has it, so nothing of the package above the drivers may.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-from handlepool.drivers.host.contract import CallLog, HandleUse
-from handlepool.drivers.host.memory import Array, accesses, raw_view
-from handlepool.drivers.host.queues import Latch, Queue, StreamTable
+from handlepool.drivers.host.contract import CallLog, HandleUse, HostHandle
+from handlepool.drivers.host.memory import Array, Memory, accesses, raw_view
+from handlepool.drivers.host.queues import Event, Latch, Queue, StreamTable
 from handlepool.drivers.host.streams import Stream
 
 
@@ -25,14 +25,27 @@ class Controls:
         The checker of the order of accesses, where ``check_order=True`` was given; ``order.found`` has what it found.
     """
 
-    def __init__(self, streams: StreamTable, checks: bool) -> None:
+    def __init__(self, streams: StreamTable, memory: Memory, checks: bool) -> None:
         self.checks = checks
+        self._memory = memory
         self.order = streams.scheduler.order
         self._streams = streams
         self._thread = streams.thread
+        self._handles_alive: set[HostHandle] = set()
+        self._events_alive: set[Event] = set()
         self._log = CallLog()
         self._note = self._log.note
         self.calls = self._log.calls
+        self.lost: Exception | None = None
+
+    def alive(self) -> dict[str, int]:
+        """What was made through the protocol and is not destroyed: handles, events, streams, bytes of scratch."""
+        return {
+            "handles": len(self._handles_alive),
+            "events": len(self._events_alive),
+            "streams": self._streams.alive(),
+            "scratch_bytes": self._memory.scratch_bytes(),
+        }
 
     @property
     def legacy_stream(self) -> Stream:
@@ -77,7 +90,7 @@ class Controls:
         """Block a stream at this place until the latch is released."""
         return self._streams.latch(self._streams.resolve(pointer))
 
-    def fail_at(self, k: int, method: str | None = None, error: Exception | None = None) -> None:
+    def fail_at(self, k: int, method: str | None = None, error: BaseException | None = None, spared: Container[str] = ()) -> None:
         """Make the k-th call from now raise, once, before it has any effect.
 
         Parameters
@@ -86,10 +99,18 @@ class Controls:
             From 1; 0 takes the order back.
         method : str, optional
             Count calls of this method only. By default all that `calls` counts are.
-        error : Exception, optional
+        error : BaseException, optional
             What to raise; a RuntimeError that says so by default.
+        spared : container of str
+            Methods that are not counted.
         """
-        self._log.fail_at(k, method, error)
+        self._log.fail_at(k, method, error, spared)
+
+    def lose_context(self, error: Exception | None = None) -> Exception:
+        """Make every further call fail but those that ask for the current device and stream, as after an illegal address."""
+        lost = self.lost = error or RuntimeError("an illegal memory access was encountered")
+        self._log.fail_always(lost, ("current_device", "current_stream", "owns_stream", "wrap_stream"))
+        return lost
 
     def _current_queue(self) -> Queue:
         thread = self._thread

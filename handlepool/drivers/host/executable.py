@@ -15,7 +15,7 @@ from numpy.lib.stride_tricks import as_strided
 from handlepool.drivers.host.contract import HandleUse
 from handlepool.drivers.host.memory import ALIGNMENT, Array, Block, Memory, accesses, raw_view
 from handlepool.drivers.host.queues import StreamTable
-from handlepool.errors import ContractError
+from handlepool.errors import ArgumentError, ContractError
 
 
 class HostExecutable:
@@ -56,6 +56,9 @@ class HostExecutable:
             if self._checks and handle.device != self.device:
                 raise ContractError(f"{self!r} was launched with {handle!r}")
             self._check_operands(self.engine, self.device, operands)
+            for index in {index for step in self._steps for index in step.writes}:
+                if not operands[index].flags.writeable:
+                    raise ArgumentError(f"{self.engine}: argument {index} is an output and cannot be written; pass another array")
             queue = use.bound_queue()
             views = [raw_view(array) for array in operands]
             arrays = [_declared(view, *geometry) for (view, _), geometry in zip(views, self._geometry, strict=True)]

@@ -14,7 +14,7 @@ Fresh memory is filled with 0xFF (NaN in every floating-point type). A reused bl
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -171,6 +171,11 @@ class DeviceMemory:
 
     # Scratch
 
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch that are allocated."""
+        with self._lock:
+            return sum(block.nbytes for block in self._scratch.values())
+
     def allocate(self, nbytes: int) -> int:
         """Scratch memory; its address."""
         block = self.fresh(max(ALIGNMENT, _up(nbytes, ALIGNMENT)))
@@ -224,8 +229,18 @@ class DeviceMemory:
         return bool(self._home(key, nbytes)[0])
 
     def _home(self, key: object, nbytes: int) -> tuple[list[Block], int]:
-        size = max(ARENA_ALIGNMENT, _up(nbytes, ARENA_ALIGNMENT))
+        size = self.rounded(nbytes)
         return self._arenas.setdefault((key, size), []), size
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        """The size of the block for an array."""
+        return max(ARENA_ALIGNMENT, _up(nbytes, ARENA_ALIGNMENT))
+
+    def give_back(self, block: Block) -> None:
+        """Give a block that no array has, and no arena of ours, back to the device."""
+        self._quiesce(block)
+        self._release(block)
 
     def release_cached(self) -> None:
         """Give the free blocks of all arenas back to the device."""
@@ -243,10 +258,19 @@ def _up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
+class ArrayMemory(Protocol):
+    """Where arrays come from while a function is recorded."""
+
+    def take(self, device: DeviceMemory, key: object, nbytes: int) -> Owner:
+        """Memory for one array, on the current device."""
+
+
 class RegionAllocator:
     """Allocates for the branches of a region that was forked from a stream; see `Driver.region_allocator`."""
 
     def __init__(self, table: StreamTable, stream: Stream, keep: Callable[[object], None]) -> None:
+        outer = table.thread.allocator
+        self.recording: ArrayMemory | None = outer.recording if isinstance(outer, RegionAllocator) else outer
         self.device = table.thread.device
         self.stream = stream
         self._table = table
@@ -279,6 +303,10 @@ class Memory:
         """The current device's."""
         return self._devices[self._table.thread.device]
 
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch that are allocated, of all devices."""
+        return sum(device.scratch_bytes() for device in self._devices)
+
     def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Array:
         """An array over scratch memory."""
         if not nbytes and not pointer:
@@ -290,7 +318,9 @@ class Memory:
         """An array from the arena that this thread's allocator says."""
         thread = self._table.thread
         stream = thread.current[thread.device]
-        region: RegionAllocator | None = thread.allocator
+        allocator: RegionAllocator | ArrayMemory | None = thread.allocator
+        region = allocator if isinstance(allocator, RegionAllocator) else None
+        recording = allocator.recording if isinstance(allocator, RegionAllocator) else allocator
         if region is not None and region.device != thread.device:
             region = None  # another device's memory has nothing to do with the region's stream
         source = stream if region is None else region.stream
@@ -299,9 +329,12 @@ class Memory:
         extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + dtype.itemsize
         nbytes = extent if all(shape) else 0
         device = self.current
-        if not device.has_free(key, nbytes):
-            self._table.captures.forbid("an allocation of device memory for an array")
-        owner = device.take(key, nbytes)
+        if recording is not None:
+            owner = recording.take(device, key, nbytes)
+        else:
+            if not device.has_free(key, nbytes):
+                self._table.captures.forbid("an allocation of device memory for an array")
+            owner = device.take(key, nbytes)
         if region is not None:
             region.settle(owner, self._table.resolve(stream.ptr))
         return np.ndarray(tuple(shape), dtype, np.asarray(owner), strides=tuple(strides))

@@ -109,6 +109,10 @@ class StreamTable:
         queue.alive = False
         self._retired[queue.device].append(queue.pointer)
 
+    def alive(self) -> int:
+        """How many streams there are beside the default streams."""
+        return sum(queue.alive for queue in list(self._queues.values()))
+
     def resolve(self, pointer: int) -> Queue:
         """The queue that a pointer names now, for the calling thread.
 
@@ -225,9 +229,12 @@ class StreamTable:
     # Graphs
 
     def launch(self, graph: HostGraph, stream: Stream | None) -> None:
-        """Queue a recorded graph: its nodes in the order of their own edges only, as one entry of the stream."""
+        """Queue a recorded graph on a stream, the current one by default."""
         stream = stream or self.thread.current[self.thread.device]
-        queue = self.resolve(stream.ptr)
+        self.launch_on(graph, self.resolve(stream.ptr))
+
+    def launch_on(self, graph: HostGraph, queue: Queue) -> None:
+        """Queue a recorded graph: its nodes in the order of their own edges only, as one entry of the queue."""
         if queue.capture is not None and self.captures.embed(queue, graph.nodes):
             return
         scheduler = self.scheduler

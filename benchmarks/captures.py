@@ -1,0 +1,71 @@
+"""Which calls a CUDA-graph capture survives: mode of capture, thread and operation, the pool's beside plain calls.
+
+Survived means that the capture could be ended and its graph replays right, and for the pool's operations also that eager work
+which another thread did meanwhile is right. What is run is in tests/gpu/capture_operations.py. Needs a GPU.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from common import arguments, conditions, parse, print_table, progress
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "gpu"))
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    options = parse(parser)
+    from handlepool import HandlePool, drivers
+
+    problem = drivers.available("cuda")
+    if problem or options.driver == "host":
+        parser.error(f"a capture of a GPU's stream is needed: {problem or 'the host driver has none'}")
+    from capture_operations import MODES, OURS, PLAIN, WHO, survives
+    from conftest import Kernels
+
+    kernels = Kernels()
+    cases = [
+        (kind, name, mode, who)
+        for kind, names in (("ours", OURS), ("plain", PLAIN))
+        for name in names
+        for mode in MODES
+        for who in WHO
+    ]
+    found = []
+    for kind, name, mode, who in progress(cases):
+        if kind == "ours":
+            with HandlePool(driver="cuda") as pool:
+                trouble = survives(kernels, OURS[name], mode, who, pool)
+        else:
+            trouble = survives(kernels, PLAIN[name], mode, who)
+        found.append({"calls": kind, "operation": name, "mode": mode, "who": who, "survived": not trouble, "trouble": trouble})
+    columns = [(mode, who) for who in WHO for mode in MODES]
+    print_table(
+        ("survived", *(f"{mode}, {who}" for mode, who in columns)),
+        [
+            (
+                f"{kind}: {name}",
+                *(
+                    next(
+                        "yes" if case["survived"] else "no"
+                        for case in found
+                        if (case["calls"], case["operation"], case["mode"], case["who"]) == (kind, name, mode, who)
+                    )
+                    for mode, who in columns
+                ),
+            )
+            for kind, name in dict.fromkeys((case["calls"], case["operation"]) for case in found)
+        ],
+    )
+    lost = [case for case in found if case["calls"] == "ours" and not case["survived"]]
+    for case in lost:
+        print("NOT SURVIVED:", case)
+    if options.json is not None:
+        results = {"benchmark": "captures", "conditions": conditions("cuda"), "cases": found, "kept": not lost}
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    return int(bool(lost))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

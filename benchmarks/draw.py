@@ -1,0 +1,344 @@
+"""Draw what the benchmark scripts wrote: ``python benchmarks/draw.py FOLDER`` makes NAME-light.png and NAME-dark.png.
+
+Bars and points are medians, whiskers quartiles. Each picture makes one claim, in its title, which is computed from the figures.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+DPI = 150
+
+
+class Theme:
+    """Colours of one form."""
+
+    def __init__(self, paper: str, ink: str, pale: str, grid: str, ours: str, recorded: str, torch: str, graph: str, floor: str):
+        self.paper, self.ink, self.pale, self.grid = paper, ink, pale, grid
+        self.ours, self.recorded, self.torch, self.graph, self.floor = ours, recorded, torch, graph, floor
+
+
+THEMES = {
+    "light": Theme("#ffffff", "#1c2126", "#5d666e", "#dfe3e6", "#0b6bcb", "#0a7d55", "#d1552b", "#a8610a", "#8a949c"),
+    "dark": Theme("#0f1419", "#e6e9ec", "#9aa5ae", "#2b333b", "#5aa9f5", "#43c59e", "#f0825c", "#e0b050", "#7d8890"),
+}
+
+
+def label(axes: Axes, theme: Theme, text: str, at: tuple[float, float]) -> None:
+    """Write beside the end of a bar."""
+    axes.annotate(text, at, (8, 0), textcoords="offset points", va="center", color=theme.ink, fontsize=10)
+
+
+def bars(axes: Axes, theme: Theme, times: dict[str, Any], unit: str, colour: Callable[[str], str]) -> None:
+    """Horizontal bars, the first on top, each with its figure."""
+    names = list(times)
+    places = range(len(names))
+    medians = [times[name]["median"] for name in names]
+    spread = [[t["median"] - t["q1"] for t in times.values()], [t["q3"] - t["median"] for t in times.values()]]
+    axes.barh(places, medians, color=[colour(name) for name in names], height=0.62)
+    axes.errorbar(medians, places, xerr=spread, fmt="none", ecolor=theme.ink, elinewidth=1.2, capsize=3)
+    for place, t in zip(places, times.values(), strict=True):
+        value = f"{t['median']:,.2f}" if t["median"] < 10 else f"{t['median']:,.1f}"
+        label(axes, theme, value, (t["q3"], place))
+    axes.set_yticks(list(places), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.margins(x=0.14)
+    axes.set_xlim(left=0)
+    axes.grid(axis="x")
+
+
+def family(theme: Theme, name: str) -> str:
+    """A colour by who does the work."""
+    if name.startswith(("torch", "frontend", "pygraph")):
+        return theme.torch if name.startswith("torch") else theme.graph
+    if name.startswith(("raw", "floor", "bare", "part", "empty loop", "create")):
+        return theme.floor
+    return theme.ours
+
+
+def launch(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """Host time of a launch."""
+    (times,) = results["times"].values()
+    times = {name: t for name, t in times.items() if not name.startswith("part")}
+    figure, axes = page(theme, 9, 0.42 * len(times) + 2.1)
+    bars(axes, theme, times, "microseconds of host time a call", lambda name: family(theme, name))
+    ratio = results["ratios"].get("graph function, out given / torch.nn.functional.conv2d")
+    claim = "Launching a planned convolution"
+    if ratio:
+        claim = f"A planned convolution with out= is launched in {ratio['median']:.2f} of torch's time"
+    return figure, claim, f"one convolution {shape_of(results['shape'])}; {results['calls']} calls a sample, queue not full"
+
+
+def forks(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """Host time of a fork."""
+    times = {name: t for name, t in results["times"]["microseconds, host"].items() if "convolutions" not in name}
+    figure, axes = page(theme, 9, 0.42 * len(times) + 2.1)
+    bars(axes, theme, times, "microseconds of host time", lambda name: family(theme, name))
+    ratio = next(iter(results["ratios"].values()))["median"]
+    claim = f"An empty fork of {results['states']} states costs {ratio:.2f} times the events it consists of"
+    return figure, claim, f"convolutions {shape_of(results['shape'])}; {results['calls']} forks a sample"
+
+
+def overlap(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """Device time by states, a panel for each shape."""
+    shapes, states = results["shapes"], results["states"]
+    columns = min(3, len(shapes))
+    rows = -(-len(shapes) // columns)
+    figure = Figure(figsize=(4.3 * columns + 0.4, 3.5 * rows + 1.9), dpi=DPI, facecolor=theme.paper)
+    lines = [
+        ("torch, {} streams", "torch, streams by hand", theme.torch, "o-"),
+        ("fork, {} states", "handlepool, fork", theme.ours, "o-"),
+        ("recorded, {} states", "handlepool, recorded", theme.recorded, "s-"),
+        ("torch graph, {} streams", "torch, CUDA graph", theme.graph, "--"),
+    ]
+    flat = [
+        ("torch, one stream", "torch, one stream", theme.torch, ":"),
+        ("grouped", "one grouped convolution", theme.pale, "-."),
+    ]
+    flat += [
+        ("stacked", "one stacked convolution", theme.pale, (0, (4, 4))),
+        ("batched", "one batched convolution", theme.pale, ":"),
+    ]
+    handles: dict[str, Any] = {}
+    for place, shape in enumerate(shapes, 1):
+        axes = figure.add_subplot(rows, columns, place)
+        dress(axes, theme)
+        times = results["times"][f"{results['count']} x {shape}, microseconds, device"]
+        for form, label, colour, style in lines:
+            known = [(count, times[form.format(count)]) for count in states if form.format(count) in times]
+            if form.startswith("torch") and "torch graph, one stream" in times:
+                single = "torch graph, one stream" if "graph" in form else "torch, one stream"
+                known = [(1, times[single]), *known]
+            if known:
+                xs = [count for count, _ in known]
+                ys = [t["median"] for _, t in known]
+                spread = [[t["median"] - t["q1"] for _, t in known], [t["q3"] - t["median"] for _, t in known]]
+                handles[label] = axes.errorbar(
+                    xs, ys, yerr=spread, fmt=style, color=colour, markersize=4.5, linewidth=1.6, capsize=2
+                )
+        for name, label, colour, style in flat:
+            if name in times:
+                handles[label] = axes.axhline(times[name]["median"], color=colour, linestyle=style, linewidth=1.4)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(states, list(map(str, states)))
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_title(shape_of(shape), fontsize=11, color=theme.ink)
+        axes.grid(axis="y")
+        if place > len(shapes) - columns:
+            axes.set_xlabel("side streams")
+        if place % columns == 1 or columns == 1:
+            axes.set_ylabel(f"µs for {results['count']} convolutions")
+    legend = figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.055),
+        ncols=4,
+        frameon=False,
+        fontsize=10,
+    )
+    for text in legend.get_texts():
+        text.set_color(theme.ink)
+    figure.subplots_adjust(
+        left=0.075,
+        right=0.985,
+        top=1 - 0.95 / figure.get_figheight(),
+        hspace=0.32,
+        wspace=0.22,
+        bottom=1.45 / figure.get_figheight(),
+    )
+    shares = []
+    for shape in (shapes[0], shapes[-1]):
+        times = results["times"][f"{results['count']} x {shape}, microseconds, device"]
+        best = min(t["median"] for name, t in times.items() if name.startswith("recorded"))
+        shares.append(best / times["one stream"]["median"])
+    claim = f"Recorded over streams, the smallest take {shares[0]:.2f} of one eager stream's time, the largest {shares[1]:.2f}"
+    return figure, claim, f"{results['count']} convolutions, fork to join, device time between events on the caller's stream"
+
+
+def wrong(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """Wrong results."""
+    counts = results["wrong"]
+    names = {}
+    for shape, found in counts.items():
+        for name, count in found.items():
+            if name not in ("of", "workspace_bytes"):
+                names[f"{name}, {shape_of(shape, short=True)}"] = count / found["of"] * 100
+    figure, axes = page(theme, 9, 0.42 * len(names) + 2.2)
+    places = range(len(names))
+    axes.barh(
+        places, list(names.values()), color=[theme.torch if n.startswith("one") else theme.ours for n in names], height=0.62
+    )
+    for place, share in zip(places, names.values(), strict=True):
+        label(axes, theme, f"{share:.0f} %", (share, place))
+    axes.set_yticks(list(places), list(names))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 108)
+    axes.set_xlabel("results that are wrong, per cent")
+    axes.grid(axis="x")
+    broken = sum(found["one workspace for all"] for found in counts.values())
+    of = sum(found["of"] for found in counts.values())
+    claim = f"Streams that share one workspace gave {broken} wrong results of {of}; handlepool's none"
+    if any(found["handlepool's fork"] for found in counts.values()):
+        claim = "Wrong results, also of handlepool's fork"
+    return (
+        figure,
+        claim,
+        f"{results['states']} streams with a handle each, float32 convolutions; wrong: further than 1e-2, relative norm",
+    )
+
+
+def memory(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """Memory against keys."""
+    figure, axes = page(theme, 9, 5.4)
+    found = results["memory"]
+    keys = [threads * streams for threads, streams in found["keys"]]
+    styles = {
+        "a handle for each key, kept": (theme.torch, "s-"),
+        "the frontend's default handle, one after another": (theme.graph, "--"),
+        "pool, at once": (theme.ours, "o-"),
+        "pool, one after another": (theme.recorded, "o-"),
+    }
+    for name, (colour, style) in styles.items():
+        if name in found["bytes"]:
+            axes.plot(keys, [b / 2**20 for b in found["bytes"][name]], style, color=colour, label=name, linewidth=1.8)
+    axes.set_xlabel("keys: threads x streams")
+    axes.set_ylabel("MiB of device memory")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y")
+    legend = axes.legend(frameon=False, fontsize=10)
+    for text in legend.get_texts():
+        text.set_color(theme.ink)
+    many, mib = found["many_threads"], found["many_bytes"] / 2**20
+    each = found["handle_bytes"] / 2**20
+    claim = f"{many:,} threads, one after another, cost {mib:,.0f} MiB in all, not {each:,.1f} MiB each"
+    about = "growth of the device's used memory; at once: all threads alive; one after another: each ends before the next"
+    return figure, claim, about
+
+
+def record(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """Recording against eager, by number of replays."""
+    figure, axes = page(theme, 9, 5.2)
+    wall, whole = results["times"]["microseconds, wall"], results["times"]["microseconds in all, wall"]
+    replays = results["replays"]
+    counts = list(range(replays + 1))
+    eager = whole[f"{replays} eager maps"]["median"] / replays
+    axes.plot(counts, [eager * n / 1e3 for n in counts], color=theme.ours, label="eager maps", linewidth=1.8)
+    first = whole["record"]["median"]
+    each = (whole[f"record and {replays} replays"]["median"] - first) / replays
+    axes.plot(
+        counts, [(first + each * n) / 1e3 for n in counts], color=theme.recorded, label="record, then replay", linewidth=1.8
+    )
+    claim = f"A replay takes {wall['replay']['median'] / wall['eager map']['median']:.2f} of an eager map's time"
+    if eager > each:
+        earned = first / (eager - each)
+        claim += f"; a recording is earned back after {earned:,.0f}"
+        axes.axvline(earned, color=theme.pale, linestyle=":", linewidth=1.2)
+    axes.set_xlabel("times that the map is run")
+    axes.set_ylabel("milliseconds in all, wall")
+    axes.set_xlim(0, replays)
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y")
+    legend = axes.legend(frameon=False, fontsize=10)
+    for text in legend.get_texts():
+        text.set_color(theme.ink)
+    return figure, claim, f"{results['count']} convolutions {shape_of(results['shape'])} over {results['states']} states"
+
+
+def acquire(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """A hit."""
+    (times,) = results["times"].values()
+    times = {name: t for name, t in times.items() if t["median"] < 10_000}
+    figure, axes = page(theme, 9, 0.42 * len(times) + 2.1)
+    bars(axes, theme, times, "nanoseconds of host time a call", lambda name: family(theme, name))
+    ratio = results["ratios"]["hit / floor, own stream"]["median"]
+    return figure, f"A hit of get_handle costs {ratio:.2f} times the two calls that no one can avoid", "one thread"
+
+
+PICTURES = {f.__name__: f for f in (acquire, launch, forks, overlap, wrong, memory, record)}
+
+
+def shape_of(text: str, *, short: bool = False) -> str:
+    """A shape in words."""
+    numbers, dtype, layout = text.split(":")
+    batch, channels, side, filters, kernel = numbers.split("x")
+    words = f"{batch} x {channels} x {side}²"
+    return words if short else f"{words}, {filters} filters {kernel} x {kernel}, {dtype} {layout}"
+
+
+def dress(axes: Axes, theme: Theme) -> None:
+    """Put a theme's colours on axes."""
+    axes.set_facecolor(theme.paper)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=theme.ink, labelsize=10)
+    axes.grid(color=theme.grid)
+    axes.grid(visible=False)
+    for name, spine in axes.spines.items():
+        spine.set_visible(name in ("left", "bottom"))
+        spine.set_color(theme.pale)
+    axes.xaxis.label.set_color(theme.ink)
+    axes.yaxis.label.set_color(theme.ink)
+
+
+def page(theme: Theme, width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure of one axes."""
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor=theme.paper, layout="constrained")
+    figure.get_layout_engine().set(rect=(0.01, 0.6 / height, 0.98, 1 - 1.15 / height))
+    axes = figure.add_subplot()
+    dress(axes, theme)
+    return figure, axes
+
+
+def conditions(results: dict[str, Any]) -> str:
+    """What ran where, for the caption."""
+    found = results["conditions"]
+    packages = found["packages"]
+    words = [found.get("gpu", "host driver, no GPU: the times say nothing about one")]
+    words += [f"cuDNN {found['cudnn']}"] if "cudnn" in found else []
+    for name in ("cupy-cuda13x", "cupy-cuda12x", "nvidia-cudnn-frontend", "torch"):
+        if name in packages and "gpu" in found:
+            words.append(f"{name.removesuffix('-cuda13x').removesuffix('-cuda12x').removeprefix('nvidia-')} {packages[name]}")
+    if results["times"]:
+        words.append(f"{results['repeats']} interleaved samples, median and quartiles")
+    return ", ".join([*words, found["date"]])
+
+
+def draw(results: dict[str, Any], folder: Path) -> list[Path]:
+    """Both forms of one picture."""
+    name = results["benchmark"]
+    written = []
+    for form, theme in THEMES.items():
+        figure, claim, about = PICTURES[name](results, theme)
+        height = figure.get_figheight()
+        figure.text(0.015, 1 - 0.34 / height, claim, fontsize=13, weight="bold", color=theme.ink, va="center")
+        figure.text(0.015, 0.33 / height, about, fontsize=9, color=theme.pale, va="center")
+        figure.text(0.015, 0.14 / height, conditions(results), fontsize=9, color=theme.pale, va="center")
+        FigureCanvasAgg(figure)
+        written.append(folder / f"{name}-{form}.png")
+        figure.savefig(written[-1], metadata={"Software": None})
+    return written
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the JSON is, and the pictures go")
+    parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES), metavar="NAME", help="a selection of them")
+    options = parser.parse_args(arguments)
+    for name in options.only:
+        path = options.folder / f"{name}.json"
+        if path.exists():
+            print(*draw(json.loads(path.read_text()), options.folder), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

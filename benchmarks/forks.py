@@ -1,0 +1,112 @@
+"""What a fork costs the host: fork and join around nothing, a branch more, a map.
+
+The floor is the event calls that a fork consists of: for each state, one event recorded on the caller's stream that the side
+stream waits for, and one recorded on the side stream that the caller's stream waits for. An *empty* branch starts its state and
+has nothing to launch; a branch of a Python *function* that does nothing also has the side stream made current, and the caller's
+again.
+"""
+
+import sys
+from typing import Any
+
+from common import Case, Ratios, arguments, interleaved, paired, parse, pool_on_a_stream, positive, publish, summary, synchronised
+from work import SMALL, TINY, Shape, graph_function
+
+MOST_OF_THE_EVENTS = 1.5
+MANY = 16
+
+
+class Empty:
+    """A branch that is prepared as a graph function's is, and has nothing to launch."""
+
+    operands = callers = ()
+    stream = None
+
+    def __handlepool_prepare__(self, pool: Any, args: Any, kwargs: Any) -> "Empty":
+        return self
+
+    def launch(self, slot: Any) -> None:
+        """Do nothing."""
+
+    enqueue = launch
+
+
+def bare_events(driver: Any, stream: Any, count: int, names: dict[str, Any]) -> str:
+    """The event calls of a fork of ``count`` states as statements, without a loop around them."""
+    side = [driver.create_stream() for _ in range(count)]
+    names |= {"record": driver.record_event, "wait": driver.wait_event, "caller": stream.ptr, "keep": side}
+    lines = []
+    for number, branch in enumerate(side):
+        names |= {f"s{number}": branch.ptr, f"a{number}": driver.create_event(), f"b{number}": driver.create_event()}
+        lines.append(f"record(a{number}, caller); wait(s{number}, a{number})")
+    lines += [f"record(b{number}, s{number}); wait(caller, b{number})" for number in range(count)]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--calls", type=positive, default=50, help="forks in one sample (default: %(default)s)")
+    parser.add_argument("--states", type=positive, default=4, help="states of a fork (default: %(default)s)")
+    parser.add_argument("--shape", type=Shape.parse, default=SMALL, help="the branches' convolution (default: %(default)s)")
+    options = parse(parser, calls=2, shape=TINY)
+    count, shape = options.states, options.shape
+    with pool_on_a_stream(parser, options.driver) as (pool, stream):
+        import numpy as np
+
+        from handlepool import ParallelStates
+
+        driver = pool.driver
+        rng = np.random.default_rng(0)
+        x, w, y = shape.image(driver, rng), shape.filter(driver, rng), shape.output(driver)
+        outs = [shape.output(driver) for _ in range(MANY)]
+        conv = graph_function(shape)
+        conv(x, w, out=y)
+        states = ParallelStates(count)
+        names: dict[str, Any] = {"states": states, "fork": states.fork, "map": states.map, "items": range(MANY)}
+        names |= {"empty": Empty(), "nothing": lambda *_: None, "conv": conv, "x": x, "w": w, "outs": outs}
+        events = f"bare events of {count} states"
+        empty, function = f"fork of {count} empty branches", f"fork of {count} functions"
+        many_empty, many_functions = f"fork of {MANY} empty branches", f"fork of {MANY} functions"
+        many_convs, convs = f"fork of {MANY} convolutions", f"{MANY} convolutions, no fork"
+
+        def around_run(run: str, number: int) -> str:
+            return "with fork() as f:\n    run = f.run\n" + f"    {run}\n" * number
+
+        conv_lines = [f"run(conv, x, w, out=outs[{number}])" for number in range(MANY)]
+        statements = {
+            events: bare_events(driver, stream, count, names),
+            "fork without branches": "with fork() as f: pass",
+            empty: around_run("run(empty)", count),
+            function: around_run("run(nothing)", count),
+            many_empty: around_run("run(empty)", MANY),
+            many_functions: around_run("run(nothing)", MANY),
+            f"map of {MANY} functions": "map(nothing, items)",
+            many_convs: "with fork() as f:\n    run = f.run\n    " + "\n    ".join(conv_lines),
+            convs: "\n".join(line.replace("run(conv, ", "conv(") for line in conv_lines),
+            "with_state, a function": "states.with_state(0, nothing)",
+        }
+        around = synchronised(driver, stream)
+        samples = interleaved({n: Case(s, names, options.calls, around) for n, s in statements.items()}, options.repeats)
+        samples = {name: [value / 1e3 for value in values] for name, values in samples.items()}
+
+        def each(many: str, few: str, more: int) -> list[float]:
+            return [(a - b) / more for a, b in zip(samples[many], samples[few], strict=True)]
+
+        each_taken = {"an empty branch more": each(many_empty, empty, MANY - count)} if count < MANY else {}
+        if count < MANY:
+            each_taken["a function's branch more"] = each(many_functions, function, MANY - count)
+        each_taken["a convolution's branch, over the call alone"] = each(many_convs, convs, MANY)
+        ratios = Ratios()
+        ratios.compare(samples, empty, events, MOST_OF_THE_EVENTS)
+        ratios.compare(samples, function, events, MOST_OF_THE_EVENTS)
+        ratios.add(f"{many_convs} / {convs}", paired(samples[many_convs], samples[convs]))
+        times = {
+            "microseconds, host": {name: summary(values) for name, values in samples.items()},
+            "microseconds each, host": {name: summary(values) for name, values in each_taken.items()},
+        }
+        publish(options, "forks", driver.name, times, ratios, states=count, shape=str(shape), calls=options.calls)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""Write the figures of a folder of JSON into pages: ``python benchmarks/tables.py benchmarks/results/h200 docs/*.md``.
+
+What stands between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced; everything else stays. With ``--check``
+nothing is written, and pages that differ from the JSON are an error.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NAMES = ("acquire", "launch", "forks", "overlap", "record", "wrong", "memory")
+Results = dict[str, dict[str, Any]]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown, the first column to the left and the others to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def spread(entry: dict[str, float], digits: int) -> list[str]:
+    """Median and quartiles."""
+    return [f"{entry['median']:,.{digits}f}", f"{entry['q1']:,.{digits}f} to {entry['q3']:,.{digits}f}"]
+
+
+def times(results: dict[str, Any]) -> str:
+    """Every time of a script."""
+    found = ""
+    for heading, cases in results["times"].items():
+        digits = 0 if "nano" in heading else 1
+        found += table((heading, "median", "quartiles"), [(name, *spread(t, digits)) for name, t in cases.items()]) + "\n"
+    return found + conditions(results)
+
+
+def conditions(results: dict[str, Any]) -> str:
+    """What ran where."""
+    found = results["conditions"]
+    versions = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if not version.startswith("not "))
+    gpu = found.get("gpu", "no GPU")
+    return f"{gpu}, cuDNN {found.get('cudnn', 'none')}, Python {found['python']}, {versions}; {found['date']}.\n"
+
+
+def bounds(every: Results) -> str:
+    """Every ratio that has a bound."""
+    rows = []
+    for name in NAMES:
+        for ratio, entry in every.get(name, {}).get("ratios", {}).items():
+            if entry["bound"] is not None:
+                verdict = {True: "kept", False: "**not kept**", None: "not judged"}[entry["kept"]]
+                rows.append((f"{ratio} (`{name}.py`)", *spread(entry, 3), f"{entry['bound']:.3f}", verdict))
+    return table(("ratio", "median", "quartiles", "at most", ""), rows)
+
+
+def overlap(every: Results) -> str:
+    """The best of each kind, for each shape, on the device's clock."""
+    results = every["overlap"]
+    states, count = results["states"], results["count"]
+    kinds = {
+        "one stream": ["one stream"],
+        "fork": [f"fork, {n} states" for n in states],
+        "recorded": [f"recorded, {n} states" for n in states],
+        "torch, one stream": ["torch, one stream"],
+        "torch, streams": [f"torch, {n} streams{how}" for n in states for how in ("", ", one context each")],
+        "torch graph": ["torch graph, one stream", *(f"torch graph, {n} streams" for n in states)],
+        "grouped": ["grouped", "torch, grouped"],
+        "stacked": ["stacked", "torch, stacked"],
+        "batched": ["batched", "torch, batched"],
+    }
+    rows = []
+    for shape in results["shapes"]:
+        found = results["times"][f"{count} x {shape}, microseconds, device"]
+        row = [f"`{shape}`"]
+        for names in kinds.values():
+            known = {name: found[name]["median"] for name in names if name in found}
+            best = min(known, key=lambda name: known[name], default=None)
+            streams = re.search(r"(\d+) (?:states|streams)", best or "")
+            at = f" ({streams[1]})" if streams else ""
+            row.append("" if best is None else f"{known[best]:,.0f}{at}")
+        rows.append(row)
+    return table((f"{count} convolutions, µs", *kinds), rows) + "\n" + conditions(results)
+
+
+def crossover(every: Results) -> str:
+    """Gains over one eager stream against the time of one kernel, on the device's clock."""
+    results = every["overlap"]
+    count = results["count"]
+    found = []
+    for shape in results["shapes"]:
+        times = {n: t["median"] for n, t in results["times"][f"{count} x {shape}, microseconds, device"].items()}
+        eager = times["one stream"]
+
+        def best(*starts: str, times: dict[str, float] = times) -> float:
+            return min((t for name, t in times.items() if name.startswith(starts)), default=float("inf"))
+
+        kernel = times["recorded, one stream"] / count
+        gains = [eager / best(*starts) for starts in (("fork,",), ("recorded",), ("grouped",), ("stacked",), ("batched",))]
+        found.append((kernel, shape, gains))
+    found.sort()
+    rows = [
+        (f"`{shape}`", f"{kernel:,.1f}", *(f"{gain:.2f}" if gain else "" for gain in gains)) for kernel, shape, gains in found
+    ]
+    text = table(("times faster than one eager stream", "µs a kernel", "fork", "recorded", "grouped", "stacked", "batched"), rows)
+    slower = [kernel for kernel, _, gains in found if gains[0] <= 1]
+    faster = [kernel for kernel, _, gains in found if gains[0] > 1]
+    if slower and faster and max(slower) < min(faster):
+        text += f"\nEager side streams begin to gain between {max(slower):,.1f} and {min(faster):,.1f} µs a kernel.\n"
+    return text
+
+
+def wrong(every: Results) -> str:
+    """Counts of wrong results."""
+    rows = []
+    for shape, counts in every["wrong"]["wrong"].items():
+        cases = {name: count for name, count in counts.items() if name not in ("of", "workspace_bytes")}
+        rows += [(f"`{shape}`, {name}", f"{count} of {counts['of']}") for name, count in cases.items()]
+    return table(("streams side by side", "wrong"), rows) + "\n" + conditions(every["wrong"])
+
+
+def memory(every: Results) -> str:
+    """Mebibytes by keys."""
+    found = every["memory"]["memory"]
+    rows = [
+        (f"{threads} x {streams}", *(f"{column[row] / 2**20:,.0f}" for column in found["bytes"].values()))
+        for row, (threads, streams) in enumerate(found["keys"])
+    ]
+    many = f"{found['many_threads']:,} threads, one after another, cost {found['many_bytes'] / 2**20:,.1f} MiB"
+    text = f"{many}; a handle is {found['handle_bytes'] / 2**20:,.1f} MiB.\n\n"
+    return table(("MiB, threads x streams", *found["bytes"]), rows) + "\n" + text + conditions(every["memory"])
+
+
+WRITERS: dict[str, Callable[[Results], str]] = {
+    "bounds": bounds,
+    "overlap": overlap,
+    "crossover": crossover,
+    "wrong": wrong,
+    "memory": memory,
+    **{name: lambda every, name=name: times(every[name]) for name in ("acquire", "launch", "forks", "record")},
+}
+
+
+def fill(page: str, every: Results) -> str:
+    """The page with its figures; a block whose JSON is missing stays as it is."""
+
+    def replace(match: re.Match[str]) -> str:
+        begin, name, end = match.groups()
+        known = every if name == "bounds" else ("overlap" if name == "crossover" else name) in every
+        return f"{begin}\n{WRITERS[name](every)}\n{end}" if known else match[0]
+
+    return BLOCK.sub(replace, page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the JSON is")
+    parser.add_argument("pages", type=Path, nargs="+", help="what to fill")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page would change")
+    options = parser.parse_args()
+    paths = {name: options.folder / f"{name}.json" for name in NAMES}
+    every = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    changed = []
+    for page in options.pages:
+        before = page.read_text(encoding="utf-8")
+        after = fill(before, every)
+        if after != before:
+            changed.append(str(page))
+            if not options.check:
+                page.write_text(after, encoding="utf-8")
+    print(*changed, sep="\n")
+    return int(bool(changed) and options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""Programs: what a function gives to streams, recorded once and replayed with one launch (a CUDA graph)."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from handlepool.cleanup import do_all
+from handlepool.condition import diagnose
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
+from handlepool.inputs import Inputs
+from handlepool.regions import keep_for_good, parked
+from handlepool.streams import StreamReference, check_foreign, resolve
+
+if TYPE_CHECKING:
+    from handlepool.recording import Recording
+
+
+class Program:
+    """Recorded work, made by `record`.
+
+    It owns what it needs: its inputs, its outputs, scratch, plans and every allocation made while it was recorded live as long as
+    it does, and are used by nothing else. `close` gives them back, as does the end of a ``with`` statement over it.
+
+    Replays write the same memory, so no two of one program run side by side: a replay on another stream than the last starts
+    after all that the other stream has been given by then, readers of the outputs included. Consecutive replays on one stream
+    cost no such care. Different programs may be replayed by different threads at once.
+
+    Attributes
+    ----------
+    device : int
+        Ordinal.
+    nodes : int
+        Number of operations in the graph.
+    """
+
+    _recording: "Recording | None" = None
+
+    def __init__(
+        self, name: str, recording: "Recording", kept: object, inputs: Inputs, outputs: Any, home: StreamReference
+    ) -> None:
+        pool = self._pool = recording.pool
+        driver = self._driver = pool.driver
+        graph = recording.graph
+        assert graph is not None
+        self.device = recording.device
+        self.nodes = graph.nodes
+        self._name = name
+        self._kept = kept
+        self._inputs = inputs
+        self._outputs = outputs
+        self._lock = threading.Lock()  # one launch of a graph at a time
+        self._updating = False
+        self._current_device = driver.current_device
+        self._current_stream: Callable[..., Any] = driver.current_stream
+        self._is_capturing = driver.is_capturing
+        self._launch = graph.launch
+        # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
+        # None for any other stream, which may be gone by then: the event is recorded after each use.
+        self._last: Any = None
+        self._pointer = home.pointer
+        self._owner = home.owner
+        with driver.relaxed():
+            self._event = driver.create_event()
+        try:
+            graph.upload(home.pointer)
+            self._used_by(home)
+            self._mark()
+        except BaseException:
+            pool.device(self.device).scratch.destroy_event(self._event)
+            raise
+        self._recording = recording
+
+    @property
+    def outputs(self) -> Any:
+        """What the function returned while it was recorded: each replay writes its arrays, in the order of its stream."""
+        if self._recording is None:
+            self._refuse()
+        return self._outputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that were allocated while recording, scratch included; 0 once it was closed."""
+        recording = self._recording
+        return 0 if recording is None else recording.nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._recording is None
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._recording is None else f" of device {self.device}: {self.nodes} nodes, {self.nbytes:,} bytes"
+        return f"<Program {self._name}{state}>"
+
+    # Use
+
+    def replay(self, stream: Any = None) -> None:
+        """Enqueue the recorded work on a stream, with one launch. Does not wait for the GPU.
+
+        Parameters
+        ----------
+        stream : stream, optional
+            As in `HandlePool.get_handle`; the current stream where none is given. Outputs are ready in its order.
+
+        Raises
+        ------
+        DeviceMismatchError
+            When the current device or the stream's is another than the program's.
+        CaptureError
+            When the stream, or that of the last replay where it is another, is being captured.
+        OwnershipError
+            While `update` is under way in another thread.
+        PoolClosedError, ForkedProcessError, PoisonedContextError
+            As their names say: after the program or its pool was closed, in a forked child.
+        """
+        if self._pool.unusable:
+            self._pool._check_usable()
+        device = self._current_device()
+        current = self._current_stream(device) if stream is None else stream
+        if not self._lock.acquire(False):
+            self._await()
+        try:
+            if current is not self._last or device != self.device or self._recording is None:
+                self._follow(stream)
+            pointer = self._pointer
+            if pointer and self._is_capturing(pointer):
+                raise _capturing(pointer)
+            self._launch(pointer)
+            if self._last is None:
+                self._mark()
+        except Exception as error:
+            self._explain(error)
+            raise
+        finally:
+            self._lock.release()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Copy new values into the recorded inputs, on the current stream; replays see them from then on.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            What was given to `record` in the same places, positional arguments without an array left out: arrays, or lists,
+            tuples and dictionaries of arrays, of the same shapes, strides and types on the same device. None leaves an
+            argument as it is.
+
+        Raises
+        ------
+        ArgumentError, ArrayTypeError, DeviceMismatchError
+            For what differs from what was recorded; nothing is copied then.
+        CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
+            As in `replay`.
+        """
+        self._pool._check_usable()
+        if not self._lock.acquire(False):
+            self._await()
+        try:
+            self._updating = True
+            if self._recording is None:
+                self._refuse()
+            pairs = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
+            self._follow(None)
+            if self._pointer and self._is_capturing(self._pointer):
+                raise _capturing(self._pointer)
+            for target, source in pairs:
+                self._driver.copy(target, source)
+            self._mark()
+        except Exception as error:
+            self._explain(error)
+            raise
+        finally:
+            self._updating = False
+            self._lock.release()
+
+    def _explain(self, error: Exception) -> None:
+        """Raise what an error means, where that is known."""
+        diagnose(self._pool, error)
+        if not isinstance(error, HandlePoolError) and (cause := self._driver.capture_failure(error)):
+            raise CaptureError(f"{self._name} cannot be used on a stream that is being captured: {cause}") from error
+
+    def _await(self) -> None:
+        """Take the lock after another thread: a launch is short, an update is for its own thread to order."""
+        if self._updating:
+            raise OwnershipError(
+                f"{self._name} is being updated by another thread: whether a replay would see the old values or the new ones is "
+                f"for the program to say, so let one thread do both, or use a lock of your own"
+            )
+        self._lock.acquire()
+
+    def _refuse(self) -> None:
+        raise PoolClosedError(f"the program {self._name} was closed; record it again")
+
+    # Order
+
+    def _follow(self, stream: Any) -> None:
+        """Make another stream the one that uses the memory, after all that the last one was given by now."""
+        if self._recording is None:
+            self._refuse()
+        driver = self._driver
+        device = driver.current_device()
+        if device != self.device:
+            raise DeviceMismatchError(
+                f"{self._name} was recorded on device {self.device} and the current device is {device}; make device "
+                f"{self.device} current, as in `with cupy.cuda.Device({self.device}):`"
+            )
+        reference = resolve(driver, stream)
+        check_foreign(driver, reference)
+        last, pointer = self._last, reference.pointer
+        if last is not None and last is reference.stream:
+            return
+        for each in (pointer, LEGACY_STREAM if last is None else last.ptr):
+            if each != LEGACY_STREAM and driver.is_capturing(each):
+                raise _capturing(each)
+        if last is not None:
+            driver.record_event(self._event, last.ptr)
+        driver.wait_event(pointer, self._event)
+        with driver.relaxed():  # the last reference to the former stream may go
+            self._used_by(reference)
+
+    def _used_by(self, reference: StreamReference) -> None:
+        self._last = None if reference.pointer == PER_THREAD_STREAM else reference.stream
+        self._pointer, self._owner = reference.pointer, reference.owner
+
+    def _mark(self) -> None:
+        """Record where a use ended, on a stream that cannot be asked later."""
+        if self._last is None:
+            self._driver.record_event(self._event, self._pointer)
+
+    # The end
+
+    def close(self) -> None:
+        """Wait for the last replay, then give back the graph, scratch and memory. Idempotent.
+
+        Outputs that somebody holds stay valid; their memory goes back after them.
+
+        Raises
+        ------
+        CaptureError
+            When the stream of the last replay is being captured; close the program afterwards.
+        """
+        self._end(wait=True)
+
+    def _end(self, *, wait: bool) -> bool:
+        pool, driver = self._pool, self._driver
+        if pool._forked or pool._poison is not None:  # nothing can be given back (guarantee 13), nor the lock be trusted
+            keep_for_good((self._recording, *self._let_go()))
+            return True
+        with self._lock, pool.on_device(self.device):
+            recording = self._recording
+            if recording is None:
+                return True
+            if not self._passed(wait=wait):
+                return False
+            with driver.relaxed():
+                self._let_go()
+                destroy = pool.device(self.device).scratch.destroy_event  # which tries again later where it fails
+                do_all([partial(destroy, self._event), recording.release])
+        return True
+
+    def _let_go(self) -> tuple[Any, ...]:
+        held = self._kept, self._inputs, self._outputs, self._last, self._owner, self._launch
+        self._recording = self._last = self._owner = None
+        self._kept = self._inputs = self._outputs = self._launch = None  # type: ignore[assignment]
+        return held
+
+    def _passed(self, *, wait: bool) -> bool:
+        """Whether the last use of the memory has, waiting for it if need be."""
+        driver, last = self._driver, self._last
+        if last is not None:
+            if last.ptr != LEGACY_STREAM and driver.is_capturing(last.ptr):
+                if wait:
+                    raise _capturing(last.ptr)
+                return False
+            driver.record_event(self._event, last.ptr)
+        with driver.relaxed():
+            if wait:
+                driver.synchronize_event(self._event)
+            return wait or driver.event_done(self._event)
+
+    def _settle(self) -> bool:
+        """Close a program that nobody closed, once its last replay has passed."""
+        try:
+            return self._end(wait=False)
+        except Exception:
+            keep_for_good(self)
+            return True
+
+    def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
+        if self._recording is not None:
+            _park(self)
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _capturing(pointer: int) -> CaptureError:
+    return CaptureError(
+        f"stream {pointer:#x} is being captured: a program can be neither used in a capture, nor be ordered after the last use "
+        f"there. Use it before the capture, or after"
+    )

@@ -1,0 +1,278 @@
+"""Recordings: what a function gives to streams, captured as a graph, and all that the graph needs for as long as it may run.
+
+While a recording is under way it stands in ``thread.recording``: launches tell it their plans, and slots where their scratch is.
+Arrays come from memory of the recording's own, so that what was allocated for a moment is used by nothing else afterwards
+(guarantee 9).
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+from handlepool.callers import in_torch, torch_among
+from handlepool.cleanup import do_all
+from handlepool.condition import diagnose
+from handlepool.drivers.base import LEGACY_STREAM, RecordedGraph
+from handlepool.errors import ArgumentError, CaptureError, StateBusyError
+from handlepool.forks import disown, own
+from handlepool.inputs import Inputs
+from handlepool.pool import HandlePool, current_pool
+from handlepool.program import Program
+from handlepool.regions import Region, keep_for_good, parked, run_on, settle, thread
+from handlepool.slots import Slot
+from handlepool.states import ParallelStates
+from handlepool.streams import StreamReference, check_foreign, resolve
+from handlepool.workspace import DeviceScratch
+
+T = TypeVar("T")
+
+ADVICE = (
+    "A recorded function gives work to streams and never waits for the GPU: what synchronises, reads values on the host "
+    "(float(y), y.get(), print(y)) or copies from the host belongs before or after it"
+)
+
+
+class Recording:
+    """One function's work, from the capture until nobody needs the graph any more. Made and used with its device current.
+
+    Attributes
+    ----------
+    graph : RecordedGraph
+        Once `capture` has returned.
+    scratch : set of DeviceScratch
+        Where slots were given scratch under this capture.
+    """
+
+    def __init__(self, pool: HandlePool, name: str) -> None:
+        self.pool = pool
+        self.device = pool.driver.current_device()
+        self.graph: RecordedGraph | None = None
+        self.scratch: set[DeviceScratch] = set()
+        self._name = name
+        self._memory = pool.driver.recording_memory()
+        self._plans: dict[int, Any] = {}
+        self._capture = 0
+
+    def keep(self, plan: Any) -> None:
+        """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
+        self._plans[id(plan)] = plan
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory for arrays and scratch."""
+        scratch = sum(block.nbytes for place in self.scratch for block in place.recorded.get(self._capture, ()))
+        return self._memory.nbytes + scratch
+
+    def capture(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """Call a function with all that it gives to streams captured; its value.
+
+        The stream that is captured is a side slot's: the caller's may be the null stream, which cannot be captured. It takes part
+        in no fork meanwhile. Whatever happens, no capture is left open.
+
+        Raises
+        ------
+        CaptureError
+            For what cannot be captured.
+        Exception
+            What the function raised otherwise.
+        """
+        sides = self.pool.device(self.device).sides
+        slot = sides.lease()
+        if slot is None:
+            raise StateBusyError(
+                f"every side stream of device {self.device} is in use, and a recording needs one: record outside of forks, and "
+                f"with executors that have fewer workers"
+            )
+        try:
+            own(self.pool.sound(slot))
+            value = self._captured(slot, function, args, kwargs)
+        finally:
+            disown(slot)
+            sides.give_back(slot, captured=True)
+            sides.end_quarantine()
+        assert self.graph is not None
+        if not self.graph.nodes:
+            raise CaptureError(
+                f"{self._name} gave no work to the current stream or to streams that it forked from that, so there is nothing to "
+                f"replay"
+            )
+        return value
+
+    def _captured(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        driver = self.pool.driver
+        value: Any = None
+        error: BaseException | None = None
+        ending: BaseException | None = None
+        driver.begin_capture(slot.pointer)
+        try:
+            self._capture = driver.capture_id(slot.pointer)
+            value = self._call(slot, function, args, kwargs)
+        except BaseException as trouble:
+            error = trouble
+        try:
+            for scratch in self.scratch:
+                scratch.keep_recorded(self._capture)
+            with driver.relaxed():
+                self.graph = driver.end_capture(slot.pointer)
+        except BaseException as trouble:
+            ending = trouble
+            self._end_capture(slot.pointer)
+        try:
+            if error is not None or ending is not None:
+                self._raise(error, ending)
+        finally:
+            del error, ending  # or the error, its traceback and this frame would keep each other
+        return value
+
+    def _end_capture(self, pointer: int) -> None:
+        """See that no capture is left open, also where the attempt to end it failed."""
+        driver = self.pool.driver
+        try:
+            if driver.capture_id(pointer):
+                with driver.relaxed():
+                    driver.end_capture(pointer).destroy()
+        except Exception:  # it was invalidated: that is what the first attempt said
+            pass
+
+    def _call(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        driver = self.pool.driver
+        allocator = driver.swap_allocator(self._memory.allocator)
+        thread.recording = self
+        torch = torch_among(function, args, kwargs)
+        if torch is not None:
+            function, args, kwargs = in_torch(torch, slot.pointer, slot.pointer, self.device, function, args, kwargs)
+        try:
+            return run_on(self.pool, slot.side_stream, self.device, None, function, args, kwargs)
+        finally:
+            thread.recording = None
+            driver.swap_allocator(allocator)
+
+    def _raise(self, error: BaseException | None, ending: BaseException | None) -> None:
+        """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error."""
+        first = error or ending
+        assert first is not None
+        if not isinstance(first, Exception):  # an interrupt
+            raise first
+        diagnose(self.pool, first)
+        causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
+        cause = next(filter(None, causes), None)
+        if cause is None and error is not None:
+            raise error
+        raise CaptureError(f"{self._name} cannot be recorded: {cause or ending}. {ADVICE}") from first
+
+    def release(self) -> None:
+        """Give everything back; no launch of the graph is under way. Memory that arrays still use waits for them, parked."""
+        pool = self.pool
+        if pool._forked or pool._poison is not None:
+            keep_for_good(self)
+            return
+        driver = pool.driver
+        graph, self.graph = self.graph, None
+        steps: list[Callable[[], object]] = [] if graph is None else [graph.destroy]
+        steps += [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
+        steps.append(self._plans.clear)
+        with pool.on_device(self.device), driver.relaxed():
+            try:
+                do_all(steps)
+            finally:
+                if not self._memory.release():
+                    parked.append(self)
+
+    def _settle(self) -> bool:
+        """Give back the memory that arrays had which outlived the program; whether none is left."""
+        pool = self.pool
+        if pool._forked or pool._poison is not None:
+            keep_for_good(self)
+            return True
+        try:
+            with pool.on_device(self.device), pool.driver.relaxed():
+                return self._memory.release()
+        except Exception:  # for a later try
+            return False
+
+
+def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None = None, **kwargs: Any) -> Program:
+    """Record what a function gives to streams, to be replayed with one launch.
+
+    ``function(*args, **kwargs)`` is called twice: once for real on the current stream, so that everything is warm (plans are
+    built, kernels loaded; *work in place happens then, too*), and once under stream capture, in which nothing runs. Forks become
+    parallel branches of the recorded graph.
+
+    Parameters
+    ----------
+    function : callable
+        Work on the current stream and on what is forked from it: `ParallelStates.map`, a body with forks, graph functions, CuPy
+        code. It must not wait for the GPU or read values on the host, and not copy from the host: the copy would read that
+        memory again at each replay. It must give the same work each time.
+    *args, **kwargs
+        For the function. Arrays among them, also in lists, tuples and dictionaries, are the inputs: kept alive, read by each
+        replay, and overwritten by `Program.update`. What the function's closure holds is kept alive, too; what it reads
+        elsewhere (globals, attributes) must be kept by the caller.
+    pool : HandlePool, optional
+        For what is given none in the function; that of the states for a method of `ParallelStates`, else the default pool. To
+        give the function itself a parameter of this name, use `functools.partial`.
+
+    Returns
+    -------
+    Program
+        Its ``outputs`` hold the values of the function's arguments from the first replay on.
+
+    Raises
+    ------
+    CaptureError
+        For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded.
+    ArgumentError
+        For a function that returns nothing, and for iterators as arguments, which the first call would use up.
+    StateBusyError
+        When every side stream of the device is in use.
+    """
+    if pool is None:
+        owner = getattr(function, "__self__", None)
+        pool = owner.pool if isinstance(owner, ParallelStates) else current_pool()
+    pool._check_usable()
+    name = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or type(function).__name__)
+    home = _check(pool, name, function, args, kwargs)
+    driver = pool.driver
+    stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
+    inputs = Inputs(driver, args, kwargs)
+    kept = Region(driver, stream)
+    kept.keep_call(function, args, kwargs)
+    if run_on(pool, stream, home.device, None, function, args, kwargs) is None:
+        raise _nothing(name)
+    recording = Recording(pool, name)
+    try:
+        outputs = recording.capture(function, args, kwargs)
+        if outputs is None:
+            raise _nothing(name)
+        return Program(name, recording, kept, inputs, outputs, home)
+    except BaseException:
+        outputs = None
+        recording.release()
+        raise
+
+
+def _check(pool: HandlePool, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamReference:
+    """What can be said before anything runs; the caller's stream."""
+    if not callable(function):
+        raise ArgumentError(f"record({function!r}): pass a function, and its arguments after it")
+    if thread.recording is not None:
+        raise CaptureError(f"{name} cannot be recorded inside a recording: call it there, and it becomes a part of that")
+    if thread.region is not None:
+        raise CaptureError(f"{name} cannot be recorded inside a branch or a task: record it outside, and replay it there")
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, Iterator):
+            raise ArgumentError(f"{name} was given the iterator {argument!r}, which its first call would use up; pass a list")
+    if parked:
+        settle()
+    driver = pool.driver
+    home = resolve(driver)
+    check_foreign(driver, home)
+    if home.pointer != LEGACY_STREAM and driver.capture_id(home.pointer):
+        raise CaptureError(f"{name} cannot be recorded while the current stream is being captured: record it before")
+    return home
+
+
+def _nothing(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name} returned None, and a program's outputs are what its function returns: return the arrays that it writes"
+    )

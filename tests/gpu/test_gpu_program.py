@@ -1,0 +1,428 @@
+"""Recorded programs on a GPU: right results beside everything else, one launch, branches in parallel, and refusals."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import handlepool
+from handlepool import (
+    ArgumentError,
+    ArrayTypeError,
+    CaptureError,
+    DeviceMismatchError,
+    HandlePool,
+    OwnershipError,
+    ParallelStates,
+    PoolClosedError,
+)
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+
+N = 1 << 12
+ALL = 30  # seconds, of what is expected to happen
+
+
+def conv(x, w):
+    return handlepool.conv2d(x, w, padding=1, deterministic=True, activation="relu")
+
+
+def tower(x, w):
+    """Convolutions and CuPy work with temporaries between them."""
+    y = conv(x, w)
+    z = conv(y * 0.5 + 1, w)
+    return (z - y).sum(axis=1) + cupy.sqrt(abs(y)).max(axis=1)
+
+
+@pytest.fixture
+def images(random_array):
+    return [random_array((1, 64, 14, 14), "float16", "nhwc", seed) for seed in range(8)]
+
+
+@pytest.fixture
+def weights(random_array):
+    return random_array((64, 64, 3, 3), "float16", "nhwc", 99) / 24
+
+
+def edges(program):
+    """Nodes of the captured graph, and pairs of nodes of which the second runs after the first."""
+    from cuda.bindings import driver
+
+    graph = program._recording.graph.pointer
+    status, _, count = driver.cuGraphGetNodes(graph)
+    assert status == 0
+    status, nodes, _ = driver.cuGraphGetNodes(graph, count)
+    assert status == 0
+    status, *_, count = driver.cuGraphGetEdges(graph)
+    assert status == 0
+    if not count:
+        return [int(node) for node in nodes], []
+    status, begins, ends, *_ = driver.cuGraphGetEdges(graph, count)
+    assert status == 0
+    return [int(node) for node in nodes], [(int(a), int(b)) for a, b in zip(begins, ends, strict=True)]
+
+
+def same(got, expected):
+    return all((a == b).all() for a, b in zip(got, expected, strict=True))
+
+
+def poison(arrays):
+    for array in arrays:
+        array.fill(cupy.nan)
+
+
+def test_replays_equal_eager_results_bit_for_bit_also_after_an_update(pool, stream, images, weights):
+    states = ParallelStates(4, pool=pool)
+    expected = states.map(conv, images, [weights] * 8)
+    with handlepool.record(states.map, conv, images, [weights] * 8, pool=pool) as program:
+        poison(program.outputs)
+        program.replay()
+        assert same(program.outputs, expected)
+        program.update([image.copy(order="K") for image in reversed(images)], None)
+        poison(program.outputs)
+        program.replay()
+        assert same(program.outputs, expected[::-1])
+        pool.trim()
+        pool.cache_clear()
+        poison(program.outputs)
+        program.replay()
+        assert same(program.outputs, expected[::-1])
+
+
+def test_a_recording_from_the_null_stream_replays_there_and_elsewhere(pool, images, weights):
+    with cupy.cuda.Stream.null:
+        expected = conv(images[0], weights).get()
+        with handlepool.record(conv, images[0], weights, pool=pool) as program:
+            program.replay()
+            assert (program.outputs.get() == expected).all()
+            program.outputs.fill(0)
+            with cupy.cuda.Stream(non_blocking=True):
+                program.replay()
+                assert (program.outputs.get() == expected).all()
+        assert cupy.cuda.get_current_stream() == cupy.cuda.Stream.null
+
+
+def churn(images, weights, shift):
+    """Eager work that allocates and frees blocks of every size that the recording used, and overwrites them."""
+    for image in images:
+        tower(image + shift, weights)
+    for size in (512, 6272, 12544, 25088, 50176, 100352, 1 << 20):
+        for _ in range(4):
+            cupy.full(size, 0xEE, np.uint8)
+
+
+def test_a_thousand_replays_beside_allocation_heavy_eager_work_stay_right(pool, stream, images, weights):
+    states = ParallelStates(4, pool=pool)
+    expected = [array.get() for array in states.map(tower, images, [weights] * 8)]
+    program = handlepool.record(states.map, tower, images, [weights] * 8, pool=pool)
+    stop, failures = threading.Event(), []
+
+    def beside():
+        try:
+            with cupy.cuda.Stream(non_blocking=True) as own:
+                while not stop.is_set():
+                    churn(images, weights, 1)
+                    own.synchronize()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    wrong = 0
+    try:
+        for turn in range(1000):
+            poison(program.outputs)
+            program.replay()
+            if turn % 10 == 0:
+                churn(images, weights, 2)
+                wrong += sum((array.get() != truth).any() for array, truth in zip(program.outputs, expected, strict=True))
+    finally:
+        stop.set()
+        thread.join(ALL)
+    assert not failures
+    assert not wrong
+    program.close()
+
+
+def test_a_replay_is_one_graph_launch_and_nothing_else(pool, stream, images, weights, monkeypatch):
+    states = ParallelStates(4, pool=pool)
+    with handlepool.record(states.map, conv, images, [weights] * 8, pool=pool) as program:
+        program.replay()
+        launches = []
+        launch = program._launch
+        program._launch = lambda pointer: (launches.append(pointer), launch(pointer))
+        for name in ("record_event", "wait_event", "create_event", "relaxed"):
+            monkeypatch.setattr(pool.driver, name, lambda *_: pytest.fail("an event"), raising=False)
+        for _ in range(5):
+            program.replay()
+        monkeypatch.undo()
+        assert launches == [stream.ptr] * 5
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_branches_are_parallel_in_the_captured_graph(pool, stream, images, weights, count):
+    states = ParallelStates(count, pool=pool)
+    with handlepool.record(states.map, conv, images, [weights] * 8, pool=pool) as program:
+        nodes, pairs = edges(program)
+        assert program.nodes == len(nodes) >= 8
+        assert len(set(nodes) - {after for _, after in pairs}) == count  # begin on nothing
+        assert len(set(nodes) - {before for before, _ in pairs}) == count  # end in nothing but the graph's end
+
+
+def test_two_programs_replay_from_different_threads_at_once(pool, stream, images, weights, in_threads):
+    states = ParallelStates(4, pool=pool)
+    expected = [array.get() for array in states.map(tower, images, [weights] * 8)]
+    programs = [handlepool.record(states.map, tower, images, [weights] * 8, pool=pool) for _ in range(2)]
+
+    def body(i):
+        wrong = 0
+        with cupy.cuda.Stream(non_blocking=True):
+            for _ in range(100):
+                poison(programs[i].outputs)
+                programs[i].replay()
+                wrong += sum((array.get() != truth).any() for array, truth in zip(programs[i].outputs, expected, strict=True))
+        return wrong
+
+    assert in_threads(2, body) == [0, 0]
+    for program in programs:
+        program.close()
+
+
+def test_a_replay_on_another_stream_waits_for_the_readers_of_the_last(pool, stream, kernels, latch):
+    x = kernels.full(N, 1)
+
+    def body(x):
+        return x + 1
+
+    program = handlepool.record(body, x, pool=pool)
+    program.replay()
+    latch.hold()
+    taken = kernels.copy(program.outputs)
+    with cupy.cuda.Stream(non_blocking=True) as other:
+        program.update(kernels.full(N, 7))
+        program.replay()
+        later = kernels.copy(program.outputs)
+        assert not other.done
+    latch.release()
+    assert (taken.get() == 2).all()
+    other.synchronize()
+    assert (later.get() == 8).all()
+    program.close()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda y: float(y[0]),
+        lambda y: y.get(),
+        lambda y: print(y),
+        lambda y: bool((y > 0).all()),
+        lambda y: cupy.cuda.get_current_stream().synchronize(),
+        lambda y: cupy.cuda.Device().synchronize(),
+        lambda y: y.nonzero(),
+        lambda y: cupy.cuda.runtime.malloc(1 << 20),
+    ],
+    ids=["float", "get", "print", "bool", "stream", "device", "nonzero", "malloc"],
+)
+def test_waiting_on_the_host_inside_is_a_capture_error_that_says_so(pool, stream, images, weights, wait):
+    states = ParallelStates(2, pool=pool)
+
+    def body(image):
+        states.map(conv, images[:4], [weights] * 4)
+        y = conv(image, weights)
+        wait(y.reshape(-1))
+        return y
+
+    allocator = cupy.cuda.get_allocator()
+    with pytest.raises(CaptureError, match=r"cannot be recorded: .*never waits for the GPU"):
+        handlepool.record(body, images[0], pool=pool)
+    assert cupy.cuda.get_allocator() == allocator
+    assert cupy.cuda.get_current_stream() is stream
+    assert not stream.is_capturing()
+    assert pool.stats()["handles_captured"] == pool.stats()["scratch_bytes_recorded"] == 0
+    expected = conv(images[0], weights)
+    with handlepool.record(states.map, conv, images, [weights] * 8, pool=pool) as program:
+        program.replay()
+        assert (program.outputs[0] == expected).all()
+
+
+def test_a_join_that_was_forgotten_is_named(pool, stream, kernels):
+    other = cupy.cuda.Stream(non_blocking=True)
+    x = kernels.full(N, 1)
+
+    def body(x):
+        event = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
+        other.wait_event(event)
+        with other:
+            kernels.write(x, 2)
+        return x
+
+    body(x)
+    with pytest.raises(CaptureError, match="nothing waits for afterwards"):
+        handlepool.record(body, x, pool=pool)
+
+
+def test_an_exception_half_way_travels_and_leaves_all_usable(pool, stream, images, weights):
+    states = ParallelStates(2, pool=pool)
+    calls = []
+
+    def body():
+        states.map(conv, images, [weights] * 8)
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("half way")
+        return images[0]
+
+    with pytest.raises(KeyError, match="half way"):
+        handlepool.record(body, pool=pool)
+    with handlepool.record(states.map, conv, images, [weights] * 8, pool=pool) as program:
+        program.replay()
+        assert (program.outputs[3] == conv(images[3], weights)).all()
+
+
+def test_refusals(pool, stream, images, weights):
+    states = ParallelStates(2, pool=pool)
+    with pytest.raises(ArgumentError, match="returned None"):
+        handlepool.record(lambda: None, pool=pool)
+    with pytest.raises(CaptureError, match="nothing to replay"):
+        handlepool.record(lambda x: x, images[0], pool=pool)
+    with pytest.raises(CaptureError, match="inside a branch"):
+        states.map(lambda image: handlepool.record(conv, image, weights), images)
+    stream.begin_capture()
+    try:
+        with pytest.raises(CaptureError, match="is being captured"):
+            handlepool.record(conv, images[0], weights, pool=pool)
+    finally:
+        stream.end_capture()
+    program = handlepool.record(conv, images[0], weights, pool=pool)
+    with pytest.raises(ArgumentError, match="shape"):
+        program.update(images[0][:, :32], None)
+    with pytest.raises(ArgumentError, match="type"):
+        program.update(images[0].astype("float32"), None)
+    with pytest.raises(ArgumentError, match="strides"):
+        program.update(cupy.ascontiguousarray(images[0]), None)
+    with pytest.raises(ArrayTypeError, match="numpy"):
+        program.update(images[0].get(), None)
+    stream.begin_capture()
+    try:
+        with pytest.raises(CaptureError, match="is being captured"):
+            program.replay()
+    finally:
+        stream.end_capture()
+    program.replay()
+    program.close()
+    with pytest.raises(PoolClosedError, match="was closed"):
+        program.replay()
+
+
+@pytest.mark.two_gpus
+def test_a_program_is_replayed_on_its_own_device(pool, stream, images, weights):
+    with handlepool.record(conv, images[0], weights, pool=pool) as program:
+        with cupy.cuda.Device(1), pytest.raises(DeviceMismatchError, match="device 0"):
+            program.replay()
+        with cupy.cuda.Device(1):
+            other = cupy.cuda.Stream(non_blocking=True)
+        with pytest.raises(DeviceMismatchError, match="device 1"):
+            program.replay(other)
+
+
+def test_captures_of_other_threads_survive_records_updates_replays_and_closes(pool, stream, images, weights, kernels):
+    array = kernels.full(N, 0)
+    begun, done = threading.Event(), threading.Event()
+    graphs = []
+
+    def other():
+        with cupy.cuda.Stream(non_blocking=True) as own:
+            own.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+            try:
+                kernels.write(array, 3)
+                begun.set()
+                done.wait(ALL)
+            finally:
+                graphs.append(own.end_capture())
+
+    out, calls = conv(images[0], weights), []
+
+    def recorded(x, w):
+        # Eager work allocates nothing, since CuPy on its own does not take care of captures; what is recorded does.
+        calls.append(1)
+        temporary = cupy.empty(1 << 22, np.uint8) if len(calls) % 2 == 0 else out
+        handlepool.conv2d(x, w, padding=1, out=out)
+        return out, temporary
+
+    def body():
+        program = handlepool.record(recorded, images[0], weights, pool=pool)
+        program.replay()
+        program.update(images[1], None)
+        with cupy.cuda.Stream.ptds:
+            program.replay()
+        program.replay()
+        program.close()
+
+    body()
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert begun.wait(ALL)
+    try:
+        body()
+    finally:
+        done.set()
+        thread.join(ALL)
+    graphs[0].launch(stream)
+    assert (array.get() == 3).all()
+
+
+def test_a_program_gives_its_memory_back_after_its_outputs(pool, stream):
+    def body(x):
+        return (x + 1) * 2
+
+    x = cupy.zeros(1 << 26, np.uint8)
+    program = handlepool.record(body, x, pool=pool)
+    program.replay()
+    held = program.outputs
+    assert program.nbytes >= 2 << 26
+    stream.synchronize()
+    before = cupy.cuda.runtime.memGetInfo()[0]
+    program.close()
+    assert cupy.cuda.runtime.memGetInfo()[0] - before >= 1 << 26
+    assert (held.get() == 2).all()
+    before = cupy.cuda.runtime.memGetInfo()[0]
+    del held
+    with ParallelStates(1, pool=pool).fork():
+        pass
+    assert cupy.cuda.runtime.memGetInfo()[0] - before >= 1 << 26
+
+
+def test_a_program_that_nobody_closed_is_given_back_at_a_later_fork(pool, stream, images, weights):
+    program = handlepool.record(conv, images[0], weights, pool=pool)
+    program.replay()
+    stream.synchronize()
+    del program
+    with ParallelStates(1, pool=pool).fork():
+        pass
+    assert pool.stats()["scratch_bytes_recorded"] == 0
+
+
+def test_a_replay_while_another_thread_updates_is_an_error(pool, stream, images, weights, in_thread, monkeypatch):
+    with handlepool.record(conv, images[0], weights, pool=pool) as program:
+        copy = pool.driver.copy
+
+        def replays_meanwhile(target, source):
+            with pytest.raises(OwnershipError, match="updated by another thread"):
+                in_thread(program.replay)
+            copy(target, source)
+
+        monkeypatch.setattr(pool.driver, "copy", replays_meanwhile)
+        program.update(images[1], None)
+        monkeypatch.undo()
+        program.replay()
+        assert (program.outputs == conv(images[1], weights)).all()
+
+
+def test_programs_of_a_closed_pool_are_refused_and_can_be_closed(stream, images, weights):
+    with HandlePool(driver="cuda") as pool:
+        program = handlepool.record(conv, images[0], weights, pool=pool)
+        program.replay()
+    with pytest.raises(PoolClosedError):
+        program.replay()
+    program.close()

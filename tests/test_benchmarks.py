@@ -1,0 +1,106 @@
+"""Every benchmark script runs on the host driver and writes what it found; its figures say nothing there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+SCRIPTS = ("acquire", "launch", "forks", "overlap", "record", "wrong", "memory")
+
+
+def run(name, *arguments):
+    """Run a script as a person would, from a checkout."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(FOLDER / f"{name}.py"), *map(str, arguments)],
+        env={**os.environ, "HANDLEPOOL_DRIVER": "host"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """What a script wrote: ``written(name)``."""
+    folder = tmp_path_factory.mktemp("results")
+
+    def results(name):
+        path = folder / f"{name}.json"
+        if not path.exists():
+            done = run(name, "--quick", "--driver", "host", "--json", path)
+            assert done.returncode == 0, done.stderr
+            assert done.stderr == ""  # no progress in a pipe
+        return path, json.loads(path.read_text())
+
+    return results
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_without_a_gpu_and_writes_what_it_found(name, written):
+    _, results = written(name)
+    assert results["benchmark"] == name
+    assert results["conditions"]["driver"] == "host"
+    assert results["conditions"]["packages"]["handlepool"]
+    for cases in results["times"].values():
+        for times in cases.values():
+            assert times["q1"] <= times["median"] <= times["q3"]
+    assert results["times"] or name in results
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_bounds_are_not_judged_without_a_gpu(name, written):
+    _, results = written(name)
+    assert all(ratio["kept"] is None for ratio in results["ratios"].values())
+
+
+def test_a_shared_workspace_gives_wrong_results_on_the_host_driver_too(written):
+    _, results = written("wrong")
+    (counts,) = results["wrong"].values()
+    assert counts["a workspace each"] == counts["handlepool's fork"] == 0
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_has_a_picture_in_two_forms(name, written):
+    pytest.importorskip("matplotlib", reason="the pictures need matplotlib, and it is not installed")
+    path, _ = written(name)
+    done = run("draw", path.parent, "--only", name)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == [str(path.with_name(f"{name}-{form}.png")) for form in ("dark", "light")]
+
+
+@pytest.mark.parametrize("page", ["performance", "when-it-pays"])
+def test_the_pages_have_the_figures_that_were_committed(page):
+    root = FOLDER.parent
+    done = run("tables", FOLDER / "results" / "h200", root / "docs" / f"{page}.md", "--check")
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}run benchmarks/tables.py"
+
+
+def test_the_pages_can_be_filled(written, tmp_path):
+    for name in SCRIPTS:
+        folder = written(name)[0].parent
+    for page in ("performance", "when-it-pays"):
+        copy = tmp_path / f"{page}.md"
+        copy.write_text((FOLDER.parent / "docs" / copy.name).read_text(encoding="utf-8"), encoding="utf-8")
+    pages = sorted(tmp_path.glob("*.md"))
+    assert run("tables", folder, *pages, "--check").returncode == 1
+    assert run("tables", folder, *pages).returncode == 0
+    assert run("tables", folder, *pages, "--check").returncode == 0
+    assert all("| median |" in page.read_text(encoding="utf-8") or "| fork |" in page.read_text() for page in pages)
+
+
+def test_all_runs_a_selection_and_says_what_failed(tmp_path):
+    done = run("all", tmp_path, "--only", "acquire", "--quick", "--driver", "host")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "acquire.json").exists()
+
+
+def test_a_shape_that_is_none_is_refused_in_a_line():
+    done = run("launch", "--shape", "64x64")
+    assert done.returncode == 2
+    assert "1x64x14x64x3:float16:NHWC" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,215 @@
+"""Misuse that only a pool with ``check=True`` sees; without it nothing is checked, and nothing costs more."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import handlepool
+from handlepool import ContractError, HandlePool, OwnershipError, ParallelStateExecutor, ParallelStates
+from handlepool.checks import CheckedSlot
+from handlepool.drivers.host import HostDriver
+from handlepool.slots import Slot
+
+CHECKS = {True: pytest.raises, False: None}
+
+
+@pytest.fixture
+def pool(make_pool):
+    """A pool with checks, over a driver whose own are off."""
+    return make_pool(driver=HostDriver(checks=False), check=True)
+
+
+def convolve(pool, x=None, out=None):
+    x = np.ones((1, 8, 8, 8), np.float32) if x is None else x
+    return handlepool.conv2d(x, np.ones((8, 8, 3, 3), np.float32), out=out, pool=pool)
+
+
+def test_a_handle_of_another_thread_is_refused_with_both_sides_named(pool, in_thread):
+    handle = pool.get_handle()
+    with pytest.raises(OwnershipError, match=r"of thread 'MainThread' for stream 0x0 .* is used by thread 'Thread-"):
+        in_thread(pool.driver.use_handle, handle, int)
+    pool.driver.use_handle(handle, int)
+    assert pool.get_handle() is handle
+
+
+def test_a_handle_whose_thread_has_ended_is_refused(pool, in_thread):
+    handle = in_thread(pool.get_handle)
+    with pytest.raises(OwnershipError, match="whose thread, stream or fork has ended"):
+        pool.driver.use_handle(handle, int)
+    assert pool.get_handle() is handle  # reused, and mine now
+    pool.driver.use_handle(handle, int)
+
+
+def test_a_handle_of_a_branch_is_refused_after_the_join(pool):
+    with ParallelStates(2, pool=pool).fork() as fork:
+        handle = fork.run(pool.get_handle)
+        assert fork.run(lambda: pool.driver.use_handle(pool.get_handle(), int)) is None
+    with pytest.raises(OwnershipError, match="has ended"):
+        pool.driver.use_handle(handle, int)
+
+
+def test_a_state_is_refused_outside_of_its_call(pool, in_thread):
+    states = ParallelStates(2, pool=pool)
+    kept = states.with_state(0, lambda state: state)
+    for use in (lambda: kept.workspace(10), lambda: kept.reserve(10), lambda: pool.driver.use_handle(kept.handle, int)):
+        with pytest.raises(OwnershipError, match="has ended"):
+            use()
+    with pytest.raises(OwnershipError, match="is used by thread 'Thread-"):
+        states.with_state(0, lambda state: in_thread(state.workspace, 10))
+
+
+def test_a_launch_with_a_slot_of_another_thread_is_refused(pool, in_thread):
+    slot = pool.slot()
+    x, w, y = np.ones((1, 8, 8, 8), np.float32), np.ones((8, 8, 3, 3), np.float32), np.empty((1, 8, 6, 6), np.float32)
+    call = handlepool.conv2d.__handlepool_prepare__(pool, (x, w), {"out": y})
+    with pytest.raises(OwnershipError):
+        in_thread(call.launch, slot)
+    call.launch(slot)
+
+
+def test_a_workspace_is_refused_on_another_stream(pool):
+    driver = pool.driver
+    nbytes = 4 * 8 * 8 * 8
+    here, there = driver.create_stream(), driver.create_stream()
+    x = pool.get_workspace(nbytes + 256, here)[256:].view(np.float32).reshape(1, 8, 8, 8)
+    with here:
+        convolve(pool, x)
+    with (
+        there,
+        pytest.raises(ContractError, match=rf"argument 0 lies in the workspace of .*{here.ptr:#x}.*on stream {there.ptr:#x}"),
+    ):
+        convolve(pool, x)
+    with here, ParallelStates(1, pool=pool).fork() as fork, pytest.raises(ContractError, match="workspace"):
+        fork.run(handlepool.conv2d, x, np.ones((8, 8, 3, 3), np.float32))
+
+
+def test_everything_works_with_checks_on(make_pool, in_thread):
+    pool = make_pool(check=True)
+    states = ParallelStates(3, pool=pool)
+    pool.prewarm(states=3, workspace=100)
+    pool.prewarm(states=2, workspace=200)
+    expected = convolve(pool)
+    for _ in range(3):
+        assert all((y == expected).all() for y in states.map(lambda _: convolve(pool), range(6)))
+        assert (in_thread(convolve, pool) == expected).all()
+        with pool.driver.create_stream() as stream:
+            pool.driver.destroy_handle(pool.get_handle())
+            pool.driver.use_handle(pool.get_handle(), int)
+            pool.get_handle(stream.ptr)
+        with ParallelStateExecutor(2, pool=pool) as executor:
+            assert (executor.submit(convolve, pool).result() == expected).all()
+            assert (executor.submit(states.map, lambda _: convolve(pool), range(2)).result()[1] == expected).all()
+    assert "of thread 'MainThread'" in repr(pool.get_handle())
+    pool.trim(captured=True)
+    pool.close()
+    stats = pool.stats()
+    assert stats["handles_created"] == stats["handles_destroyed"]
+
+
+class Sharing(HostDriver):
+    """A driver whose arrays share something between streams, as CuPy's do."""
+
+    report = None
+
+    def watch_shared(self, report):
+        self.report = report
+
+        def end():
+            self.report = None
+
+        return end
+
+
+@pytest.mark.parametrize("name", ["cupy.fft", "cupy.random"])
+def test_g16_what_streams_share_is_refused_in_branches_beside_each_other(make_pool, name):
+    pool = make_pool(driver=Sharing(), check=True)
+
+    def use():
+        return pool.driver.report(name)
+
+    states = ParallelStates(2, pool=pool)
+    use()
+    with states.fork() as fork:
+        fork.run(use)
+        with pytest.raises(ContractError, match=rf"{name} is used by .* beside a branch of thread 'MainThread' on stream 0x"):
+            fork.run(use)
+        with pytest.raises(ContractError, match="before the join"):
+            use()  # in the body
+        fork.run(use)  # on the first one's stream again
+    use()
+    for _ in range(2):
+        states.map(lambda _: use(), range(1))
+        with states.fork() as fork:
+            fork.run(states.with_state, 0, lambda state: use())
+        states.with_state(1, lambda state: use())
+
+
+def test_g16_a_generator_is_shared_by_threads_and_plans_are_not(make_pool, in_thread):
+    pool = make_pool(driver=Sharing(), check=True)
+    with ParallelStates(1, pool=pool).fork() as fork:
+        fork.run(lambda: (pool.driver.report("cupy.fft"), pool.driver.report("cupy.random")))
+        in_thread(ParallelStates(1, pool=pool).map, pool.driver.report, ["cupy.fft"])
+        with pytest.raises(ContractError, match=r"cupy\.random"):
+            in_thread(ParallelStates(1, pool=pool).map, pool.driver.report, ["cupy.random"])
+
+
+def test_g16_the_watch_ends_with_the_pool(make_pool):
+    driver = Sharing()
+    pool = make_pool(driver=driver, check=True)
+    pool.get_handle()
+    assert driver.report is not None
+    pool.close()
+    assert driver.report is None
+
+
+def test_without_checks_nothing_is_wrapped_or_watched(make_pool, in_thread):
+    driver = Sharing(checks=False)
+    pool = make_pool(driver=driver)
+    handle = pool.get_handle()
+    assert pool.driver is driver
+    assert type(pool.slot()) is Slot
+    assert driver.report is None
+    assert vars(type(handle)).get("backend_handle") is None
+    in_thread(driver.use_handle, handle, int)
+
+
+@pytest.mark.parametrize(("value", "checked"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_environment_decides_where_nothing_is_said(monkeypatch, value, checked):
+    monkeypatch.delenv("HANDLEPOOL_CHECK", raising=False)
+    if value is not None:
+        monkeypatch.setenv("HANDLEPOOL_CHECK", value)
+    assert (HandlePool(driver="host").slot_type is CheckedSlot) == checked
+    assert HandlePool(driver="host", check=True).slot_type is CheckedSlot
+    assert HandlePool(driver="host", check=False).slot_type is Slot
+
+
+def test_cupys_functions_are_replaced_while_a_pool_watches_alone():
+    program = """
+from cupy.fft import _fft
+from cupy.random import _generator
+from handlepool.drivers import shared
+
+before = _fft.get_plan_cache, _generator.get_random_state
+names = []
+first, second = shared.watch(names.append), shared.watch(names.append)
+assert _fft.get_plan_cache is not before[0]
+for use in (_fft.get_plan_cache, _generator.get_random_state):
+    try:
+        use()
+    except Exception:
+        pass  # there may be no GPU
+assert names == ["cupy.fft"] * 2 + ["cupy.random"] * 2, names
+first()
+first()
+assert _fft.get_plan_cache is not before[0]
+second()
+assert (_fft.get_plan_cache, _generator.get_random_state) == before
+"""
+    pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr

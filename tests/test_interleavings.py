@@ -1,0 +1,176 @@
+"""Two threads, at every point where one of them may be interrupted by the other: no sleeps, and nothing left to chance.
+
+At the k-th driver call of one thread another thread does all of its work, for every k; it is waited for until it has ended, or
+until it waits for the first at a lock. Then all is accounted for, and after a close nothing is left. Guarantees 1, 11, 14, 15.
+"""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from accounts import Accounts
+from scenes import TIMEOUT, Thread
+from uses import assert_usable
+
+from handlepool import ContractError, HandlePool, ParallelStates, PoolClosedError, devices, graph, regions
+from handlepool.drivers.host import HostDriver
+
+
+@graph
+def double(g, x):
+    return g.add(x, x)
+
+
+class WatchedLock:
+    """A lock that tells when a thread has to wait for it."""
+
+    def __init__(self, lock, waits):
+        self._lock = lock
+        self._waits = waits
+
+    def __enter__(self):
+        if not self._lock.acquire(blocking=False):
+            self._waits.release()
+            assert self._lock.acquire(timeout=TIMEOUT), "a deadlock"
+
+    def __exit__(self, *error):
+        self._lock.release()
+
+
+class World:
+    def __init__(self, monkeypatch):
+        self.driver = HostDriver(scheduler="adversarial", check_order=True)
+        self.pool = HandlePool(driver=self.driver, idle_limit=2)
+        self.states = ParallelStates(2, pool=self.pool)
+        self.streams = [self.driver.create_stream() for _ in range(3)]
+        self.shared = self.streams[0]
+        self.came_to_a_stop = threading.Semaphore(0)
+        monkeypatch.setattr(devices, "_create_lock", WatchedLock(threading.RLock(), self.came_to_a_stop))
+        for device in range(2):
+            slots = self.pool.device(device)
+            slots.build_lock = WatchedLock(slots.build_lock, self.came_to_a_stop)
+
+    def interrupt(self, k, function):
+        """Let a new thread run a function at the k-th driver call of this thread; a list that the thread will be in."""
+        here, left, threads = threading.get_ident(), k, []
+
+        def work():
+            try:
+                function()
+            finally:
+                self.came_to_a_stop.release()
+
+        def hook(called):
+            nonlocal left
+            if threading.get_ident() == here:
+                left -= 1
+                if left == 0:
+                    threads.append(Thread(work))
+                    assert self.came_to_a_stop.acquire(timeout=TIMEOUT)
+
+        self.driver._log._fault = hook
+        return threads
+
+    def scratch(self, stream):
+        with stream:
+            memory = self.pool.get_workspace(300)
+            self.driver.enqueue(stream.ptr, lambda memory: memory.fill(1), writes=[memory], label="scratch")
+            self.driver.use_handle(self.pool.get_handle(), int)
+
+    # What two threads do
+
+    def get(self):
+        self.scratch(self.shared)
+
+    def get_elsewhere(self):
+        self.scratch(self.streams[1])
+
+    def get_a_pointer(self):
+        memory = self.pool.get_workspace(300, self.streams[2].ptr)
+        self.driver.enqueue(self.streams[2].ptr, lambda memory: memory.fill(1), writes=[memory])
+
+    def fork(self):
+        with self.shared:
+            self.states.map(lambda _: self.scratch(self.driver.current_stream()), range(3))
+
+    def launch(self):
+        with self.shared:
+            self.states.map(double, [self.driver.empty((4, 4), (16, 4), np.dtype(np.float32))])
+
+    def trim(self):
+        self.pool.trim()
+
+    def close(self):
+        self.pool.close()
+
+    def leave_behind(self):
+        """A thread that ends, and whose slots nobody has taken in."""
+        Thread(lambda: [self.scratch(stream) for stream in self.streams]).finish()
+
+
+ACTS = ["get", "get_elsewhere", "get_a_pointer", "fork", "launch", "trim", "close", "leave_behind"]
+
+
+@pytest.mark.parametrize("second", ACTS)
+@pytest.mark.parametrize("first", ACTS)
+@pytest.mark.parametrize("before", [(), ("get", "leave_behind", "fork")], ids=["first use", "with idle slots"])
+def test_g1_one_thread_at_every_call_of_another(monkeypatch, before, first, second):
+    for k in itertools.count(1):
+        world = World(monkeypatch)
+        for act in before:
+            Thread(getattr(world, act)).finish()
+
+        def do(act, world=world):
+            try:
+                getattr(world, act)()
+            except (PoolClosedError, ContractError):  # the handle that one thread uses is destroyed by the other's close
+                assert world.pool.closed
+
+        threads = world.interrupt(k, lambda do=do: do(second))
+        do(first)
+        world.driver.fail_at(0)
+        for thread in threads:
+            thread.finish()
+        world.pool.drain()
+        regions.settle(most=1000)
+        if not world.pool.closed:
+            Accounts(world.pool).check()
+            assert_usable(world.pool)
+        world.pool.close()
+        world.pool.close()
+        assert world.driver.alive() == {"handles": 0, "events": 0, "streams": 3, "scratch_bytes": 0}, k
+        assert not world.driver.order.found
+        if not threads:
+            break
+
+
+def test_g1_two_threads_that_meet_at_the_first_place_on_one_stream_object(make_pool):
+    """The place for slots is made by both; one of the two places is lost, and with it nothing but a hit."""
+    pool = make_pool()
+    stream = pool.driver.create_stream()
+    met, handles = [], []
+
+    class Meeting(type(stream)):
+        def __setattr__(self, name, value):
+            if name == pool.attribute and not met:
+                met.append(name)
+                Thread(lambda: handles.append((pool.get_handle(stream), pool.get_handle(stream)))).finish()
+            super().__setattr__(name, value)
+
+    stream.__class__ = Meeting
+    mine = pool.get_handle(stream)
+    assert pool.get_handle(stream) is mine
+    ((theirs, again),) = handles
+    assert theirs is again is not mine
+    assert pool.stats()["handles_created"] == 2
+
+
+def test_g1_a_thread_whose_place_was_lost_keeps_its_handle(make_pool):
+    pool = make_pool()
+    stream = pool.driver.create_stream()
+    handle = pool.get_handle(stream)
+    delattr(stream, pool.attribute)
+    assert pool.get_handle(stream) is handle
+    assert pool.get_handle(stream) is handle
+    assert pool.stats()["handles_created"] == 1

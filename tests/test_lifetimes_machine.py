@@ -1,0 +1,40 @@
+"""A state machine over all that may happen to a pool, with the accounts checked after every step. Guarantees 1 to 13.
+
+Threads start and end, streams of two devices come, go and recycle their pointers, captures of every mode begin, end and are
+replayed, handles are taken and destroyed by their callers, workspaces grow, forks run, raise, stay open and are forgotten, memory
+runs short, a driver call fails, the pool is trimmed and closed, the process forks. The driver checks the order of every access.
+
+``HANDLEPOOL_EXAMPLES`` is the number of examples, ``HANDLEPOOL_SEED`` makes a run repeatable.
+"""
+
+import os
+import random
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+from lifetimes import Lifetimes
+
+EXAMPLES = int(os.environ.get("HANDLEPOOL_EXAMPLES", "2000"))
+SEED = int(os.environ.get("HANDLEPOOL_SEED") or random.randrange(1 << 32))
+PARTS = 8  # as units of work for test processes
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_whatever_happens_the_pool_can_account_for_all_it_has(part):
+    print(f"HANDLEPOOL_SEED={SEED}")
+    machine = seed(SEED + part)(type("Lifetimes", (Lifetimes,), {}))
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=max(1, EXAMPLES // PARTS),
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=False,
+            print_blob=True,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+        ),
+    )

@@ -1,0 +1,497 @@
+"""What cannot be recorded, replayed or updated: each a typed error, and afterwards all is as it was."""
+
+import functools
+import os
+
+import numpy as np
+import pytest
+from accounts import RESTORES, Accounts
+from scenes import Scene, Thread
+from uses import Foreign, assert_usable
+
+import handlepool
+from handlepool import (
+    ArgumentError,
+    ArrayTypeError,
+    CaptureError,
+    DeviceMismatchError,
+    HandlePool,
+    HandlePoolError,
+    OwnershipError,
+    ParallelStateExecutor,
+    PoolClosedError,
+    StateBusyError,
+    StreamError,
+)
+from handlepool.drivers.host import HostDriver
+from handlepool.regions import settle, thread
+
+F8 = np.dtype(np.float64)
+
+
+@pytest.fixture
+def scene(make_driver, scheduler, monkeypatch):
+    """Its pool is the default one during the test; in the end nothing is being captured and the pool is in order."""
+    with Scene(make_driver(scheduler=scheduler)) as scene:
+        monkeypatch.setattr("handlepool.pool._default", scene.pool)
+        yield scene
+        in_order(scene)
+
+
+def in_order(scene):
+    driver = scene.driver
+    assert driver._streams.captures.active == ()
+    assert driver.current_stream() is scene.stream
+    assert driver.current_device() == 0
+    assert (thread.recording, thread.region, thread.pool, driver._thread.allocator) == (None, None, None, None)
+    assert scene.pool.stats()["handles_captured"] == 0
+    settle()
+    Accounts(scene.pool).check_owners()
+    Accounts(scene.pool).check_bindings()
+    Accounts(scene.pool).check_scratch()
+    assert_usable(scene.pool)
+
+
+def work(scene):
+    """A function of an array, with branches, temporaries, a handle and scratch."""
+
+    def branch(x):
+        scene.pool.get_workspace(1000)
+        return scene.plus(scene.plus(x, 10), 100)
+
+    return lambda x: scene.states.map(branch, [x, x, x])
+
+
+def second(scene, does):
+    """A function that works as `work` does, and does something more when it is called the second time."""
+    calls = []
+
+    def function(x):
+        outputs = work(scene)(x)
+        calls.append(1)
+        if len(calls) == 2:
+            does(outputs[0])
+        return outputs
+
+    return function
+
+
+# Recording
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda scene, y: scene.driver.asnumpy(y),
+        lambda scene, y: scene.driver.current_stream().synchronize(),
+        lambda scene, y: scene.driver.synchronize_stream(scene.stream.ptr),
+        lambda scene, y: scene.driver.allocate(64),
+        lambda scene, y: scene.driver.stream_id(scene.driver.current_stream().ptr),
+        lambda scene, y: scene.driver.wait_event(scene.driver.current_stream().ptr, scene.stream.record()),
+    ],
+    ids=["read", "synchronize", "synchronize another", "allocate past us", "ask for the id", "wait for work outside"],
+)
+def test_what_cannot_be_captured_is_named(scene, wait):
+    with pytest.raises(CaptureError, match=r"cannot be recorded: .*never waits for the GPU"):
+        handlepool.record(second(scene, functools.partial(wait, scene)), scene.array(1))
+
+
+def test_what_cannot_be_captured_is_named_also_where_the_function_swallows_it(scene):
+    def swallows(y):
+        with pytest.raises(CaptureError):
+            scene.driver.asnumpy(y)
+
+    with pytest.raises(CaptureError, match="synchronisation with the host"):
+        handlepool.record(second(scene, swallows), scene.array(1))
+
+
+def test_a_stream_that_nothing_waits_for_is_named(scene):
+    other = scene.driver.create_stream()
+
+    def forgets(y):
+        with scene.driver.relaxed():
+            event = scene.driver.create_event()
+        scene.driver.record_event(event, scene.driver.current_stream().ptr)
+        scene.driver.wait_event(other.ptr, event)
+        with other:
+            scene.put(y, lambda: 0)
+
+    with pytest.raises(CaptureError, match="was not waited for"):
+        handlepool.record(second(scene, forgets), scene.array(1))
+
+
+@pytest.mark.parametrize("error", [KeyError("half way"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_an_exception_half_way_travels(scene, error):
+    def raises(y):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        handlepool.record(second(scene, raises), scene.array(1))
+    assert caught.value is error
+
+
+def test_an_exception_in_a_branch_travels(scene):
+    calls = []
+
+    def branch(x):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyError("in a branch")
+        return scene.plus(x, 1)
+
+    with pytest.raises(KeyError, match="in a branch"):
+        handlepool.record(scene.states.map, branch, [scene.array(1)] * 3)
+
+
+def test_an_exception_while_warming_up_travels(scene):
+    with pytest.raises(ZeroDivisionError):
+        handlepool.record(lambda: 1 // 0)
+
+
+def test_a_function_that_leaves_another_stream_or_device_current_is_cleaned_up_after(scene):
+    other = scene.driver.create_stream()
+
+    def leaves(x):
+        y = scene.plus(x, 1)
+        other.use()
+        scene.driver.set_device(1)
+        return y
+
+    program = handlepool.record(leaves, scene.array(1))
+    program.replay()
+    assert scene.read(program.outputs) == 2
+
+
+def test_a_function_that_returns_nothing_is_refused_after_its_warm_up(scene):
+    ran = []
+    with pytest.raises(ArgumentError, match="returned None"):
+        handlepool.record(lambda: ran.append(1))
+    assert ran == [1]
+
+
+def test_a_function_that_returns_nothing_the_second_time_is_refused(scene):
+    results = [scene.array(1), None]
+    with pytest.raises(ArgumentError, match="returned None"):
+        handlepool.record(lambda: scene.put(scene.array(2), lambda: 3) is not None and results.pop(0))
+
+
+def test_a_function_without_work_is_refused(scene):
+    with pytest.raises(CaptureError, match="nothing to replay"):
+        handlepool.record(lambda x: x, scene.array(1))
+
+
+def test_no_function_is_refused(scene):
+    with pytest.raises(ArgumentError, match="pass a function"):
+        handlepool.record(scene.array(1))
+
+
+def test_an_iterator_among_the_arguments_is_refused(scene):
+    with pytest.raises(ArgumentError, match="pass a list"):
+        handlepool.record(scene.states.map, work(scene), iter([scene.array(1)]))
+
+
+def test_a_recording_inside_a_capture_is_refused_and_the_capture_lives(scene):
+    x = scene.array(1)
+    scene.stream.begin_capture()
+    scene.put(x, lambda old: old + 1, x)
+    with pytest.raises(CaptureError, match="current stream is being captured"):
+        handlepool.record(work(scene), x)
+    graph = scene.stream.end_capture()
+    graph.launch()
+    assert scene.read(x) == 2
+
+
+def test_a_recording_inside_a_recording_is_refused(scene):
+    def inside(y):
+        with pytest.raises(CaptureError, match="inside a recording"):
+            handlepool.record(work(scene), y)
+
+    with handlepool.record(second(scene, inside), scene.array(1)) as program:
+        program.replay()
+        assert scene.read(program.outputs[0]) == 111
+
+
+def test_a_recording_inside_a_branch_or_a_task_is_refused(scene):
+    def inside():
+        with pytest.raises(CaptureError, match="inside a branch or a task"):
+            handlepool.record(work(scene), scene.array(1))
+
+    with scene.states.fork() as fork:
+        fork.run(inside)
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        executor.submit(inside).result()
+    scene.states.with_state(0, lambda state: inside())
+
+
+def test_a_recording_beside_open_branches_is_possible(scene):
+    with scene.states.fork() as fork:
+        y = fork.run(scene.plus, scene.array(1), 1)
+        with handlepool.record(work(scene), scene.array(1)) as program:
+            program.replay()
+            assert scene.read(program.outputs[0]) == 111
+    assert scene.read(y) == 2
+
+
+def test_a_task_submitted_while_recording_is_refused(scene):
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        executor.submit(int).result()
+        with pytest.raises(CaptureError, match=r"cannot be recorded: .*worker thread"):
+            handlepool.record(second(scene, lambda y: executor.submit(int)), scene.array(1))
+
+
+def test_a_recording_that_finds_no_side_stream_is_refused(scene):
+    sides = scene.pool.device(0).sides
+    leased = [sides.lease() for _ in range(32)]
+    with pytest.raises(StateBusyError, match="a recording needs one"):
+        handlepool.record(work(scene), scene.array(1))
+    for slot in leased:
+        sides.give_back(slot, captured=False)
+
+
+def test_a_recording_on_a_closed_pool_is_refused(make_pool):
+    pool = make_pool()
+    pool.close()
+    with pytest.raises(PoolClosedError):
+        handlepool.record(int, pool=pool)
+
+
+def test_memory_of_failed_recordings_goes_back(scene):
+    driver = scene.driver
+    x = scene.array(1)
+
+    def fails():
+        with pytest.raises(CaptureError):
+            handlepool.record(second(scene, driver.asnumpy), x)
+        settle()
+        scene.stream.synchronize()
+        scene.pool.trim()
+        with driver.relaxed():
+            driver.release_cached()
+
+    fails()
+    before = driver.memory_info()[0], driver.alive()
+    for _ in range(3):
+        fails()
+    assert (driver.memory_info()[0], driver.alive()) == before
+
+
+@pytest.mark.parametrize("method", [None, "end_capture", "begin_capture"])
+def test_any_call_may_fail_and_no_capture_is_left_open(method):
+    k = 0
+    failed = True
+    while failed:
+        k += 1
+        with Scene(HostDriver(scheduler="adversarial", seed=k)) as scene:
+            x = scene.array(1)
+            handlepool.record(work(scene), x, pool=scene.pool).close()
+            scene.stream.synchronize()
+            error = RuntimeError(f"injected failure of call {k}")
+            scene.driver.fail_at(k, method, error, RESTORES)
+            try:
+                with handlepool.record(work(scene), x, pool=scene.pool) as program:
+                    program.replay()
+                    program.update(x)
+            except (RuntimeError, HandlePoolError):
+                pass
+            program = None
+            scene.driver.fail_at(0)
+            failed = error.__traceback__ is not None
+            settle()
+            scene.pool.trim()
+            in_order(scene)
+    assert k > 1
+
+
+# Replays
+
+
+def test_a_replay_after_the_close_is_refused(scene):
+    program = handlepool.record(work(scene), scene.array(1))
+    program.close()
+    x = scene.array(1)
+    for use in (program.replay, lambda: program.replay(scene.stream), lambda: program.update(x), lambda: program.outputs):
+        with pytest.raises(PoolClosedError, match=r"the program .* was closed"):
+            use()
+
+
+def test_a_replay_after_the_pools_close_is_refused_and_the_program_can_be_closed(make_driver, scheduler):
+    driver = make_driver(scheduler=scheduler)
+    with Scene(driver) as scene:
+        program = handlepool.record(work(scene), scene.array(1), pool=scene.pool)
+        program.replay()
+        scene.pool.close()
+        for use in (program.replay, lambda: program.update(scene.array(1))):
+            with pytest.raises(PoolClosedError):
+                use()
+        program.close()
+    assert driver.alive()["scratch_bytes"] == driver.alive()["events"] == 0
+
+
+def test_a_replay_on_another_device_is_refused(scene):
+    program = handlepool.record(work(scene), scene.array(1))
+    with scene.driver.device(1):
+        other = scene.driver.create_stream()
+        for use in (program.replay, lambda: program.replay(other), lambda: program.replay(scene.stream)):
+            with pytest.raises(DeviceMismatchError, match="device 0"):
+                use()
+    for stream in (other, other.ptr, Foreign(other.ptr)):
+        with pytest.raises(DeviceMismatchError, match="device 1"):
+            program.replay(stream)
+    program.replay()
+    assert scene.read(program.outputs[0]) == 111
+
+
+def test_a_replay_on_no_stream_is_refused(scene):
+    program = handlepool.record(work(scene), scene.array(1))
+    with pytest.raises(StreamError):
+        program.replay("stream")
+
+
+def test_a_replay_in_a_capture_is_refused_and_the_capture_lives(scene):
+    x = scene.array(1)
+    program = handlepool.record(work(scene), x)
+    other = scene.driver.create_stream()
+    for stream in (scene.stream, other):
+        stream.begin_capture()
+        for use in (functools.partial(program.replay, stream), functools.partial(program.update, x)):
+            if stream is scene.stream or use.func == program.replay:
+                with pytest.raises(CaptureError, match="is being captured"):
+                    use()
+        stream.end_capture()
+    scene.stream.begin_capture()
+    with pytest.raises(CaptureError, match="is being captured"):  # nothing can be ordered after the last use there
+        program.replay(other)
+    with pytest.raises(CaptureError, match="is being captured"):
+        program.close()
+    scene.stream.end_capture()
+    program.replay(other)
+    with other:
+        assert scene.read(program.outputs[0]) == 111
+
+
+def test_a_replay_or_an_update_while_another_thread_updates_is_refused(scene, in_thread, monkeypatch):
+    x = scene.array(1)
+    program = handlepool.record(work(scene), x)
+    copy = scene.driver.copy
+
+    def meanwhile(target, source):
+        for use in (program.replay, lambda: program.update(source)):
+            with pytest.raises(OwnershipError, match="is being updated by another thread"):
+                in_thread(use)
+        copy(target, source)
+
+    monkeypatch.setattr(scene.driver, "copy", meanwhile)
+    program.update(scene.array(5))
+    program.replay()
+    assert scene.read(program.outputs[0]) == 115
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_g13_a_forked_child_is_told_and_touches_nothing():
+    with Scene() as scene:
+        program = handlepool.record(work(scene), scene.array(1), pool=scene.pool)
+        program.replay()
+        program._lock.acquire()  # as another thread of the parent may have it
+        scene.driver.calls.clear()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                told = 0
+                for use in (program.replay, program.update):
+                    try:
+                        use()
+                    except handlepool.ForkedProcessError:
+                        told += 1
+                program.close()
+                del program
+                settle()
+                touched = scene.driver.calls.keys() - {"current_device", "current_stream"}
+                code = 0 if told == 2 and not touched else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        program._lock.release()
+        program.replay()
+        assert scene.read(program.outputs[0]) == 111
+
+
+def test_a_lost_context_is_told(make_driver):
+    scene = Scene(HostDriver())
+    with scene.stream:
+        program = handlepool.record(work(scene), scene.array(1), pool=scene.pool)
+        scene.driver.lose_context()
+        for _ in range(2):
+            with pytest.raises(handlepool.PoisonedContextError):
+                program.replay()
+        program.close()
+        scene.pool.close()
+
+
+# Updates
+
+
+@pytest.mark.parametrize(
+    ("new", "error", "says"),
+    [
+        (lambda s: s.driver.empty((9,), (8,), F8), ArgumentError, r"shape \(8,\) and now has shape \(9,\)"),
+        (lambda s: s.driver.empty((8, 1), (8, 8), F8), ArgumentError, "shape"),
+        (lambda s: s.driver.empty((8,), (4,), np.dtype("f4")), ArgumentError, "type float64 and now has type float32"),
+        (lambda s: s.driver.empty((16,), (8,), F8)[::2], ArgumentError, r"strides \(8,\) and now has strides \(16,\)"),
+        (lambda s: 1.0, ArrayTypeError, "is a builtins.float"),
+        (lambda s: [s.array(1), s.array(2)], ArgumentError, "recorded with 1 entries, and update was given 2"),
+    ],
+)
+def test_an_update_with_another_geometry_or_type_says_what_differs(scene, new, error, says):
+    program = handlepool.record(work(scene), scene.array(1))
+    with pytest.raises(error, match=says):
+        program.update(new(scene))
+    program.replay()
+    assert scene.read(program.outputs[0]) == 111
+
+
+def test_an_update_with_an_array_of_another_device_is_refused(scene):
+    program = handlepool.record(work(scene), scene.array(1))
+    with scene.driver.device(1):
+        elsewhere = scene.array()
+    with pytest.raises(DeviceMismatchError, match="is on device 1"):
+        program.update(elsewhere)
+
+
+def test_an_update_with_another_count_or_name_is_refused(scene):
+    program = handlepool.record(lambda x, *, y: scene.put(scene.array(), np.add, x, y), scene.array(1), y=scene.array(2))
+    with pytest.raises(ArgumentError, match="1 positional arguments"):
+        program.update(scene.array(1), scene.array(2))
+    with pytest.raises(ArgumentError, match="1 positional arguments"):
+        program.update()
+    with pytest.raises(ArgumentError, match="'z'; there is: y"):
+        program.update(z=scene.array(1))
+
+
+def test_an_update_that_is_refused_copies_nothing(scene):
+    first, other = scene.array(1), scene.array(2)
+    program = handlepool.record(lambda a, b: scene.put(scene.array(), np.add, a, b), first, other)
+    with pytest.raises(ArgumentError):
+        program.update(scene.array(50), scene.driver.empty((9,), (8,), F8))
+    program.replay()
+    assert scene.read(program.outputs) == 3
+
+
+def test_programs_of_two_pools_know_their_own(scene):
+    with HandlePool(driver=scene.driver) as other:
+        program = handlepool.record(lambda x: (other.get_workspace(5000), scene.plus(x, 1))[1], scene.array(1))
+        assert other.stats()["scratch_bytes_recorded"] > 0
+        program.close()
+        assert other.stats()["scratch_bytes_recorded"] == 0
+
+
+def test_recordings_of_two_threads_know_their_own(scene):
+    def body(value):
+        with scene.driver.create_stream():
+            program = handlepool.record(work(scene), scene.array(value))
+            program.replay()
+            return scene.read(program.outputs[0])
+
+    threads = [Thread(body, value) for value in range(4)]
+    assert [thread.finish() for thread in threads] == [110, 111, 112, 113]
