@@ -44,15 +44,17 @@ def main() -> int:
 
     driver, _ = drivers.choose(options.driver)
     chosen = [options.only[number % len(options.only)] for number in range(options.runs)]
+    outcomes = []
     with ThreadPoolExecutor(options.at_a_time) as threads:
-        outcomes = list(threads.map(lambda name: run(name, PROGRAMS[name][1], driver), chosen))
+        for name, trouble in zip(chosen, threads.map(lambda name: run(name, PROGRAMS[name][1], driver), chosen), strict=True):
+            outcomes.append(trouble)
+            if trouble:
+                print(f"{name}: {trouble}", flush=True)
     ends = [{"program": name, "trouble": trouble} for name, trouble in zip(chosen, outcomes, strict=True)]
     clean = {name: [end["trouble"] for end in ends if end["program"] == name].count("") for name in dict.fromkeys(chosen)}
     print_table(("program", "ends", "clean"), [(name, chosen.count(name), count) for name, count in clean.items()])
     total = sum(clean.values())
     print(f"{total} of {options.runs} ends were clean ({driver} driver)")
-    for trouble in sorted({f"{end['program']}: {end['trouble']}" for end in ends if end["trouble"]}):
-        print(trouble)
     if options.json is not None:
         results = {"benchmark": "exits", "conditions": conditions(driver), "runs": options.runs, "clean": total, "ends": ends}
         options.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -68,10 +68,6 @@ def main() -> int:
 
         in_thread(lambda: convolve(driver.wrap_stream(0, None)))  # what a first thread loads
         pool.trim()
-        before, handles = used(driver), [driver.create_handle() for _ in range(HANDLES)]
-        one_handle = (used(driver) - before) // HANDLES
-        for handle in handles:
-            driver.destroy_handle(handle)
         curves = {}
         start = pool.stats()
         curves["pool, threads"] = curve(driver, lambda: in_thread(lambda: convolve(driver.create_stream())), options.turns)
@@ -92,6 +88,11 @@ def main() -> int:
                 )
             except ImportError as error:
                 skipped = f"the frontend's default handle: {error}"
+        # Last: what a destroyed handle leaves behind in the driver would hide the growth of the loops.
+        before, handles = used(driver), [driver.create_handle() for _ in range(HANDLES)]
+        one_handle = (used(driver) - before) // HANDLES
+        for handle in handles:
+            driver.destroy_handle(handle)
         most = max(point["bytes"] for name, points in curves.items() if name.startswith("pool") for point in points)
         kept = most <= MOST_HANDLES * one_handle if driver.name == "cuda" else None
         print_table(

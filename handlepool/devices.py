@@ -262,8 +262,10 @@ class DeviceSlots:
         if builder is not None:
             self.doomed.append(builder)
         try:
-            do_all([self.empty, self.edges._settle])
+            self.empty()
         finally:
+            if not self.edges._settle():
+                parked.append(self.edges)
             if not self.is_empty():
                 parked.append(self)
 

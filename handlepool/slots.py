@@ -10,7 +10,7 @@ from typing import Any
 from handlepool.cleanup import do_all
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
 from handlepool.errors import ArgumentError
-from handlepool.workspace import EMPTY, DeviceScratch, Workspace
+from handlepool.workspace import Block, DeviceScratch, Workspace
 
 _ENDED = object()
 """What a slot that belongs to nobody is bound to, for a hit: no stream."""
@@ -214,7 +214,7 @@ class Slot:
         self._follow_capture()
         block = self._handed.block
         if block.nbytes < nbytes:
-            block = self._handed.grow(self._scratch, nbytes, self.pointer, self._capture)
+            block = self._grow(self._handed, nbytes)
         return self._driver.scratch_array(block.pointer, nbytes, block)
 
     def reserve(self, nbytes: int) -> int:
@@ -224,8 +224,15 @@ class Slot:
         self._follow_capture()
         block = self._launching.block
         if block.nbytes < nbytes:
-            block = self._launching.grow(self._scratch, nbytes, self.pointer, self._capture)
+            block = self._grow(self._launching, nbytes)
         return block.pointer
+
+    def _grow(self, workspace: Workspace, nbytes: int) -> Block:
+        block = workspace.grow(self._scratch, nbytes, self.pointer, self._capture)
+        if self.pool.closed:  # in this order: `close` says so first and takes the scratch then, so that one of us sees it
+            self.release_scratch()
+            self.pool._check_usable()
+        return block
 
     def _follow_capture(self) -> None:
         """Keep what a capture is given apart from what eager work uses (guarantee 9): scratch of its own for each capture."""
@@ -268,8 +275,7 @@ class Slot:
     def release_scratch(self) -> None:
         """Give the eager scratch back at once; for a slot that nobody uses."""
         self.forget_capture()
-        blocks = [self._launching.block, self._handed.block]
-        self._launching.block = self._handed.block = EMPTY
+        blocks = [self._scratch.take(workspace) for workspace in (self._launching, self._handed)]
         do_all([partial(self._scratch.free, block) for block in blocks])
 
     def forget_capture(self) -> None:

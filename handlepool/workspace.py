@@ -135,6 +135,12 @@ class DeviceScratch:
                 raise
         self.retired.append((event, block))
 
+    def take(self, workspace: "Workspace") -> Block:
+        """Take a workspace's block from it, once."""
+        with self._lock:
+            block, workspace.block = workspace.block, EMPTY
+        return block
+
     def destroy_event(self, event: Any) -> None:
         """Destroy an event; where that fails, `collect` tries again."""
         try:

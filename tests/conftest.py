@@ -4,11 +4,17 @@ import threading
 
 import pytest
 
-from handlepool import HandlePool, drivers
+from handlepool import HandlePool, drivers, regions
 from handlepool.drivers.host import HostDriver
 
 TIMEOUT = 60
 """Of barriers, events and threads that are expected to be met, set or done."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_parked():
+    """Each test begins with nothing left behind by another: of a backlog only some is settled at a time."""
+    regions.parked.clear()
 
 
 @pytest.fixture(params=["threads", "adversarial"])

@@ -45,6 +45,7 @@ class World:
         self.states = ParallelStates(2, pool=self.pool)
         self.streams = [self.driver.create_stream() for _ in range(3)]
         self.shared = self.streams[0]
+        self.built = []
         self.came_to_a_stop = threading.Semaphore(0)
         monkeypatch.setattr(devices, "_create_lock", WatchedLock(threading.RLock(), self.came_to_a_stop))
         for device in range(2):
@@ -96,7 +97,9 @@ class World:
 
     def launch(self):
         with self.shared:
-            self.states.map(double, [self.driver.empty((4, 4), (16, 4), np.dtype(np.float32))])
+            size = 4 + len(self.built)  # who asks for a plan that another thread builds waits: see the tests of plans
+            self.built.append(size)
+            self.states.map(double, [self.driver.empty((size, size), (size * 4, 4), np.dtype(np.float32))])
 
     def trim(self):
         self.pool.trim()

@@ -1,0 +1,265 @@
+"""What nobody plans for: closes at a bad moment, late threads, finalisers that use the pool. Nothing leaks, and nothing hangs."""
+
+import gc
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from accounts import Accounts
+from scenes import TIMEOUT, Scene, Thread
+from uses import assert_usable
+
+from handlepool import ParallelStateExecutor, PoolClosedError, regions
+from handlepool.drivers.host import HostDriver
+
+
+@pytest.fixture
+def scene():
+    with Scene(HostDriver(scheduler="adversarial", check_order=True), idle_limit=2) as scene:
+        yield scene
+        scene.pool.close()
+        for _ in range(1000):
+            regions.settle(most=1000)
+        alive = scene.driver.alive()
+        del alive["streams"]
+        assert alive == {"handles": 0, "events": 0, "scratch_bytes": 0}
+        assert not scene.driver.order.found
+
+
+# Closes
+
+
+def test_a_thread_that_comes_late_is_told_that_the_pool_was_closed(scene):
+    used, closed = threading.Event(), threading.Event()
+
+    def late():
+        with scene.stream:
+            scene.pool.get_workspace(1000)
+            used.set()
+            assert closed.wait(TIMEOUT)
+            for call in (scene.pool.get_handle, lambda: scene.pool.get_workspace(1), scene.pool.trim, scene.pool.prewarm):
+                with pytest.raises(PoolClosedError, match="was closed"):
+                    call()
+            with pytest.raises(PoolClosedError, match="was closed"):
+                scene.states.map(str, [1])
+
+    thread = Thread(late)
+    assert used.wait(TIMEOUT)
+    scene.pool.close()
+    closed.set()
+    thread.finish()
+
+
+@pytest.mark.parametrize("who", ["the body", "a branch", "another thread", "twice"])
+def test_a_close_during_a_fork_refuses_further_branches_and_joins_those_that_ran(scene, who):
+    x = scene.array(1)
+
+    def close():
+        scene.pool.close()
+        if who == "twice":
+            scene.pool.close()
+
+    with scene.states.fork() as fork:
+        y = fork.run(scene.plus, x, 1)
+        if who == "a branch":
+            z = fork.run(lambda: (scene.plus(x, 2), close())[0])
+        elif who == "another thread":
+            z = fork.run(scene.plus, x, 2)
+            Thread(close).finish()
+        else:
+            z = fork.run(scene.plus, x, 2)
+            close()
+        with pytest.raises(PoolClosedError, match="was closed"):
+            fork.run(pytest.fail, "it ran")
+    assert (scene.read(y), scene.read(z)) == (2, 3)
+
+
+def test_a_close_by_every_thread_at_once_is_one_close(make_driver):
+    with Scene(make_driver()) as scene:
+        scene.pool.prewarm(states=4, workspace=1000)
+        barrier = threading.Barrier(8, timeout=TIMEOUT)
+        for thread in [Thread(lambda: (barrier.wait(), scene.pool.close())) for _ in range(8)]:
+            thread.finish()
+        assert scene.driver.alive()["handles"] == 0
+
+
+def test_a_close_that_fails_halfway_may_be_called_again(scene):
+    scene.pool.prewarm(states=3, workspace=1000)
+    scene.driver.fail_at(1, "destroy_handle")
+    with pytest.raises(RuntimeError, match="injected"):
+        scene.pool.close()
+    assert scene.driver.alive()["handles"] == 1  # all the others are gone
+    scene.pool.close()
+    assert scene.driver.alive()["handles"] == 0
+
+
+def test_what_a_close_could_not_destroy_goes_with_the_next_fork_of_any_pool(scene):
+    scene.pool.prewarm(states=1)
+    scene.driver.fail_at(1, "destroy_handle")
+    with pytest.raises(RuntimeError, match="injected"):
+        scene.pool.close()
+    with Scene() as other:
+        other.states.map(str, [1])
+    assert scene.driver.alive()["handles"] == 0
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_g9_a_close_under_a_capture_harms_it_not_and_what_it_has_goes_with_its_end(scene, mode):
+    y = scene.array()
+    scene.stream.begin_capture(mode)
+    with scene.states.fork() as fork:
+        fork.run(scene.put, y, lambda: 5)
+    scene.pool.close()
+    assert scene.driver.alive()["handles"] == 1
+    graph = scene.stream.end_capture()
+    regions.settle(most=1000)
+    assert scene.driver.alive()["handles"] == 0
+    graph.launch(scene.stream)
+    assert scene.read(y) == 5
+
+
+# Streams and threads that go
+
+
+def test_g8_the_callers_stream_may_be_dropped_inside_a_fork(scene):
+    y = scene.array()
+    with scene.states.fork(stream=scene.driver.create_stream()) as fork:
+        pointer = fork.run(lambda: fork._pointer)
+        fork.run(scene.put, y, lambda: 2)
+        gc.collect()
+        assert scene.driver.create_stream().ptr != pointer  # the fork keeps it to the join
+    assert_usable(scene.pool)
+
+
+def test_g8_the_submitters_stream_may_be_dropped_while_a_task_runs(scene):
+    begun, go = threading.Event(), threading.Event()
+    y = scene.array()
+
+    def task(x):
+        begun.set()
+        assert go.wait(TIMEOUT)
+        return scene.put(y, lambda x: x + 1, x)
+
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        stream = scene.driver.create_stream()
+        with stream:
+            future = executor.submit(task, scene.array(1))
+        assert begun.wait(TIMEOUT)
+        del stream
+        gc.collect()
+        go.set()
+        assert scene.read(future.result(TIMEOUT)) == 2
+
+
+def test_g10_a_thread_that_ends_inside_a_fork_gives_its_side_slots_back(scene):
+    def enter():
+        with scene.stream:
+            scene.states.fork().__enter__().run(scene.array, 1)
+
+    Thread(enter).finish()
+    regions.settle(most=1000)
+    Accounts(scene.pool).check()
+    assert scene.pool.stats()["handles_leased"] == 0
+
+
+def test_an_executor_that_is_shut_down_with_tasks_waiting_leaves_nothing(scene):
+    begun, go = threading.Event(), threading.Event()
+    executor = ParallelStateExecutor(1, pool=scene.pool)
+    running = executor.submit(lambda: (begun.set(), go.wait(TIMEOUT)))
+    assert begun.wait(TIMEOUT)
+    waiting = [executor.submit(pytest.fail, "it ran") for _ in range(5)]
+    executor.shutdown(wait=False, cancel_futures=True)
+    assert all(future.cancelled() for future in waiting)
+    go.set()
+    executor.shutdown()
+    assert running.done()
+
+
+# Finalisers that use the pool
+
+
+def uses_of_all_kinds(scene):
+    pool = scene.pool
+    pool.get_workspace(500)
+    Thread(lambda: [pool.get_workspace(500, stream) for stream in (scene.stream, 0)]).finish()
+    with scene.driver.create_stream():
+        pool.get_workspace(700)
+    scene.states.map(lambda _: pool.get_workspace(300), range(3))
+    pool.get_workspace(5000)
+    pool.trim()
+
+
+def test_g10_a_trim_by_a_finaliser_at_every_driver_call_of_the_pool(make_driver):
+    for k in itertools.count(1):
+        with Scene(make_driver(scheduler="adversarial"), idle_limit=2) as scene:
+            left, inside = k, []
+
+            class Dropped:
+                def __del__(self):
+                    scene.pool.trim()
+
+            def hook(called, scene=scene, inside=inside, Dropped=Dropped):
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    inside.append(called)
+                    Dropped()
+
+            scene.driver._log._fault = hook
+            uses_of_all_kinds(scene)
+            scene.driver._log._fault = None
+            Accounts(scene.pool).check()
+            assert_usable(scene.pool)
+            scene.pool.close()
+            regions.settle(most=1000)
+            assert scene.driver.alive() == {"handles": 0, "events": 0, "streams": 1, "scratch_bytes": 0}, (k, inside)
+        if not inside:
+            break
+    assert k > 50
+
+
+class Interrupted:
+    """A lock inside which the collector runs a finaliser."""
+
+    def __init__(self, lock, finaliser):
+        self.lock, self.finaliser = lock, finaliser
+
+    def __enter__(self):
+        assert self.lock.acquire(timeout=5), "the thread waits for itself"
+        self.finaliser()
+
+    def __exit__(self, *error):
+        self.lock.release()
+
+
+def test_g10_a_trim_by_a_finaliser_inside_every_lock_of_the_pool(make_driver):
+    with Scene(make_driver(scheduler="adversarial"), idle_limit=2) as scene:
+        inside = []
+
+        def trim():
+            if not inside and not scene.pool.closed:
+                inside.append(True)
+                scene.pool.trim()
+                inside.clear()
+
+        slots = scene.pool.device(0)
+        for holder in (scene.pool, scene.pool._live, slots, slots.scratch, slots.sides):
+            holder._lock = Interrupted(holder._lock, trim)
+        uses_of_all_kinds(scene)
+        Accounts(scene.pool).check()
+        assert_usable(scene.pool)
+
+
+def test_g10_a_pool_is_used_by_finalisers_of_arrays_kept_by_a_region(scene):
+    """What a region lets go of at the join may be anything, so its finaliser may use the pool."""
+
+    class Kept:
+        def __del__(self):
+            scene.pool.get_workspace(100)
+            scene.pool.trim()
+
+    with scene.states.fork() as fork:
+        fork.run(lambda _: None, Kept())
+    Accounts(scene.pool).check()
+    assert np.isfinite(scene.read(scene.array(1)))

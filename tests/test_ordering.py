@@ -1,0 +1,251 @@
+"""The host driver's checker of orders: what it catches whatever the schedule, and what it lets pass."""
+
+import numpy as np
+import pytest
+
+from handlepool import ContractError
+from handlepool.drivers.host import HostDriver
+from handlepool.drivers.host.memory import owner_of
+
+
+class World:
+    """A driver that checks, two streams, and arrays of 16 float64 from their arenas."""
+
+    def __init__(self, **options):
+        options = {"scheduler": "adversarial", "check_order": True, **options}
+        self.driver = HostDriver(**options)
+        self.one, self.two, self.three = (self.driver.create_stream() for _ in range(3))
+
+    def array(self, stream):
+        with stream:
+            return self.driver.empty((16,), (8,), np.dtype(np.float64))
+
+    def write(self, stream, array, label="a write"):
+        self.driver.enqueue(stream.ptr, lambda out: out.fill(1), writes=[array], label=label)
+
+    def read(self, stream, array, label="a read"):
+        self.driver.enqueue(stream.ptr, np.sum, reads=[array], label=label)
+
+    def edge(self, first, then):
+        event = first.record()
+        then.wait_event(event)
+
+
+def history(array):
+    return owner_of(array).block.past
+
+
+@pytest.fixture(params=["threads", "adversarial"])
+def world(request):
+    return World(scheduler=request.param)
+
+
+def test_the_error_names_both_operations_their_streams_and_the_memory(world):
+    x = world.array(world.one)
+    world.write(world.one, x, "the first")
+    with pytest.raises(ContractError) as caught:
+        world.read(world.two, x[2:], "the second")
+    message = str(caught.value)
+    one, two = (f"{stream.ptr:#x}" for stream in (world.one, world.two))
+    assert message.startswith(f"not ordered: 'the second' on <stream {two} of device 0, id ")
+    assert f"reads bytes 16 to 128 of <512 bytes at {world.driver.array_pointer(x):#x} of device 0>" in message
+    assert f"and 'the first' on <stream {one} of device 0, id " in message
+    assert "writes bytes 0 to 128" in message
+    assert world.driver.order.found == [caught.value]
+
+
+@pytest.mark.parametrize(("first", "then"), [("write", "write"), ("write", "read"), ("read", "write")])
+def test_conflicting_accesses_of_two_streams_are_caught(world, first, then):
+    x = world.array(world.one)
+    getattr(world, first)(world.one, x)
+    with pytest.raises(ContractError, match="not ordered"):
+        getattr(world, then)(world.two, x)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whether_the_work_has_run_by_then_makes_no_difference(seed):
+    world = World(seed=seed)
+    x = world.array(world.one)
+    world.write(world.one, x)
+    for _ in range(20):
+        world.driver._streams.scheduler.nudge()
+    with pytest.raises(ContractError, match="not ordered"):
+        world.read(world.two, x)
+
+
+def test_what_was_refused_is_not_queued(world):
+    x = world.array(world.one)
+    world.write(world.one, x)
+    with pytest.raises(ContractError, match="not ordered"):
+        world.driver.enqueue(world.two.ptr, lambda out: out.fill(7), writes=[x])
+    world.edge(world.two, world.one)
+    with world.one:
+        assert set(world.driver.asnumpy(x)) == {1}
+
+
+def test_two_reads_and_two_streams_of_other_bytes_pass(world):
+    x = world.array(world.one)
+    world.write(world.one, x)
+    world.edge(world.one, world.two)
+    world.read(world.one, x)
+    world.read(world.two, x)
+    world.edge(world.two, world.one)
+    world.edge(world.one, world.two)
+    world.write(world.one, x[:8])
+    world.write(world.two, x[8:])
+    world.write(world.three, x[:0])
+
+
+def test_bytes_that_lie_between_each_other_pass_and_those_that_meet_do_not(world):
+    x = world.array(world.one)
+    world.write(world.one, x[::2])
+    world.write(world.two, x[1::2])
+    with pytest.raises(ContractError, match="not ordered"):
+        world.write(world.three, x[5:7])
+
+
+def test_an_event_orders_what_comes_after_it_and_nothing_else(world):
+    x, y = world.array(world.one), world.array(world.one)
+    world.write(world.one, x)
+    event = world.one.record()
+    world.write(world.one, y)
+    world.two.wait_event(event)
+    world.read(world.two, x)
+    with pytest.raises(ContractError, match="not ordered"):
+        world.read(world.two, y)
+
+
+def test_an_order_through_a_third_stream_is_one(world):
+    x = world.array(world.one)
+    world.write(world.one, x)
+    world.edge(world.one, world.three)
+    world.edge(world.three, world.two)
+    world.write(world.two, x)
+
+
+def test_an_event_that_was_recorded_too_early_orders_nothing(world):
+    x = world.array(world.one)
+    event = world.one.record()
+    world.write(world.one, x)
+    world.two.wait_event(event)
+    with pytest.raises(ContractError, match="not ordered"):
+        world.read(world.two, x)
+
+
+@pytest.mark.parametrize("how", ["stream", "event", "poll"])
+def test_what_the_host_has_waited_for_comes_before_all_that_follows(world, how):
+    x = world.array(world.one)
+    world.write(world.one, x)
+    event = world.driver.create_event()
+    world.driver.record_event(event, world.one.ptr)
+    if how == "stream":
+        world.one.synchronize()
+    elif how == "event":
+        world.driver.synchronize_event(event)
+    else:
+        while not world.driver.event_done(event):
+            pass
+    world.write(world.two, x)
+
+
+def test_the_null_stream_orders_nothing_by_itself(world):
+    x = world.array(world.one)
+    world.write(world.driver.legacy_stream, x)
+    with pytest.raises(ContractError, match="not ordered"):
+        world.read(world.two, x)
+
+
+def test_the_host_reads_after_what_it_waited_for(world):
+    x = world.array(world.one)
+    world.write(world.one, x)
+    with world.two, pytest.raises(ContractError, match=r"'copy to the host' on the host reads .* and 'a write' on <stream"):
+        world.driver.asnumpy(x)
+    with world.one:
+        world.driver.asnumpy(x)
+
+
+def test_a_block_that_the_allocator_gave_to_another_owner_counts_as_written(world):
+    x = world.array(world.one)
+    world.edge(world.one, world.two)
+    world.read(world.two, x)
+    address = world.driver.array_pointer(x)
+    del x
+    y = world.array(world.one)
+    assert world.driver.array_pointer(y) == address
+    with pytest.raises(ContractError, match="the allocator gave the memory to another owner"):
+        world.read(world.one, y)
+
+
+def test_a_block_that_its_own_stream_reuses_passes(world):
+    for _ in range(3):
+        x = world.array(world.one)
+        world.write(world.one, x)
+        del x
+
+
+def test_scratch_is_watched_as_arrays_are(world):
+    block = world.driver.allocate(1024)
+    first, second = (world.driver.scratch_array(block + offset, 512, None) for offset in (0, 512))
+    world.write(world.one, first)
+    world.write(world.two, second)
+    with pytest.raises(ContractError, match="not ordered"):
+        world.write(world.three, world.driver.scratch_array(block, 1024, None))
+
+
+# Captured graphs: checked when they are launched
+
+
+def captured(world, *, joined=True):
+    """A graph of two branches that write the two halves of an array, or, without the join, the same half."""
+    x = world.array(world.one)
+    world.one.begin_capture()
+    world.edge(world.one, world.two)
+    world.write(world.two, x[:8] if joined else x[8:])
+    world.write(world.one, x[8:])
+    world.edge(world.two, world.one)
+    return x, world.one.end_capture()
+
+
+def test_branches_of_a_graph_without_an_edge_are_caught_when_it_is_launched(world):
+    _, graph = captured(world, joined=False)
+    with pytest.raises(ContractError, match=r"'a write' on a recorded graph writes .* and 'a write' on a recorded graph"):
+        graph.launch(world.one)
+
+
+def test_launches_of_one_graph_are_in_order_on_any_streams(world):
+    x, graph = captured(world)
+    graph.launch(world.one)
+    graph.launch(world.two)
+    world.read(world.two, x)
+    with pytest.raises(ContractError, match="not ordered"):
+        world.read(world.three, x)
+
+
+def test_eager_work_beside_a_launch_is_caught(world):
+    x, graph = captured(world)
+    world.read(world.three, x)
+    with pytest.raises(ContractError, match="not ordered"):
+        graph.launch(world.one)
+
+
+# Off by default
+
+
+def test_it_is_off_by_default():
+    world = World(check_order=False)
+    x = world.array(world.one)
+    world.write(world.one, x)
+    world.write(world.two, x)
+    assert world.driver.order is None
+    assert not history(x)
+
+
+def test_the_history_of_a_block_does_not_grow_with_its_use(world):
+    x = world.array(world.one)
+    for _ in range(50):
+        world.write(world.one, x)
+        world.read(world.one, x)
+        world.edge(world.one, world.two)
+        world.read(world.two, x)
+        world.edge(world.two, world.one)
+    assert len(history(x)) < 10
