@@ -48,9 +48,9 @@ def make_pool(make_driver):
     """
     pools = []
 
-    def make(*, driver=None, scheduler="threads", seed=0, memory=1 << 30, devices=2, **options):
+    def make(*, driver=None, scheduler="threads", seed=0, memory=1 << 30, devices=2, check_order=True, **options):
         if driver is None:
-            driver = make_driver(scheduler=scheduler, seed=seed, memory=memory, devices=devices)
+            driver = make_driver(scheduler=scheduler, seed=seed, memory=memory, devices=devices, check_order=check_order)
         pool = HandlePool(driver=driver, **options)
         pools.append(pool)
         return pool
