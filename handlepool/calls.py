@@ -46,33 +46,50 @@ class AnyCall(Protocol):
         """This call and one over its result, as one."""
 
 
+def launch(pool: HandlePool, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool) -> None:
+    """Enqueue a plan on a slot's stream; ``given`` says that outputs are the caller's, which may lie where they must not."""
+    try:
+        handle = slot.handle
+        if handle.stream is not slot.pointer:
+            handle = pool.sound(slot).handle
+        executable = plan.executable
+        if thread.recording is not None:
+            thread.recording.keep(plan)
+        size = executable.workspace_size
+        check = plan.check_apart if given else None
+        executable.launch(handle, operands, slot.reserve(size) if size else 0, slot.buffer, check)
+    except Exception as error:
+        diagnose(pool, error)
+        raise
+
+
+def new_outputs(pool: HandlePool, layouts: Sequence[Layout], empty: Callable[..., Any]) -> tuple[Any, ...]:
+    """Allocate outputs on the current stream."""
+    try:
+        return tuple([empty(layout.shape, layout.strides, layout.dtype) for layout in layouts])
+    except Exception as error:
+        diagnose(pool, error)
+        raise
+
+
 class GraphCall:
     """A call of a graph function with its outputs allocated, to be launched on a slot."""
 
-    __slots__ = ("_pool", "operands", "plan", "result")
+    __slots__ = ("_given", "_pool", "operands", "plan", "result")
 
     stream: int | None = None
     callers: Sequence[int] = ()
 
-    def __init__(self, pool: HandlePool, plan: Plan, operands: tuple[Any, ...], result: Any) -> None:
+    def __init__(self, pool: HandlePool, plan: Plan, operands: tuple[Any, ...], result: Any, given: bool) -> None:
         self._pool = pool
+        self._given = given
         self.plan = plan
         self.operands = operands
         self.result = result
 
     def launch(self, slot: Slot) -> Any:
         """Enqueue on the slot's stream, and return the outputs."""
-        try:
-            handle = slot.handle
-            if handle.stream is not slot.pointer:
-                handle = self._pool.sound(slot).handle
-            executable = self.plan.executable
-            if thread.recording is not None:
-                thread.recording.keep(self.plan)
-            executable.launch(handle, self.operands, slot.reserve(executable.workspace_size), slot.buffer)
-        except Exception as error:
-            diagnose(self._pool, error)
-            raise
+        launch(self._pool, self.plan, slot, self.operands, self._given)
         return self.result
 
     enqueue = launch  # in a fork, which sees to the order
@@ -107,33 +124,6 @@ class CallSequence:
     def then(self, make: Callable[[Any], AnyCall]) -> "CallSequence":
         """These and one over their result, as one."""
         return CallSequence(self, make(self.result))
-
-
-def check_apart(name: str, driver: Driver, plan: Plan, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:
-    """Raise where an output lies over an input or another output: elements are written before all that need the input have read
-    it. Where each element depends on those at its place alone, an output may be an input, exactly."""
-    pointer = driver.array_pointer
-    try:
-        for place, out in enumerate(outs):
-            layout = plan.outputs[place]
-            start = pointer(out)
-            end = start + layout.reach
-            for index, array in enumerate(arrays):
-                begin = pointer(array)
-                if begin < end and start < begin + plan.inputs[index].reach:
-                    _refuse_overlap(name, plan, index, layout if begin == start else None)
-            for other in range(place):
-                begin = pointer(outs[other])
-                if begin < end and start < begin + plan.outputs[other].reach:
-                    raise ArgumentError(f"out= of {name} shares memory with another output; pass an array of its own for each")
-    except AttributeError:  # no array of the driver's
-        check_arrays(name, driver, driver.current_device(), arrays + outs)
-        raise
-
-
-def _refuse_overlap(name: str, plan: Plan, index: int, same: Layout | None) -> None:
-    if not plan.in_place or same != plan.inputs[index]:
-        raise ArgumentError(f"out= of {name} shares memory with argument {index}; pass an array of its own")
 
 
 def check_hashable(name: str, options: dict[str, Any]) -> None:

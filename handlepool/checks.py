@@ -220,8 +220,15 @@ class CheckedExecutable:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executable, name)
 
-    def launch(self, handle: Handle, operands: Sequence[Any], workspace: int, scratch: Any) -> None:
+    def launch(
+        self,
+        handle: Handle,
+        operands: Sequence[Any],
+        workspace: int,
+        scratch: Any,
+        check: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
         """As `Executable.launch`."""
         _ = handle.backend_handle  # raises in another thread than the handle's
         self._driver.check_workspaces(self._executable.engine, handle, operands)
-        self._executable.launch(handle, operands, workspace, scratch)
+        self._executable.launch(handle, operands, workspace, scratch, check)

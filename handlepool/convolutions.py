@@ -7,7 +7,7 @@ from handlepool.calls import AnyCall
 from handlepool.conv_checks import Pair, check_array, check_channels, pair
 from handlepool.drivers import frontend
 from handlepool.errors import ArgumentError, GraphNotSupportedError
-from handlepool.graphs import GraphFunction
+from handlepool.graphs import MISSED, GraphFunction
 from handlepool.layouts import Layout
 from handlepool.plans import Plan
 from handlepool.pool import HandlePool, current_pool
@@ -75,6 +75,10 @@ def conv2d(
         When cuDNN has no plan, as for a workspace limit that none meets.
     """
     chosen = current_pool() if pool is None else pool
+    marks = (stride, padding, dilation, groups, mode, activation, workspace_limit, allow_tf32, deterministic)
+    result = _conv2d.hit(chosen, (x, w) if bias is None else (x, w, bias), out, marks)
+    if result is not MISSED:
+        return result
     call = _prepare(
         chosen,
         x,
@@ -126,7 +130,8 @@ def _prepare(
         options["mode"] = mode
     settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
     try:
-        return _conv2d.prepare(pool, arrays, out, options, settings)
+        marks = (stride, padding, dilation, groups, mode, activation, workspace_limit, allow_tf32, deterministic)
+        return _conv2d.prepare(pool, arrays, out, options, settings, marks=marks)
     except GraphNotSupportedError:
         if activation is None:
             raise

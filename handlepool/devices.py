@@ -266,7 +266,7 @@ class DeviceSlots:
         finally:
             if not self.edges._settle():
                 parked.append(self.edges)
-            if not self.is_empty():
+            if not self.is_empty() and self not in parked:
                 parked.append(self)
 
     def is_empty(self) -> bool:

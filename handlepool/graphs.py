@@ -3,11 +3,12 @@
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import update_wrapper
+from operator import attrgetter
 from typing import Any
 
 from handlepool.arrays import Adapted, adapt, layout_of
 from handlepool.building import build
-from handlepool.calls import AnyCall, GraphCall, check_apart, check_arrays, check_hashable
+from handlepool.calls import AnyCall, GraphCall, check_arrays, check_hashable, launch, new_outputs
 from handlepool.condition import diagnose
 from handlepool.drafts import Request
 from handlepool.errors import ArgumentError
@@ -19,6 +20,12 @@ from handlepool.settings import Settings, normalise
 
 MOST_VARIANTS = 64
 """Variants of a graph function, by settings, that keep their plans from call to call."""
+
+
+MISSED: Any = object()
+"""What `GraphFunction.hit` returns where there is nothing to launch yet."""
+
+_geometry = attrgetter("__class__", "shape", "strides", "dtype")  # one C call an array
 
 
 class GraphFunction:
@@ -102,8 +109,28 @@ class GraphFunction:
             When cuDNN has no plan.
         """
         pool = current_pool()
+        result = self.hit(pool, arrays, out, (*options.items(),))
+        if result is not MISSED:
+            return result
         call = self.prepare(pool, arrays, out, options)
         return call.launch(pool.slot(call.stream))
+
+    def hit(self, pool: HandlePool, arrays: tuple[Any, ...], out: Any, marks: tuple[Any, ...]) -> Any:
+        """Launch the plan that arrays and marks (see `prepare`) lead to at once; `MISSED` where none does."""
+        operands = arrays if out is None else (*arrays, out)
+        plans = pool.plans
+        try:
+            entry = plans.shortcuts[self, pool.current_device(), len(arrays), marks, *map(_geometry, operands)]
+        except (AttributeError, KeyError, TypeError):  # called for the first time so, or with other libraries' arrays
+            return MISSED
+        entry.used = plans.tick()
+        plan = entry.plan
+        if out is not None:
+            launch(pool, plan, pool.slot(), operands, True)
+            return out
+        made = new_outputs(pool, plan.outputs, pool.driver.empty)
+        launch(pool, plan, pool.slot(), arrays + made, False)
+        return made[0] if plan.single else made
 
     def run(self, arrays: MutableMapping[Any, Any], /, **options: Any) -> MutableMapping[Any, Any]:
         """Launch on the current stream with arrays by reference, outputs among them.
@@ -141,9 +168,8 @@ class GraphFunction:
         layouts = zip(places[inputs:], plan.outputs, strict=True)
         outs = tuple([empty(at.shape, at.strides, at.dtype) if place < 0 else given[place] for place, at in layouts])
         operands = tuple([given[place] for place in places[:inputs]])
-        check_apart(self._name, pool.driver, plan, operands, outs)
         made = tuple([out for place, out in zip(places[inputs:], outs, strict=True) if place < 0])
-        call: AnyCall = GraphCall(pool, plan, operands + outs, made)
+        call: AnyCall = GraphCall(pool, plan, operands + outs, made, True)
         if adapted is not None:
             call = adapted.call(call, [place for place in places[inputs:] if place >= 0])
         made = call.launch(pool.slot(call.stream))
@@ -163,22 +189,35 @@ class GraphFunction:
         options: dict[str, Any],
         settings: Settings = (),
         adapted: Adapted | None = None,
+        marks: tuple[Any, ...] | None = None,
     ) -> AnyCall:
-        """Find or build the plan, and allocate the outputs that are not given, on the current stream."""
+        """Find or build the plan, and allocate the outputs that are not given, on the current stream.
+
+        ``marks`` stand for options and settings in the shortcut to the plan: whatever tells them from others.
+        """
         try:
             outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+            plan = shortcut = None
             if adapted is None:
+                if marks is None:
+                    marks = (*options.items(), *settings)
+                shortcut = (self, pool.current_device(), len(arrays), marks, *map(_geometry, arrays + outs))
+                entry = pool.plans.shortcuts.get(shortcut)
+                if entry is not None:
+                    entry.used = pool.plans.tick()
+                    plan = entry.plan
+        except (AttributeError, TypeError):  # said more clearly below, where it is no other library's array
+            shortcut = None
+        try:
+            if plan is None:
                 native = pool.driver.array_type
-                for array in arrays + outs if outs else arrays:
-                    if type(array) is not native:
-                        return Adapted(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
-            plan = self.plan(pool, arrays, outs, options, settings)
-            if out is None:
-                empty = pool.driver.empty if adapted is None else adapted.empty
-                made = tuple([empty(layout.shape, layout.strides, layout.dtype) for layout in plan.outputs])
-                return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made)
-            check_apart(self._name, pool.driver, plan, arrays, outs)
-            return GraphCall(pool, plan, arrays + outs, out)
+                if adapted is None and any(type(array) is not native for array in arrays + outs):
+                    return Adapted(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
+                plan = self.plan(pool, arrays, outs, options, settings, shortcut=shortcut)
+            if out is not None:
+                return GraphCall(pool, plan, arrays + outs, out, True)
+            made = new_outputs(pool, plan.outputs, pool.driver.empty if adapted is None else adapted.empty)
+            return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made, False)
         except Exception as error:
             diagnose(pool, error)
             raise
@@ -193,8 +232,9 @@ class GraphFunction:
         options: dict[str, Any],
         settings: Settings = (),
         references: tuple[Any, ...] | None = None,
+        shortcut: Any = None,
     ) -> Plan:
-        """The plan for these arrays, built when there is none yet."""
+        """The plan for these arrays, built when there is none yet; ``shortcut`` is what leads to it from now on."""
         driver = pool.driver
         device = driver.current_device()
         try:
@@ -216,6 +256,8 @@ class GraphFunction:
         if plan is None:
             check_arrays(self._name, driver, device, arrays + outs)
             plan = self._build(pool, device, key, arrays, outs, options)
+        if shortcut is not None:
+            pool.plans.shorten(device, key, shortcut)
         return plan
 
     def plan_for(self, *arrays: Any, out: Any = None, **options: Any) -> Plan:

@@ -3,8 +3,9 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from handlepool.drivers.base import Executable
@@ -55,6 +56,35 @@ class Plan:
     keys: tuple[str | int, ...] = ()
     places: tuple[int, ...] = ()
     _choose: "Callable[[int], Plan] | None" = field(repr=False, compare=False, default=None)
+    _apart: tuple[tuple[int, int, int, int, bool], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        layouts, inputs = self.inputs + self.outputs, len(self.inputs)
+        pairs = [(one, other) for one in range(inputs, len(layouts)) for other in range(one)]
+        apart = tuple(
+            (one, other, layouts[one].reach, layouts[other].reach, self._may_be_same(layouts, one, other)) for one, other in pairs
+        )
+        object.__setattr__(self, "_apart", apart)
+
+    def _may_be_same(self, layouts: tuple[Layout, ...], one: int, other: int) -> bool:
+        return self.in_place and other < len(self.inputs) and layouts[one] == layouts[other]
+
+    def check_apart(self, addresses: Sequence[int]) -> None:
+        """Raise where an output lies over an input or another output.
+
+        Elements are written before all that need the input have read it. Where each depends on those at its place alone, an
+        output may be an input, exactly.
+
+        Parameters
+        ----------
+        addresses : sequence of int
+            Of the operands, inputs before outputs.
+        """
+        for one, other, reach, others, same in self._apart:
+            start, begin = addresses[one], addresses[other]
+            if begin < start + reach and start < begin + others and not (same and begin == start):
+                what = f"argument {other}" if other < len(self.inputs) else "another output"
+                raise ArgumentError(f"out= of {self.name} shares memory with {what}; pass an array of its own")
 
     @property
     def engine(self) -> str:
@@ -108,6 +138,24 @@ class _Build:
         self.error: Exception | None = None
 
 
+class Entry:
+    """A plan in the cache.
+
+    Attributes
+    ----------
+    plan : Plan
+    used : int
+        When it was used last, as `PlanCache.tick` tells the time.
+    """
+
+    __slots__ = ("plan", "shortcuts", "used")
+
+    def __init__(self, plan: Plan, used: int) -> None:
+        self.plan = plan
+        self.used = used
+        self.shortcuts: list[Hashable] = []
+
+
 class PlanCache:
     """Plans by key, least recently used out first.
 
@@ -118,6 +166,13 @@ class PlanCache:
     ----------
     limit : int
         Most plans of one device.
+
+    Attributes
+    ----------
+    shortcuts : dict
+        Entries by what is quicker to make than their keys: see `shorten`. Read without the lock.
+    tick : callable
+        Tells the time: a number that grows from call to call.
     """
 
     def __init__(self, limit: int = 512) -> None:
@@ -127,7 +182,9 @@ class PlanCache:
         self.built = 0
         self.evicted = 0
         self.build_microseconds = 0
-        self._plans: dict[int, OrderedDict[Hashable, Plan]] = {}
+        self.shortcuts: dict[Hashable, Entry] = {}
+        self.tick = count().__next__
+        self._plans: dict[int, dict[Hashable, Entry]] = {}
         self._builds: dict[Hashable, _Build] = {}
         self._refusals: OrderedDict[tuple[int, Hashable], GraphNotSupportedError] = OrderedDict()
         self._lock = threading.Lock()  # guards what is above; a hit does without
@@ -135,15 +192,19 @@ class PlanCache:
     def get(self, device: int, key: Hashable) -> Plan | None:
         """Return the plan of a key, now the most recently used, or None."""
         plans = self._plans.get(device)
-        if plans is None:
+        entry = None if plans is None else plans.get(key)
+        if entry is None:
             return None
-        plan = plans.get(key)
-        if plan is not None:
-            try:
-                plans.move_to_end(key)  # one C call, atomic under the GIL
-            except KeyError:  # evicted by another thread since; the plan itself is good
-                pass
-        return plan
+        entry.used = self.tick()
+        return entry.plan
+
+    def shorten(self, device: int, key: Hashable, shortcut: Hashable) -> None:
+        """Let a shortcut lead to the plan of a key for as long as the cache has it."""
+        with self._lock:
+            entry = self._plans.get(device, {}).get(key)
+            if entry is not None and shortcut not in self.shortcuts:
+                entry.shortcuts.append(shortcut)
+                self.shortcuts[shortcut] = entry
 
     def get_or_build(self, device: int, key: Hashable, build: Callable[[], Plan]) -> Plan:
         """Return the plan of a key, building it when there is none and no other thread does.
@@ -155,8 +216,7 @@ class PlanCache:
         """
         while True:
             with self._lock:
-                plans = self._plans.get(device)
-                plan = None if plans is None else plans.get(key)
+                plan = self.get(device, key)
                 if plan is not None:
                     return plan
                 refusal = self._refusals.get((device, key))
@@ -192,11 +252,18 @@ class PlanCache:
 
     def _keep(self, device: int, key: Hashable, plan: Plan) -> None:
         self.built += 1
-        plans = self._plans.setdefault(device, OrderedDict())
-        plans[key] = plan
-        while len(plans) > self.limit:
-            plans.popitem(last=False)
+        plans = self._plans.setdefault(device, {})
+        self._forget(plans, key)
+        while len(plans) >= self.limit:
+            self._forget(plans, min(plans, key=lambda key: plans[key].used))
             self.evicted += 1
+        plans[key] = Entry(plan, self.tick())
+
+    def _forget(self, plans: dict[Hashable, Entry], key: Hashable) -> None:
+        entry = plans.pop(key, None)
+        if entry is not None:
+            for shortcut in entry.shortcuts:
+                self.shortcuts.pop(shortcut, None)
 
     def _end_build(self, device: int, key: Hashable, build: _Build, took: int) -> None:
         with self._lock:
@@ -218,14 +285,15 @@ class PlanCache:
         """Forget every plan; those in use live on with their users."""
         with self._lock:
             self._plans.clear()
+            self.shortcuts.clear()
             self._refusals.clear()
 
     def discard(self, match: Callable[[Hashable], bool]) -> None:
         """Forget the plans, and what was refused, whose keys match."""
         with self._lock:
             for plans in self._plans.values():
-                for key in [key for key in list(plans) if match(key)]:  # a hit reorders them without the lock
-                    del plans[key]
+                for key in [key for key in plans if match(key)]:
+                    self._forget(plans, key)
             for refused in [refused for refused in self._refusals if match(refused[1])]:
                 del self._refusals[refused]
 

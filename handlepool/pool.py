@@ -19,6 +19,7 @@ import itertools
 import logging
 import os
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
@@ -96,6 +97,7 @@ class HandlePool:
         self._poison: BaseException | None = None
         number = next(_numbers)
         self.attribute = f"_handlepool_{number}" if number else "_handlepool"
+        self.current_device: Callable[[], int] = lambda: self.driver.current_device()
         self.get_handle, self.slot, self._use_driver = hits(self)  # type: ignore[method-assign]
         condition.remember(self)
 

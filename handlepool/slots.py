@@ -87,6 +87,7 @@ def hits(pool: Any) -> tuple[Callable[..., Handle], Callable[..., "Slot"], Calla
         # Where there is one device there is nothing to ask CUDA: `int()` is 0, its ordinal, for half the price.
         current_device = int if driver.device_count() == 1 else driver.current_device
         current_stream = driver.current_stream
+        pool.current_device = current_device
 
     return get_handle, find, use
 

@@ -6,7 +6,7 @@ import threading
 import weakref
 
 import numpy as np
-from accounts import RESTORES, Accounts, CostlyDriver
+from accounts import RESTORES, Accounts, CostlyDriver, forgotten
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -240,8 +240,8 @@ class Lifetimes(RuleBasedStateMachine):
     @rule(i=INDEX)
     def a_stream_goes(self, i):
         stream, device = self.streams[i % len(self.streams)]
-        forked = any(fork._stream is stream for actor in self.actors for fork in actor.forks)
-        if self.recording(stream, device) is None and not (forked and stream._arrays):
+        forks = [*(fork for actor in self.actors for fork in actor.forks), *forgotten(self.pool)]
+        if self.recording(stream, device) is None and not any(fork._stream is stream for fork in forks):
             self.streams.remove((stream, device))
             if stream._arrays:  # CuPy's arena goes to the next stream at the same pointer; scratch is what must be safe by itself
                 self.wait(stream)

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -117,6 +118,27 @@ def test_g9_a_close_under_a_capture_harms_it_not_and_what_it_has_goes_with_its_e
     assert scene.driver.alive()["handles"] == 0
     graph.launch(scene.stream)
     assert scene.read(y) == 5
+
+
+def test_g8_after_an_inner_join_that_failed_what_comes_later_is_let_go_of_at_the_outer_join(scene):
+    class Held:
+        pass
+
+    def branch():
+        with pytest.raises(RuntimeError, match="injected"), scene.states.fork() as inner:  # noqa: PT012
+            inner.run(lambda: None)
+            scene.driver.fail_at(1, "record_event")
+
+    with scene.states.fork() as fork:
+        fork.run(branch)
+        thing = Held()
+        gone = weakref.ref(thing)
+        fork.run(lambda _: None, thing)
+        del thing
+        gc.collect()
+        assert gone() is not None
+    gc.collect()
+    assert gone() is None
 
 
 # Streams and threads that go

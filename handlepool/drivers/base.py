@@ -61,7 +61,14 @@ class Executable(Protocol):
     engine: str
     candidates: int
 
-    def launch(self, handle: Handle, operands: Sequence[Any], workspace: int, scratch: Any) -> None:
+    def launch(
+        self,
+        handle: Handle,
+        operands: Sequence[Any],
+        workspace: int,
+        scratch: Any,
+        check: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
         """Enqueue the graph on the handle's stream; where it cannot, for an operand, raise before anything is enqueued.
 
         Shapes, strides and types of the operands are those of the plan. What else may differ from call to call is checked:
@@ -77,6 +84,8 @@ class Executable(Protocol):
             Device pointer to at least ``workspace_size`` bytes; never 0 when that is positive.
         scratch : object
             What `Driver.launch_buffer` returned for the slot that launches; used by one thread at a time.
+        check : callable, optional
+            Called with the operands' addresses before anything is enqueued; what it raises goes on.
         """
 
 

@@ -386,6 +386,7 @@ class CudaExecutable:
         self.engine = str(graph.get_plan_name_at_index(graph._plan_index))
         self.candidates = int(graph.get_execution_plan_count())
         self._uids = [int(tensor.get_uid()) for tensor in operands]
+        self._several_devices = driver.device_count() > 1
         self._raw, self._index = self._raw_entry()
 
     def _raw_entry(self) -> tuple[Callable[..., None] | None, int]:
@@ -405,26 +406,36 @@ class CudaExecutable:
             return None, -1
         return raw, -1 if index is None else index
 
-    def launch(self, handle: Handle, operands: Sequence[Any], workspace: int, scratch: Any) -> None:
-        pointers, address = scratch
-        device = self._device
-        misplaced = count = 0
+    def launch(
+        self,
+        handle: Handle,
+        operands: Sequence[Any],
+        workspace: int,
+        scratch: Any,
+        check: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        pointers, location = scratch
+        wrong = count = 0
         try:
             for array in operands:
-                memory = array.data
-                pointers[count] = pointer = memory.ptr
-                misplaced |= pointer % TENSOR_ALIGNMENT or memory.device_id != device
+                pointers[count] = pointer = array.data.ptr
+                wrong |= pointer
                 count += 1
+            wrong %= TENSOR_ALIGNMENT
+            if self._several_devices:
+                for array in operands:
+                    wrong |= array.data.device_id != self._device
         except AttributeError:  # no array of CuPy's
-            misplaced = 1
-        if misplaced:
-            check_operands(self._driver, self.engine, device, operands)
+            wrong = 1
+        if wrong:
+            check_operands(self._driver, self.engine, self._device, operands)
+        if check is not None:
+            check(pointers)
         raw = self._raw
         if raw is None:
-            pack = dict(zip(self._uids, pointers[:count], strict=True))
-            self.graph.execute(pack, workspace or None, handle=handle)
+            self.graph.execute(dict(zip(self._uids, pointers[:count], strict=True)), workspace or None, handle=handle)
         else:
-            raw(address, count, workspace, handle.backend_handle, self._index)
+            raw(location, count, workspace, handle.backend_handle, self._index)
 
 
 assert ctypes.sizeof(ctypes.c_void_p) == 8  # the raw entry's array holds 64-bit pointers

@@ -15,10 +15,11 @@ import numpy as np
 from handlepool.drivers import frontend
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, check_operands
 from handlepool.drivers.host import schedulers
+from handlepool.drivers.host.blocks import Array, address_of, owner_of, raw_view
 from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
 from handlepool.drivers.host.controls import Controls
 from handlepool.drivers.host.executable import HostExecutable
-from handlepool.drivers.host.memory import Array, Memory, RegionAllocator, address_of, owner_of, raw_view
+from handlepool.drivers.host.memory import Memory, RegionAllocator
 from handlepool.drivers.host.ordering import Order
 from handlepool.drivers.host.queues import Event, Latch, StreamTable
 from handlepool.drivers.host.recorded import Recordings

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from handlepool.drivers.host.blocks import ALIGNMENT, Array, Block, accesses, address_of, raw_view
 from handlepool.drivers.host.contract import HandleUse
-from handlepool.drivers.host.memory import ALIGNMENT, Array, Block, Memory, accesses, raw_view
+from handlepool.drivers.host.memory import Memory
 from handlepool.drivers.host.queues import StreamTable
 from handlepool.errors import ArgumentError, ContractError
 
@@ -48,14 +49,23 @@ class HostExecutable:
     def __repr__(self) -> str:
         return f"<HostExecutable {self.engine} of device {self.device}, {len(self._steps)} steps>"
 
-    def launch(self, handle: Any, operands: Sequence[Any], workspace: int, scratch: Any) -> None:
+    def launch(
+        self,
+        handle: Any,
+        operands: Sequence[Any],
+        workspace: int,
+        scratch: Any,
+        check: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
         """Queue the steps on the handle's stream; see `handlepool.drivers.base.Executable.launch`."""
+        self._check_operands(self.engine, self.device, operands)
+        if check is not None:
+            check([address_of(array) for array in operands])
         self._note("launch")
         use = HandleUse(self._streams, handle, "launch", self._checks)
         with use:
             if self._checks and handle.device != self.device:
                 raise ContractError(f"{self!r} was launched with {handle!r}")
-            self._check_operands(self.engine, self.device, operands)
             for index in {index for step in self._steps for index in step.writes}:
                 if not operands[index].flags.writeable:
                     raise ArgumentError(f"{self.engine}: argument {index} is an output and cannot be written; pass another array")

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from handlepool.drivers.host.blocks import Array, Block, Owner
 from handlepool.drivers.host.captures import HostGraph
-from handlepool.drivers.host.memory import Array, Block, DeviceMemory, Memory, Owner
+from handlepool.drivers.host.memory import DeviceMemory, Memory
 from handlepool.drivers.host.queues import Queue, StreamTable
 from handlepool.errors import CaptureError, ContractError
 

@@ -1,0 +1,90 @@
+"""What a launch on the cuda driver hands to cuDNN, with CuPy's arrays over made-up addresses: needs CuPy, and no GPU."""
+
+import numpy as np
+import pytest
+
+from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+cuda = pytest.importorskip("handlepool.drivers.cuda", reason="the cuda driver's packages are not installed")
+
+
+class Handle:
+    backend_handle = 1234
+
+
+class Entry:
+    """Stands in for the raw entry beneath ``pygraph.execute``, and reads what it was pointed to."""
+
+    def __init__(self, buffer):
+        self.buffer = buffer
+        self.calls = []
+
+    def __call__(self, location, count, workspace, handle, index):
+        assert location == self.buffer[1]
+        self.calls.append((list(self.buffer[0][:count]), workspace, handle, index))
+
+
+def array_at(address, device=0, size=8):
+    memory = cupy.cuda.memory.UnownedMemory(address, 4096, None, device)
+    return cupy.ndarray((size,), np.float32, cupy.cuda.memory.MemoryPointer(memory, 0))
+
+
+@pytest.fixture
+def executable():
+    driver = object.__new__(cuda.CudaDriver)
+    made = object.__new__(cuda.CudaExecutable)
+    made._driver, made._device, made._several_devices = driver, 0, True
+    made.engine, made._uids, made._index = "engine", [1, 2, 3], 7
+    made.buffer = driver.launch_buffer()
+    made._raw = Entry(made.buffer)
+    return made
+
+
+ADDRESSES = [0x10000, 0x20000, 0x30010]
+
+
+def test_addresses_go_in_the_order_of_the_operands(executable):
+    executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0x5000, executable.buffer)
+    executable.launch(Handle(), [array_at(address) for address in reversed(ADDRESSES)], 0, executable.buffer)
+    assert executable._raw.calls == [(ADDRESSES, 0x5000, 1234, 7), (ADDRESSES[::-1], 0, 1234, 7)]
+
+
+def test_the_check_is_called_with_the_addresses_before_anything_is_launched(executable):
+    seen = []
+
+    def check(addresses):
+        seen.extend(addresses[:3])
+        raise ArgumentError("they overlap")
+
+    with pytest.raises(ArgumentError, match="they overlap"):
+        executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0, executable.buffer, check)
+    assert seen == ADDRESSES
+    assert executable._raw.calls == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (array_at(0x40004), ArgumentError, "begins 4 bytes past a multiple of 16"),
+        (array_at(0x40000, device=1), DeviceMismatchError, "is on device 1"),
+        (np.zeros(8, np.float32), ArrayTypeError, r"numpy\.ndarray"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 2])
+def test_what_cannot_be_taken_is_refused_before_anything_is_launched(executable, wrong, error, message, place):
+    operands = [array_at(address) for address in ADDRESSES]
+    operands[place] = wrong
+    with pytest.raises(error, match=message):
+        executable.launch(Handle(), operands, 0, executable.buffer)
+    assert executable._raw.calls == []
+
+
+def test_without_the_raw_entry_the_public_one_is_called_by_uid(executable):
+    class Graph:
+        def execute(self, pack, workspace, handle):
+            self.given = (pack, workspace, handle.backend_handle)
+
+    executable.graph, executable._raw = Graph(), None
+    executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0, executable.buffer)
+    assert executable.graph.given == (dict(zip([1, 2, 3], ADDRESSES, strict=True)), None, 1234)
