@@ -1,13 +1,11 @@
 """The driver for NVIDIA GPUs: CuPy, nvidia-cudnn-frontend and, for what CuPy lacks, ``cuda.bindings.driver``.
 
-With `recorded` and `shared`, the only module that imports CuPy or calls a cuDNN binding. The runtime half of cuda-bindings is
-never used: it needs a driver as new as itself. cuDNN's rule for threads is that a handle is used by one thread at a time; who
-keeps it is the pool.
+With `executable`, `recorded` and `shared`, the only module that imports CuPy or calls a cuDNN binding. The runtime half of
+cuda-bindings is never used: it needs a driver as new as itself. cuDNN's rule for threads is that a handle is used by one thread at
+a time; who keeps it is the pool.
 """
 
-import ctypes
 import threading
-from array import array as buffer
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,9 +18,10 @@ from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers import frontend, recorded, shared
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, TENSOR_ALIGNMENT, Handle, Stream, check_operands
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Handle, Stream
+from handlepool.drivers.executable import CudaExecutable, new_buffer
 from handlepool.drivers.views import HOST, UNKNOWN, View
-from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, GraphNotSupportedError
+from handlepool.errors import ArrayTypeError, CaptureError
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator
@@ -32,7 +31,6 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _STICKY = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
 """Errors that a context does not survive, by their numbers, which are the same in the runtime and in the driver: memory that
 cannot be corrected, addresses and instructions that are illegal, misaligned or out of space, failed assertions and launches."""
-_MAX_OPERANDS = 64
 
 
 def unavailable() -> str | None:
@@ -328,114 +326,16 @@ class CudaDriver:
         return view
 
     def launch_buffer(self) -> Any:
-        pointers = buffer("Q", bytes(8 * _MAX_OPERANDS))
+        pointers = new_buffer()
         return pointers, pointers.buffer_info()[0]
 
     def new_graph(self, handle: Handle, **settings: Any) -> Any:
         return frontend.new_graph(handle, **settings)
 
-    def compile(self, graph: Any, operands: Sequence[Any], **settings: Any) -> "CudaExecutable":
+    def compile(self, graph: Any, operands: Sequence[Any], **settings: Any) -> CudaExecutable:
         return CudaExecutable(self, graph, operands, **settings)
 
 
 def _check_all(result: tuple[Any, ...]) -> tuple[Any, ...]:
     _check(result)
     return result[1:]
-
-
-class CudaExecutable:
-    """A built `cudnn.pygraph`, launched through its raw entry where that is there."""
-
-    def __init__(
-        self,
-        driver: CudaDriver,
-        graph: Any,
-        operands: Sequence[Any],
-        *,
-        workspace_limit: int | None = None,
-        allow_tf32: bool = True,
-        deterministic: bool = False,
-        heuristics: Sequence[str] = ("A", "FALLBACK"),
-        plan_index: int | None = None,
-    ) -> None:
-        if len(operands) > _MAX_OPERANDS:
-            raise ArgumentError(f"a graph of {len(operands)} real tensors; at most {_MAX_OPERANDS} can be launched")
-        notes = []
-        if not allow_tf32:
-            notes.append(cudnn.numerical_note.TENSOR_CORE)
-        if deterministic:
-            notes.append(cudnn.numerical_note.NONDETERMINISTIC)
-        try:
-            graph.validate()
-            graph.build_operation_graph()
-            if workspace_limit is not None:
-                graph.deselect_workspace_greater_than(workspace_limit)
-            if notes:
-                graph.deselect_numeric_notes(notes)
-            graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in heuristics])
-            if plan_index is not None:
-                graph.select_plan(plan_index)
-            graph.check_support()
-            graph.build_plans()
-        except (cudnn.cudnnGraphNotSupportedError, ValueError, RuntimeError, NotImplementedError) as error:
-            raise GraphNotSupportedError(f"cuDNN {cudnn.backend_version()} answered: {error}") from error
-        self.graph = graph
-        self._driver = driver
-        self._device = driver.current_device()
-        self.workspace_size = int(graph.get_workspace_size())
-        self.engine = str(graph.get_plan_name_at_index(graph._plan_index))
-        self.candidates = int(graph.get_execution_plan_count())
-        self._uids = [int(tensor.get_uid()) for tensor in operands]
-        self._several_devices = driver.device_count() > 1
-        self._raw, self._index = self._raw_entry()
-
-    def _raw_entry(self) -> tuple[Callable[..., None] | None, int]:
-        """Find the entry beneath ``pygraph.execute``, a fifth of its cost; None where this frontend has no such thing.
-
-        It takes an array of pointers in ascending order of uid, which the operands' order is made to be.
-        """
-        try:
-            lowered = self.graph._lowered_graph
-            lowered._prepare_variant_pack_template()
-            order = list(lowered._get_variant_pack_uids_sorted())
-            index = self.graph._plans[self.graph._plan_index].cpp_index
-            raw: Callable[..., None] = lowered._execute_with_raw_ptrs
-        except (AttributeError, IndexError):
-            return None, -1
-        if order != self._uids or self.graph.selected_engine is not None:
-            return None, -1
-        return raw, -1 if index is None else index
-
-    def launch(
-        self,
-        handle: Handle,
-        operands: Sequence[Any],
-        workspace: int,
-        scratch: Any,
-        check: Callable[[Sequence[int]], None] | None = None,
-    ) -> None:
-        pointers, location = scratch
-        wrong = count = 0
-        try:
-            for array in operands:
-                pointers[count] = pointer = array.data.ptr
-                wrong |= pointer
-                count += 1
-            wrong %= TENSOR_ALIGNMENT
-            if self._several_devices:
-                for array in operands:
-                    wrong |= array.data.device_id != self._device
-        except AttributeError:  # no array of CuPy's
-            wrong = 1
-        if wrong:
-            check_operands(self._driver, self.engine, self._device, operands)
-        if check is not None:
-            check(pointers)
-        raw = self._raw
-        if raw is None:
-            self.graph.execute(dict(zip(self._uids, pointers[:count], strict=True)), workspace or None, handle=handle)
-        else:
-            raw(location, count, workspace, handle.backend_handle, self._index)
-
-
-assert ctypes.sizeof(ctypes.c_void_p) == 8  # the raw entry's array holds 64-bit pointers

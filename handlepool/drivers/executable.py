@@ -1,0 +1,117 @@
+"""A built cuDNN graph of the cuda driver, and the one place where it is launched."""
+
+import ctypes
+from array import array as buffer
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cudnn
+
+from handlepool.drivers.base import TENSOR_ALIGNMENT, Driver, Handle, check_operands
+from handlepool.errors import ArgumentError, GraphNotSupportedError
+
+MOST_OPERANDS = 64
+
+
+def new_buffer() -> Any:
+    """An array for the operands' addresses; see `Driver.launch_buffer`."""
+    return buffer("Q", bytes(8 * MOST_OPERANDS))
+
+
+class CudaExecutable:
+    """A built `cudnn.pygraph`, launched through its raw entry where that is there."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        graph: Any,
+        operands: Sequence[Any],
+        *,
+        workspace_limit: int | None = None,
+        allow_tf32: bool = True,
+        deterministic: bool = False,
+        heuristics: Sequence[str] = ("A", "FALLBACK"),
+        plan_index: int | None = None,
+    ) -> None:
+        if len(operands) > MOST_OPERANDS:
+            raise ArgumentError(f"a graph of {len(operands)} real tensors; at most {MOST_OPERANDS} can be launched")
+        notes = []
+        if not allow_tf32:
+            notes.append(cudnn.numerical_note.TENSOR_CORE)
+        if deterministic:
+            notes.append(cudnn.numerical_note.NONDETERMINISTIC)
+        try:
+            graph.validate()
+            graph.build_operation_graph()
+            if workspace_limit is not None:
+                graph.deselect_workspace_greater_than(workspace_limit)
+            if notes:
+                graph.deselect_numeric_notes(notes)
+            graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in heuristics])
+            if plan_index is not None:
+                graph.select_plan(plan_index)
+            graph.check_support()
+            graph.build_plans()
+        except (cudnn.cudnnGraphNotSupportedError, ValueError, RuntimeError, NotImplementedError) as error:
+            raise GraphNotSupportedError(f"cuDNN {cudnn.backend_version()} answered: {error}") from error
+        self.graph = graph
+        self._driver = driver
+        self._device = driver.current_device()
+        self.workspace_size = int(graph.get_workspace_size())
+        self.engine = str(graph.get_plan_name_at_index(graph._plan_index))
+        self.candidates = int(graph.get_execution_plan_count())
+        self._uids = [int(tensor.get_uid()) for tensor in operands]
+        self._several_devices = driver.device_count() > 1
+        self._raw, self._index = self._raw_entry()
+
+    def _raw_entry(self) -> tuple[Callable[..., None] | None, int]:
+        """Find the entry beneath ``pygraph.execute``, a fifth of its cost; None where this frontend has no such thing.
+
+        It takes an array of pointers in ascending order of uid, which the operands' order is made to be.
+        """
+        try:
+            lowered = self.graph._lowered_graph
+            lowered._prepare_variant_pack_template()
+            order = list(lowered._get_variant_pack_uids_sorted())
+            index = self.graph._plans[self.graph._plan_index].cpp_index
+            raw: Callable[..., None] = lowered._execute_with_raw_ptrs
+        except (AttributeError, IndexError):
+            return None, -1
+        if order != self._uids or self.graph.selected_engine is not None:
+            return None, -1
+        return raw, -1 if index is None else index
+
+    def launch(
+        self,
+        handle: Handle,
+        operands: Sequence[Any],
+        workspace: int,
+        scratch: Any,
+        check: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """See `Executable.launch`."""
+        pointers, location = scratch
+        wrong = count = 0
+        try:
+            for array in operands:
+                pointers[count] = pointer = array.data.ptr
+                wrong |= pointer
+                count += 1
+            wrong %= TENSOR_ALIGNMENT
+            if self._several_devices:
+                for array in operands:
+                    wrong |= array.data.device_id != self._device
+        except AttributeError:  # no array of CuPy's
+            wrong = 1
+        if wrong:
+            check_operands(self._driver, self.engine, self._device, operands)
+        if check is not None:
+            check(pointers)
+        raw = self._raw
+        if raw is None:
+            self.graph.execute(dict(zip(self._uids, pointers[:count], strict=True)), workspace or None, handle=handle)
+        else:
+            raw(location, count, workspace, handle.backend_handle, self._index)
+
+
+assert ctypes.sizeof(ctypes.c_void_p) == 8  # the raw entry's array holds 64-bit pointers
