@@ -1,8 +1,8 @@
 """The driver for NVIDIA GPUs: CuPy, nvidia-cudnn-frontend and, for what CuPy lacks, ``cuda.bindings.driver``.
 
 With `executable`, `recorded` and `shared`, the only module that imports CuPy or calls a cuDNN binding. The runtime half of
-cuda-bindings is never used: it needs a driver as new as itself. cuDNN's rule for threads is that a handle is used by one thread at
-a time; who keeps it is the pool.
+cuda-bindings is never used: it needs a driver as new as itself. cuDNN's rule for threads is that a handle is used by one thread
+at a time; who keeps it is the pool.
 """
 
 import threading
