@@ -1,6 +1,7 @@
 """``python -m handlepool``."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,5 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return demo.main(options)
 
 
+def _run() -> int:
+    """Run the command of this process. A reader of standard output that has had enough, as ``head``, is no error."""
+    try:
+        status = main()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains as it flushes at its end
+        return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_run())

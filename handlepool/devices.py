@@ -81,7 +81,9 @@ class DeviceSlots:
         self.doomed: list[Handle] = []  # that nobody has, and that could not be destroyed; `empty` tries again
         self.live = 0
         self.builder: Handle | None = None
-        self.build_lock = threading.Lock()  # the builder handle is used by one thread at a time (guarantee 1)
+        # The builder handle is used by one thread at a time (guarantee 1). A finaliser that the collector runs in between may
+        # build, too: the binding has returned by then.
+        self.build_lock = threading.RLock()
         self._drain = drain
         self._lock = threading.RLock()  # guards counts and live; no call is made under it
 

@@ -101,7 +101,7 @@ class Fork:
             After the fork was left, or the pool closed.
         """
         pool = self._pool
-        if not self._open or self._thread != get_ident() or pool.unusable:
+        if not self._open or self._thread != get_ident() or pool.unusable or self._region.ended:
             self._refuse()
         driver = self._driver
         if driver.current_device() != self._ordinal:  # inside `with other_device:` in the fork's body
@@ -187,6 +187,7 @@ class Fork:
                 f"fork in each thread, or use ParallelStateExecutor"
             )
         self._pool._check_usable()
+        self._check_in_time()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not self._open or self._thread != get_ident():
@@ -208,8 +209,19 @@ class Fork:
                     self._join()
         except BaseException:
             if self._leased:  # it did not come to the join
+                if self._inherited:
+                    self._region.abandon()  # or the outer fork would let go of it
                 parked.append(self)
             raise
+        if error is None:
+            self._check_in_time()
+
+    def _check_in_time(self) -> None:
+        if self._inherited and self._region.ended:
+            raise OwnershipError(
+                "this fork was entered inside a branch, and the fork of that branch was left before it: nobody waits for its "
+                "branches. Leave a fork where it was entered; a generator that holds one open must be finished there"
+            )
 
     def _leave(self) -> None:
         """Leave in the child of a process that forked in here (guarantee 13), or after a lost context: nothing is touched."""

@@ -109,7 +109,8 @@ class GraphFunction:
             When cuDNN has no plan.
         """
         pool = current_pool()
-        result = self.hit(pool, arrays, out, (*options.items(),))
+        # Types too: 1, True and 1.0 are equal, and may mean different things to the function.
+        result = self.hit(pool, arrays, out, (*options.items(), *map(type, options.values())) if options else ())
         if result is not MISSED:
             return result
         call = self.prepare(pool, arrays, out, options)
@@ -197,10 +198,12 @@ class GraphFunction:
         """
         try:
             outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+            if out is not None and not outs:
+                raise ArgumentError(f"{self._name}: out={out!r} holds no array; pass one for each output, or None for new ones")
             plan = shortcut = None
             if adapted is None:
                 if marks is None:
-                    marks = (*options.items(), *settings)
+                    marks = (*options.items(), *map(type, options.values()), *settings)
                 shortcut = (self, pool.current_device(), len(arrays), marks, *map(_geometry, arrays + outs))
                 entry = pool.plans.shortcuts.get(shortcut)
                 if entry is not None:
@@ -242,7 +245,7 @@ class GraphFunction:
                 self,
                 tuple([(array.shape, array.strides, array.dtype) for array in arrays]),
                 tuple([(array.shape, array.strides, array.dtype) for array in outs]),
-                frozenset(options.items()) if options else None,
+                frozenset([(name, value, type(value)) for name, value in options.items()]) if options else None,
                 settings,
                 references,
             )

@@ -187,7 +187,9 @@ class PlanCache:
         self._plans: dict[int, dict[Hashable, Entry]] = {}
         self._builds: dict[Hashable, _Build] = {}
         self._refusals: OrderedDict[tuple[int, Hashable], GraphNotSupportedError] = OrderedDict()
-        self._lock = threading.Lock()  # guards what is above; a hit does without
+        # Guards what is above; a hit does without. A finaliser that the collector runs inside may come again (guarantee 10), so
+        # every section under it holds where the dictionaries change between any two of its steps.
+        self._lock = threading.RLock()
 
     def get(self, device: int, key: Hashable) -> Plan | None:
         """Return the plan of a key, now the most recently used, or None."""
@@ -255,7 +257,8 @@ class PlanCache:
         plans = self._plans.setdefault(device, {})
         self._forget(plans, key)
         while len(plans) >= self.limit:
-            self._forget(plans, min(plans, key=lambda key: plans[key].used))
+            oldest, _ = min(list(plans.items()), key=lambda item: item[1].used)
+            self._forget(plans, oldest)
             self.evicted += 1
         plans[key] = Entry(plan, self.tick())
 
@@ -268,7 +271,7 @@ class PlanCache:
     def _end_build(self, device: int, key: Hashable, build: _Build, took: int) -> None:
         with self._lock:
             self.build_microseconds += took // 1000
-            del self._builds[device, key]
+            self._builds.pop((device, key), None)
             if build.plan is not None:
                 self._keep(device, key, build.plan)
             elif isinstance(build.error, GraphNotSupportedError):
@@ -291,11 +294,11 @@ class PlanCache:
     def discard(self, match: Callable[[Hashable], bool]) -> None:
         """Forget the plans, and what was refused, whose keys match."""
         with self._lock:
-            for plans in self._plans.values():
-                for key in [key for key in plans if match(key)]:
+            for plans in list(self._plans.values()):
+                for key in [key for key in list(plans) if match(key)]:
                     self._forget(plans, key)
-            for refused in [refused for refused in self._refusals if match(refused[1])]:
-                del self._refusals[refused]
+            for refused in [refused for refused in list(self._refusals) if match(refused[1])]:
+                self._refusals.pop(refused, None)
 
     def counts(self) -> dict[str, int]:
         """What happened so far, by the flat names of `HandlePool.stats`."""

@@ -33,12 +33,13 @@ class Region:
         read there after the task was joined.
     """
 
-    __slots__ = ("_allocator", "_kept", "_outer", "device", "driver", "keep", "stream")
+    __slots__ = ("_allocator", "_kept", "_outer", "device", "driver", "ended", "keep", "stream")
 
     def __init__(self, driver: Driver, stream: Stream, outer: "Region | None" = None) -> None:
         self._outer = outer
         self._allocator: Any = None
         self._kept: list[object] = []
+        self.ended = False  # whether the outermost caller has gone on
         self.driver = driver
         self.device = driver.current_device()
         self.stream = stream
@@ -65,6 +66,7 @@ class Region:
 
     def release(self) -> None:
         """Let go of everything; the outermost caller's stream waits for every branch by now."""
+        self.ended = True
         if self._outer is not None:
             self._outer.keep(self._kept[:])
         self._kept.clear()

@@ -265,17 +265,25 @@ class Workspace:
                 if capture or not old.nbytes:
                     raise
                 # Contents are not kept, so the old block may go first; `allocate` waits for its stream and frees it.
-                scratch.retire(old, stream)
-                self.block = EMPTY
+                self._retire(scratch, stream)
                 self.block = scratch.allocate(nbytes)
                 return self.block
             if capture:
                 scratch.captured.setdefault(capture, []).append(new)
             elif old.nbytes:
                 try:
-                    scratch.retire(old, stream)
+                    self._retire(scratch, stream)
                 except BaseException:
                     scratch.free(new)
                     raise
             self.block = new
         return self.block
+
+    def _retire(self, scratch: DeviceScratch, stream: int) -> None:
+        """Retire the block, unless a `close` in another thread has taken it: a block is freed once."""
+        old = scratch.take(self)
+        try:
+            scratch.retire(old, stream)
+        except BaseException:
+            self.block = old
+            raise

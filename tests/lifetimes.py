@@ -540,8 +540,10 @@ class Lifetimes(RuleBasedStateMachine):
             handles = sum(handle.device == device.device for handle in accounts.handles()) - (device.builder is not None)
             most = self.most_keys[device.device] + self.most_sides[device.device]
             assert handles <= most, f"{handles} handles on device {device.device}, and at most {most} were in use at once"
-        sides = len(accounts.sides) + len(accounts.late)
-        assert self.driver.alive()["streams"] == sum(watch() is not None for watch in self.watches) + sides
+        streams = [watch() for watch in self.watches] + [slot.side_stream for slot in accounts.sides + accounts.late]
+        streams += [fork._stream for fork in forgotten(self.pool)]  # of an inner one, a side stream that may have been given back
+        owned = {id(stream) for stream in streams if stream is not None and stream._queue is not None}
+        assert self.driver.alive()["streams"] == len(owned)
 
     def teardown(self):
         if not hasattr(self, "driver"):

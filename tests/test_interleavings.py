@@ -4,6 +4,7 @@ At the k-th driver call of one thread another thread does all of its work, for e
 until it waits for the first at a lock. Then all is accounted for, and after a close nothing is left. Guarantees 1, 11, 14, 15.
 """
 
+import contextlib
 import itertools
 import threading
 
@@ -177,3 +178,25 @@ def test_g1_a_thread_whose_place_was_lost_keeps_its_handle(make_pool):
     assert pool.get_handle(stream) is handle
     assert pool.get_handle(stream) is handle
     assert pool.stats()["handles_created"] == 1
+
+
+def test_g5_a_close_that_takes_the_block_which_a_growth_would_retire_frees_it_once(make_driver):
+    class Closing(HostDriver):
+        armed = False
+
+        def create_event(self, **options):
+            if self.armed:
+                self.armed = False
+                closer = threading.Thread(target=pool.close)
+                closer.start()
+                closer.join(60)
+            return super().create_event(**options)
+
+    driver = Closing()
+    pool = HandlePool(driver=driver)
+    pool.get_workspace(256)
+    driver.armed = True
+    with contextlib.suppress(PoolClosedError):
+        pool.get_workspace(100_000)
+    pool.close()
+    assert driver.alive()["scratch_bytes"] == 0

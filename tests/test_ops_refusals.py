@@ -253,3 +253,14 @@ def test_an_out_beside_an_input_in_one_block_is_taken(scene):
 
 def test_two_outs_for_one_output(scene):
     refused(scene, ArgumentError, "out", out=(given(scene, "out"), given(scene, "out")))
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("out", [(), []])
+def test_an_out_that_holds_no_array(make_pool, out, first):
+    pool = make_pool()
+    x, w = (pool.driver.asarray(np.ones(shape, np.float32)) for shape in ((1, 4, 8, 8), (4, 4, 3, 3)))
+    if not first:
+        conv2d(x, w, pool=pool)
+    with pytest.raises(ArgumentError, match="holds no array"):
+        conv2d(x, w, out=out, pool=pool)

@@ -1,5 +1,6 @@
 """Plans: built once however many ask, bounded, and errors to all that waited."""
 
+import gc
 import threading
 
 import numpy as np
@@ -278,3 +279,45 @@ def test_a_graph_function_of_two_outputs(scene):
     with scene.states.fork() as fork:
         y, z = fork.run(both, scene.array(5))
     assert (scene.read(y), scene.read(z)) == (10, 25)
+
+
+def test_options_that_are_equal_and_of_other_types_have_plans_of_their_own(make_pool, monkeypatch):
+    pool = make_pool()
+    monkeypatch.setattr("handlepool.pool._default", pool)
+
+    @handlepool.graph
+    def choose(g, x, *, which):
+        return g.relu(x) if which is True else g.sigmoid(x)
+
+    x = pool.driver.asarray(np.full((1, 4, 8, 8), -1.0, np.float32))
+    for _ in range(2):
+        assert choose(x, which=1).flat[0] > 0
+        assert choose(x, which=True).flat[0] == 0
+
+
+def test_g10_a_finaliser_inside_the_caches_lock_may_clear_it(make_pool):
+    pool = make_pool()
+    x, w = (pool.driver.asarray(np.ones(shape, np.float32)) for shape in ((1, 1, 4, 4), (1, 1, 3, 3)))
+
+    class Finaliser:
+        def __init__(self):
+            self.cycle = self
+
+        def __del__(self):
+            pool.cache_clear()
+
+    threshold = gc.get_threshold()
+    gc.disable()
+    gc.freeze()
+    try:
+        for allocations in range(1, 300, 3):
+            pool.cache_clear()
+            Finaliser()
+            gc.set_threshold(allocations, 10_000, 10_000)  # the youngest generation alone, where the finaliser is
+            gc.enable()
+            handlepool.conv2d(x, w, padding=1, pool=pool)
+            gc.disable()
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*threshold)
+        gc.enable()

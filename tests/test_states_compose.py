@@ -6,7 +6,7 @@ import pytest
 from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_starts
 
 import handlepool
-from handlepool import ParallelStates
+from handlepool import OwnershipError, ParallelStates
 
 # Regions inside regions, with the order of all of them
 
@@ -260,3 +260,21 @@ def test_g15_a_handle_that_a_branch_destroyed_is_replaced_for_the_next():
         scene.states.map(lambda _: branch(), range(2))
         scene.states.map(lambda _: branch(), range(2))
         assert len({id(handle) for handle in used}) == 4
+
+
+def test_g6_a_fork_that_outlives_the_branch_it_was_entered_in_is_refused():
+    with Scene() as scene:
+        ran = []
+
+        def branches():
+            with scene.states.fork() as fork:
+                for value in (1, 2):
+                    ran.append(fork.run(scene.array, value))
+                    yield
+
+        with scene.states.fork() as outer:
+            left_open = outer.run(lambda: (found := branches(), next(found))[0])
+        with pytest.raises(OwnershipError, match="was left before it"):
+            next(left_open)
+        assert len(ran) == 1
+        assert scene.pool.stats()["handles_leased"] == 0

@@ -49,17 +49,18 @@ def choose_driver(name: str | None) -> tuple[str, str]:
     if missing is None:
         return chosen, reason
     if asked:
-        raise DriverNotAvailableError(f"the {chosen} driver was asked for ({reason}), but {missing}")
+        raise DriverNotAvailableError(f"the {chosen} driver was asked for ({reason}), but {missing}; `--driver host` needs none")
     return "host", f"because {missing}"
 
 
-def _check_out(out: Path, image: Path | None) -> None:
+def _check_out(out: Path, image: Path | None, filters: Path | None) -> None:
     """Find out before the work what the writing at its end would trip over."""
     if out.is_dir() or not out.parent.is_dir():
         what = "is a folder" if out.is_dir() else "lies in a folder that does not exist"
         raise ArgumentError(f"{str(out)!r} {what}; pass the path of the PNG to write as --out")
-    if image is not None and out.exists() and image.exists() and out.samefile(image):
-        raise ArgumentError(f"--out {str(out)!r} is the photograph itself; pass another file")
+    for what, given in (("photograph", image), ("file of filters", filters)):
+        if given is not None and out.exists() and given.exists() and out.samefile(given):
+            raise ArgumentError(f"--out {str(out)!r} is the {what} itself; pass another file")
 
 
 def _complain(error: object) -> None:
@@ -75,7 +76,7 @@ def _run(options: Namespace) -> int:
 
     if not 1 <= options.states <= _MOST_STATES:
         raise ArgumentError(f"{options.states} states are out of range; pass 1 to {_MOST_STATES} as --states")
-    _check_out(options.out, options.image)
+    _check_out(options.out, options.image, options.filters)
     filters = builtin_filters() if options.filters is None else load_filters(options.filters)
     path = sample_photograph() if options.image is None else options.image
     photograph = load_photograph(path, options.size)
