@@ -113,6 +113,7 @@ def _at_exit() -> None:
     leaked. Without the cache's lock, which in a forked child a thread of the parent may hold for ever."""
     for pool in list(_pools):
         pool.plans._plans.clear()
+        pool.plans.shortcuts.clear()
 
 
 def _after_fork() -> None:

@@ -176,7 +176,7 @@ def test_what_cannot_be_taken(default, torch, integers):
         (x.cpu().numpy(), "argument 0, a numpy.ndarray: it is in host memory"),
         (x.to(torch.complex64), "no data type 'complex64'"),
         (x.to("meta"), "memory"),
-        (torch.sparse_coo_tensor(size=(1, 16, 8, 8), device="cuda", check_invariants=False), "without strided memory"),
+        (torch.sparse_coo_tensor(size=(1, 16, 8, 8), device="cuda", check_invariants=True), "without strided memory"),
     ):
         with pytest.raises(ArrayTypeError, match=text):
             conv2d(wrong, w)
