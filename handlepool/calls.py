@@ -7,9 +7,9 @@ from handlepool.condition import diagnose
 from handlepool.drivers.base import Driver, check_operands
 from handlepool.errors import ArgumentError
 from handlepool.layouts import Layout
-from handlepool.plans import Plan
+from handlepool.plans import Entry, Plan, Shortcut
 from handlepool.pool import HandlePool
-from handlepool.regions import thread
+from handlepool.regions import recordings, thread
 from handlepool.slots import Slot
 
 
@@ -44,6 +44,55 @@ class AnyCall(Protocol):
 
     def then(self, make: "Callable[[Any], AnyCall]") -> "AnyCall":
         """This call and one over its result, as one."""
+
+
+MISSED: Any = object()
+"""What `hit` returns where nothing was launched."""
+
+
+def hit(function: Any, pool: HandlePool, begin: Callable[..., Slot] | None, arrays: Any, out: Any, marks: tuple[Any, ...]) -> Any:
+    """Launch at once what these arrays led to before; `MISSED` where that cannot be told so quickly.
+
+    Parameters
+    ----------
+    function : GraphFunction
+    pool : HandlePool
+    begin : callable, optional
+        Called with the operands before the launch, and returns the slot to launch on; this thread's on the current stream
+        without it.
+    arrays : tuple of array
+    out : array or tuple of array, optional
+    marks : tuple
+        What `GraphFunction.prepare` was given.
+    """
+    try:
+        attempts = pool.plans.shortcuts[function, marks, arrays[0].shape]
+    except (AttributeError, IndexError, KeyError, TypeError):  # the first time so; or no arrays, or nothing that has a hash
+        return MISSED
+    for attempt in attempts:
+        result = attempt(begin, arrays, out)
+        if result is not MISSED:
+            return result
+    return MISSED
+
+
+def shortcut(pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry) -> Shortcut | None:
+    """Make what `hit` finds: a function that launches a plan for arrays like these at once."""
+    plan, driver = entry.plan, pool.driver
+    names = {
+        "MISSED": MISSED,
+        "recordings": recordings,
+        "current_device": pool.current_device,
+        "current_stream": driver.current_stream,
+        "find": pool.slot,
+        "sound": pool.sound,
+        "entry": entry,
+        "tick": pool.plans.tick,
+        "diagnose": diagnose,
+        "pool": pool,
+    }
+    inputs, outputs = [Layout.of(array) for array in arrays], [Layout.of(out) for out in outs] or plan.outputs
+    return plan.executable.shortcut(inputs, outputs, plan.apart if outs else None, plan.single, names)
 
 
 def launch(pool: HandlePool, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool) -> None:

@@ -3,11 +3,11 @@
 from typing import Any
 
 from handlepool.activations import ACTIVATIONS, activate, activation_call
-from handlepool.calls import AnyCall
+from handlepool.calls import MISSED, AnyCall, hit
 from handlepool.conv_checks import Pair, check_array, check_channels, pair
 from handlepool.drivers import frontend
 from handlepool.errors import ArgumentError, GraphNotSupportedError
-from handlepool.graphs import MISSED, GraphFunction
+from handlepool.graphs import GraphFunction
 from handlepool.layouts import Layout
 from handlepool.plans import Plan
 from handlepool.pool import HandlePool, current_pool
@@ -76,7 +76,7 @@ def conv2d(
     """
     chosen = current_pool() if pool is None else pool
     marks = (stride, padding, dilation, groups, mode, activation, workspace_limit, allow_tf32, deterministic)
-    result = _conv2d.hit(chosen, (x, w) if bias is None else (x, w, bias), out, marks)
+    result = hit(_conv2d, chosen, None, (x, w) if bias is None else (x, w, bias), out, marks)
     if result is not MISSED:
         return result
     call = _prepare(
@@ -145,7 +145,35 @@ def _prepare_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, A
     return _prepare(options.pop("pool", None) or pool, *args, **options)
 
 
+def _hit_branch(pool: HandlePool, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _hit(pool, begin, *args, **kwargs)
+
+
+def _hit(
+    default: HandlePool,
+    begin: Any,
+    x: Any,
+    w: Any,
+    *,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    mode: str = "cross_correlation",
+    bias: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    workspace_limit: int | None = None,
+    allow_tf32: bool = True,
+    deterministic: bool = False,
+    pool: HandlePool | None = None,
+) -> Any:
+    marks = (stride, padding, dilation, groups, mode, activation, workspace_limit, allow_tf32, deterministic)
+    return hit(_conv2d, pool or default, begin, (x, w) if bias is None else (x, w, bias), out, marks)
+
+
 # In a fork the output is allocated before the branch starts, as for any graph function.
+conv2d.__handlepool_hit__ = _hit_branch  # type: ignore[attr-defined]
 conv2d.__handlepool_prepare__ = _prepare_branch  # type: ignore[attr-defined]
 
 

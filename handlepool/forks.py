@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from handlepool.callers import in_torch, order, torch_among
+from handlepool.calls import MISSED
 from handlepool.condition import diagnose, lost
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
@@ -61,22 +62,24 @@ class Fork:
         if self._thread:
             raise OwnershipError("this fork was entered already; make a new one with states.fork()")
         pool = self._pool
-        pool._check_usable()
+        if pool.unusable:
+            pool._check_usable()
         if parked:
             settle()
         driver = self._driver = pool.driver
-        stream = driver.current_stream() if self._stream is None else None
+        ordinal: int = pool.current_device()
+        stream = driver.current_stream(ordinal) if self._stream is None else None
         if stream is None or not driver.owns_stream(stream):
             reference = resolve(driver, self._stream)
             check_foreign(driver, reference)
             stream = reference.stream or driver.wrap_stream(reference.pointer, reference.owner)
         self._stream = stream
         self._pointer: int = stream.ptr
-        self._ordinal: int = driver.current_device()
-        self._device: DeviceSlots = pool.device(self._ordinal)
+        self._ordinal = ordinal
+        self._device: DeviceSlots = pool.device(ordinal)
         outer = thread.region
-        self._inherited = outer is not None and outer.device == self._ordinal and outer.driver is driver
-        self._region: Region = outer if outer is not None and self._inherited else Region(driver, stream)
+        self._inherited = outer is not None and outer.device == ordinal and outer.driver is driver
+        self._region: Region = outer if outer is not None and self._inherited else Region(driver, stream, ordinal)
         self._thread = get_ident()
         self._open = True
         return self
@@ -104,9 +107,15 @@ class Fork:
         if not self._open or self._thread != get_ident() or pool.unusable or self._region.ended:
             self._refuse()
         driver = self._driver
-        if driver.current_device() != self._ordinal:  # inside `with other_device:` in the fork's body
-            with driver.device(self._ordinal):
+        ordinal = self._ordinal
+        if pool.current_device() != ordinal:  # inside `with other_device:` in the fork's body
+            with driver.device(ordinal):
                 return self.run(function, *args, **kwargs)
+        hit = getattr(function, "__handlepool_hit__", None)
+        if hit is not None and driver.current_stream(ordinal) is self._stream:
+            result: T = hit(pool, self._begin, args, kwargs)
+            if result is not MISSED:
+                return result
         region = self._region
         prepare = getattr(function, "__handlepool_prepare__", None)
         if prepare is None:
@@ -119,6 +128,8 @@ class Fork:
                 function, args, kwargs = in_torch(torch, pointer, theirs, self._ordinal, function, args, kwargs)
             if slot is None:
                 return self._on_caller(function, args, kwargs)
+            if slot.owner is None:
+                own(pool.sound(slot))
             driver.record_event(slot.start_event, self._pointer)
             driver.wait_event(slot.pointer, slot.start_event)
             return run_on(pool, slot.side_stream, self._ordinal, region, function, args, kwargs)
@@ -133,12 +144,32 @@ class Fork:
         slot = self._state()
         region.keep((args, kwargs, call.operands))
         if slot is None:
-            result: T = call.enqueue(pool.slot(self._stream))
+            result = call.enqueue(pool.slot(self._stream))
             return result
+        if slot.owner is None:
+            own(pool.sound(slot))
         driver.record_event(slot.start_event, self._pointer)
         driver.wait_event(slot.pointer, slot.start_event)
         result = call.enqueue(slot)
         return result
+
+    def _begin(self, operands: tuple[Any, ...]) -> Slot:
+        """Start a branch that launches one plan and runs no Python: nobody asks for its slot, so the thread need not own it."""
+        self._region.keep(operands)
+        index = self._next
+        leased = self._leased
+        if index < len(leased):
+            slot = leased[index]
+            self._next = index + 1 if index + 1 < self._count else 0
+        else:
+            found = self._state()
+            if found is None:
+                return self._pool.slot(self._stream)
+            slot = found
+        driver = self._driver
+        driver.record_event(slot.start_event, self._pointer)
+        driver.wait_event(slot.pointer, slot.start_event)
+        return slot
 
     def _follow(self, pointers: Sequence[int]) -> int:
         """Let the next branches start after further callers' streams, too, as torch's current one, and those wait at the join.
@@ -161,16 +192,13 @@ class Fork:
         self._next = (index + 1) % self._count
         leased = self._leased
         if index >= len(leased) and len(leased) < self._count:
-            slot = self._device.sides.lease()
+            sides = self._device.sides
+            try:
+                slot: Slot | None = sides.free.pop()
+            except IndexError:
+                slot = sides.lease()
             if slot is not None:
-                leased.append(slot)  # first: the join gives back whatever is here
-                try:
-                    own(self._pool.sound(slot))
-                except BaseException:
-                    leased.pop()
-                    self._next = index
-                    self._device.sides.give_back(slot, captured=False)
-                    raise
+                leased.append(slot)  # the join gives back whatever is here
                 return slot
             self._count = max(1, len(leased))  # fewer are to be had: do with those
             self._next = 1 % self._count
@@ -202,7 +230,7 @@ class Fork:
                 self._pool._check_usable()
             return
         try:
-            if driver.current_device() == self._ordinal:
+            if self._pool.current_device() == self._ordinal:
                 self._join()
             else:  # where the null stream's pointer means another stream
                 with driver.device(self._ordinal):
@@ -235,6 +263,7 @@ class Fork:
             self._leave()
             return
         leased, self._leased = self._leased, []
+        free = sides.free
         captured = False
         failure: BaseException | None = None
         late: BaseException | None = None
@@ -253,10 +282,16 @@ class Fork:
                 driver.wait_event(pointer, slot.end_event)
             except BaseException as trouble:  # every other branch is joined all the same
                 failure = trouble
-            disown(slot)
+            if slot.owner is not None:
+                disown(slot)
+            if captured or failure is not None:
+                sides.give_back(slot, captured=True)
+            else:
+                free.append(slot)
+        if self._pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
             try:
-                sides.give_back(slot, captured=captured or failure is not None)
-            except BaseException as trouble:  # the pool was closed, and something could not be destroyed yet
+                sides.drop_free()
+            except BaseException as trouble:  # something could not be destroyed yet
                 late = trouble
         if failure is None:
             try:
@@ -288,7 +323,8 @@ class Fork:
                     while self._leased:
                         captured = capturing(self._leased[-1].pointer) != 0
                         slot = self._leased.pop()
-                        disown(slot)
+                        if slot.owner is not None:
+                            disown(slot)
                         self._device.sides.give_back(slot, captured=captured)
                     return True
                 pointers = [slot.pointer for slot in self._leased]

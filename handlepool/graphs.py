@@ -2,33 +2,27 @@
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
-from functools import update_wrapper
-from operator import attrgetter
+from functools import partial, update_wrapper
 from typing import Any
 
 from handlepool.arrays import Adapted, adapt, layout_of
 from handlepool.building import build
-from handlepool.calls import AnyCall, GraphCall, check_arrays, check_hashable, launch, new_outputs
+from handlepool.calls import MISSED, AnyCall, GraphCall, check_arrays, check_hashable, hit, new_outputs, shortcut
 from handlepool.condition import diagnose
 from handlepool.drafts import Request
 from handlepool.errors import ArgumentError
 from handlepool.layouts import Layout
 from handlepool.plans import Plan
-from handlepool.pool import HandlePool, current_pool
+from handlepool.pool import HandlePool, current_pool, default_pool
 from handlepool.recipes import Recipe, Signature, as_references
+from handlepool.regions import thread
 from handlepool.settings import Settings, normalise
 
 MOST_VARIANTS = 64
 """Variants of a graph function, by settings, that keep their plans from call to call."""
 
 
-MISSED: Any = object()
-"""What `GraphFunction.hit` returns where there is nothing to launch yet."""
-
-_geometry = attrgetter("__class__", "shape", "strides", "dtype")  # one C call an array
-
-
-class GraphFunction:
+class GraphFunction(partial[Any]):
     """A function ``f(g, *tensors, **options)`` that builds with a `cudnn.pygraph`, as a callable over arrays. See `graph`.
 
     Parameters
@@ -44,7 +38,36 @@ class GraphFunction:
         cuDNN takes. (It takes a pointwise operation alone for channels-last arrays only.)
     **settings
         As in `graph`.
+
+    Notes
+    -----
+    It is called with arrays, one for each tensor parameter, or for each of ``inputs=``, in that order. Of the keywords, ``out``
+    is an array, or a tuple of arrays, where the outputs go, all of them; their strides decide how they lie. The others are the
+    function's own: static, hashable, a part of what a plan is compiled for. It launches on the current stream and returns
+    ``out``, or new arrays, ready on that stream.
+
+    A call raises `ArgumentError`, `ArrayTypeError` or `DeviceMismatchError` for what no call could succeed with, before anything
+    is launched, and `GraphNotSupportedError` when cuDNN has no plan.
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> "GraphFunction":
+        """Make the function that a call runs."""
+
+        # A partial of nothing: calling one is a C call that goes straight on to `call`, and calling an object with a method
+        # `__call__` costs 0.15 µs more, of the 2 that we have.
+        def call(*arrays: Any, out: Any = None, **options: Any) -> Any:
+            pool: HandlePool | None = thread.pool
+            if pool is None:
+                pool = default_pool()
+            marks = marks_of(options) if options else ()
+            result = hit(self, pool, None, arrays, out, marks)
+            if result is not MISSED:
+                return result
+            prepared = self.prepare(pool, arrays, out, options, marks=marks)
+            return prepared.launch(pool.slot(prepared.stream))
+
+        self: GraphFunction = super().__new__(cls, call)
+        return self
 
     def __init__(
         self,
@@ -57,10 +80,9 @@ class GraphFunction:
         **settings: Any,
     ) -> None:
         checked = normalise(settings)
-        name = str(dict(checked).get("name") or getattr(function, "__name__", "graph"))
         self._become(
             Recipe(
-                name,
+                _name(function, checked),
                 function,
                 Signature.of(function),
                 as_references("inputs", inputs),
@@ -83,55 +105,6 @@ class GraphFunction:
         return f"<GraphFunction {self._name}{settings}>"
 
     # Calls
-
-    def __call__(self, *arrays: Any, out: Any = None, **options: Any) -> Any:
-        """Launch on the current stream.
-
-        Parameters
-        ----------
-        *arrays : array
-            One for each tensor parameter, or for each of ``inputs=``, in that order.
-        out : array or tuple of array, optional
-            Where the outputs go, all of them; their strides decide how they lie. New arrays otherwise.
-        **options
-            The function's own keyword arguments: static, hashable, a part of what a plan is compiled for.
-
-        Returns
-        -------
-        array or tuple of array
-            ``out``, or new arrays, ready on the current stream.
-
-        Raises
-        ------
-        ArgumentError, ArrayTypeError, DeviceMismatchError
-            For what no call could succeed with, before anything is launched.
-        GraphNotSupportedError
-            When cuDNN has no plan.
-        """
-        pool = current_pool()
-        # Types too: 1, True and 1.0 are equal, and may mean different things to the function.
-        result = self.hit(pool, arrays, out, (*options.items(), *map(type, options.values())) if options else ())
-        if result is not MISSED:
-            return result
-        call = self.prepare(pool, arrays, out, options)
-        return call.launch(pool.slot(call.stream))
-
-    def hit(self, pool: HandlePool, arrays: tuple[Any, ...], out: Any, marks: tuple[Any, ...]) -> Any:
-        """Launch the plan that arrays and marks (see `prepare`) lead to at once; `MISSED` where none does."""
-        operands = arrays if out is None else (*arrays, out)
-        plans = pool.plans
-        try:
-            entry = plans.shortcuts[self, pool.current_device(), len(arrays), marks, *map(_geometry, operands)]
-        except (AttributeError, KeyError, TypeError):  # called for the first time so, or with other libraries' arrays
-            return MISSED
-        entry.used = plans.tick()
-        plan = entry.plan
-        if out is not None:
-            launch(pool, plan, pool.slot(), operands, True)
-            return out
-        made = new_outputs(pool, plan.outputs, pool.driver.empty)
-        launch(pool, plan, pool.slot(), arrays + made, False)
-        return made[0] if plan.single else made
 
     def run(self, arrays: MutableMapping[Any, Any], /, **options: Any) -> MutableMapping[Any, Any]:
         """Launch on the current stream with arrays by reference, outputs among them.
@@ -180,7 +153,17 @@ class GraphFunction:
     def __handlepool_prepare__(self, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
         """What a fork calls before it starts the branch."""
         options = dict(kwargs)
-        return self.prepare(pool, args, options.pop("out", None), options)
+        out = options.pop("out", None)
+        return self.prepare(pool, args, out, options, marks=marks_of(options))
+
+    def __handlepool_hit__(self, pool: HandlePool, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a fork tries before that: see `hit`."""
+        options = kwargs
+        out = None
+        if kwargs:
+            options = dict(kwargs)
+            out = options.pop("out", None)
+        return hit(self, pool, begin, args, out, marks_of(options) if options else ())
 
     def prepare(
         self,
@@ -194,29 +177,16 @@ class GraphFunction:
     ) -> AnyCall:
         """Find or build the plan, and allocate the outputs that are not given, on the current stream.
 
-        ``marks`` stand for options and settings in the shortcut to the plan: whatever tells them from others.
+        ``marks`` stand for options and settings in the key of a shortcut to the plan: whatever tells them from others.
         """
         try:
             outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
             if out is not None and not outs:
                 raise ArgumentError(f"{self._name}: out={out!r} holds no array; pass one for each output, or None for new ones")
-            plan = shortcut = None
-            if adapted is None:
-                if marks is None:
-                    marks = (*options.items(), *map(type, options.values()), *settings)
-                shortcut = (self, pool.current_device(), len(arrays), marks, *map(_geometry, arrays + outs))
-                entry = pool.plans.shortcuts.get(shortcut)
-                if entry is not None:
-                    entry.used = pool.plans.tick()
-                    plan = entry.plan
-        except (AttributeError, TypeError):  # said more clearly below, where it is no other library's array
-            shortcut = None
-        try:
-            if plan is None:
-                native = pool.driver.array_type
-                if adapted is None and any(type(array) is not native for array in arrays + outs):
-                    return Adapted(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
-                plan = self.plan(pool, arrays, outs, options, settings, shortcut=shortcut)
+            native = pool.driver.array_type
+            if adapted is None and any(type(array) is not native for array in arrays + outs):
+                return Adapted(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
+            plan = self.plan(pool, arrays, outs, options, settings, marks=None if adapted else marks)
             if out is not None:
                 return GraphCall(pool, plan, arrays + outs, out, True)
             made = new_outputs(pool, plan.outputs, pool.driver.empty if adapted is None else adapted.empty)
@@ -235,9 +205,9 @@ class GraphFunction:
         options: dict[str, Any],
         settings: Settings = (),
         references: tuple[Any, ...] | None = None,
-        shortcut: Any = None,
+        marks: tuple[Any, ...] | None = None,
     ) -> Plan:
-        """The plan for these arrays, built when there is none yet; ``shortcut`` is what leads to it from now on."""
+        """The plan for these arrays, built when there is none yet; with ``marks``, a `hit` finds it from now on."""
         driver = pool.driver
         device = driver.current_device()
         try:
@@ -259,8 +229,8 @@ class GraphFunction:
         if plan is None:
             check_arrays(self._name, driver, device, arrays + outs)
             plan = self._build(pool, device, key, arrays, outs, options)
-        if shortcut is not None:
-            pool.plans.shorten(device, key, shortcut)
+        if marks is not None:
+            pool.plans.shorten(device, key, (self, marks, arrays[0].shape), partial(shortcut, pool, arrays, outs))
         return plan
 
     def plan_for(self, *arrays: Any, out: Any = None, **options: Any) -> Plan:
@@ -329,8 +299,7 @@ class GraphFunction:
         variant = root._variants.get(checked)
         if variant is None:
             variant = GraphFunction.__new__(GraphFunction)
-            name = str(dict(checked).get("name") or getattr(recipe.function, "__name__", "graph"))
-            variant._become(replace(recipe, name=name, settings=checked))
+            variant._become(replace(recipe, name=_name(recipe.function, checked), settings=checked))
             variant._root = root
             variant = root._variants.setdefault(checked, variant)
             while len(root._variants) > MOST_VARIANTS:
@@ -341,6 +310,15 @@ class GraphFunction:
         """Forget the plans of this function and of its variants by `options`; those in use live on with their users."""
         root = self._root
         current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "_root", None) is root)
+
+
+def marks_of(options: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells options from others: types too, since 1, True and 1.0 are equal, and may mean different things."""
+    return (*options.items(), *map(type, options.values()))
+
+
+def _name(function: Callable[..., Any], settings: Settings) -> str:
+    return str(dict(settings).get("name") or getattr(function, "__name__", "graph"))
 
 
 def graph(function: Callable[..., Any] | None = None, *, inputs: Any = None, outputs: Any = None, **settings: Any) -> Any:

@@ -14,6 +14,10 @@ from handlepool.layouts import Layout
 
 __all__ = ["Layout", "Plan", "PlanCache"]
 
+Shortcut = Callable[[Any, tuple[Any, ...], Any], Any]
+MOST_SHORTCUTS = 16
+"""Geometries that share a shortcut's key. Each that is tried costs a fiftieth of a launch; without one, a launch is slower."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -43,6 +47,8 @@ class Plan:
         What `GraphFunction.run` calls the outputs.
     places : tuple of int
         For each operand the place of its array in the arguments; -1 for an output that is to be allocated.
+    apart : tuple of tuple
+        Of each output and each operand before it: their places, how far they reach in bytes, and whether they may be the same.
     """
 
     name: str
@@ -56,7 +62,7 @@ class Plan:
     keys: tuple[str | int, ...] = ()
     places: tuple[int, ...] = ()
     _choose: "Callable[[int], Plan] | None" = field(repr=False, compare=False, default=None)
-    _apart: tuple[tuple[int, int, int, int, bool], ...] = field(init=False, repr=False, compare=False)
+    apart: tuple[tuple[int, int, int, int, bool], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layouts, inputs = self.inputs + self.outputs, len(self.inputs)
@@ -64,7 +70,7 @@ class Plan:
         apart = tuple(
             (one, other, layouts[one].reach, layouts[other].reach, self._may_be_same(layouts, one, other)) for one, other in pairs
         )
-        object.__setattr__(self, "_apart", apart)
+        object.__setattr__(self, "apart", apart)
 
     def _may_be_same(self, layouts: tuple[Layout, ...], one: int, other: int) -> bool:
         return self.in_place and other < len(self.inputs) and layouts[one] == layouts[other]
@@ -80,7 +86,7 @@ class Plan:
         addresses : sequence of int
             Of the operands, inputs before outputs.
         """
-        for one, other, reach, others, same in self._apart:
+        for one, other, reach, others, same in self.apart:
             start, begin = addresses[one], addresses[other]
             if begin < start + reach and start < begin + others and not (same and begin == start):
                 what = f"argument {other}" if other < len(self.inputs) else "another output"
@@ -146,6 +152,8 @@ class Entry:
     plan : Plan
     used : int
         When it was used last, as `PlanCache.tick` tells the time.
+    shortcuts : dict
+        What was made of the plan, by key in `PlanCache.shortcuts`; None where its driver has none.
     """
 
     __slots__ = ("plan", "shortcuts", "used")
@@ -153,7 +161,7 @@ class Entry:
     def __init__(self, plan: Plan, used: int) -> None:
         self.plan = plan
         self.used = used
-        self.shortcuts: list[Hashable] = []
+        self.shortcuts: dict[Hashable, Shortcut | None] = {}
 
 
 class PlanCache:
@@ -169,8 +177,9 @@ class PlanCache:
 
     Attributes
     ----------
-    shortcuts : dict
-        Entries by what is quicker to make than their keys: see `shorten`. Read without the lock.
+    shortcuts : dict of list
+        Functions that launch a plan at once (`Executable.shortcut`), by what is quicker to make than the key of a plan, and may
+        stand for several: each of a list is tried. Read without the lock.
     tick : callable
         Tells the time: a number that grows from call to call.
     """
@@ -182,7 +191,7 @@ class PlanCache:
         self.built = 0
         self.evicted = 0
         self.build_microseconds = 0
-        self.shortcuts: dict[Hashable, Entry] = {}
+        self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
         self._plans: dict[int, dict[Hashable, Entry]] = {}
         self._builds: dict[Hashable, _Build] = {}
@@ -200,13 +209,16 @@ class PlanCache:
         entry.used = self.tick()
         return entry.plan
 
-    def shorten(self, device: int, key: Hashable, shortcut: Hashable) -> None:
-        """Let a shortcut lead to the plan of a key for as long as the cache has it."""
+    def shorten(self, device: int, key: Hashable, shortcut: Hashable, make: Callable[[Entry], Shortcut | None]) -> None:
+        """Make a shortcut to the plan of a key, where there is none yet; it stays for as long as the cache has the plan."""
         with self._lock:
             entry = self._plans.get(device, {}).get(key)
-            if entry is not None and shortcut not in self.shortcuts:
-                entry.shortcuts.append(shortcut)
-                self.shortcuts[shortcut] = entry
+            if entry is None or shortcut in entry.shortcuts:
+                return
+            entry.shortcuts[shortcut] = made = make(entry)
+            if made is not None:
+                # A new list: whoever goes through the former one goes on. The newest is tried first.
+                self.shortcuts[shortcut] = [made, *self.shortcuts.get(shortcut, ())][:MOST_SHORTCUTS]
 
     def get_or_build(self, device: int, key: Hashable, build: Callable[[], Plan]) -> Plan:
         """Return the plan of a key, building it when there is none and no other thread does.
@@ -264,8 +276,11 @@ class PlanCache:
 
     def _forget(self, plans: dict[Hashable, Entry], key: Hashable) -> None:
         entry = plans.pop(key, None)
-        if entry is not None:
-            for shortcut in entry.shortcuts:
+        for shortcut, gone in {} if entry is None else entry.shortcuts.items():
+            left = [made for made in self.shortcuts.get(shortcut, ()) if made is not gone]
+            if left:
+                self.shortcuts[shortcut] = left
+            else:
                 self.shortcuts.pop(shortcut, None)
 
     def _end_build(self, device: int, key: Hashable, build: _Build, took: int) -> None:

@@ -18,7 +18,7 @@ from handlepool.forks import disown, own
 from handlepool.inputs import Inputs
 from handlepool.pool import HandlePool, current_pool
 from handlepool.program import Program
-from handlepool.regions import Region, keep_for_good, parked, run_on, settle, thread
+from handlepool.regions import Region, keep_for_good, parked, recordings, run_on, settle, thread
 from handlepool.slots import Slot
 from handlepool.states import ParallelStates
 from handlepool.streams import StreamReference, check_foreign, resolve
@@ -138,12 +138,14 @@ class Recording:
         driver = self.pool.driver
         allocator = driver.swap_allocator(self._memory.allocator)
         thread.recording = self
+        recordings.append(self)  # after: a launch that sees it asks the thread
         torch = torch_among(function, args, kwargs)
         if torch is not None:
             function, args, kwargs = in_torch(torch, slot.pointer, slot.pointer, self.device, function, args, kwargs)
         try:
             return run_on(self.pool, slot.side_stream, self.device, None, function, args, kwargs)
         finally:
+            recordings.remove(self)
             thread.recording = None
             driver.swap_allocator(allocator)
 
@@ -235,7 +237,7 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
     driver = pool.driver
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
     inputs = Inputs(driver, args, kwargs)
-    kept = Region(driver, stream)
+    kept = Region(driver, stream, driver.current_device())
     kept.keep_call(function, args, kwargs)
     if run_on(pool, stream, home.device, None, function, args, kwargs) is None:
         raise _nothing(name)

@@ -28,6 +28,8 @@ class Region:
         Whose allocator it replaces inside branches.
     stream : Stream
         The outermost caller's stream; arrays that branches make belong to its arena.
+    device : int
+        The ordinal.
     outer : Region, optional
         Of the branch or task that a task was submitted from. It takes over what is let go of, since what a task made may be
         read there after the task was joined.
@@ -35,13 +37,13 @@ class Region:
 
     __slots__ = ("_allocator", "_kept", "_outer", "device", "driver", "ended", "keep", "stream")
 
-    def __init__(self, driver: Driver, stream: Stream, outer: "Region | None" = None) -> None:
+    def __init__(self, driver: Driver, stream: Stream, device: int, outer: "Region | None" = None) -> None:
         self._outer = outer
         self._allocator: Any = None
         self._kept: list[object] = []
         self.ended = False  # whether the outermost caller has gone on
         self.driver = driver
-        self.device = driver.current_device()
+        self.device = device
         self.stream = stream
         self.keep = self._kept.append  # atomic: a task's region may be kept to by another thread
 
@@ -95,6 +97,9 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
+
+recordings: list[object] = []
+"""The recordings under way, in whatever thread: where there is one, launches ask `thread`."""
 
 _UNCHANGED = object()
 

@@ -88,6 +88,33 @@ class Executable(Protocol):
             Called with the operands' addresses before anything is enqueued; what it raises goes on.
         """
 
+    def shortcut(
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        apart: Sequence[tuple[int, int, int, int, bool]] | None,
+        single: bool,
+        names: dict[str, Any],
+    ) -> Callable[..., Any] | None:
+        """Make a function that launches the graph at once where nothing stands against it; None where the driver has none.
+
+        It is ``launch(begin, arrays, out)``, and returns the outputs, or ``MISSED`` where the arrays are others than it was made
+        for, or must not be launched with. ``begin`` is None, or what returns the slot to launch on when it is called with the
+        operands; outputs are allocated before.
+
+        Parameters
+        ----------
+        inputs, outputs : sequence of Layout
+            Of the arrays. The first input's shape is not compared: whoever looked the function up has done that.
+        apart : sequence of tuple, optional
+            What ``out`` must not lie over, as in `Plan`; None for outputs that are to be allocated.
+        single : bool
+            Whether there is one output, not a tuple.
+        names : dict
+            ``MISSED``; ``recordings``, which is empty while nothing is recorded; ``current_device`` and ``current_stream``;
+            ``pool``, its ``find()`` and ``sound(slot)``; ``entry`` and ``tick`` of its plan cache; ``diagnose(pool, error)``.
+        """
+
 
 class RecordedGraph(Protocol):
     """What was captured, ready to be launched again and again; a graph never runs beside itself."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import cudnn
 
-from handlepool.drivers.base import TENSOR_ALIGNMENT, Driver, Handle, check_operands
+from handlepool.drivers import shortcuts
+from handlepool.drivers.base import Driver, Handle, check_operands
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 
 MOST_OPERANDS = 64
@@ -61,7 +62,6 @@ class CudaExecutable:
         self.engine = str(graph.get_plan_name_at_index(graph._plan_index))
         self.candidates = int(graph.get_execution_plan_count())
         self._uids = [int(tensor.get_uid()) for tensor in operands]
-        self._several_devices = driver.device_count() > 1
         self._raw, self._index = self._raw_entry()
 
     def _raw_entry(self) -> tuple[Callable[..., None] | None, int]:
@@ -90,28 +90,34 @@ class CudaExecutable:
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """See `Executable.launch`."""
-        pointers, location = scratch
-        wrong = count = 0
-        try:
-            for array in operands:
-                pointers[count] = pointer = array.data.ptr
-                wrong |= pointer
-                count += 1
-            wrong %= TENSOR_ALIGNMENT
-            if self._several_devices:
-                for array in operands:
-                    wrong |= array.data.device_id != self._device
-        except AttributeError:  # no array of CuPy's
-            wrong = 1
-        if wrong:
-            check_operands(self._driver, self.engine, self._device, operands)
+        check_operands(self._driver, self.engine, self._device, operands)
+        addresses = buffer("Q", [array.data.ptr for array in operands])
         if check is not None:
-            check(pointers)
+            check(addresses)
         raw = self._raw
         if raw is None:
-            self.graph.execute(dict(zip(self._uids, pointers[:count], strict=True)), workspace or None, handle=handle)
+            self.graph.execute(dict(zip(self._uids, addresses, strict=True)), workspace or None, handle=handle)
         else:
+            count = len(addresses)
+            pointers, location = scratch
+            # From here to `raw` nothing is called: a finaliser that came between could launch on this slot, too.
+            pointers[:count] = addresses
             raw(location, count, workspace, handle.backend_handle, self._index)
+
+    def shortcut(
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        apart: Sequence[tuple[int, int, int, int, bool]] | None,
+        single: bool,
+        names: dict[str, Any],
+    ) -> Callable[..., Any] | None:
+        """See `Executable.shortcut`."""
+        if self._raw is None:
+            return None
+        device = self._device if self._driver.device_count() > 1 else None
+        names = names | {"raw": self._raw, "index": self._index}
+        return shortcuts.shortcut(inputs, outputs, apart, single, self.workspace_size, device, names)
 
 
 assert ctypes.sizeof(ctypes.c_void_p) == 8  # the raw entry's array holds 64-bit pointers

@@ -35,7 +35,7 @@ def wrong_results(pool, kernels, convolutions, workspace):
         plan.executable.launch(slot.handle, (x, w, y), workspace(slot), slot.buffer)
 
     with ParallelStates(STREAMS, pool=pool).fork() as fork:
-        kernels.spin(2)  # gathers launches, so that the streams run beside each other
+        kernels.spin(10)  # gathers launches, so that the streams run beside each other
         for row in outputs:
             for x, y in zip(images, row, strict=True):
                 fork.run(launch, x, y)

@@ -1,0 +1,133 @@
+"""Functions that launch one plan of the cuda driver at once, each written for its plan.
+
+What stands above a launch is mostly attributes of arrays, and a loop over operands costs half as much again as the same written
+out. So a plan's function is generated, as `dataclasses` generates an ``__init__``, with what it compares in its text.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy
+
+from handlepool.drivers.base import TENSOR_ALIGNMENT
+
+_TEXT = """\
+def launch(begin, arrays, out):
+    if out is {unwanted}:
+        return MISSED
+    try:
+        {inputs}, = arrays
+        {unpack}
+        if recordings or {differ}:
+            return MISSED
+        {read}
+    except Exception:  # another number of arrays, or another library's
+        return MISSED
+    if ({addresses}) % {alignment}{overlap}:
+        return MISSED  # and said there
+    try:
+        {allocate}
+        if begin is None:
+            try:
+                slot = current_stream({device}).{attribute}.slot
+            except AttributeError:
+                slot = find()
+            handle = slot.handle
+            if handle.stream is not slot.bound{elsewhere}:
+                slot = find()
+                handle = slot.handle
+        else:
+            slot = begin(({operands},))
+            handle = slot.handle
+            if handle.stream is not slot.pointer:
+                handle = sound(slot).handle
+        workspace = {workspace}
+        entry.used = tick()
+        buffer, location = slot.buffer
+        {store}
+        raw(location, {count}, workspace, handle.backend_handle, index)
+    except Exception as error:
+        diagnose(pool, error)
+        raise
+    return {result}
+"""
+# From `buffer` to `raw` nothing is called, so neither the collector nor a signal can come between: a finaliser that launches on
+# this slot fills the same buffer.
+
+
+def shortcut(
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    apart: Sequence[tuple[int, int, int, int, bool]] | None,
+    single: bool,
+    workspace_size: int,
+    device: int | None,
+    names: dict[str, Any],
+) -> Callable[..., Any]:
+    """Make the function; see `Executable.shortcut`.
+
+    Parameters
+    ----------
+    inputs, outputs, apart, single
+        As there.
+    workspace_size : int
+        Bytes of scratch for a launch.
+    device : int or None
+        The plan's, where there are several.
+    names : dict
+        As there, with ``raw``, the raw entry, and ``index``, its last argument.
+    """
+    xs, ys = [f"x{i}" for i in range(len(inputs))], [f"y{i}" for i in range(len(outputs))]
+    given = apart is not None
+    layouts = dict(zip(xs + ys, (*inputs, *outputs), strict=True))
+    operands = list(layouts)
+    compared = [(a, layouts[a]) for a in (operands if given else xs)]
+    differ = [f"{a}.shape != {_numbers(layout.shape)}" for a, layout in compared[1:]]  # the first one's is a part of the key
+    differ += [f"{a}.strides != {_numbers(layout.strides)} or {a}.dtype is not dtype_{a}" for a, layout in compared]
+    if device is not None:
+        differ = [f"current_device() != {device}", *differ, *(f"{a}.data.device_id != {device}" for a, _ in compared)]
+    text = _TEXT.format(
+        inputs=", ".join(xs),
+        unwanted="None" if given else "not None",
+        unpack=_unpack(ys, single) if given else "pass",
+        differ=" or ".join(differ),
+        read="; ".join(f"p{a} = {a}.data.ptr" for a, _ in compared),
+        addresses=" | ".join(f"p{a}" for a, _ in compared),
+        alignment=TENSOR_ALIGNMENT,
+        overlap="".join(_overlap(operands, *pair) for pair in apart or ()),
+        device=0 if device is None else device,
+        elsewhere="" if device is None else f" or slot.device != {device}",
+        attribute=names["pool"].attribute,
+        allocate="pass" if given else "; ".join(_allocation(b, layouts[b]) for b in ys),
+        operands=", ".join(operands),
+        workspace=f"slot.reserve({workspace_size})" if workspace_size else "0",
+        store="; ".join(f"buffer[{i}] = p{a}" for i, a in enumerate(operands)),
+        count=len(operands),
+        result="out" if given else ys[0] if single else f"({', '.join(ys)},)",
+    )
+    values = {f"dtype_{a}": layout.dtype for a, layout in layouts.items()}
+    space: dict[str, Any] = names | values | {"ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc}
+    exec(compile(text, "<a plan's launch>", "exec"), space)
+    made: Callable[..., Any] = space["launch"]
+    return made
+
+
+def _numbers(values: Sequence[int]) -> str:
+    return repr(tuple(map(int, values)))
+
+
+def _unpack(outputs: list[str], single: bool) -> str:
+    return f"{outputs[0]} = out" if single else f"{', '.join(outputs)}, = out"
+
+
+def _allocation(b: str, layout: Any) -> str:
+    # With memory given, CuPy's constructor does not go over the strides to find out how much it takes.
+    shape, strides = _numbers(layout.shape), _numbers(layout.strides)
+    return f"{b} = ndarray({shape}, dtype_{b}, alloc({layout.reach}), {strides}); p{b} = {b}.data.ptr"
+
+
+def _overlap(operands: list[str], one: int, other: int, reach: int, others: int, same: bool) -> str:
+    """An output over an input or another output, as `Plan.check_apart` has it."""
+    start, begin = f"p{operands[one]}", f"p{operands[other]}"
+    exact = f" and {start} != {begin}" if same else ""
+    return f" or {start} < {begin} + {others} and {begin} < {start} + {reach}{exact}"
