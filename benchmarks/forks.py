@@ -20,7 +20,7 @@ class Empty:
     """A branch that begins as a graph function's does, and has nothing to launch."""
 
     def __handlepool_hit__(self, pool: Any, begin: Any, args: Any, kwargs: Any) -> None:
-        begin(())
+        begin((), None)
 
 
 def bare_events(driver: Any, stream: Any, count: int, names: dict[str, Any]) -> str:

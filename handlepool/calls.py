@@ -87,6 +87,7 @@ def shortcut(pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...], e
         "find": pool.slot,
         "sound": pool.sound,
         "entry": entry,
+        "cache": pool.plans,
         "tick": pool.plans.tick,
         "diagnose": diagnose,
         "pool": pool,

@@ -114,6 +114,7 @@ def _at_exit() -> None:
     for pool in list(_pools):
         pool.plans._plans.clear()
         pool.plans.shortcuts.clear()
+        pool.plans.recent = None
 
 
 def _after_fork() -> None:

@@ -5,7 +5,8 @@ stream waits for, and one recorded on the side stream at the join, which the cal
 stands nothing (guarantee 7).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from sys import modules
 from threading import get_ident
 from types import TracebackType
@@ -46,6 +47,7 @@ class Fork:
         "_region",
         "_stream",
         "_thread",
+        "_used",
     )
 
     def __init__(self, pool: HandlePool, count: int, stream: Any = None) -> None:
@@ -57,6 +59,7 @@ class Fork:
         self._callers: list[int] = []  # further streams that branches start after, and that wait at the join
         self._next = 0
         self._thread = 0
+        self._used: Any = None  # the shortcut of the last branch that had one
 
     def __enter__(self) -> "Fork":
         if self._thread:
@@ -66,7 +69,7 @@ class Fork:
             pool._check_usable()
         if parked:
             settle()
-        driver = self._driver = pool.driver
+        driver = self._driver = pool._driver or pool.driver
         ordinal: int = pool.current_device()
         stream = driver.current_stream(ordinal) if self._stream is None else None
         if stream is None or not driver.owns_stream(stream):
@@ -76,7 +79,7 @@ class Fork:
         self._stream = stream
         self._pointer: int = stream.ptr
         self._ordinal = ordinal
-        self._device: DeviceSlots = pool.device(ordinal)
+        self._device: DeviceSlots = pool._devices.get(ordinal) or pool.device(ordinal)
         outer = thread.region
         self._inherited = outer is not None and outer.device == ordinal and outer.driver is driver
         self._region: Region = outer if outer is not None and self._inherited else Region(driver, stream, ordinal)
@@ -111,6 +114,9 @@ class Fork:
         if pool.current_device() != ordinal:  # inside `with other_device:` in the fork's body
             with driver.device(ordinal):
                 return self.run(function, *args, **kwargs)
+        if type(function) is partial:  # of a graph function, say
+            args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+            function = function.func
         hit = getattr(function, "__handlepool_hit__", None)
         if hit is not None and driver.current_stream(ordinal) is self._stream:
             result: T = hit(pool, self._begin, args, kwargs)
@@ -153,9 +159,71 @@ class Fork:
         result = call.enqueue(slot)
         return result
 
-    def _begin(self, operands: tuple[Any, ...]) -> Slot:
+    def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
+        """Run ``function`` over the iterables, each call a branch; the results in order.
+
+        As many calls of `run`; what differs is that the branches of a graph function over lists, tuples and ranges start
+        together, after what the caller's stream has been given by the time of the call.
+
+        Parameters
+        ----------
+        function : callable
+        *iterables : iterable
+            Of its positional arguments, as `map` takes them.
+        out : iterable of array, optional
+            What each call is to write to, its ``out``.
+        """
+        sources = iterables if out is None else (*iterables, out)
+        given = out is not None
+        calls: Iterable[tuple[Any, ...]] = zip(*sources, strict=False)
+        results: list[T] = []
+        if all(isinstance(source, (list, tuple, range)) for source in sources):  # no code of the caller's runs between branches
+            known = calls = list(calls)
+            if len(known) > 2:
+                self._used = None
+                results.append(self._run_with(function, known.pop(0), given))
+                if self._used is not None and self._leased:
+                    return results + self._run_together(function, self._used, known, given)
+        return results + [self._run_with(function, call, given) for call in calls]
+
+    def _run_with(self, function: Callable[..., T], call: tuple[Any, ...], given: bool) -> T:
+        return self.run(function, *call[:-1], out=call[-1]) if given else self.run(function, *call)
+
+    def _run_together(self, function: Callable[..., T], attempt: Any, calls: list[tuple[Any, ...]], given: bool) -> list[T]:
+        """Run branches that launch what ``attempt``, a shortcut, launched for the one before, as far as it does for them.
+
+        All outputs are allocated before the edge that starts the branches (guarantee 8), so one edge for each state will do.
+        """
+        driver, pointer, keep = self._driver, self._pointer, self._region.keep
+        fresh = None if given else [attempt.allocate() for _ in calls]
+        fixed = function.args if type(function) is partial else ()
+        behind: list[Slot] = []  # the states that start after the event below
+        event = self._leased[0].start_event
+        driver.record_event(event, pointer)
+
+        def begin(operands: tuple[Any, ...], _: Any) -> Slot:
+            keep(operands)
+            slot = self._state()
+            if slot is None:
+                return self._pool.slot(self._stream)
+            if slot not in behind:
+                behind.append(slot)
+                driver.wait_event(slot.pointer, event)
+            return slot
+
+        results = []
+        for number, call in enumerate(calls):
+            arrays, out = (call[:-1], call[-1]) if given else (call, None)
+            result = attempt(begin, fixed + arrays, out, None if fresh is None else fresh[number])
+            if result is MISSED:  # another geometry, say
+                result = self._run_with(function, call, given)
+            results.append(result)
+        return results
+
+    def _begin(self, operands: tuple[Any, ...], attempt: Any) -> Slot:
         """Start a branch that launches one plan and runs no Python: nobody asks for its slot, so the thread need not own it."""
         self._region.keep(operands)
+        self._used = attempt
         index = self._next
         leased = self._leased
         if index < len(leased):
@@ -224,13 +292,14 @@ class Fork:
         driver = self._driver
         if error is not None:
             lost(self._pool, error, ask=False)
-        if self._pool._forked or self._pool._poison is not None:
+        pool = self._pool
+        if pool.unusable and (pool._forked or pool._poison is not None):
             self._leave()
-            if error is None and self._pool._poison is not None:
-                self._pool._check_usable()
+            if error is None and pool._poison is not None:
+                pool._check_usable()
             return
         try:
-            if self._pool.current_device() == self._ordinal:
+            if pool.current_device() == self._ordinal:
                 self._join()
             else:  # where the null stream's pointer means another stream
                 with driver.device(self._ordinal):
@@ -258,8 +327,8 @@ class Fork:
 
     def _join(self) -> None:
         """Let the caller's stream wait for every branch, then give the side slots back and let go of what was kept."""
-        driver, sides, pointer = self._driver, self._device.sides, self._pointer
-        if self._pool._forked or self._pool._poison is not None:
+        pool, driver, sides, pointer = self._pool, self._driver, self._device.sides, self._pointer
+        if pool.unusable and (pool._forked or pool._poison is not None):
             self._leave()
             return
         leased, self._leased = self._leased, []
@@ -268,7 +337,7 @@ class Fork:
         failure: BaseException | None = None
         late: BaseException | None = None
         try:
-            captured = pointer != LEGACY_STREAM and driver.capture_id(pointer) != 0
+            captured = pointer != LEGACY_STREAM and driver.is_capturing(pointer)
         except BaseException as trouble:
             failure = trouble
         for slot in leased:
@@ -288,7 +357,7 @@ class Fork:
                 sides.give_back(slot, captured=True)
             else:
                 free.append(slot)
-        if self._pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
+        if pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
             try:
                 sides.drop_free()
             except BaseException as trouble:  # something could not be destroyed yet

@@ -182,6 +182,8 @@ class PlanCache:
         stand for several: each of a list is tried. Read without the lock.
     tick : callable
         Tells the time: a number that grows from call to call.
+    recent : Entry or None
+        The one whose shortcut was used last, which need not be told the time again.
     """
 
     def __init__(self, limit: int = 512) -> None:
@@ -193,6 +195,7 @@ class PlanCache:
         self.build_microseconds = 0
         self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
+        self.recent: Entry | None = None
         self._plans: dict[int, dict[Hashable, Entry]] = {}
         self._builds: dict[Hashable, _Build] = {}
         self._refusals: OrderedDict[tuple[int, Hashable], GraphNotSupportedError] = OrderedDict()
@@ -207,6 +210,7 @@ class PlanCache:
         if entry is None:
             return None
         entry.used = self.tick()
+        self.recent = None
         return entry.plan
 
     def shorten(self, device: int, key: Hashable, shortcut: Hashable, make: Callable[[Entry], Shortcut | None]) -> None:
@@ -276,6 +280,7 @@ class PlanCache:
 
     def _forget(self, plans: dict[Hashable, Entry], key: Hashable) -> None:
         entry = plans.pop(key, None)
+        self.recent = None
         for shortcut, gone in {} if entry is None else entry.shortcuts.items():
             left = [made for made in self.shortcuts.get(shortcut, ()) if made is not gone]
             if left:
@@ -304,6 +309,7 @@ class PlanCache:
         with self._lock:
             self._plans.clear()
             self.shortcuts.clear()
+            self.recent = None
             self._refusals.clear()
 
     def discard(self, match: Callable[[Hashable], bool]) -> None:

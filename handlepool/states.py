@@ -64,11 +64,19 @@ class ParallelStates:
         """
         return Fork(self.pool, self.count, stream)
 
-    def map(self, function: Callable[..., T], *iterables: Iterable[Any]) -> list[T]:
-        """Run ``function`` over the iterables, each call a branch; results in order, ready on the caller's stream."""
+    def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
+        """Run ``function`` over the iterables, each call a branch; results in order, ready on the caller's stream.
+
+        Parameters
+        ----------
+        function : callable
+        *iterables : iterable
+            Of its positional arguments, as `map` takes them.
+        out : iterable of array, optional
+            What each call is to write to, its ``out``.
+        """
         with Fork(self.pool, self.count) as fork:
-            run = fork.run
-            return [run(function, *arguments) for arguments in zip(*iterables, strict=False)]
+            return fork.map(function, *iterables, out=out)
 
     def with_state(self, index: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run ``function(state, *args, **kwargs)`` on the state of an index, forked and joined at once.

@@ -98,9 +98,9 @@ class Executable(Protocol):
     ) -> Callable[..., Any] | None:
         """Make a function that launches the graph at once where nothing stands against it; None where the driver has none.
 
-        It is ``launch(begin, arrays, out)``, and returns the outputs, or ``MISSED`` where the arrays are others than it was made
-        for, or must not be launched with. ``begin`` is None, or what returns the slot to launch on when it is called with the
-        operands; outputs are allocated before.
+        It is ``launch(begin, arrays, out, fresh=None)``, and returns the outputs, or ``MISSED`` where the arrays are others than
+        it was made for, or must not be launched with. ``begin`` is None, or what returns the slot to launch on when it is called
+        with the operands and ``launch``; outputs are allocated before, or are ``fresh``, what ``launch.allocate()`` returned.
 
         Parameters
         ----------
@@ -112,7 +112,7 @@ class Executable(Protocol):
             Whether there is one output, not a tuple.
         names : dict
             ``MISSED``; ``recordings``, which is empty while nothing is recorded; ``current_device`` and ``current_stream``;
-            ``pool``, its ``find()`` and ``sound(slot)``; ``entry`` and ``tick`` of its plan cache; ``diagnose(pool, error)``.
+            ``pool``, its ``find()`` and ``sound(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(pool, error)``.
         """
 
 

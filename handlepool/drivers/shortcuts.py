@@ -12,7 +12,7 @@ import cupy
 from handlepool.drivers.base import TENSOR_ALIGNMENT
 
 _TEXT = """\
-def launch(begin, arrays, out):
+def launch(begin, arrays, out, fresh=None):
     if out is {unwanted}:
         return MISSED
     try:
@@ -26,7 +26,7 @@ def launch(begin, arrays, out):
     if ({addresses}) % {alignment}{overlap}:
         return MISSED  # and said there
     try:
-        {allocate}
+        {made}
         if begin is None:
             try:
                 slot = current_stream({device}).{attribute}.slot
@@ -37,12 +37,14 @@ def launch(begin, arrays, out):
                 slot = find()
                 handle = slot.handle
         else:
-            slot = begin(({operands},))
+            slot = begin(({operands},), launch)
             handle = slot.handle
             if handle.stream is not slot.pointer:
                 handle = sound(slot).handle
         workspace = {workspace}
-        entry.used = tick()
+        if cache.recent is not entry:
+            cache.recent = entry
+            entry.used = tick()
         buffer, location = slot.buffer
         {store}
         raw(location, {count}, workspace, handle.backend_handle, index)
@@ -50,7 +52,16 @@ def launch(begin, arrays, out):
         diagnose(pool, error)
         raise
     return {result}
+
+def allocate():
+    {allocate}
+    return {ys},
 """
+_MADE = """if fresh is None:
+            {allocate}
+        else:
+            {ys}, = fresh
+        {read}"""
 # From `buffer` to `raw` nothing is called, so neither the collector nor a signal can come between: a finaliser that launches on
 # this slot fills the same buffer.
 
@@ -86,19 +97,22 @@ def shortcut(
     differ += [f"{a}.strides != {_numbers(layout.strides)} or {a}.dtype is not dtype_{a}" for a, layout in compared]
     if device is not None:
         differ = [f"current_device() != {device}", *differ, *(f"{a}.data.device_id != {device}" for a, _ in compared)]
+    allocate = "; ".join(_allocation(b, layouts[b]) for b in ys)
     text = _TEXT.format(
         inputs=", ".join(xs),
         unwanted="None" if given else "not None",
         unpack=_unpack(ys, single) if given else "pass",
         differ=" or ".join(differ),
-        read="; ".join(f"p{a} = {a}.data.ptr" for a, _ in compared),
+        read=_read([a for a, _ in compared]),
         addresses=" | ".join(f"p{a}" for a, _ in compared),
         alignment=TENSOR_ALIGNMENT,
         overlap="".join(_overlap(operands, *pair) for pair in apart or ()),
         device=0 if device is None else device,
         elsewhere="" if device is None else f" or slot.device != {device}",
         attribute=names["pool"].attribute,
-        allocate="pass" if given else "; ".join(_allocation(b, layouts[b]) for b in ys),
+        made="pass" if given else _MADE.format(allocate=allocate, ys=", ".join(ys), read=_read(ys)),
+        allocate=allocate,
+        ys=", ".join(ys),
         operands=", ".join(operands),
         workspace=f"slot.reserve({workspace_size})" if workspace_size else "0",
         store="; ".join(f"buffer[{i}] = p{a}" for i, a in enumerate(operands)),
@@ -109,6 +123,7 @@ def shortcut(
     space: dict[str, Any] = names | values | {"ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc}
     exec(compile(text, "<a plan's launch>", "exec"), space)
     made: Callable[..., Any] = space["launch"]
+    made.allocate = space["allocate"]  # type: ignore[attr-defined]
     return made
 
 
@@ -123,7 +138,11 @@ def _unpack(outputs: list[str], single: bool) -> str:
 def _allocation(b: str, layout: Any) -> str:
     # With memory given, CuPy's constructor does not go over the strides to find out how much it takes.
     shape, strides = _numbers(layout.shape), _numbers(layout.strides)
-    return f"{b} = ndarray({shape}, dtype_{b}, alloc({layout.reach}), {strides}); p{b} = {b}.data.ptr"
+    return f"{b} = ndarray({shape}, dtype_{b}, alloc({layout.reach}), {strides})"
+
+
+def _read(arrays: list[str]) -> str:
+    return "; ".join(f"p{a} = {a}.data.ptr" for a in arrays)
 
 
 def _overlap(operands: list[str], one: int, other: int, reach: int, others: int, same: bool) -> str:
