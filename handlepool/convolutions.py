@@ -13,6 +13,8 @@ from handlepool.plans import Plan
 from handlepool.pool import HandlePool, current_pool
 
 MODES = ("cross_correlation", "convolution")
+SATURATED = 30.0
+"""Beyond this, tanh is 1 in float32."""
 
 
 def conv2d(
@@ -202,6 +204,9 @@ def _convolution(
     if bias is not None:
         channels = bias.get_dim()[0]
         y = g.bias(y, bias.set_dim([1, channels, 1, 1]).set_stride([channels, 1, channels, channels]))
+    if activation == "tanh":
+        # cuDNN's engine for bias and tanh of contiguous arrays takes exp(2 x), and gives NaN from 44.4 on. It does not take this.
+        y = g.relu(y, negative_slope=0.0, lower_clip=-SATURATED, upper_clip=SATURATED)
     return y if activation is None else activate(g, y, activation)
 
 

@@ -1,5 +1,6 @@
 """Activations on both drivers, alone and after a convolution, against SciPy in float64."""
 
+import numpy as np
 import pytest
 from arrays import FULL, TOLERANCE, Arrays
 
@@ -47,6 +48,19 @@ def test_a_convolution_with_bias_and_activation(each_pool, dtype, layout, kind):
     out = arrays.poisoned(2, 8, 8, 8)
     assert handlepool.conv2d(x, w, padding=1, bias=bias, activation=kind, out=out) is out
     expected = reference.conv2d(*map(arrays.take, (x, w)), padding=1, bias=arrays.take(bias), activation=kind)
+    assert arrays.error(out, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_convolution_with_an_activation_far_from_zero(each_pool, dtype, layout, kind):
+    arrays = Arrays(each_pool, dtype, layout)
+    x, w, bias = arrays.put(np.linspace(-300, 300, 2048).reshape(2, 16, 8, 8)), np.zeros((16, 16, 1, 1)), arrays.random(16)
+    w[range(16), range(16)] = 1
+    out = arrays.poisoned(2, 16, 8, 8)
+    handlepool.conv2d(x, arrays.put(w), bias=bias, activation=kind, out=out)
+    expected = reference.ACTIVATIONS[kind](arrays.take(x) + arrays.take(bias).reshape(-1, 1, 1))
     assert arrays.error(out, expected) < TOLERANCE[dtype]
 
 
