@@ -79,6 +79,7 @@ def hit(function: Any, pool: HandlePool, begin: Callable[..., Slot] | None, arra
 def shortcut(pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry) -> Shortcut | None:
     """Make what `hit` finds: a function that launches a plan for arrays like these at once."""
     plan, driver = entry.plan, pool.driver
+    inputs, outputs = [Layout.of(array) for array in arrays], [Layout.of(out) for out in outs] or list(plan.outputs)
     names = {
         "MISSED": MISSED,
         "recordings": recordings,
@@ -92,8 +93,28 @@ def shortcut(pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...], e
         "diagnose": diagnose,
         "pool": pool,
     }
-    inputs, outputs = [Layout.of(array) for array in arrays], [Layout.of(out) for out in outs] or plan.outputs
-    return plan.executable.shortcut(inputs, outputs, plan.apart if outs else None, plan.single, names)
+    made = plan.executable.shortcut(inputs, outputs, plan.apart if outs else None, plan.single, names)
+    return made or _shortcut(pool, entry, inputs + outputs if outs else inputs, bool(outs))
+
+
+def _shortcut(pool: HandlePool, entry: Entry, layouts: list[Layout], given: bool) -> Shortcut:
+    """What `Executable.shortcut` describes, for any driver."""
+    plan, native, empty = entry.plan, pool.driver.array_type, pool.driver.empty
+
+    def at_once(begin: Any, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
+        if (out is not None) is not given or recordings or pool.current_device() != plan.device:
+            return MISSED
+        outs = () if not given else (out,) if plan.single else tuple(out)
+        if any(type(array) is not native for array in arrays + outs) or [Layout.of(array) for array in arrays + outs] != layouts:
+            return MISSED
+        made = outs or fresh or new_outputs(pool, plan.outputs, empty)
+        entry.used = pool.plans.tick()
+        slot = pool.slot() if begin is None else begin(arrays + made, at_once)
+        launch(pool, plan, slot, arrays + made, given)
+        return out if given else made[0] if plan.single else made
+
+    at_once.allocate = lambda: new_outputs(pool, plan.outputs, empty)  # type: ignore[attr-defined]
+    return at_once
 
 
 def launch(pool: HandlePool, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool) -> None:

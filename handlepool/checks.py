@@ -234,4 +234,4 @@ class CheckedExecutable:
         self._executable.launch(handle, operands, workspace, scratch, check)
 
     def shortcut(self, *_: Any) -> None:
-        """None: a shortcut checks nothing."""
+        """None: the driver's own would check nothing."""

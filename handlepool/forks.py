@@ -206,6 +206,8 @@ class Fork:
             slot = self._state()
             if slot is None:
                 return self._pool.slot(self._stream)
+            if self._pool.checked and slot.owner is None:
+                own(self._pool.sound(slot))
             if slot not in behind:
                 behind.append(slot)
                 driver.wait_event(slot.pointer, event)
@@ -234,6 +236,8 @@ class Fork:
             if found is None:
                 return self._pool.slot(self._stream)
             slot = found
+        if self._pool.checked and slot.owner is None:
+            own(self._pool.sound(slot))
         driver = self._driver
         driver.record_event(slot.start_event, self._pointer)
         driver.wait_event(slot.pointer, slot.start_event)

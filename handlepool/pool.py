@@ -85,8 +85,8 @@ class HandlePool:
         self._driver: Driver | None = None
         self._scratch_limit = scratch_limit
         self._idle_limit = idle_limit
-        self._check = os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") if check is None else bool(check)
-        self.slot_type: type[Slot] = CheckedSlot if self._check else Slot
+        self.checked = os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") if check is None else bool(check)
+        self.slot_type: type[Slot] = CheckedSlot if self.checked else Slot
         self.plans = PlanCache(plan_limit)
         self._devices: dict[int, DeviceSlots] = {}
         self._live = LiveSlots()
@@ -333,7 +333,7 @@ class HandlePool:
             self._check_usable()
             choice = self._choice
             driver = drivers.load(choice) if choice is None or isinstance(choice, str) else choice
-            if self._check:
+            if self.checked:
                 driver = CheckedDriver(driver)
             self._driver = driver
             self._use_driver(driver)

@@ -96,7 +96,8 @@ class Executable(Protocol):
         single: bool,
         names: dict[str, Any],
     ) -> Callable[..., Any] | None:
-        """Make a function that launches the graph at once where nothing stands against it; None where the driver has none.
+        """Make a function that launches the graph at once where nothing stands against it; None where the driver has no better
+        one than what can be written for any.
 
         It is ``launch(begin, arrays, out, fresh=None)``, and returns the outputs, or ``MISSED`` where the arrays are others than
         it was made for, or must not be launched with. ``begin`` is None, or what returns the slot to launch on when it is called

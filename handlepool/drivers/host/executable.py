@@ -79,7 +79,7 @@ class HostExecutable:
                 self._streams.give(queue, partial(step.run, arrays, space), touched, step.name)
 
     def shortcut(self, *_: Any) -> None:
-        """None: whatever the host launches is checked."""
+        """None."""
 
     def _workspace(self, pointer: int) -> tuple[Block | None, Array]:
         needed = self.workspace_size
