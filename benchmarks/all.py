@@ -15,7 +15,7 @@ from common import print_table
 
 from handlepool import DriverNotAvailableError, drivers
 
-GPU_ALONE = ("captures",)
+GPU_ALONE = ("captures", "tune")
 SCRIPTS = ("acquire", "launch", "forks", "overlap", "record", "wrong", "memory", "lifetimes", "exits", *GPU_ALONE)
 VERDICTS = {True: "kept", False: "NOT KEPT", None: "not judged"}
 HERE = Path(__file__).resolve().parent

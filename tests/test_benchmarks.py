@@ -112,10 +112,12 @@ def test_all_says_what_failed_and_goes_on(tmp_path):
     assert done.stderr.startswith("failed: exits (more than 0.01 seconds), acquire (more than 0.01 seconds)")
 
 
-def test_a_script_for_gpus_alone_says_so():
-    done = run("captures", "--quick", "--driver", "host")
+@pytest.mark.parametrize(("name", "says"), [("captures", "a capture of a GPU's stream is needed"), ("tune", "on a GPU alone")])
+def test_a_script_for_gpus_alone_says_so(name, says):
+    done = run(name, "--quick", "--driver", "host")
     assert done.returncode == 2
-    assert "a capture of a GPU's stream is needed" in done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_recording_is_compared_at_every_number_of_states(written):

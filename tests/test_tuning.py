@@ -18,11 +18,13 @@ from handlepool import (
     ContractError,
     DriverNotAvailableError,
     GraphNotSupportedError,
+    HandlePool,
     HandlePoolError,
     ParallelStateExecutor,
     ParallelStates,
     PoolClosedError,
     StateBusyError,
+    drivers,
 )
 from handlepool.drivers.host import HostDriver
 from handlepool.regions import settle, thread
@@ -461,6 +463,12 @@ def test_tuning_without_a_gpu_is_refused(make_pool, monkeypatch):
             conv.tune(x, w, states=states)
     assert pool.driver._streams.captures.active == ()
     assert pool.driver.calls["launch"] == pool.driver.calls["begin_capture"] == pool.stats()["plans_built"] == 0
+
+
+@pytest.mark.skipif(drivers.available("cuda") is None, reason="is about machines without a GPU")
+def test_tuning_with_the_cuda_driver_and_no_gpu_says_what_is_missing():
+    with HandlePool(driver="cuda") as pool, pytest.raises(DriverNotAvailableError):
+        conv.tune(*(np.ones(shape, np.float32) for shape in SHAPES), states=ParallelStates(2, pool=pool))
 
 
 def test_tuning_in_a_capture_is_refused_and_the_capture_lives(make):
