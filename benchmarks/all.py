@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common import print_table
 
-from handlepool import DriverNotAvailableError, drivers
+from handlepool import ArgumentError, drivers
 
 GPU_ALONE = ("captures", "tune")
 SCRIPTS = ("acquire", "launch", "forks", "overlap", "record", "wrong", "memory", "lifetimes", "exits", *GPU_ALONE)
@@ -45,7 +45,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         driver, _ = drivers.choose(options.driver)
-    except DriverNotAvailableError as error:
+    except ArgumentError as error:
         parser.error(str(error))
     options.folder.mkdir(parents=True, exist_ok=True)
     more = [*(("--driver", options.driver) if options.driver else ()), *(("--quick",) if options.quick else ())]
