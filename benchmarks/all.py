@@ -1,16 +1,38 @@
 """Run every benchmark, write its JSON into a folder, and draw: ``python benchmarks/all.py FOLDER``.
 
 Each script runs in a process of its own, one after the other, with nothing beside it. What one cannot do does not stop the rest.
+In the end stands every bound, kept or not.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-SCRIPTS = ("acquire", "launch", "forks", "overlap", "record", "wrong", "memory")
+from common import print_table
+
+from handlepool import ArgumentError, drivers
+
+GPU_ALONE = ("captures", "tune")
+SCRIPTS = ("acquire", "launch", "forks", "overlap", "record", "wrong", "memory", "lifetimes", "exits", *GPU_ALONE)
+VERDICTS = {True: "kept", False: "NOT KEPT", None: "not judged"}
 HERE = Path(__file__).resolve().parent
+
+
+def bounds(folder: Path, names: list[str]) -> list[tuple[str, str, str, str]]:
+    """Everything that is bounded in the results of some scripts: what it is, its median, the most allowed, and the verdict."""
+    rows = []
+    for name in names:
+        path = folder / f"{name}.json"
+        results = json.loads(path.read_text()) if path.exists() else {}
+        for ratio, entry in results.get("ratios", {}).items():
+            if entry["bound"] is not None:
+                rows.append((f"{name}: {ratio}", f"{entry['median']:.3f}", f"{entry['bound']:.3f}", VERDICTS[entry["kept"]]))
+        if "kept" in results:  # no ratio
+            rows.append((f"{name}: {results['bound']}", "", "", VERDICTS[results["kept"]]))
+    return rows
 
 
 def main() -> int:
@@ -21,18 +43,27 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that the scripts run, and nothing else")
     parser.add_argument("--limit", type=float, default=600, help="seconds for each (default: %(default)s)")
     options = parser.parse_args()
+    try:
+        driver, _ = drivers.choose(options.driver)
+    except ArgumentError as error:
+        parser.error(str(error))
     options.folder.mkdir(parents=True, exist_ok=True)
     more = [*(("--driver", options.driver) if options.driver else ()), *(("--quick",) if options.quick else ())]
+    names = [name for name in options.only if driver == "cuda" or name not in GPU_ALONE]
     failed = []
-    for name in options.only:
+    for name in names:
         print(f"== {name}", flush=True)
-        command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(options.folder / f"{name}.json"), *more]
+        written = options.folder / f"{name}.json"
+        written.unlink(missing_ok=True)  # what is drawn and judged in the end is of this run
+        command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(written), *more]
         try:
             status = subprocess.run(command, timeout=options.limit, check=False).returncode
         except subprocess.TimeoutExpired:
             status = f"more than {options.limit:g} seconds"
         if status:
             failed.append(f"{name} ({status})")
+    print(*(f"== {name}: on a GPU alone" for name in options.only if name not in names), sep="\n")
+    print_table(("bound", "median", "at most", ""), bounds(options.folder, names))
     if find_spec("matplotlib") is None:
         print("nothing is drawn: matplotlib is not installed")
     else:

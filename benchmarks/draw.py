@@ -7,12 +7,15 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
 
 DPI = 150
 
@@ -33,7 +36,8 @@ THEMES = {
 
 def label(axes: Axes, theme: Theme, text: str, at: tuple[float, float]) -> None:
     """Write beside the end of a bar."""
-    axes.annotate(text, at, (8, 0), textcoords="offset points", va="center", color=theme.ink, fontsize=10)
+    paper = {"facecolor": theme.paper, "edgecolor": "none", "pad": 1.0}  # over the grid
+    axes.annotate(text, at, (8, 0), textcoords="offset points", va="center", color=theme.ink, fontsize=10, bbox=paper)
 
 
 def bars(axes: Axes, theme: Theme, times: dict[str, Any], unit: str, colour: Callable[[str], str]) -> None:
@@ -92,7 +96,8 @@ def overlap(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     shapes, states = results["shapes"], results["states"]
     columns = min(3, len(shapes))
     rows = -(-len(shapes) // columns)
-    figure = Figure(figsize=(4.3 * columns + 0.4, 3.5 * rows + 1.9), dpi=DPI, facecolor=theme.paper)
+    width = max(9.0, 4.3 * columns + 0.4)
+    figure = Figure(figsize=(width, 3.5 * rows + 2.1), dpi=DPI, facecolor=theme.paper)
     lines = [
         ("torch, {} streams", "torch, streams by hand", theme.torch, "o-"),
         ("fork, {} states", "handlepool, fork", theme.ours, "o-"),
@@ -141,20 +146,20 @@ def overlap(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
         list(handles.values()),
         list(handles),
         loc="lower center",
-        bbox_to_anchor=(0.5, 0.055),
-        ncols=4,
+        bbox_to_anchor=(0.5, 0.48 / figure.get_figheight()),
+        ncols=4 if width > 12 else 3,
         frameon=False,
         fontsize=10,
     )
     for text in legend.get_texts():
         text.set_color(theme.ink)
     figure.subplots_adjust(
-        left=0.075,
-        right=0.985,
+        left=0.75 / width,
+        right=1 - 0.2 / width,
         top=1 - 0.95 / figure.get_figheight(),
         hspace=0.32,
         wspace=0.22,
-        bottom=1.45 / figure.get_figheight(),
+        bottom=1.75 / figure.get_figheight(),
     )
     shares = []
     for shape in (shapes[0], shapes[-1]):
@@ -211,6 +216,7 @@ def memory(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     for name, (colour, style) in styles.items():
         if name in found["bytes"]:
             axes.plot(keys, [b / 2**20 for b in found["bytes"][name]], style, color=colour, label=name, linewidth=1.8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("keys: threads x streams")
     axes.set_ylabel("MiB of device memory")
     axes.set_ylim(bottom=0)
@@ -220,7 +226,9 @@ def memory(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
         text.set_color(theme.ink)
     many, mib = found["many_threads"], found["many_bytes"] / 2**20
     each = found["handle_bytes"] / 2**20
-    claim = f"{many:,} threads, one after another, cost {mib:,.0f} MiB in all, not {each:,.1f} MiB each"
+    claim = f"{many:,} threads, one after another, cost {mib:,.0f} MiB in all"
+    if each:
+        claim += f", not {each:,.1f} MiB each"
     about = "growth of the device's used memory; at once: all threads alive; one after another: each ends before the next"
     return figure, claim, about
 
@@ -230,28 +238,31 @@ def record(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     figure, axes = page(theme, 9, 5.2)
     wall, whole = results["times"]["microseconds, wall"], results["times"]["microseconds in all, wall"]
     replays = results["replays"]
+    states = 8 if 8 in results["states"] else results["states"][-1]
+    at = f", {states} states"
     counts = list(range(replays + 1))
-    eager = whole[f"{replays} eager maps"]["median"] / replays
+    eager = whole[f"{replays} eager maps{at}"]["median"] / replays
     axes.plot(counts, [eager * n / 1e3 for n in counts], color=theme.ours, label="eager maps", linewidth=1.8)
-    first = whole["record"]["median"]
-    each = (whole[f"record and {replays} replays"]["median"] - first) / replays
+    first = whole[f"record{at}"]["median"]
+    each = (whole[f"record and {replays} replays{at}"]["median"] - first) / replays
     axes.plot(
         counts, [(first + each * n) / 1e3 for n in counts], color=theme.recorded, label="record, then replay", linewidth=1.8
     )
-    claim = f"A replay takes {wall['replay']['median'] / wall['eager map']['median']:.2f} of an eager map's time"
+    claim = f"A replay takes {wall[f'replay{at}']['median'] / wall[f'eager map{at}']['median']:.2f} of an eager map's time"
     if eager > each:
         earned = first / (eager - each)
-        claim += f"; a recording is earned back after {earned:,.0f}"
+        claim += f"; a recording is earned back after {ceil(earned):,} of them"
         axes.axvline(earned, color=theme.pale, linestyle=":", linewidth=1.2)
     axes.set_xlabel("times that the map is run")
     axes.set_ylabel("milliseconds in all, wall")
     axes.set_xlim(0, replays)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.grid(axis="y")
     legend = axes.legend(frameon=False, fontsize=10)
     for text in legend.get_texts():
         text.set_color(theme.ink)
-    return figure, claim, f"{results['count']} convolutions {shape_of(results['shape'])} over {results['states']} states"
+    return figure, claim, f"{results['count']} convolutions {shape_of(results['shape'])} over {states} states"
 
 
 def acquire(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
@@ -312,6 +323,12 @@ def conditions(results: dict[str, Any]) -> str:
     return ", ".join([*words, found["date"]])
 
 
+def fit(canvas: FigureCanvasAgg, text: Text) -> None:
+    """Make a line small enough for the figure's width."""
+    while text.get_window_extent(canvas.get_renderer()).x1 > 0.985 * canvas.figure.bbox.width:
+        text.set_fontsize(text.get_fontsize() - 0.25)
+
+
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     """Both forms of one picture."""
     name = results["benchmark"]
@@ -319,10 +336,12 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     for form, theme in THEMES.items():
         figure, claim, about = PICTURES[name](results, theme)
         height = figure.get_figheight()
-        figure.text(0.015, 1 - 0.34 / height, claim, fontsize=13, weight="bold", color=theme.ink, va="center")
-        figure.text(0.015, 0.33 / height, about, fontsize=9, color=theme.pale, va="center")
-        figure.text(0.015, 0.14 / height, conditions(results), fontsize=9, color=theme.pale, va="center")
-        FigureCanvasAgg(figure)
+        canvas = FigureCanvasAgg(figure)
+        title = {"fontsize": 13, "weight": "bold", "color": theme.ink, "va": "center"}
+        caption = {"fontsize": 9, "color": theme.pale, "va": "center"}
+        fit(canvas, figure.text(0.015, 1 - 0.34 / height, claim, **title))
+        fit(canvas, figure.text(0.015, 0.33 / height, about, **caption))
+        fit(canvas, figure.text(0.015, 0.14 / height, conditions(results), **caption))
         written.append(folder / f"{name}-{form}.png")
         figure.savefig(written[-1], metadata={"Software": None})
     return written

@@ -5,12 +5,13 @@ convolution. The pool hands a handle on, so its memory stays where it was after 
 thread to the end of the process, so that loop is ended early. The device's free memory is what is measured.
 """
 
+import json
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from common import arguments, conditions, parse, pool_on_a_stream, positive, print_table
+from common import arguments, conditions, parse, pool_on_a_stream, positive, print_table, progress
 
 MOST_HANDLES = 2
 HANDLES = 16
@@ -36,7 +37,7 @@ def curve(driver: Any, turn: Callable[[], object], most: int) -> list[dict[str, 
     """Bytes more than before the first turn, after 1, 10, 100 ... turns."""
     before = used(driver)
     points, next_point = [], 1
-    for number in range(1, most + 1):
+    for number in progress(range(1, most + 1)):
         turn()
         if number in (next_point, most):
             points.append({"turns": number, "bytes": used(driver) - before})
@@ -94,21 +95,21 @@ def main() -> int:
         for handle in handles:
             driver.destroy_handle(handle)
         most = max(point["bytes"] for name, points in curves.items() if name.startswith("pool") for point in points)
-        kept = most <= MOST_HANDLES * one_handle if driver.name == "cuda" else None
+        bound = f"over {options.turns:,} threads and as many streams, at most {MOST_HANDLES} handles more"
+        kept = most <= MOST_HANDLES * one_handle if driver.name == "cuda" and not options.quick else None
         print_table(
             ("MiB of device memory", "turns", "more than before"),
             [(name, f"{p['turns']:,}", f"{p['bytes'] / MIB:,.1f}") for name, points in curves.items() for p in points],
         )
-        print(f"one handle: {one_handle / MIB:.1f} MiB; most growth of the pool: {most / MIB:.1f} MiB")
+        verdict = {True: f"{bound}: kept", False: f"{bound}: NOT KEPT", None: "not judged"}[kept]
+        print(f"one handle: {one_handle / MIB:.1f} MiB; most growth of the pool: {most / MIB:.1f} MiB; {verdict}")
         made = [stats["handles_created"] for stats in (after_threads, after_streams)]
         print(f"handles made: {made[0]} over the threads, {made[1]} over the streams")
         if skipped:
             print(f"not measured: {skipped}")
         if options.json is not None:
-            import json
-
             results = {"benchmark": "lifetimes", "conditions": conditions(driver.name), "one_handle_bytes": one_handle}
-            results |= {"bytes": curves, "most_growth_bytes": most, "bound_handles": MOST_HANDLES, "kept": kept}
+            results |= {"bytes": curves, "most_growth_bytes": most, "bound": bound, "kept": kept}
             results |= {"stats": {"threads": after_threads, "streams": after_streams}, "not_measured": skipped}
             options.json.write_text(json.dumps(results, indent=2) + "\n")
     return int(kept is False)

@@ -29,75 +29,99 @@ import handlepool
 MOST_OF_A_LAUNCH = 1.2
 
 
+class Maps:
+    """A map of the convolutions over so many states: eager, recorded, and captured by hand."""
+
+    def __init__(self, pool: Any, stream: Any, shape: Shape, count: int, states: int, replays: int) -> None:
+        self.driver = driver = pool.driver
+        self.states = handlepool.ParallelStates(states)
+        rng = np.random.default_rng(0)
+        self.images = [shape.image(driver, rng) for _ in range(count)]
+        self.filters = [shape.filter(driver, rng) for _ in range(count)]
+        self.outs = [shape.output(driver) for _ in range(count)]
+        self.conv = graph_function(shape)
+        self.replays = replays
+        self.right = [driver.asnumpy(y).astype(np.float64) for y in self.eager()]
+        self.program = self.record()
+        self.program.replay()
+        self._check("replay", self.program.outputs)
+        self.launch: Callable[[], object] | None = None
+        if driver.name == "cuda":
+            self.launch, self._graph = capture(self._given, stream)
+            self.launch()
+            self._check("graph captured by hand", self.outs)
+
+    def _check(self, name: str, found: list[Any]) -> None:
+        for y, expected in zip(found, self.right, strict=True):
+            check(self.driver, name, y, expected)
+
+    def eager(self) -> list[Any]:
+        """One map."""
+        return self.states.map(self.conv, self.images, self.filters)
+
+    def _given(self) -> None:
+        with self.states.fork() as fork:
+            for x, w, y in zip(self.images, self.filters, self.outs, strict=True):
+                fork.run(self.conv, x, w, out=y)
+
+    def record(self) -> handlepool.Program:
+        """Record a map."""
+        return handlepool.record(self.states.map, self.conv, self.images, self.filters)
+
+    def eager_maps(self) -> None:
+        """Many maps."""
+        for _ in range(self.replays):
+            self.eager()
+
+    def recorded(self) -> None:
+        """Record a map, and replay it as often."""
+        with self.record() as program:
+            replay = program.replay
+            for _ in range(self.replays):
+                replay()
+
+
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--calls", type=positive, default=50, help="replays in one sample (default: %(default)s)")
     parser.add_argument("--count", type=positive, default=16, help="convolutions in the map (default: %(default)s)")
-    parser.add_argument("--states", type=positive, default=8, help="states of the map (default: %(default)s)")
+    parser.add_argument("--states", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="(default: %(default)s)")
     parser.add_argument("--replays", type=positive, default=100, help="replays of one recording (default: %(default)s)")
     parser.add_argument("--shape", type=Shape.parse, default=SMALL, help="the convolution (default: %(default)s)")
-    options = parse(parser, calls=2, count=3, states=2, replays=3, shape=TINY)
+    options = parse(parser, calls=2, count=3, states=[1, 2], replays=3, shape=TINY)
     shape, replays = options.shape, options.replays
-    skipped = []
+    bounded = shape == SMALL and options.count == 16
+    skipped: list[str] = []
+    ratios = Ratios()
     with pool_on_a_stream(parser, options.driver) as (pool, stream):
         driver = pool.driver
-        rng = np.random.default_rng(0)
-        images = [shape.image(driver, rng) for _ in range(options.count)]
-        filters = [shape.filter(driver, rng) for _ in range(options.count)]
-        outs = [shape.output(driver) for _ in range(options.count)]
-        conv = graph_function(shape)
-        states = handlepool.ParallelStates(options.states)
-
-        def eager() -> list[Any]:
-            return states.map(conv, images, filters)
-
-        def given() -> None:
-            with states.fork() as fork:
-                for x, w, y in zip(images, filters, outs, strict=True):
-                    fork.run(conv, x, w, out=y)
-
-        def eager_maps() -> None:
-            for _ in range(replays):
-                eager()
-
-        def record() -> handlepool.Program:
-            return handlepool.record(states.map, conv, images, filters)
-
-        def recorded() -> None:
-            with record() as program:
-                replay = program.replay
-                for _ in range(replays):
-                    replay()
-
-        right = [driver.asnumpy(y).astype(np.float64) for y in eager()]
-        program = record()
-        program.replay()
-        for y, expected in zip(program.outputs, right, strict=True):
-            check(driver, "replay", y, expected)
-        cases: dict[str, Callable[[], object]] = {"eager map": eager, "replay": program.replay}
-        if driver.name == "cuda":
-            launch, _graph = capture(given, stream)
-            launch()
-            for y, expected in zip(outs, right, strict=True):
-                check(driver, "graph captured by hand", y, expected)
-            cases["bare graph launch"] = launch
-        else:
+        cases: dict[str, Callable[[], object]] = {}
+        whole: dict[str, Callable[[], object]] = {}
+        for count in options.states:
+            maps = Maps(pool, stream, shape, options.count, count, replays)
+            at = f", {count} states"
+            cases |= {f"eager map{at}": maps.eager, f"replay{at}": maps.program.replay}
+            if maps.launch is not None:
+                cases[f"bare graph launch{at}"] = maps.launch
+            whole |= {f"{replays} eager maps{at}": maps.eager_maps, f"record and {replays} replays{at}": maps.recorded}
+            whole[f"record{at}"] = lambda maps=maps: maps.record().close()
+        if driver.name != "cuda":
             skipped.append("bare graph launch: on a GPU alone")
         samples = regions(cases, options.repeats, options.calls, driver, stream)
-        eagerly, replayed = f"{replays} eager maps", f"record and {replays} replays"
-        whole: dict[str, Callable[[], object]] = {eagerly: eager_maps, replayed: recorded, "record": lambda: record().close()}
         totals: dict[str, list[float]] = {name: [] for name in whole}
         for repeat in progress(range(options.repeats + 1)):
             for name, run in whole.items():
                 taken = total(driver, stream, run)
                 if repeat:
                     totals[name].append(taken)
-        bounded = shape == SMALL and options.count == 16
-        ratios = Ratios()
-        ratios.compare(samples["host"], "replay", "bare graph launch", MOST_OF_A_LAUNCH if bounded else None, ", host")
-        ratios.compare(samples["host"], "replay", "eager map", None, ", host")
-        ratios.compare(samples["wall"], "replay", "eager map", None, ", wall")
-        ratios.compare(totals, replayed, eagerly, 1.0 if bounded and replays == 100 else None)
+        for count in options.states:
+            at = f", {count} states"
+            most = MOST_OF_A_LAUNCH if bounded else None
+            ratios.compare(samples["host"], f"replay{at}", f"bare graph launch{at}", most, ", host")
+            ratios.compare(samples["host"], f"replay{at}", f"eager map{at}", None, ", host")
+            ratios.compare(samples["wall"], f"replay{at}", f"eager map{at}", None, ", wall")
+            most = 1.0 if bounded and replays == 100 else None
+            ratios.compare(totals, f"record and {replays} replays{at}", f"{replays} eager maps{at}", most)
         times = {f"microseconds, {clock}": {name: summary(values) for name, values in samples[clock].items()} for clock in CLOCKS}
         times["microseconds in all, wall"] = {name: summary(values) for name, values in totals.items()}
         more = {"count": options.count, "states": options.states, "replays": replays, "shape": str(shape)}

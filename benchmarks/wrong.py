@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from common import arguments, parse, pool_on_a_stream, positive, print_table, progress, publish
+from common import Ratios, arguments, parse, pool_on_a_stream, positive, print_table, progress, publish
 from work import Shape, graph_function
 
 from handlepool import ParallelStates
@@ -101,7 +101,10 @@ def main() -> int:
         for shape, wrong in counts.items():
             rows = [(name, count) for name, count in wrong.items() if name not in ("of", "workspace_bytes")]
             print_table((f"{shape}, {wrong['workspace_bytes']:,} bytes of scratch", f"wrong of {wrong['of']}"), rows)
-        publish(options, "wrong", driver.name, {}, None, skipped, wrong=counts, states=options.states)
+        ratios = Ratios()
+        for shape, wrong in counts.items():
+            ratios.add(f"wrong results of handlepool's fork, {shape}", [wrong["handlepool's fork"]], 0.0)
+        publish(options, "wrong", driver.name, {}, ratios, skipped, wrong=counts, states=options.states)
         with driver.relaxed():
             for state in by_hand:
                 driver.destroy_handle(state.handle)

@@ -25,10 +25,10 @@ def build(
     request: Request,
     device: DeviceSlots,
     driver: Driver,
-    choose: Callable[[int], Plan],
+    choose: Callable[[int, bool], Plan],
     index: int | None = None,
 ) -> Plan:
-    """Build one plan on the current device; ``index`` chooses among the candidates, ``choose`` is for `Plan.select`."""
+    """Build one plan on the current device; ``index`` chooses among the candidates, ``choose`` is the plan's own."""
     name = recipe.name
     if recipe.check is not None:
         recipe.check(request.layouts, request.outs, **request.options)

@@ -17,6 +17,8 @@ from handlepool.pool import HandlePool, current_pool, default_pool
 from handlepool.recipes import Recipe, Signature, as_references
 from handlepool.regions import thread
 from handlepool.settings import Settings, normalise
+from handlepool.states import ParallelStates
+from handlepool.tuning import Tuning, tune
 
 MOST_VARIANTS = 64
 """Variants of a graph function, by settings, that keep their plans from call to call."""
@@ -246,10 +248,54 @@ class GraphFunction(partial[Any]):
         out, **options
             As in a call.
         """
-        pool = current_pool()
+        return self._plan_in(current_pool(), arrays, out, options)
+
+    def _plan_in(self, pool: HandlePool, arrays: tuple[Any, ...], out: Any, options: dict[str, Any]) -> Plan:
         outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
         views = [layout_of(self._name, pool, place, array) for place, array in enumerate((*arrays, *outs))]
         return self.plan(pool, tuple(views[: len(arrays)]), tuple(views[len(arrays) :]), options)
+
+    def tune(self, *arrays: Any, states: ParallelStates | None = None, out: Any = None, **options: Any) -> Tuning:
+        """Time the plans that cuDNN proposes while the states run them side by side, and keep the quickest.
+
+        The quickest plan alone is not always the quickest in company. Nothing is written to ``arrays`` or ``out``: each state has
+        copies and outputs of its own. Waits for the GPU, for seconds where there are many plans; whatever else runs on it
+        meanwhile is timed as well.
+
+        Parameters
+        ----------
+        *arrays : array
+            As in a call.
+        states : ParallelStates, optional
+            The company: all of them at a time, on the pool that they are of. One stream alone where none is given.
+        out, **options
+            As in a call: what is kept is the plan for calls with these arguments, so tune with ``out`` for calls with ``out``.
+            Only its shape, strides and type matter.
+
+        Returns
+        -------
+        Tuning
+            What was tried, how long each plan took alone and in company, and which was chosen; ``print`` shows a table. Plans are
+            skipped that a setting excludes, that cannot be built, that find no room for their scratch, or that are far too slow.
+
+        Raises
+        ------
+        DriverNotAvailableError
+            On the host driver, and where there is no GPU.
+        CaptureError
+            Inside a capture, a recording, a branch or a task.
+        StateBusyError
+            When not so many side streams are free.
+        GraphNotSupportedError
+            When none of the plans can be timed. The plan stays what it was, as with any error.
+        ArgumentError, ArrayTypeError, DeviceMismatchError
+            As in a call.
+
+        Examples
+        --------
+        >>> print(conv.tune(x, w, states=handlepool.ParallelStates(4)))                                  # doctest: +SKIP
+        """
+        return tune(self._name, arrays, states, lambda pool: self._plan_in(pool, arrays, out, options))
 
     def compile(self, *arrays: Any, out: Any = None, **options: Any) -> Plan:
         """Build ahead what a call with these arguments will use: nothing is launched, and no array is needed or allocated.
@@ -272,10 +318,11 @@ class GraphFunction(partial[Any]):
         request = Request(tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), references, dict(options), settings)
         recipe = self._recipe
 
-        def choose(index: int) -> Plan:
+        def choose(index: int, keep: bool) -> Plan:
             with pool.on_device(device):
                 plan = build(recipe, request, pool.device(device), pool.driver, choose, index)
-            pool.plans.put(device, key, plan)
+            if keep:
+                pool.plans.put(device, key, plan)
             return plan
 
         return pool.plans.get_or_build(device, key, lambda: build(recipe, request, pool.device(device), pool.driver, choose))

@@ -61,7 +61,7 @@ class Plan:
     _graph: Any = field(repr=False, default=None)
     keys: tuple[str | int, ...] = ()
     places: tuple[int, ...] = ()
-    _choose: "Callable[[int], Plan] | None" = field(repr=False, compare=False, default=None)
+    _choose: "Callable[[int, bool], Plan] | None" = field(repr=False, compare=False, default=None)
     apart: tuple[tuple[int, int, int, int, bool], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -127,11 +127,18 @@ class Plan:
         GraphNotSupportedError
             When cuDNN cannot build it, or a setting excludes it. The plan stays what it was.
         """
+        return self._other(index, True)
+
+    def build(self, index: int) -> "Plan":
+        """Build another of the proposed plans, and leave what these arguments get as it is. Parameters and errors of `select`."""
+        return self._other(index, False)
+
+    def _other(self, index: int, keep: bool) -> "Plan":
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < self.candidates:
             raise ArgumentError(f"{self.name}: plan {index!r} of {self.candidates}; the index must be 0 to {self.candidates - 1}")
         if self._choose is None:
             raise ArgumentError(f"{self.name}: this plan was not built by a graph function, so there is none to select from")
-        return self._choose(index)
+        return self._choose(index, keep)
 
 
 class _Build:

@@ -10,6 +10,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = ("acquire", "launch", "forks", "overlap", "record", "wrong", "memory")
+"""Those whose results are drawn."""
 
 
 def run(name, *arguments):
@@ -93,10 +94,37 @@ def test_the_pages_can_be_filled(written, tmp_path):
     assert all("| median |" in page.read_text(encoding="utf-8") or "| fork |" in page.read_text() for page in pages)
 
 
-def test_all_runs_a_selection_and_says_what_failed(tmp_path):
-    done = run("all", tmp_path, "--only", "acquire", "--quick", "--driver", "host")
+def test_all_runs_a_selection_and_says_which_bounds_are_kept(tmp_path):
+    (tmp_path / "captures.json").write_text("{}")
+    done = run("all", tmp_path, "--only", "acquire", "lifetimes", "exits", "captures", "--quick", "--driver", "host")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "acquire.json").exists()
+    assert done.stderr == ""
+    assert "== captures: on a GPU alone" in done.stdout
+    verdicts = done.stdout.partition("\nbound ")[2].splitlines()[1:5]
+    assert [line.partition(":")[0] for line in verdicts] == ["acquire", "acquire", "lifetimes", "exits"]
+    assert all(line.endswith(("not judged", "  kept")) for line in verdicts)
+    assert all((tmp_path / f"{name}.json").exists() for name in ("acquire", "lifetimes", "exits"))
+
+
+def test_all_says_what_failed_and_goes_on(tmp_path):
+    done = run("all", tmp_path, "--only", "exits", "acquire", "--quick", "--driver", "host", "--limit", "0.01")
+    assert done.returncode == 1
+    assert done.stderr.startswith("failed: exits (more than 0.01 seconds), acquire (more than 0.01 seconds)")
+
+
+@pytest.mark.parametrize(("name", "says"), [("captures", "a capture of a GPU's stream is needed"), ("tune", "on a GPU alone")])
+def test_a_script_for_gpus_alone_says_so(name, says):
+    done = run(name, "--quick", "--driver", "host")
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_recording_is_compared_at_every_number_of_states(written):
+    _, results = written("record")
+    for count in results["states"]:
+        assert f"replay, {count} states / eager map, {count} states, host" in results["ratios"]
+        assert f"record and 3 replays, {count} states / 3 eager maps, {count} states" in results["ratios"]
 
 
 def test_a_shape_that_is_none_is_refused_in_a_line():

@@ -175,6 +175,59 @@ def test_a_function_that_returns_nothing_the_second_time_is_refused(scene):
         handlepool.record(lambda: scene.put(scene.array(2), lambda: 3) is not None and results.pop(0))
 
 
+@handlepool.graph
+def double(g, x):
+    return g.add(x, x)
+
+
+@handlepool.graph
+def unsupported(g, x):
+    return g.conv_fprop(x, x, padding=[0], stride=[1], dilation=[1])
+
+
+def test_what_was_never_warm_is_warmed_by_the_recording_itself(make_driver, scheduler):
+    driver = make_driver(scheduler=scheduler)
+    with Scene(driver) as scene:
+        x = scene.array(1)
+        assert not driver.alive()["handles"]  # no slot, no side stream, no plan, no scratch
+        with handlepool.record(scene.states.map, double, [x] * 4, pool=scene.pool) as program:
+            program.replay()
+            assert [scene.read(y) for y in program.outputs] == [2] * 4
+        in_order(scene)
+
+
+def test_what_is_met_under_the_capture_for_the_first_time_is_recorded_and_harms_nothing(scene):
+    states = handlepool.ParallelStates(3)
+    made = []
+
+    def new_each_time(x):
+        made.append(scene.pool.stats())
+        size = 8 * len(made)
+        own = scene.put(scene.array(size=size), lambda: 5)
+        scene.pool.get_workspace(1000 * len(made))
+        return states.map(double, [own] * len(made) * 2)
+
+    with handlepool.record(new_each_time, scene.array(1)) as program:
+        stats = scene.pool.stats()
+        assert stats["plans_built"] > made[1]["plans_built"]
+        assert stats["handles_created"] > made[1]["handles_created"]
+        program.replay()
+        assert [scene.read(y) for y in program.outputs] == [10] * 4
+
+
+def test_a_plan_that_is_refused_under_the_capture_is_the_functions_own_error(scene):
+    calls = []
+
+    def body(x):
+        calls.append(1)
+        return scene.states.map(double if len(calls) == 1 else unsupported, [x])
+
+    with pytest.raises(HandlePoolError) as error:
+        handlepool.record(body, scene.array(1))
+    assert not isinstance(error.value, CaptureError)
+    assert len(calls) == 2
+
+
 def test_a_function_without_work_is_refused(scene):
     with pytest.raises(CaptureError, match="nothing to replay"):
         handlepool.record(lambda x: x, scene.array(1))
@@ -457,6 +510,19 @@ def test_an_update_with_an_array_of_another_device_is_refused(scene):
         elsewhere = scene.array()
     with pytest.raises(DeviceMismatchError, match="is on device 1"):
         program.update(elsewhere)
+
+
+def test_an_update_with_another_device_current_is_refused(scene):
+    x = scene.array(1)
+    program = handlepool.record(work(scene), x)
+    with scene.driver.device(1), scene.driver.create_stream():
+        with pytest.raises(DeviceMismatchError, match="device 0"):
+            program.update(x)
+        with pytest.raises(DeviceMismatchError, match="device 0"):
+            program.update(scene.driver.asarray(np.ones(8)))
+    program.update(scene.array(5))
+    program.replay()
+    assert scene.read(program.outputs[0]) == 115
 
 
 def test_an_update_with_another_count_or_name_is_refused(scene):

@@ -56,11 +56,12 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.gpu)
         if problem:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {problem}"))
-    if not problem and os.environ.get("HANDLEPOOL_TEST_PLAIN_ALLOCATOR"):
-        # For compute-sanitizer: with CuPy's pool in between, it sees no access to an array that was freed.
+    if not problem and os.environ.get("HANDLEPOOL_TEST_STREAM_ORDERED_ALLOCATOR"):
+        # For compute-sanitizer: with CuPy's pool in between, it sees no access to an array that was freed. With the driver's
+        # stream-ordered allocations it sees those that are not ordered, too. (A plain free would wait for streams that are held.)
         import cupy
 
-        cupy.cuda.set_allocator(None)
+        cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
     if not problem and drivers.load("cuda").device_count() < 2:
         surplus = [item for item in mine if item.get_closest_marker("two_gpus")]
         if surplus:

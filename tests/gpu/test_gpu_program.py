@@ -315,6 +315,32 @@ def test_refusals(pool, stream, images, weights):
         program.replay()
 
 
+def test_what_is_met_under_the_capture_for_the_first_time_is_recorded_or_refused_and_harms_nothing(pool, stream, random_array):
+    """A plan is built there, a handle made, and kernels are loaded: whether CUDA loads them in a capture is for it to say."""
+    states = ParallelStates(3, pool=pool)
+    given = [[random_array(shape, "float32") for shape in ((1, 24, side, side), (40, 24, 3, 3))] for side in (15, 17)]
+    calls = iter(given)
+
+    def body():
+        image, weight = next(calls)
+        return states.map(conv, [image] * 3, [weight] * 3)
+
+    try:
+        program = handlepool.record(body, pool=pool)
+    except CaptureError as error:
+        print(f"refused: {error}")
+    else:
+        program.replay()
+        expected = conv(*given[1])
+        assert all((y == expected).all() for y in program.outputs)
+        program.close()
+    assert not stream.is_capturing()
+    assert pool.stats()["handles_captured"] == pool.stats()["scratch_bytes_recorded"] == 0
+    with handlepool.record(conv, *given[0], pool=pool) as program:
+        program.replay()
+        assert (program.outputs == conv(*given[0])).all()
+
+
 @pytest.mark.two_gpus
 def test_a_program_is_replayed_on_its_own_device(pool, stream, images, weights):
     with handlepool.record(conv, images[0], weights, pool=pool) as program:

@@ -1,0 +1,66 @@
+"""What the choice of a plan is worth: recorded convolutions side by side, with the plan that cuDNN ranks first, the one that is
+quickest alone, and the one that is quickest in company, as `GraphFunction.tune` finds them. Needs a GPU.
+
+What is timed is independent of the tuning: replays of a recorded fork, interleaved, by the clocks of overlap.py.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from common import CLOCKS, Ratios, arguments, parse, pool_on_a_stream, positive, publish, regions, summary
+from overlap import SHAPES, Work
+from work import Shape
+
+import handlepool
+
+FIRST, ALONE, COMPANY = "ranked first", "quickest alone", "quickest in company"
+
+
+def tuned(work: Work, count: int) -> tuple[dict[str, Callable[[], object]], dict[str, Any]]:
+    """Replays of a fork over so many states, with each of the three plans; and what the tuning in company found."""
+    operands = work.images[0], work.filters[0]
+    states = handlepool.ParallelStates(count)
+    cases: dict[str, Callable[[], object]] = {}
+    tuning = None
+    for name, company in ((FIRST, None), (ALONE, None), (COMPANY, states)):
+        if name != FIRST:
+            tuning = work.conv.tune(*operands, out=work.outs[0], states=company)
+        cases[name] = work.checked(name, handlepool.record(work.forked(count)).replay)
+    print(f"{work.shape}\n{tuning}\n")
+    found = [{"index": c.index, "engine": c.engine, "workspace_bytes": c.workspace_size} for c in tuning.candidates]
+    for entry, candidate in zip(found, tuning.candidates, strict=True):
+        entry |= {"alone": candidate.alone, "company": candidate.company, "skipped": candidate.skipped}
+    return cases, {"winner": tuning.winner.index, "candidates": found}
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--calls", type=positive, default=20, help="replays in one sample (default: %(default)s)")
+    parser.add_argument("--count", type=positive, default=16, help="convolutions in the fork (default: %(default)s)")
+    parser.add_argument("--states", type=positive, nargs="+", default=[4, 8], help="(default: %(default)s)")
+    parser.add_argument("--shape", type=Shape.parse, nargs="+", default=SHAPES[:5], help="such as 1x64x14x64x3:float16:NHWC")
+    options = parse(parser, calls=2, count=4, states=[4], shape=SHAPES[:1])
+    times: dict[str, Any] = {}
+    ratios = Ratios()
+    tunings: dict[str, Any] = {}
+    with pool_on_a_stream(parser, options.driver) as (pool, stream):
+        driver = pool.driver
+        if driver.name != "cuda":
+            parser.error("plans are tuned on a GPU alone")
+        for shape in options.shape:
+            for count in options.states:
+                work = Work(pool, shape, options.count)
+                what = f"{options.count} x {shape}, {count} states"
+                cases, tunings[what] = tuned(work, count)
+                samples = regions(cases, options.repeats, options.calls, driver, stream)
+                for clock in CLOCKS:
+                    times[f"{what}, microseconds, {clock}"] = {name: summary(v) for name, v in samples[clock].items()}
+                ratios.compare(samples["device"], COMPANY, FIRST, None, f", {what}, device")
+                ratios.compare(samples["device"], COMPANY, ALONE, None, f", {what}, device")
+        publish(options, "tune", driver.name, times, ratios, tunings=tunings, count=options.count, states=options.states)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Tuning on a GPU: the winner is among the quickest when timed again, results stay right, and nothing is left behind."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import handlepool
+from handlepool import ArraySpec, CaptureError, HandlePool, ParallelStates
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+
+ALL = 30  # seconds, of what is expected to happen
+
+
+@handlepool.graph
+def conv(g, x, w):
+    return g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
+
+
+@pytest.fixture
+def default_pool(pool, monkeypatch):
+    monkeypatch.setattr("handlepool.pool._default", pool)
+    return pool
+
+
+@pytest.fixture
+def x(random_array):
+    return random_array((1, 64, 14, 14), "float16", "nhwc", 1)
+
+
+@pytest.fixture
+def w(random_array):
+    return random_array((64, 64, 3, 3), "float16", "nhwc", 2) / 24
+
+
+def error(y, x, w):
+    """Relative error against float64, of a convolution with padding 1."""
+    padded = np.pad(cupy.asnumpy(x).astype(np.float64), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
+    right = np.einsum("nchwrs,kcrs->nkhw", windows, cupy.asnumpy(w).astype(np.float64))
+    return np.linalg.norm(cupy.asnumpy(y) - right) / np.linalg.norm(right)
+
+
+@pytest.mark.parametrize("count", [None, 1, 4, 8])
+def test_a_plan_is_chosen_and_is_right(default_pool, stream, x, w, count):
+    states = None if count is None else ParallelStates(count, pool=default_pool)
+    given = x.copy(), w.copy()
+    tuning = conv.tune(x, w, states=states)
+    print(tuning)
+    timed = [each for each in tuning.candidates if not each.skipped]
+    assert len(timed) >= 2
+    assert all(0.2 < each.alone < 1e5 for each in timed)
+    assert all((each.company is None) == (count is None) for each in timed)
+    assert tuning.winner.time == min(each.time for each in timed)
+    assert conv.plan_for(x, w).engine == tuning.winner.engine
+    assert (x == given[0]).all()
+    assert (w == given[1]).all()
+    assert error(conv(x, w), x, w) < 1e-2
+    for y in ParallelStates(4, pool=default_pool).map(conv, [x] * 4, [w] * 4):
+        assert error(y, x, w) < 1e-2
+
+
+def test_company_costs_something_and_less_than_one_after_the_other(default_pool, stream, x, w):
+    winner = conv.tune(x, w, states=ParallelStates(4, pool=default_pool)).winner
+    assert winner.alone * 0.8 < winner.company < winner.alone * 4 * 0.9
+
+
+def test_out_is_not_written(default_pool, stream, x, w):
+    out = cupy.full_like(conv(x, w), cupy.nan)
+    conv.tune(x, w, states=ParallelStates(2, pool=default_pool), out=out)
+    assert cupy.isnan(out).all()
+    assert error(conv(x, w, out=out), x, w) < 1e-2
+
+
+def test_the_workspace_limit_holds(default_pool, stream, random_array):
+    x = random_array((4, 256, 14, 14), "float32", "nchw", 1)
+    w = random_array((256, 256, 3, 3), "float32", "nchw", 2)
+    limited = conv.options(workspace_limit=1 << 20)
+    tuning = limited.tune(x, w, states=ParallelStates(2, pool=default_pool))
+    assert all(each.workspace_size <= 1 << 20 for each in tuning.candidates)
+    assert any("excluded by a setting" in each.skipped for each in tuning.candidates)
+    assert limited.plan_for(x, w).workspace_size <= 1 << 20
+
+
+def test_the_scratch_limit_holds_and_scratch_goes_back(stream, random_array, monkeypatch):
+    x = random_array((4, 256, 14, 14), "float32", "nchw", 1)
+    w = random_array((256, 256, 3, 3), "float32", "nchw", 2)
+    with HandlePool(driver="cuda", scratch_limit=16 << 20) as pool:
+        monkeypatch.setattr("handlepool.pool._default", pool)
+        tuning = conv.tune(x, w, states=ParallelStates(4, pool=pool))
+        assert any("no room for" in each.skipped for each in tuning.candidates)
+        assert tuning.winner.workspace_size <= 4 << 20
+        stats = pool.stats()
+        assert (stats["scratch_bytes"], stats["handles_leased"], stats["handles_captured"]) == (0, 0, 0)
+
+
+def test_tuning_twice_takes_no_more_memory(default_pool, stream, x, w):
+    states = ParallelStates(4, pool=default_pool)
+
+    def used():
+        stream.synchronize()
+        default_pool.trim()
+        default_pool.driver.release_cached()
+        free, total = default_pool.driver.memory_info()
+        return total - free
+
+    conv.tune(x, w, states=states)
+    before = used()
+    for _ in range(3):
+        conv.tune(x, w, states=states)
+    assert used() <= before + (16 << 20)
+
+
+def test_from_the_null_stream(default_pool, x, w):
+    assert conv.tune(x, w, states=ParallelStates(2, pool=default_pool)).winner.company > 0
+    assert error(conv(x, w), x, w) < 1e-2
+
+
+def test_in_a_capture_it_is_refused_and_the_capture_lives(default_pool, stream, kernels, x, w):
+    array = kernels.full(1 << 12, 0)
+    stream.begin_capture()
+    kernels.write(array, 3)
+    specs = ArraySpec(x.shape, x.dtype, "NHWC"), ArraySpec(w.shape, w.dtype, "NHWC")
+    with pytest.raises(CaptureError, match="is being captured"):
+        conv.tune(*specs, states=ParallelStates(2, pool=default_pool))
+    graph = stream.end_capture()
+    graph.launch(stream)
+    assert (array.get() == 3).all()
+
+
+def test_captures_of_other_threads_survive(default_pool, stream, kernels, x, w):
+    array = kernels.full(1 << 12, 0)
+    begun, done = threading.Event(), threading.Event()
+    graphs = []
+
+    def other():
+        with cupy.cuda.Stream(non_blocking=True) as own:
+            own.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+            try:
+                kernels.write(array, 3)
+                begun.set()
+                done.wait(ALL)
+            finally:
+                graphs.append(own.end_capture())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert begun.wait(ALL)
+    try:
+        conv.tune(x, w, states=ParallelStates(4, pool=default_pool))
+    finally:
+        done.set()
+        thread.join(ALL)
+    graphs[0].launch(stream)
+    assert (array.get() == 3).all()
+    assert error(conv(x, w), x, w) < 1e-2
