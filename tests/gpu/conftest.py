@@ -56,17 +56,20 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.gpu)
         if problem:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {problem}"))
-    if not problem and os.environ.get("HANDLEPOOL_TEST_STREAM_ORDERED_ALLOCATOR"):
-        # For compute-sanitizer: with CuPy's pool in between, it sees no access to an array that was freed. With the driver's
-        # stream-ordered allocations it sees those that are not ordered, too. (A plain free would wait for streams that are held.)
+    surplus = []
+    if not problem and os.environ.get("HANDLEPOOL_TEST_SANITIZER"):
+        # With CuPy's pool in between, compute-sanitizer sees no access to an array that was freed. With the driver's
+        # stream-ordered allocations it sees those that are not ordered, too. It waits for each kernel, so that a stream which
+        # the host holds back would hold the host.
         import cupy
 
         cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
+        surplus = [item for item in mine if "latch" in item.fixturenames]
     if not problem and drivers.load("cuda").device_count() < 2:
-        surplus = [item for item in mine if item.get_closest_marker("two_gpus")]
-        if surplus:
-            config.hook.pytest_deselected(items=surplus)
-            items[:] = [item for item in items if item not in surplus]
+        surplus += [item for item in mine if item.get_closest_marker("two_gpus")]
+    if surplus:
+        config.hook.pytest_deselected(items=surplus)
+        items[:] = [item for item in items if item not in surplus]
 
 
 @pytest.fixture
