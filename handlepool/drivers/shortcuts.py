@@ -30,9 +30,10 @@ def launch(begin, arrays, out, fresh=None):
         if begin is None:
             try:
                 slot = current_stream({device}).{attribute}.slot
-            except AttributeError:
+                handle = slot.handle
+            except AttributeError:  # none is there, or, on what was a side stream, no more
                 slot = find()
-            handle = slot.handle
+                handle = slot.handle
             if handle.stream is not slot.bound{elsewhere}:
                 slot = find()
                 handle = slot.handle
