@@ -104,6 +104,8 @@ def _shortcut(pool: HandlePool, entry: Entry, layouts: list[Layout], given: bool
     def at_once(begin: Any, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
         if (out is not None) is not given or recordings or pool.current_device() != plan.device:
             return MISSED
+        if given and not plan.single and not isinstance(out, (tuple, list)):
+            return MISSED
         outs = () if not given else (out,) if plan.single else tuple(out)
         if any(type(array) is not native for array in arrays + outs) or [Layout.of(array) for array in arrays + outs] != layouts:
             return MISSED

@@ -133,7 +133,7 @@ def _numbers(values: Sequence[int]) -> str:
 
 
 def _unpack(outputs: list[str], single: bool) -> str:
-    return f"{outputs[0]} = out" if single else f"{', '.join(outputs)}, = out"
+    return f"{outputs[0]} = out" if single else f"{', '.join(outputs)}, = out if isinstance(out, (tuple, list)) else ()"
 
 
 def _allocation(b: str, layout: Any) -> str:
