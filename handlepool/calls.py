@@ -110,7 +110,7 @@ def _shortcut(pool: HandlePool, entry: Entry, layouts: list[Layout], given: bool
         if any(type(array) is not native for array in arrays + outs) or [Layout.of(array) for array in arrays + outs] != layouts:
             return MISSED
         made = outs or fresh or new_outputs(pool, plan.outputs, empty)
-        entry.used = pool.plans.tick()
+        entry.used, pool.plans.recent = pool.plans.tick(), entry
         slot = pool.slot() if begin is None else begin(arrays + made, at_once)
         launch(pool, plan, slot, arrays + made, given)
         return out if given else made[0] if plan.single else made
