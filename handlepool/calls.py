@@ -104,11 +104,13 @@ def _shortcut(pool: HandlePool, entry: Entry, layouts: list[Layout], given: bool
     def at_once(begin: Any, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
         if (out is not None) is not given or recordings or pool.current_device() != plan.device:
             return MISSED
+        if given and not plan.single and not isinstance(out, (tuple, list)):
+            return MISSED
         outs = () if not given else (out,) if plan.single else tuple(out)
         if any(type(array) is not native for array in arrays + outs) or [Layout.of(array) for array in arrays + outs] != layouts:
             return MISSED
         made = outs or fresh or new_outputs(pool, plan.outputs, empty)
-        entry.used = pool.plans.tick()
+        entry.used, pool.plans.recent = pool.plans.tick(), entry
         slot = pool.slot() if begin is None else begin(arrays + made, at_once)
         launch(pool, plan, slot, arrays + made, given)
         return out if given else made[0] if plan.single else made

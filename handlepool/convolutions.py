@@ -77,7 +77,7 @@ def conv2d(
         When cuDNN has no plan, as for a workspace limit that none meets.
     """
     chosen = current_pool() if pool is None else pool
-    marks = (stride, padding, dilation, groups, mode, activation, workspace_limit, allow_tf32, deterministic)
+    marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
     result = hit(_conv2d, chosen, None, (x, w) if bias is None else (x, w, bias), out, marks)
     if result is not MISSED:
         return result
@@ -132,7 +132,7 @@ def _prepare(
         options["mode"] = mode
     settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
     try:
-        marks = (stride, padding, dilation, groups, mode, activation, workspace_limit, allow_tf32, deterministic)
+        marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
         return _conv2d.prepare(pool, arrays, out, options, settings, marks=marks)
     except GraphNotSupportedError:
         if activation is None:
@@ -170,7 +170,7 @@ def _hit(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> Any:
-    marks = (stride, padding, dilation, groups, mode, activation, workspace_limit, allow_tf32, deterministic)
+    marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
     return hit(_conv2d, pool or default, begin, (x, w) if bias is None else (x, w, bias), out, marks)
 
 

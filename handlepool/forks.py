@@ -177,7 +177,9 @@ class Fork:
         given = out is not None
         calls: Iterable[tuple[Any, ...]] = zip(*sources, strict=False)
         results: list[T] = []
-        if all(isinstance(source, (list, tuple, range)) for source in sources):  # no code of the caller's runs between branches
+        graph = hasattr(function.func if type(function) is partial else function, "__handlepool_hit__")
+        if graph and all(isinstance(source, (list, tuple, range)) for source in sources):
+            # No code of the caller's runs between branches.
             known = calls = list(calls)
             if len(known) > 2:
                 self._used = None

@@ -30,9 +30,10 @@ def launch(begin, arrays, out, fresh=None):
         if begin is None:
             try:
                 slot = current_stream({device}).{attribute}.slot
-            except AttributeError:
+                handle = slot.handle
+            except AttributeError:  # none is there, or, on what was a side stream, no more
                 slot = find()
-            handle = slot.handle
+                handle = slot.handle
             if handle.stream is not slot.bound{elsewhere}:
                 slot = find()
                 handle = slot.handle
@@ -132,7 +133,7 @@ def _numbers(values: Sequence[int]) -> str:
 
 
 def _unpack(outputs: list[str], single: bool) -> str:
-    return f"{outputs[0]} = out" if single else f"{', '.join(outputs)}, = out"
+    return f"{outputs[0]} = out" if single else f"{', '.join(outputs)}, = out if isinstance(out, (tuple, list)) else ()"
 
 
 def _allocation(b: str, layout: Any) -> str:
