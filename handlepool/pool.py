@@ -30,7 +30,7 @@ from handlepool.checks import CheckedDriver, CheckedSlot
 from handlepool.cleanup import do_all
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import Driver, Handle
-from handlepool.errors import ArgumentError
+from handlepool.integers import at_least
 from handlepool.plans import PlanCache
 from handlepool.regions import thread
 from handlepool.slots import Slot, hits, place, placed, unplace
@@ -77,17 +77,13 @@ class HandlePool:
         plan_limit: int = 512,
         check: bool | None = None,
     ) -> None:
-        if scratch_limit is not None and scratch_limit < 0:
-            raise ArgumentError(f"scratch_limit={scratch_limit}; it must be 0 bytes or more, or None for no limit")
-        if idle_limit < 0:
-            raise ArgumentError(f"idle_limit={idle_limit}; it must be 0 handles or more")
         self._choice = driver
         self._driver: Driver | None = None
-        self._scratch_limit = scratch_limit
-        self._idle_limit = idle_limit
+        self._scratch_limit = None if scratch_limit is None else at_least(0, "scratch_limit", scratch_limit, " bytes")
+        self._idle_limit = at_least(0, "idle_limit", idle_limit, " handles")
         self._check = os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") if check is None else bool(check)
         self.slot_type: type[Slot] = CheckedSlot if self._check else Slot
-        self.plans = PlanCache(plan_limit)
+        self.plans = PlanCache(at_least(1, "plan_limit", plan_limit, " plan"))
         self._devices: dict[int, DeviceSlots] = {}
         self._live = LiveSlots()
         self._lock = threading.RLock()
@@ -149,7 +145,7 @@ class HandlePool:
         Raises
         ------
         ArgumentError
-            For a negative size.
+            For a size that is negative or no integer.
         OutOfMemoryError
             When neither the scratch limit nor the device allows it.
         """
@@ -246,8 +242,8 @@ class HandlePool:
         stream : stream, optional
             As in `get_handle`.
         """
-        if states < 0 or workspace < 0:
-            raise ArgumentError(f"prewarm(states={states}, workspace={workspace}): both must be 0 or more")
+        states = at_least(0, "prewarm: states", states)
+        workspace = at_least(0, "prewarm: workspace", workspace, " bytes")
         own = self.slot(stream)
         own.reserve(workspace)
         device = self.device(own.device)

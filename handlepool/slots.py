@@ -9,7 +9,7 @@ from typing import Any
 
 from handlepool.cleanup import do_all
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
-from handlepool.errors import ArgumentError
+from handlepool.integers import at_least
 from handlepool.workspace import Block, DeviceScratch, Workspace
 
 _ENDED = object()
@@ -206,12 +206,12 @@ class Slot:
         Raises
         ------
         ArgumentError
-            For a negative size.
+            For a size that is negative or no integer.
         OutOfMemoryError
             With the bytes free, the bytes in all and what the pool holds.
         """
-        if nbytes < 0:
-            raise ArgumentError(f"a workspace of {nbytes} bytes; the size must be 0 or more")
+        if type(nbytes) is not int or nbytes < 0:
+            nbytes = at_least(0, "workspace nbytes", nbytes, " bytes")
         self._follow_capture()
         block = self._handed.block
         if block.nbytes < nbytes:

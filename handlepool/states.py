@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from handlepool.errors import ArgumentError, StateBusyError, StateIndexError
 from handlepool.forks import Fork
+from handlepool.integers import as_integer
 from handlepool.pool import HandlePool, default_pool
 from handlepool.regions import thread
 from handlepool.sides import MOST_SIDE_SLOTS
@@ -40,11 +41,14 @@ class ParallelStates:
     """
 
     def __init__(self, count: int, *, pool: HandlePool | None = None) -> None:
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_SIDE_SLOTS:
+        try:
+            self.count = as_integer(count)
+        except TypeError:
+            self.count = 0
+        if not 1 <= self.count <= MOST_SIDE_SLOTS:
             raise ArgumentError(f"ParallelStates({count!r}): 1 to {MOST_SIDE_SLOTS} states, as many as the GPU has queues")
         if pool is None:
             pool = default_pool()
-        self.count = count
         self.pool = pool
         self._locks: dict[tuple[int, int], threading.Lock] = {}
 
@@ -90,14 +94,18 @@ class ParallelStates:
         StateBusyError
             When the state is busy and this thread holds a state already, since waiting then could deadlock.
         """
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < self.count:
+        try:
+            number = as_integer(index)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.count:
             raise StateIndexError(f"state {index!r} of {self.count}: the index must be 0 to {self.count - 1}")
         self.pool._check_usable()
-        lock = self._locks.setdefault((self.pool.driver.current_device(), index), threading.Lock())
+        lock = self._locks.setdefault((self.pool.driver.current_device(), number), threading.Lock())
         # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another.
         if not lock.acquire(blocking=thread.states_held == 0):
             raise StateBusyError(
-                f"state {index} is busy and this thread holds a state already: waiting could deadlock. Use fork() inside, which "
+                f"state {number} is busy and this thread holds a state already: waiting could deadlock. Use fork() inside, which "
                 f"leases states that are free"
             )
         thread.states_held += 1
