@@ -86,7 +86,6 @@ class HandlePool:
         self.plans = PlanCache(at_least(1, "plan_limit", plan_limit, " plan"))
         self._devices: dict[int, DeviceSlots] = {}
         self._live = LiveSlots()
-        self._lock = threading.RLock()
         self.unusable = False  # any of the next three
         self._closed = False
         self._forked = False
@@ -339,12 +338,9 @@ class HandlePool:
         """What the pool has on a device."""
         device = self._devices.get(ordinal)
         if device is None:
-            with self._lock:
-                device = self._devices.get(ordinal)
-                if device is None:
-                    device = self._devices[ordinal] = DeviceSlots(
-                        self, self.driver, ordinal, self._scratch_limit, self._idle_limit, self.drain
-                    )
+            made = DeviceSlots(self, self.driver, ordinal, self._scratch_limit, self._idle_limit, self.drain)
+            # One atomic step, for threads and for a finaliser that comes while `made` is made; what is too many has nothing yet.
+            device = self._devices.setdefault(ordinal, made)
         return device
 
     def on_device(self, ordinal: int) -> AbstractContextManager[Any]:
@@ -380,7 +376,7 @@ class HandlePool:
 
 
 _default: HandlePool | None = None
-_default_lock = threading.Lock()
+_default_lock = threading.RLock()  # a finaliser that the collector runs inside may ask for the default pool, too
 
 
 def default_pool() -> HandlePool:
@@ -389,7 +385,11 @@ def default_pool() -> HandlePool:
     if _default is None:
         with _default_lock:
             if _default is None:
-                _default = HandlePool()
+                made = HandlePool()
+                if _default is None:
+                    _default = made
+                else:  # by such a finaliser
+                    condition.forget(made)
     return _default
 
 
@@ -401,7 +401,7 @@ def current_pool() -> HandlePool:
 
 def _after_fork() -> None:
     global _default_lock
-    _default_lock = threading.Lock()  # another thread of the parent may have held it
+    _default_lock = threading.RLock()  # another thread of the parent may have held it
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -10,7 +10,7 @@ from typing import Any
 from handlepool.cleanup import do_all
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
 from handlepool.integers import at_least
-from handlepool.workspace import Block, DeviceScratch, Workspace
+from handlepool.workspace import EMPTY, Block, DeviceScratch, Workspace
 
 _ENDED = object()
 """What a slot that belongs to nobody is bound to, for a hit: no stream."""
@@ -276,7 +276,7 @@ class Slot:
     def release_scratch(self) -> None:
         """Give the eager scratch back at once; for a slot that nobody uses."""
         self.forget_capture()
-        blocks = [self._scratch.take(workspace) for workspace in (self._launching, self._handed)]
+        blocks = [self._scratch.exchange(workspace, EMPTY) for workspace in (self._launching, self._handed)]
         do_all([partial(self._scratch.free, block) for block in blocks])
 
     def forget_capture(self) -> None:

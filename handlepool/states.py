@@ -102,20 +102,25 @@ class ParallelStates:
             raise StateIndexError(f"state {index!r} of {self.count}: the index must be 0 to {self.count - 1}")
         self.pool._check_usable()
         lock = self._locks.setdefault((self.pool.driver.current_device(), number), threading.Lock())
-        # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another.
-        if not lock.acquire(blocking=thread.states_held == 0):
-            raise StateBusyError(
-                f"state {number} is busy and this thread holds a state already: waiting could deadlock. Use fork() inside, which "
-                f"leases states that are free"
-            )
-        thread.states_held += 1
+        # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another. It is
+        # counted before the lock is taken and until after it is released, so that a finaliser that the collector runs just then
+        # does not wait for its own thread.
+        held = thread.states_held
+        thread.states_held = held + 1
         try:
-            with Fork(self.pool, 1) as fork:
-                fork._region.keep_call(function, args, kwargs)
-                return fork.run(_with_slot, self.pool, function, args, kwargs)
+            if not lock.acquire(blocking=held == 0):
+                raise StateBusyError(
+                    f"state {number} is busy and this thread holds a state already: waiting could deadlock. Use fork() inside, "
+                    f"which leases states that are free"
+                )
+            try:
+                with Fork(self.pool, 1) as fork:
+                    fork._region.keep_call(function, args, kwargs)
+                    return fork.run(_with_slot, self.pool, function, args, kwargs)
+            finally:
+                lock.release()
         finally:
-            thread.states_held -= 1
-            lock.release()
+            thread.states_held = held
 
 
 def _with_slot(pool: HandlePool, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
