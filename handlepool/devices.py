@@ -247,7 +247,7 @@ class DeviceSlots:
             if stream is None or slot.pointer == PER_THREAD_STREAM:
                 slot.release_scratch()
             else:
-                slot.forget_capture()
+                slot.forget_capture(over=False)  # its thread has ended, and may have left the capture to another
         finally:
             self.put_idle(slot)
 

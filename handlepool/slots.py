@@ -279,10 +279,10 @@ class Slot:
         blocks = [self._scratch.exchange(workspace, EMPTY) for workspace in (self._launching, self._handed)]
         do_all([partial(self._scratch.free, block) for block in blocks])
 
-    def forget_capture(self) -> None:
-        """Go back to the scratch of eager work; what the capture was given stays the capture's."""
+    def forget_capture(self, *, over: bool = True) -> None:
+        """Go back to the scratch of eager work; what the capture was given stays the capture's, which may not be over."""
         if self._eager is not None:
             (self._launching, self._handed), self._eager = self._eager, None
         if self._capture:
-            self._scratch.leave_capture(self._capture, self)
+            self._scratch.leave_capture(self._capture, self, over=over)
             self._capture = 0

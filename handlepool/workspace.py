@@ -178,8 +178,10 @@ class DeviceScratch:
                 self.captures_met += 1
             self._capturing.setdefault(capture, set()).add(slot)
 
-    def leave_capture(self, capture: int, slot: Any) -> None:
-        """A slot has done with a capture."""
+    def leave_capture(self, capture: int, slot: Any, *, over: bool) -> None:
+        """A slot has done with a capture. Where that may not be over, the slot stays known: `free_captured` asks its stream."""
+        if not over and capture in self.captured:
+            return
         with self._lock:
             slots = self._capturing.get(capture)
             if slots is not None:
@@ -210,6 +212,8 @@ class DeviceScratch:
             under_way = [slot.still_in(capture) for slot in slots]  # asked of each: one that cannot be asked is unbound
             if any(under_way):
                 continue
+            with self._lock:
+                self._capturing.pop(capture, None)
             do_all([partial(self.free, block) for block in self.captured.pop(capture, [])])
 
     def collect(self, *, wait: bool = False) -> None:
