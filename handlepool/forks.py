@@ -77,6 +77,8 @@ class Fork:
         outer = thread.region
         self._inherited = outer is not None and outer.device == self._ordinal and outer.driver is driver
         self._region: Region = outer if outer is not None and self._inherited else Region(driver, stream)
+        if self._inherited:
+            self._region.inner.add(self)
         self._thread = get_ident()
         self._open = True
         return self
@@ -192,25 +194,26 @@ class Fork:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not self._open or self._thread != get_ident():
             self._refuse()
-        self._open = False
         driver = self._driver
-        if error is not None:
-            lost(self._pool, error, ask=False)
-        if self._pool._forked or self._pool._poison is not None:
-            self._leave()
-            if error is None and self._pool._poison is not None:
-                self._pool._check_usable()
-            return
         try:
+            self._open = False
+            if error is not None:
+                lost(self._pool, error, ask=False)
+            if self._pool._forked or self._pool._poison is not None:
+                self._leave()
+                if error is None and self._pool._poison is not None:
+                    self._pool._check_usable()
+                return
             if driver.current_device() == self._ordinal:
                 self._join()
             else:  # where the null stream's pointer means another stream
                 with driver.device(self._ordinal):
                     self._join()
         except BaseException:
-            if self._leased:  # it did not come to the join
+            if self._leased:  # it did not come to the join, or not to its end
                 if self._inherited:
                     self._region.abandon()  # or the outer fork would let go of it
+                    self._region.inner.discard(self)
                 parked.append(self)
             raise
         if error is None:
@@ -234,7 +237,6 @@ class Fork:
         if self._pool._forked or self._pool._poison is not None:
             self._leave()
             return
-        leased, self._leased = self._leased, []
         captured = False
         failure: BaseException | None = None
         late: BaseException | None = None
@@ -242,7 +244,9 @@ class Fork:
             captured = pointer != LEGACY_STREAM and driver.capture_id(pointer) != 0
         except BaseException as trouble:
             failure = trouble
-        for slot in leased:
+        leased = self._leased
+        while leased:  # an interrupt may come between any two of these steps: what is left is joined later
+            slot = leased[0]
             try:
                 if captured and not driver.capture_id(slot.pointer):
                     raise CaptureError(
@@ -253,9 +257,10 @@ class Fork:
                 driver.wait_event(pointer, slot.end_event)
             except BaseException as trouble:  # every other branch is joined all the same
                 failure = trouble
+                self._region.abandon()
             disown(slot)
             try:
-                sides.give_back(slot, captured=captured or failure is not None)
+                sides.give_back(leased.pop(0), captured=captured or failure is not None)
             except BaseException as trouble:  # the pool was closed, and something could not be destroyed yet
                 late = trouble
         if failure is None:
@@ -268,13 +273,16 @@ class Fork:
             self._region.abandon()
             diagnose(self._pool, failure)
             raise failure
-        if not self._inherited:
+        if self._inherited:
+            self._region.inner.discard(self)
+        else:
             self._region.release()
         if late is not None:
             raise late
 
     def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
-        if self._open:  # nobody left it: its thread ended inside
+        # Nobody left it: its thread ended inside, or an interrupt came while it was left (or made: it has no attributes then).
+        if getattr(self, "_open", False) or getattr(self, "_leased", None):
             _park(self)
 
     def _settle(self) -> bool:

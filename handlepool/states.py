@@ -108,19 +108,25 @@ class ParallelStates:
         held = thread.states_held
         thread.states_held = held + 1
         try:
-            if not lock.acquire(blocking=held == 0):
+            if not held:
+                with lock:  # an interrupt leaves it taken at no point, as it could after a call of `acquire`
+                    return self._joined_at_once(function, args, kwargs)
+            if not lock.acquire(blocking=False):
                 raise StateBusyError(
                     f"state {number} is busy and this thread holds a state already: waiting could deadlock. Use fork() inside, "
                     f"which leases states that are free"
                 )
             try:
-                with Fork(self.pool, 1) as fork:
-                    fork._region.keep_call(function, args, kwargs)
-                    return fork.run(_with_slot, self.pool, function, args, kwargs)
+                return self._joined_at_once(function, args, kwargs)
             finally:
                 lock.release()
         finally:
             thread.states_held = held
+
+    def _joined_at_once(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        with Fork(self.pool, 1) as fork:
+            fork._region.keep_call(function, args, kwargs)
+            return fork.run(_with_slot, self.pool, function, args, kwargs)
 
 
 def _with_slot(pool: HandlePool, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:

@@ -56,7 +56,7 @@ class ThreadSlots:
         self._foreign.move_to_end(key)
 
     def __del__(self) -> None:
-        for slot in list(self.slots.values()):
+        for slot in list(getattr(self, "slots", {}).values()):  # it has none where an interrupt came while it was made
             slot.end()
             self._parked.append(slot)
 

@@ -4,12 +4,11 @@ Here one runs at every line of the package in turn, with the order of accesses c
 """
 
 import itertools
-import os
-import sys
 
 import numpy as np
 import pytest
 from accounts import Accounts
+from lines import at_line
 from scenes import Scene, Thread
 from uses import assert_usable
 
@@ -17,9 +16,6 @@ import handlepool
 from handlepool import ParallelStateExecutor, StateBusyError, reference, regions
 from handlepool.drivers.host import HostDriver
 from handlepool.workspace import Workspace
-
-PACKAGE = os.path.dirname(handlepool.__file__) + os.sep
-DRIVERS = os.path.join(PACKAGE, "drivers")
 
 
 @handlepool.graph
@@ -61,38 +57,6 @@ class World(Scene):
         assert not self.driver.order.found
 
 
-def at_line(k, function, finaliser):
-    """Call a function, and a finaliser at its k-th line inside the package; where that was, None where there are fewer.
-
-    A driver's own lines do not count, nor what they lead to: a real driver is not written in Python.
-    """
-    left, where = k, None
-
-    def trace(frame, event, argument):
-        nonlocal left, where
-        if event == "call":
-            caller = frame
-            while caller is not None and not caller.f_code.co_filename.startswith(DRIVERS):
-                caller = caller.f_back
-            return trace if caller is None and frame.f_code.co_filename.startswith(PACKAGE) else None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                where = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
-                finaliser()  # untraced
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-        if where is not None and (error := sys.exception()) is not None:
-            error.add_note(f"with the finaliser at {where}")
-    return where
-
-
 def at_every_line(outer, inner, **options):
     """The number of lines."""
     for k in itertools.count(1):
@@ -103,7 +67,7 @@ def at_every_line(outer, inner, **options):
             try:
                 world.check()
             except BaseException as error:
-                error.add_note(f"with the finaliser at {where}")
+                error.add_note(f"at {where}")
                 raise
         if where is None:
             return k
