@@ -148,8 +148,7 @@ class CheckedDriver:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._slots: weakref.WeakSet[CheckedSlot] = weakref.WeakSet()
-        self._lock = threading.Lock()  # guards the set
+        self._slots: dict[int, weakref.ref[CheckedSlot]] = {}  # by identity; each change and each copy is one atomic step
         self._mine = threading.local()  # this thread's last use of what it shares between its streams
         self._everybodys: dict[str, weakref.ref[_Use]] = {}
         self.close: Callable[[], None] = driver.watch_shared(self.note)
@@ -159,8 +158,8 @@ class CheckedDriver:
 
     def remember(self, slot: CheckedSlot) -> None:
         """Know a slot, to compare its workspace with the arrays of launches on other streams."""
-        with self._lock:
-            self._slots.add(slot)
+        slots, key = self._slots, id(slot)
+        slots[key] = weakref.ref(slot, lambda _: slots.pop(key))
 
     def bind_handle(self, handle: Handle, pointer: int) -> None:
         """As `Driver.bind_handle`; the handle may be in nobody's use."""
@@ -179,8 +178,7 @@ class CheckedDriver:
 
     def check_workspaces(self, name: str, handle: Handle, operands: Sequence[Any]) -> None:
         """Raise for an array that lies in the workspace of another stream than the handle's."""
-        with self._lock:
-            slots = list(self._slots)
+        slots = [slot for known in list(self._slots.values()) if (slot := known()) is not None]
         device = self._driver.current_device()
         for index, array in enumerate(operands):
             pointer = self._driver.array_pointer(array)

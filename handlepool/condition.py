@@ -7,7 +7,6 @@ A hit asks none of this. Whatever makes a pool unusable ends its slots, so that 
 import atexit
 import logging
 import os
-import threading
 from typing import Any
 
 from handlepool.errors import ForkedProcessError, HandlePoolError, PoisonedContextError, PoolClosedError
@@ -121,7 +120,6 @@ def _after_fork() -> None:
     """In a forked child nothing inherited is used or destroyed (guarantee 13)."""
     for pool in list(_pools):
         pool._forked = pool.unusable = True
-        pool._lock = threading.RLock()  # another thread of the parent may have held it
         _end_hits(pool)
 
 

@@ -1,12 +1,12 @@
 """Checks of what convolutions are given: raised before a graph is built, in the caller's own words."""
 
 from collections.abc import Mapping
-from operator import index
 from typing import Any
 
 from handlepool.activations import FLOATING_TYPES
 from handlepool.errors import ArgumentError
 from handlepool.inference import axis_order, dense_strides
+from handlepool.integers import as_integer, at_least
 from handlepool.layouts import Layout
 
 Pair = int | tuple[int, int]
@@ -17,18 +17,25 @@ def pair(function: str, name: str, value: Pair) -> list[int]:
     """Stride, padding or dilation along height and width."""
     least = 0 if name == "padding" else 1
     try:
-        entries = [value, value] if isinstance(value, int) else list(value)
-        if len(entries) == 2 and all(isinstance(entry, int) and entry >= least for entry in entries):
+        entries = _two(value)
+        if len(entries) == 2 and min(entries) >= least:
             return entries
     except TypeError:
         pass
     raise ArgumentError(f"{function}: {name}={value!r}; it must be an integer, or two, each {least} or more")
 
 
+def _two(value: Any) -> list[int]:
+    try:
+        return [as_integer(value)] * 2
+    except TypeError:
+        return [as_integer(entry) for entry in value]
+
+
 def as_shape(function: str, shape: Any) -> Shape:
     """The shape of what a gradient is taken with respect to."""
     try:
-        extents = tuple(map(index, shape))
+        extents = tuple(map(as_integer, shape))
     except TypeError:
         extents = ()
     if len(extents) != 4 or min(extents) < 1:
@@ -57,8 +64,7 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
 
 def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, Shape], groups: int) -> None:
     """Raise for groups that are none, and for channels of images and filters (K, C / groups, R, S) that do not fit."""
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-        raise ArgumentError(f"{function}: groups={groups!r}; it must be an integer, 1 or more")
+    groups = at_least(1, f"{function}: groups", groups)
     (x, x_shape), (w, w_shape) = image, weight
     if w_shape[1] * groups != x_shape[1]:
         raise ArgumentError(

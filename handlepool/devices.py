@@ -133,7 +133,10 @@ class DeviceSlots:
         """The handle that graphs are built with; called with `build_lock` held. It lives as long as plans do: they keep it."""
         if self.builder is None:
             self.pool._check_usable()  # `close` says so first and takes the lock then, so that one of us sees it
-            self.builder = self.create_handle()
+            made = self.create_handle()
+            self.builder = made if self.builder is None else self.builder
+            if self.builder is not made:  # a finaliser that the collector ran meanwhile has built, too
+                self.destroy_handle(made)
         return self.builder
 
     def destroy_handle(self, handle: Handle) -> None:
@@ -244,7 +247,7 @@ class DeviceSlots:
             if stream is None or slot.pointer == PER_THREAD_STREAM:
                 slot.release_scratch()
             else:
-                slot.forget_capture()
+                slot.forget_capture(over=False)  # its thread has ended, and may have left the capture to another
         finally:
             self.put_idle(slot)
 

@@ -22,6 +22,7 @@ from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.events import Events
 from handlepool.forks import own
+from handlepool.integers import as_integer
 from handlepool.pool import HandlePool, default_pool
 from handlepool.regions import keep_for_good, parked, run_on, settle, thread
 from handlepool.slots import Slot
@@ -108,12 +109,16 @@ class ParallelStateExecutor(Executor):
     ) -> None:
         self._pending: deque[Task] = deque()  # tasks whose end the GPU has not passed; appends and pops are atomic
         self._events: dict[int, Events] = {}  # by device
-        if isinstance(max_workers, bool) or not isinstance(max_workers, int) or max_workers < 1:
+        try:
+            workers = as_integer(max_workers)
+        except TypeError:
+            workers = 0
+        if workers < 1:
             raise ArgumentError(f"ParallelStateExecutor({max_workers!r}): 1 worker or more")
         if pool is None:
             pool = default_pool()
         self._pool = pool
-        self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix, initializer or _nothing, initargs)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix, initializer or _nothing, initargs)
         self._leases = _Leases()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "StreamFuture[T]":

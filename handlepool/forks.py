@@ -83,6 +83,8 @@ class Fork:
         outer = thread.region
         self._inherited = outer is not None and outer.device == ordinal and outer.driver is driver
         self._region: Region = outer if outer is not None and self._inherited else Region(driver, stream, ordinal)
+        if self._inherited:
+            self._region.inner.add(self)
         self._thread = get_ident()
         self._open = True
         return self
@@ -294,26 +296,27 @@ class Fork:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not self._open or self._thread != get_ident():
             self._refuse()
-        self._open = False
         driver = self._driver
-        if error is not None:
-            lost(self._pool, error, ask=False)
         pool = self._pool
-        if pool.unusable and (pool._forked or pool._poison is not None):
-            self._leave()
-            if error is None and pool._poison is not None:
-                pool._check_usable()
-            return
         try:
+            self._open = False
+            if error is not None:
+                lost(pool, error, ask=False)
+            if pool.unusable and (pool._forked or pool._poison is not None):
+                self._leave()
+                if error is None and pool._poison is not None:
+                    pool._check_usable()
+                return
             if pool.current_device() == self._ordinal:
                 self._join()
             else:  # where the null stream's pointer means another stream
                 with driver.device(self._ordinal):
                     self._join()
         except BaseException:
-            if self._leased:  # it did not come to the join
+            if self._leased:  # it did not come to the join, or not to its end
                 if self._inherited:
                     self._region.abandon()  # or the outer fork would let go of it
+                    self._region.inner.discard(self)
                 parked.append(self)
             raise
         if error is None:
@@ -337,8 +340,6 @@ class Fork:
         if pool.unusable and (pool._forked or pool._poison is not None):
             self._leave()
             return
-        leased, self._leased = self._leased, []
-        free = sides.free
         captured = False
         failure: BaseException | None = None
         late: BaseException | None = None
@@ -346,7 +347,9 @@ class Fork:
             captured = pointer != LEGACY_STREAM and driver.is_capturing(pointer)
         except BaseException as trouble:
             failure = trouble
-        for slot in leased:
+        leased = self._leased
+        while leased:  # an interrupt may come between any two of these steps: what is left is joined later
+            slot = leased[0]
             try:
                 if captured and not driver.capture_id(slot.pointer):
                     raise CaptureError(
@@ -357,12 +360,14 @@ class Fork:
                 driver.wait_event(pointer, slot.end_event)
             except BaseException as trouble:  # every other branch is joined all the same
                 failure = trouble
+                self._region.abandon()
             if slot.owner is not None:
                 disown(slot)
+            leased.pop(0)
             if captured or failure is not None:
                 sides.give_back(slot, captured=True)
             else:
-                free.append(slot)
+                sides.free.append(slot)
         if pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
             try:
                 sides.drop_free()
@@ -378,13 +383,16 @@ class Fork:
             self._region.abandon()
             diagnose(self._pool, failure)
             raise failure
-        if not self._inherited:
+        if self._inherited:
+            self._region.inner.discard(self)
+        else:
             self._region.release()
         if late is not None:
             raise late
 
     def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
-        if self._open:  # nobody left it: its thread ended inside
+        # Nobody left it: its thread ended inside, or an interrupt came while it was left (or made: it has no attributes then).
+        if getattr(self, "_open", False) or getattr(self, "_leased", None):
             _park(self)
 
     def _settle(self) -> bool:

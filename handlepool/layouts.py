@@ -9,6 +9,7 @@ import numpy as np
 from handlepool.drivers import frontend
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.inference import dense_strides
+from handlepool.integers import as_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,13 @@ class ArraySpec:
     __slots__ = ("dtype", "shape", "strides")
 
     def __init__(self, shape: Sequence[int], dtype: Any, layout: str | Sequence[int] = "NCHW") -> None:
-        self.shape = tuple(shape)
         self.dtype = as_dtype(dtype)
-        if any(isinstance(extent, bool) or not isinstance(extent, int) or extent < 0 for extent in self.shape):
-            raise ArgumentError(f"an array of shape {self.shape}: each extent must be an integer, 0 or more")
+        try:
+            self.shape = tuple(map(as_integer, shape))
+        except TypeError:
+            self.shape = (-1,)
+        if any(extent < 0 for extent in self.shape):
+            raise ArgumentError(f"an array of shape {shape}: each extent must be an integer, 0 or more")
         if isinstance(layout, str):
             rank = len(self.shape)
             orders = {"NCHW": tuple(range(rank)), "NHWC": (0, *range(2, rank), 1) if rank > 1 else tuple(range(rank))}
@@ -84,7 +88,10 @@ class ArraySpec:
                 raise ArgumentError(f"layout={layout!r}; it can be 'NCHW', 'NHWC' or the strides in bytes")
             self.strides = tuple(step * self.dtype.itemsize for step in dense_strides(self.shape, orders[layout]))
         else:
-            self.strides = tuple(layout)
+            try:
+                self.strides = tuple(map(as_integer, layout))
+            except TypeError:
+                raise ArgumentError(f"layout={layout!r}; it can be 'NCHW', 'NHWC' or the strides in bytes") from None
             if len(self.strides) != len(self.shape):
                 raise ArgumentError(f"{len(self.strides)} strides for the {len(self.shape)} axes of shape {self.shape}")
 

@@ -30,7 +30,7 @@ from handlepool.checks import CheckedDriver, CheckedSlot
 from handlepool.cleanup import do_all
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import Driver, Handle
-from handlepool.errors import ArgumentError
+from handlepool.integers import at_least
 from handlepool.plans import PlanCache
 from handlepool.regions import thread
 from handlepool.slots import Slot, hits, place, placed, unplace
@@ -77,20 +77,15 @@ class HandlePool:
         plan_limit: int = 512,
         check: bool | None = None,
     ) -> None:
-        if scratch_limit is not None and scratch_limit < 0:
-            raise ArgumentError(f"scratch_limit={scratch_limit}; it must be 0 bytes or more, or None for no limit")
-        if idle_limit < 0:
-            raise ArgumentError(f"idle_limit={idle_limit}; it must be 0 handles or more")
         self._choice = driver
         self._driver: Driver | None = None
-        self._scratch_limit = scratch_limit
-        self._idle_limit = idle_limit
+        self._scratch_limit = None if scratch_limit is None else at_least(0, "scratch_limit", scratch_limit, " bytes")
+        self._idle_limit = at_least(0, "idle_limit", idle_limit, " handles")
         self.checked = os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") if check is None else bool(check)
         self.slot_type: type[Slot] = CheckedSlot if self.checked else Slot
-        self.plans = PlanCache(plan_limit)
+        self.plans = PlanCache(at_least(1, "plan_limit", plan_limit, " plan"))
         self._devices: dict[int, DeviceSlots] = {}
         self._live = LiveSlots()
-        self._lock = threading.RLock()
         self.unusable = False  # any of the next three
         self._closed = False
         self._forked = False
@@ -149,7 +144,7 @@ class HandlePool:
         Raises
         ------
         ArgumentError
-            For a negative size.
+            For a size that is negative or no integer.
         OutOfMemoryError
             When neither the scratch limit nor the device allows it.
         """
@@ -246,8 +241,8 @@ class HandlePool:
         stream : stream, optional
             As in `get_handle`.
         """
-        if states < 0 or workspace < 0:
-            raise ArgumentError(f"prewarm(states={states}, workspace={workspace}): both must be 0 or more")
+        states = at_least(0, "prewarm: states", states)
+        workspace = at_least(0, "prewarm: workspace", workspace, " bytes")
         own = self.slot(stream)
         own.reserve(workspace)
         device = self.device(own.device)
@@ -343,12 +338,9 @@ class HandlePool:
         """What the pool has on a device."""
         device = self._devices.get(ordinal)
         if device is None:
-            with self._lock:
-                device = self._devices.get(ordinal)
-                if device is None:
-                    device = self._devices[ordinal] = DeviceSlots(
-                        self, self.driver, ordinal, self._scratch_limit, self._idle_limit, self.drain
-                    )
+            made = DeviceSlots(self, self.driver, ordinal, self._scratch_limit, self._idle_limit, self.drain)
+            # One atomic step, for threads and for a finaliser that comes while `made` is made; what is too many has nothing yet.
+            device = self._devices.setdefault(ordinal, made)
         return device
 
     def on_device(self, ordinal: int) -> AbstractContextManager[Any]:
@@ -384,7 +376,7 @@ class HandlePool:
 
 
 _default: HandlePool | None = None
-_default_lock = threading.Lock()
+_default_lock = threading.RLock()  # a finaliser that the collector runs inside may ask for the default pool, too
 
 
 def default_pool() -> HandlePool:
@@ -393,7 +385,11 @@ def default_pool() -> HandlePool:
     if _default is None:
         with _default_lock:
             if _default is None:
-                _default = HandlePool()
+                made = HandlePool()
+                if _default is None:
+                    _default = made
+                else:  # by such a finaliser
+                    condition.forget(made)
     return _default
 
 
@@ -405,7 +401,7 @@ def current_pool() -> HandlePool:
 
 def _after_fork() -> None:
     global _default_lock
-    _default_lock = threading.Lock()  # another thread of the parent may have held it
+    _default_lock = threading.RLock()  # another thread of the parent may have held it
 
 
 os.register_at_fork(after_in_child=_after_fork)

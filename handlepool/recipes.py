@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from handlepool.errors import ArgumentError
+from handlepool.integers import as_integer
 from handlepool.settings import Settings
 
 References = tuple[Any, ...]
@@ -129,9 +130,16 @@ def as_references(what: str, references: Any) -> References | None:
     """Bring ``inputs=`` or ``outputs=`` into a tuple; one that is not in a list counts as a list of it."""
     if references is None:
         return None
-    entries = tuple(references) if isinstance(references, (list, tuple)) else (references,)
+    entries = tuple(map(_plain, references)) if isinstance(references, (list, tuple)) else (_plain(references),)
     if not entries:
         raise ArgumentError(f"{what}= is empty; name the {what}, or leave it out")
     if len({id(entry) if not isinstance(entry, (str, int)) else entry for entry in entries}) < len(entries):
         raise ArgumentError(f"{what}={list(entries)!r} names a tensor twice")
     return entries
+
+
+def _plain(reference: Any) -> Any:
+    try:
+        return as_integer(reference)  # a uid
+    except TypeError:
+        return reference

@@ -116,7 +116,7 @@ def _dilate(filters: Array, gaps: tuple[int, int]) -> Array:
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
+    return (int(value[0]), int(value[1])) if isinstance(value, (tuple, list)) else (int(value), int(value))
 
 
 def relative_error(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from handlepool.errors import ArgumentError
+from handlepool.integers import as_integer
 
 MOST_LISTED = 24
 """Tensors that a message lists."""
@@ -66,12 +67,15 @@ class References:
             found = self._named(reference.name)  # of another build of the same function
         elif isinstance(reference, str):
             found = self._named(reference)
-        elif isinstance(reference, int) and not isinstance(reference, bool):
-            found = [tensor for tensor in self._tensors.values() if tensor.uid == reference]
         else:
-            raise ArgumentError(
-                f"{reference!r} is no reference; give a name, 'node::port', 'node::0', a uid or a graph tensor. {self.listing()}"
-            )
+            try:
+                uid = as_integer(reference)
+            except TypeError:
+                raise ArgumentError(
+                    f"{reference!r} is no reference; give a name, 'node::port', 'node::0', a uid or a graph tensor. "
+                    f"{self.listing()}"
+                ) from None
+            found = [tensor for tensor in self._tensors.values() if tensor.uid == uid]
         if len(found) == 1:
             return found[0]
         shown = repr(reference.name if is_tensor(reference) else reference)

@@ -35,12 +35,13 @@ class Region:
         read there after the task was joined.
     """
 
-    __slots__ = ("_allocator", "_kept", "_outer", "device", "driver", "ended", "keep", "stream")
+    __slots__ = ("_allocator", "_kept", "_outer", "device", "driver", "ended", "inner", "keep", "stream")
 
     def __init__(self, driver: Driver, stream: Stream, device: int, outer: "Region | None" = None) -> None:
         self._outer = outer
         self._allocator: Any = None
         self._kept: list[object] = []
+        self.inner: set[Any] = set()  # forks inside branches, from where they are entered to their join
         self.ended = False  # whether the outermost caller has gone on
         self.driver = driver
         self.device = device
@@ -67,8 +68,15 @@ class Region:
             self.keep([cell.cell_contents for cell in closure if _is_set(cell)])
 
     def release(self) -> None:
-        """Let go of everything; the outermost caller's stream waits for every branch by now."""
+        """Let go of everything; the outermost caller's stream waits for every branch by now.
+
+        But not for those of an inner fork that was never joined, as where an interrupt came just then.
+        """
         self.ended = True
+        if self.inner:
+            inner, self.inner = self.inner, set()
+            if any(fork._leased for fork in inner):
+                self.abandon()
         if self._outer is not None:
             self._outer.keep(self._kept[:])
         self._kept.clear()

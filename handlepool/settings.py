@@ -1,12 +1,12 @@
 """The settings of a graph function: checked when they are given, and brought into a form that can be a part of a key."""
 
 from collections.abc import Mapping
-from operator import index
 from typing import Any
 
 import numpy as np
 
 from handlepool.errors import ArgumentError
+from handlepool.integers import as_integer
 from handlepool.layouts import as_dtype
 
 GRAPH_SETTINGS = ("name", "io_dtype", "intermediate_dtype", "compute_dtype")
@@ -52,7 +52,7 @@ def _flag(name: str, value: Any) -> bool:
 
 def _limit(name: str, value: Any) -> int:
     try:
-        limit = -1 if isinstance(value, bool) else index(value)
+        limit = as_integer(value)
     except TypeError:
         limit = -1
     if limit < 0:

@@ -6,10 +6,10 @@ no call could succeed with, naming the node, the shapes and the remedy.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
 from handlepool.errors import ArgumentError
+from handlepool.integers import as_integer
 
 Shape = tuple[int, ...]
 
@@ -53,7 +53,7 @@ class Convolution:
             if value is None:
                 return (default,) * (rank - 2)
             try:
-                result = tuple(index(entry) for entry in value)
+                result = tuple(map(as_integer, value))
             except TypeError:
                 raise ArgumentError(
                     f"{what}: {name}={value!r} is no list of integers; give {rank - 2}, one per spatial axis"

@@ -9,8 +9,8 @@ from typing import Any
 
 from handlepool.cleanup import do_all
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
-from handlepool.errors import ArgumentError
-from handlepool.workspace import Block, DeviceScratch, Workspace
+from handlepool.integers import at_least
+from handlepool.workspace import EMPTY, Block, DeviceScratch, Workspace
 
 _ENDED = object()
 """What a slot that belongs to nobody is bound to, for a hit: no stream."""
@@ -206,12 +206,12 @@ class Slot:
         Raises
         ------
         ArgumentError
-            For a negative size.
+            For a size that is negative or no integer.
         OutOfMemoryError
             With the bytes free, the bytes in all and what the pool holds.
         """
-        if nbytes < 0:
-            raise ArgumentError(f"a workspace of {nbytes} bytes; the size must be 0 or more")
+        if type(nbytes) is not int or nbytes < 0:
+            nbytes = at_least(0, "workspace nbytes", nbytes, " bytes")
         self._follow_capture()
         block = self._handed.block
         if block.nbytes < nbytes:
@@ -276,13 +276,13 @@ class Slot:
     def release_scratch(self) -> None:
         """Give the eager scratch back at once; for a slot that nobody uses."""
         self.forget_capture()
-        blocks = [self._scratch.take(workspace) for workspace in (self._launching, self._handed)]
+        blocks = [self._scratch.exchange(workspace, EMPTY) for workspace in (self._launching, self._handed)]
         do_all([partial(self._scratch.free, block) for block in blocks])
 
-    def forget_capture(self) -> None:
-        """Go back to the scratch of eager work; what the capture was given stays the capture's."""
+    def forget_capture(self, *, over: bool = True) -> None:
+        """Go back to the scratch of eager work; what the capture was given stays the capture's, which may not be over."""
         if self._eager is not None:
             (self._launching, self._handed), self._eager = self._eager, None
         if self._capture:
-            self._scratch.leave_capture(self._capture, self)
+            self._scratch.leave_capture(self._capture, self, over=over)
             self._capture = 0

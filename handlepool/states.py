@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from handlepool.errors import ArgumentError, StateBusyError, StateIndexError
 from handlepool.forks import Fork
+from handlepool.integers import as_integer
 from handlepool.pool import HandlePool, default_pool
 from handlepool.regions import thread
 from handlepool.sides import MOST_SIDE_SLOTS
@@ -40,11 +41,14 @@ class ParallelStates:
     """
 
     def __init__(self, count: int, *, pool: HandlePool | None = None) -> None:
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_SIDE_SLOTS:
+        try:
+            self.count = as_integer(count)
+        except TypeError:
+            self.count = 0
+        if not 1 <= self.count <= MOST_SIDE_SLOTS:
             raise ArgumentError(f"ParallelStates({count!r}): 1 to {MOST_SIDE_SLOTS} states, as many as the GPU has queues")
         if pool is None:
             pool = default_pool()
-        self.count = count
         self.pool = pool
         self._locks: dict[tuple[int, int], threading.Lock] = {}
 
@@ -98,24 +102,39 @@ class ParallelStates:
         StateBusyError
             When the state is busy and this thread holds a state already, since waiting then could deadlock.
         """
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < self.count:
+        try:
+            number = as_integer(index)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.count:
             raise StateIndexError(f"state {index!r} of {self.count}: the index must be 0 to {self.count - 1}")
         self.pool._check_usable()
-        lock = self._locks.setdefault((self.pool.driver.current_device(), index), threading.Lock())
-        # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another.
-        if not lock.acquire(blocking=thread.states_held == 0):
-            raise StateBusyError(
-                f"state {index} is busy and this thread holds a state already: waiting could deadlock. Use fork() inside, which "
-                f"leases states that are free"
-            )
-        thread.states_held += 1
+        lock = self._locks.setdefault((self.pool.driver.current_device(), number), threading.Lock())
+        # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another. It is
+        # counted before the lock is taken and until after it is released, so that a finaliser that the collector runs just then
+        # does not wait for its own thread.
+        held = thread.states_held
+        thread.states_held = held + 1
         try:
-            with Fork(self.pool, 1) as fork:
-                fork._region.keep_call(function, args, kwargs)
-                return fork.run(_with_slot, self.pool, function, args, kwargs)
+            if not held:
+                with lock:  # an interrupt leaves it taken at no point, as it could after a call of `acquire`
+                    return self._joined_at_once(function, args, kwargs)
+            if not lock.acquire(blocking=False):
+                raise StateBusyError(
+                    f"state {number} is busy and this thread holds a state already: waiting could deadlock. Use fork() inside, "
+                    f"which leases states that are free"
+                )
+            try:
+                return self._joined_at_once(function, args, kwargs)
+            finally:
+                lock.release()
         finally:
-            thread.states_held -= 1
-            lock.release()
+            thread.states_held = held
+
+    def _joined_at_once(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        with Fork(self.pool, 1) as fork:
+            fork._region.keep_call(function, args, kwargs)
+            return fork.run(_with_slot, self.pool, function, args, kwargs)
 
 
 def _with_slot(pool: HandlePool, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:

@@ -13,6 +13,7 @@ from typing import Any
 
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver
 from handlepool.errors import DeviceMismatchError, StreamError
+from handlepool.integers import as_integer
 
 _DEFAULTS = (LEGACY_STREAM, PER_THREAD_STREAM)
 
@@ -95,17 +96,16 @@ def _check_device(stream: object, found: int, current: int) -> None:
 
 
 def _pointer(stream: Any) -> int:
-    if isinstance(stream, bool):
-        raise StreamError(f"{stream!r} is no stream; pass a stream object, a cudaStream_t as an integer, or None")
-    if isinstance(stream, int):
-        pointer = stream
-    else:
-        protocol = getattr(stream, "__cuda_stream__", None)
-        if protocol is None:
+    protocol = None if type(stream) is int else getattr(stream, "__cuda_stream__", None)
+    if protocol is None:
+        try:
+            pointer = as_integer(stream)
+        except TypeError:
             raise StreamError(
                 f"{stream!r} is no stream: {type(stream).__name__} has no __cuda_stream__; pass a stream of CuPy, torch "
                 f"(2.10 or later), JAX or cuda.core, a cudaStream_t as an integer, or None for CuPy's current stream"
-            )
+            ) from None
+    else:
         # Some libraries have a method here, some a property.
         answer = protocol() if callable(protocol) else protocol
         try:
@@ -117,8 +117,10 @@ def _pointer(stream: Any) -> int:
                 f"__cuda_stream__ of {stream!r} speaks version {version!r} of the protocol; handlepool knows version 0. "
                 f"Pass the pointer as an integer"
             )
-        if isinstance(pointer, bool) or not isinstance(pointer, int):
-            raise StreamError(f"__cuda_stream__ of {stream!r} gave the pointer {pointer!r}, which is no integer")
+        try:
+            pointer = as_integer(pointer)
+        except TypeError:
+            raise StreamError(f"__cuda_stream__ of {stream!r} gave the pointer {pointer!r}, which is no integer") from None
     if pointer < 0:
         raise StreamError(f"{pointer} is no cudaStream_t")
     return LEGACY_STREAM if pointer == 1 else pointer

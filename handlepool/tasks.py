@@ -63,7 +63,8 @@ class Task:
             self._homes.add((device.device, theirs))
         self._joined = False  # whether the streams of `_homes` wait for the end
         self._events = events
-        self._lock = threading.Lock()  # guards the two events and the count of those who use the second
+        # Guards the two events and the count of those who use the second. A finaliser of this thread may come in again.
+        self._lock = threading.RLock()
         self._users = 0
         self._end: Any = None  # recorded and not known to have passed
         self._start: Any = events.take()

@@ -29,12 +29,21 @@ class ThreadSlots:
     def add(self, slot: Slot, *, foreign: bool) -> None:
         """Take a new slot in. Of those for foreign streams the least recently used beyond the limit is parked."""
         if len(self.slots) >= self._sweep_at:  # those whose streams have gone; doubling makes the sweeps rare
-            self.slots = {key: known for key, known in self.slots.items() if known.owner is not None}
+            for key, left in list(self.slots.items()):
+                if left.owner is None and self.slots.get(key) is left:
+                    del self.slots[key]
             self._sweep_at = max(16, 2 * len(self.slots))
-        self.slots[slot.key] = slot
+        # A finaliser that the collector ran while this slot was made may have made one for the same key: its slot goes. Nothing
+        # is called between looking and storing, so no finaliser comes there.
+        key = slot.key
+        known: Slot | None = self.slots[key] if key in self.slots else None  # noqa: SIM401 - `get` is a call
+        self.slots[key] = slot
+        if known is not None and known.owner is not None:
+            known.end()
+            self._parked.append(known)
         if not foreign:
             return
-        self._foreign[slot.key] = None
+        self._foreign[key] = None
         while len(self._foreign) > MOST_FOREIGN_STREAMS:
             key, _ = self._foreign.popitem(last=False)
             oldest = self.slots.pop(key, None)
@@ -47,7 +56,7 @@ class ThreadSlots:
         self._foreign.move_to_end(key)
 
     def __del__(self) -> None:
-        for slot in list(self.slots.values()):
+        for slot in list(getattr(self, "slots", {}).values()):  # it has none where an interrupt came while it was made
             slot.end()
             self._parked.append(slot)
 

@@ -135,11 +135,11 @@ class DeviceScratch:
                 raise
         self.retired.append((event, block))
 
-    def take(self, workspace: "Workspace") -> Block:
-        """Take a workspace's block from it, once."""
+    def exchange(self, workspace: "Workspace", new: Block) -> Block:
+        """Give a workspace another block for the one it has. Each block is taken from it once, also by a `close` meanwhile."""
         with self._lock:
-            block, workspace.block = workspace.block, EMPTY
-        return block
+            old, workspace.block = workspace.block, new
+        return old
 
     def destroy_event(self, event: Any) -> None:
         """Destroy an event; where that fails, `collect` tries again."""
@@ -178,8 +178,10 @@ class DeviceScratch:
                 self.captures_met += 1
             self._capturing.setdefault(capture, set()).add(slot)
 
-    def leave_capture(self, capture: int, slot: Any) -> None:
-        """A slot has done with a capture."""
+    def leave_capture(self, capture: int, slot: Any, *, over: bool) -> None:
+        """A slot has done with a capture. Where that may not be over, the slot stays known: `free_captured` asks its stream."""
+        if not over and capture in self.captured:
+            return
         with self._lock:
             slots = self._capturing.get(capture)
             if slots is not None:
@@ -210,6 +212,8 @@ class DeviceScratch:
             under_way = [slot.still_in(capture) for slot in slots]  # asked of each: one that cannot be asked is unbound
             if any(under_way):
                 continue
+            with self._lock:
+                self._capturing.pop(capture, None)
             do_all([partial(self.free, block) for block in self.captured.pop(capture, [])])
 
     def collect(self, *, wait: bool = False) -> None:
@@ -257,33 +261,26 @@ class Workspace:
 
         Under a capture the old block is a part of what was captured so far and stays for as long as that may be replayed.
         """
-        old = self.block
-        if old.nbytes < nbytes:
-            try:
-                new = scratch.allocate(nbytes)
-            except OutOfMemoryError:
-                if capture or not old.nbytes:
-                    raise
-                # Contents are not kept, so the old block may go first; `allocate` waits for its stream and frees it.
-                self._retire(scratch, stream)
-                self.block = scratch.allocate(nbytes)
-                return self.block
-            if capture:
-                scratch.captured.setdefault(capture, []).append(new)
-            elif old.nbytes:
-                try:
-                    self._retire(scratch, stream)
-                except BaseException:
-                    scratch.free(new)
-                    raise
+        try:
+            new = scratch.allocate(nbytes)
+        except OutOfMemoryError:
+            if capture or not self.block.nbytes:
+                raise
+            # Contents are not kept, so the old block may go first; `allocate` waits for its stream and frees it.
+            self._replace(scratch, EMPTY, stream)
+            new = scratch.allocate(nbytes)
+        if capture:
+            scratch.captured.setdefault(capture, []).append(new)
             self.block = new
+        else:
+            self._replace(scratch, new, stream)
         return self.block
 
-    def _retire(self, scratch: DeviceScratch, stream: int) -> None:
-        """Retire the block, unless a `close` in another thread has taken it: a block is freed once."""
-        old = scratch.take(self)
+    def _replace(self, scratch: DeviceScratch, new: Block, stream: int) -> None:
+        """Have another block and retire the one that is there *now*: a finaliser that came meanwhile may have grown it, too."""
+        old = scratch.exchange(self, new)
         try:
             scratch.retire(old, stream)
         except BaseException:
-            self.block = old
+            scratch.free(scratch.exchange(self, old))
             raise

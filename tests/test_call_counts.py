@@ -11,6 +11,7 @@ import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,18 +26,31 @@ BOUNDS = {
     "hit of get_workspace": (7, 0),
     "graph function, out given": (24, 1),
     "graph function": (24, 1),
-    "conv2d, out given": (25, 1),
+    "conv2d, out given": (26, 1),
     "conv2d": (24, 1),
-    "fork, 4 graph functions, join": (129, 48),
-    "fork, 4 conv2d, join": (137, 44),
-    "fork, 4 Python functions, join": (110, 60),
-    "map of a graph function over 4": (121, 47),
+    "fork, 4 graph functions, join": (129, 54),
+    "fork, 4 conv2d, join": (137, 50),
+    "fork, 4 Python functions, join": (110, 66),
+    "map of a graph function over 4": (121, 54),
     "replay": (5, 2),
 }
+CUDA_BOUNDS = {
+    "graph function, out given": (6, 0),
+    "graph function": (8, 0),
+    "conv2d, out given": (8, 0),
+    "conv2d": (8, 0),
+    "fork, 4 graph functions, join": (61, 50),
+    "fork, 4 conv2d, join": (69, 46),
+    "fork, 4 Python functions, join": (125, 66),
+    "map of a graph function over 4": (61, 50),
+}
+"""The same on the cuda driver, over a stand-in for the GPU, whose functions are Python's."""
 """For each path the most calls of Python's functions, and of C's; the same with Python 3.11, 3.12 and 3.13."""
 
+SHAPES = (1, 4, 6, 6), (4, 4, 3, 3)
 OURS = str(Path(handlepool.__file__).parent)
 DRIVER = str(Path(OURS, "drivers", "host"))
+WRITTEN = "<a plan's launch>"
 UNSEEN = {"<listcomp>", "<dictcomp>", "<setcomp>"}
 
 
@@ -45,12 +59,10 @@ def conv(g, x, w):
     return g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
 
 
-def paths(pool) -> dict[str, Callable[[], object]]:
+def paths(pool, x, w) -> dict[str, Callable[[], object]]:
     """The hot paths, each as a function without arguments."""
-    driver = pool.driver
-    x, w = (driver.asarray(np.ones(shape, np.float32)) for shape in ((1, 4, 6, 6), (4, 4, 3, 3)))
     outs = [conv(x, w) for _ in range(4)]
-    y, stream = outs[0], driver.current_stream()
+    y, stream = outs[0], pool.driver.current_stream()
     states = ParallelStates(4, pool=pool)
     xs, ws = [x] * 4, [w] * 4
     conv2d, get_handle, get_workspace = handlepool.conv2d, pool.get_handle, pool.get_workspace
@@ -71,7 +83,6 @@ def paths(pool) -> dict[str, Callable[[], object]]:
             for out in outs:
                 fork.run(nothing, x, out)
 
-    program = handlepool.record(states.map, conv, xs, ws, pool=pool)
     return {
         "hit of get_handle": lambda: get_handle(),
         "hit of get_handle, stream given": lambda: get_handle(stream),
@@ -84,7 +95,6 @@ def paths(pool) -> dict[str, Callable[[], object]]:
         "fork, 4 conv2d, join": fork_of(conv2d, padding=1),
         "fork, 4 Python functions, join": functions,
         "map of a graph function over 4": lambda: states.map(conv, xs, ws),
-        "replay": lambda: program.replay(),
     }
 
 
@@ -94,7 +104,7 @@ def counted(path: Callable[[], object]) -> tuple[int, int]:
     depth = 0  # of frames below one that is not ours
 
     def ours(name: str) -> bool:
-        return name == __file__ or (name.startswith(OURS) and not name.startswith(DRIVER))
+        return name in (__file__, WRITTEN) or (name.startswith(OURS) and not name.startswith(DRIVER))
 
     def profile(frame, event, _):
         nonlocal python, c, depth
@@ -121,19 +131,37 @@ def counted(path: Callable[[], object]) -> tuple[int, int]:
     return python - 1, c - 1  # the path's own frame, and `sys.setprofile`
 
 
-def count_all() -> dict[str, tuple[int, int]]:
+def count_each(paths: dict[str, Callable[[], object]]) -> dict[str, tuple[int, int]]:
     """The counts of every path once it is warm."""
-    found = {}
+    for path in paths.values():
+        for _ in range(3):
+            path()
+    return {name: counted(path) for name, path in paths.items()}
+
+
+def count_all() -> dict[str, tuple[int, int]]:
+    """On the host driver."""
     with HandlePool(driver=HostDriver(devices=1)) as pool, pytest.MonkeyPatch.context() as patch:
         patch.setattr("handlepool.pool._default", pool)
-        with pool.driver.create_stream() as stream:
-            for name, path in paths(pool).items():
-                for _ in range(3):
-                    path()
-                stream.synchronize()
-                found[name] = counted(path)
-                stream.synchronize()
-    return found
+        driver = pool.driver
+        x, w = (driver.asarray(np.ones(shape, np.float32)) for shape in SHAPES)
+        with driver.create_stream():
+            program = handlepool.record(ParallelStates(4, pool=pool).map, conv, [x] * 4, [w] * 4, pool=pool)
+            return count_each(paths(pool, x, w) | {"replay": lambda: program.replay()})
+
+
+def count_cuda() -> dict[str, tuple[int, int]]:
+    """On the cuda driver, with CuPy's arrays and no GPU."""
+    import cupy
+    from no_gpu import World
+
+    from handlepool.drivers import shortcuts
+
+    with World() as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("handlepool.pool._default", world.pool)
+        patch.setattr(shortcuts, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))
+        found = count_each(paths(world.pool, *(world.array(*shape) for shape in SHAPES)))
+        return {name: found[name] for name in found if not name.startswith("hit")}
 
 
 @pytest.fixture(scope="module")
@@ -141,17 +169,35 @@ def counts():
     return count_all()
 
 
+@pytest.fixture(scope="module")
+def cuda_counts():
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    pytest.importorskip("handlepool.drivers.cuda", reason="the cuda driver's packages are not installed")
+    return count_cuda()
+
+
+def check(path: str, found: tuple[int, int], most: tuple[int, int]) -> None:
+    """Raise for a call more than there were."""
+    for kind, calls, bound in zip(("Python", "C"), found, most, strict=True):
+        assert calls <= bound, (
+            f"{path}: {calls} calls of {kind} functions, {bound} at most. If the new ones are needed, "
+            f"`python {Path(__file__).name}` prints what the bounds are to be"
+        )
+
+
 @pytest.mark.parametrize("path", BOUNDS)
 def test_a_hot_path_makes_no_more_calls_than_it_did(counts, path):
-    for kind, found, most in zip(("Python", "C"), counts[path], BOUNDS[path], strict=True):
-        assert found <= most, (
-            f"{path}: {found} calls of {kind} functions, {most} at most. If the new ones are needed, "
-            f"`python {Path(__file__).name}` prints what BOUNDS is to be"
-        )
+    check(path, counts[path], BOUNDS[path])
+
+
+@pytest.mark.parametrize("path", CUDA_BOUNDS)
+def test_a_hot_path_of_the_cuda_driver_makes_no_more_calls_than_it_did(cuda_counts, path):
+    check(path, cuda_counts[path], CUDA_BOUNDS[path])
 
 
 def test_every_path_has_a_bound(counts):
     assert counts.keys() == BOUNDS.keys()
+    assert CUDA_BOUNDS.keys() < BOUNDS.keys()
 
 
 def test_control_a_call_more_is_counted():
@@ -175,5 +221,8 @@ def test_what_a_driver_does_inside_is_not_counted():
 
 
 if __name__ == "__main__":
-    for path, (python, c) in count_all().items():
-        print(f'    "{path}": ({python}, {c}),')
+    for title, found in (("BOUNDS", count_all()), ("CUDA_BOUNDS", count_cuda())):
+        print(f"{title} = {{")
+        for path, (python, c) in found.items():
+            print(f'    "{path}": ({python}, {c}),')
+        print("}")

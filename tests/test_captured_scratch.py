@@ -2,7 +2,8 @@
 
 import pytest
 
-from handlepool import ParallelStates
+from handlepool import ContractError, ParallelStates
+from handlepool.workspace import DeviceScratch
 
 
 def capture(pool, stream, *sizes):
@@ -111,6 +112,48 @@ def test_trim_captured_after_the_stream_and_the_thread_have_gone(make_pool, in_t
     assert captured(pool) == (2, 1024, 1024)
     pool.trim(captured=True)
     assert captured(pool) == (2, 0, 0)
+
+
+def a_capture_whose_other_thread_ends_before_a_trim(pool, in_thread):
+    """The scratch that is left of it, while it goes on and afterwards."""
+    stream = pool.driver.create_stream()
+    stream.begin_capture("relaxed")
+
+    def use():
+        scratch = pool.get_workspace(512, stream)
+        pool.driver.enqueue(stream.ptr, lambda memory: memory.fill(1), writes=[scratch])
+
+    in_thread(use)
+    pool.drain()  # takes in what the thread left behind; only the stream can tell of the capture from now on
+    pool.trim(captured=True)
+    during = pool.stats()["scratch_bytes_captured"]
+    stream.end_capture().launch(stream)
+    stream.synchronize()
+    pool.trim(captured=True)
+    return during, pool.stats()["scratch_bytes_captured"]
+
+
+def test_g9_trim_captured_spares_a_capture_that_goes_on_after_a_thread_that_took_part_has_ended(make_pool, in_thread):
+    assert a_capture_whose_other_thread_ends_before_a_trim(make_pool(), in_thread) == (512, 0)
+
+
+def test_g9_control_a_capture_that_is_forgotten_with_the_thread_loses_its_scratch(make_pool, in_thread, monkeypatch):
+    leave = DeviceScratch.leave_capture
+    monkeypatch.setattr(DeviceScratch, "leave_capture", lambda *args, over: leave(*args, over=True))
+    with pytest.raises(ContractError, match="was freed before"):
+        a_capture_whose_other_thread_ends_before_a_trim(make_pool(), in_thread)
+
+
+def test_g9_trim_captured_knows_that_a_capture_is_over_whose_threads_have_all_ended(make_pool, in_thread):
+    pool = make_pool()
+    stream = pool.driver.create_stream()
+    for _ in range(3):
+        in_thread(capture, pool, stream, 512)
+        pool.drain()
+    assert captured(pool) == (3, 1536, 1536)
+    pool.trim(captured=True)
+    assert captured(pool) == (3, 0, 0)
+    assert not pool.device(0).scratch._capturing
 
 
 @pytest.mark.parametrize("k", [1, 2])

@@ -12,7 +12,9 @@ NAMES = ("cuda", "host")
 VARIABLE = "HANDLEPOOL_DRIVER"
 
 _loaded: dict[str, Driver] = {}
-_lock = threading.Lock()  # one driver of a name a process: its events, streams and arenas belong together
+# One driver of a name a process: its events, streams and arenas belong together. A finaliser that the collector runs while CuPy
+# is imported may ask for it, too.
+_lock = threading.RLock()
 
 
 def choose(name: str | None = None) -> tuple[str, str]:
@@ -79,5 +81,5 @@ def load(name: str | None = None) -> Driver:
                     f"On a machine without a GPU, set {VARIABLE}=host or pass driver='host'"
                 )
             module = import_module(f"handlepool.drivers.{name}")
-            driver = _loaded[name] = (module.CudaDriver if name == "cuda" else module.HostDriver)()
+            driver = _loaded.setdefault(name, (module.CudaDriver if name == "cuda" else module.HostDriver)())
     return driver

@@ -17,7 +17,7 @@ _PASSED = (
 
 _reports: dict[object, Callable[[str], None]] = {}
 _replaced: list[tuple[Any, str, Any]] = []
-_lock = threading.Lock()  # guards both
+_lock = threading.RLock()  # guards both; CuPy's modules are imported inside, where the collector may run a finaliser
 
 
 def watch(report: Callable[[str], None]) -> Callable[[], None]:

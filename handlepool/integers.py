@@ -1,0 +1,38 @@
+"""Integers as callers give them: Python's, NumPy's, whatever has ``__index__``. Bools, fractions and texts are mistakes."""
+
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from handlepool.errors import ArgumentError
+
+
+def as_integer(value: Any) -> int:
+    """The integer that a value is.
+
+    Raises
+    ------
+    TypeError
+        For what is none.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{value!r} is no integer")
+    return index(value)
+
+
+def at_least(least: int, what: str, value: Any, unit: str = "") -> int:
+    """The integer that an argument is, which must not be below ``least``.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the argument, ``what``, and what it may be.
+    """
+    try:
+        number = as_integer(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ArgumentError(f"{what}={value!r}; it must be an integer, {least}{unit} or more")
+    return number

@@ -1,0 +1,90 @@
+"""An interrupt from the keyboard at any line of a fork inside a fork: what branches still read is given to nobody. Guarantee 8.
+
+Python raises it between any two steps, so a side slot that just changed hands may be lost, and what is current at that moment be
+left so. Memory that somebody still uses is never among what is lost.
+"""
+
+import gc
+import itertools
+
+import pytest
+from lines import at_line
+from scenes import Scene
+from uses import assert_usable
+
+from handlepool import ContractError, regions
+from handlepool.drivers.host import HostDriver
+from handlepool.regions import Region, thread
+
+# What is raised in a destructor is lost, as Python says it is.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def abandoned():
+    """What is let go of never is let go of after the test."""
+    yield
+    regions.settle(most=1000)
+    regions._abandoned.clear()
+
+
+def forks(scene, box, outs):
+    """Each branch reads an array that only the region keeps."""
+    take = [box.pop, outs.pop]
+
+    def branch():
+        with scene.states.fork() as inner:
+            inner.run(scene.put, take[1](), lambda x: x + 1, take[0]())
+
+    def fork():
+        with scene.states.fork() as fork:
+            fork.run(scene.put, take[1](), lambda x: x + 1, take[0]())
+            fork.run(branch)
+
+    return fork
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def interrupted_at(k):
+    """Whether there was such a line."""
+    with Scene(HostDriver(scheduler="adversarial", check_order=True), count=2) as scene:
+        forks(scene, [scene.array(1) for _ in range(2)], [scene.array() for _ in range(2)])()
+        scene.driver.synchronize_stream(scene.stream.ptr)
+        fork = forks(scene, [scene.array(1) for _ in range(2)], outs := [scene.array() for _ in range(2)])
+        outs = list(outs)
+        fired = False
+        try:
+            at_line(k, fork, interrupt)
+        except KeyboardInterrupt:
+            fired = True
+        del fork
+        gc.collect()
+        thread.region, thread.pool = None, None
+        scene.driver.swap_allocator(None)
+        scene.stream.use()
+        later = [scene.array(100) for _ in range(8)]  # would be the blocks that branches may not have read yet
+        for _ in range(3):
+            regions.settle(most=1000)
+        assert_usable(scene.pool)
+        assert scene.pool.stats()["handles_leased"] <= 1
+        del later
+        scene.pool.close()
+        assert scene.driver.alive()["handles"] <= 1
+        return fired
+
+
+def test_g8_an_interrupt_at_every_line_of_a_fork_gives_nobody_what_a_branch_still_reads():
+    for k in itertools.count(1):
+        if not interrupted_at(k):
+            break
+    assert k > 200
+
+
+def test_g8_control_where_an_interrupted_inner_fork_lets_its_region_go_on(monkeypatch):
+    monkeypatch.setattr(Region, "abandon", lambda region: None)
+    with pytest.raises(ContractError, match="not ordered"):
+        for _ in itertools.takewhile(interrupted_at, itertools.count(1)):
+            pass
