@@ -69,6 +69,9 @@ class Executable(CudaExecutable):
         self._raw = self._enter if driver.raw else None
 
     def _enter(self, location, count, workspace, handle, index):
+        then, self._driver.entering = self._driver.entering, None
+        if then is not None:
+            then()
         self._launch(list((ctypes.c_uint64 * count).from_address(location)), workspace, handle, index)
 
     def _execute(self, pack, workspace, handle):
@@ -86,15 +89,16 @@ class Executable(CudaExecutable):
 class NoGpuDriver(CudaDriver):
     """Counts what it compiles and lists what is launched, in ``log`` with allocations, events and waits.
 
-    ``raw`` says whether executables have the raw entry, ``workspace_size`` what they need, ``error`` what a launch raises, and
-    ``reserving`` is called once, where a slot reserves its workspace.
+    ``raw`` says whether executables have the raw entry, ``workspace_size`` what they need, ``error`` what a launch raises.
+    ``reserving`` is called once, where a slot reserves its workspace, and ``entering`` once, before the raw entry reads.
     """
 
     def __init__(self, devices=1):
         super().__init__()
         self.devices = devices
         self.here = Here([Stream(self, 0, device) for device in range(devices)])
-        self.raw, self.workspace_size, self.error, self.reserving = True, 0, None, None
+        self.raw, self.workspace_size, self.error = True, 0, None
+        self.reserving = self.entering = None
         self.compiled = 0
         self.launches, self.log = [], []
         self._numbers = itertools.count(1)

@@ -1,5 +1,7 @@
 """What a launch on the cuda driver hands to cuDNN, with CuPy's arrays over made-up addresses: needs CuPy, and no GPU."""
 
+import ctypes
+
 import numpy as np
 import pytest
 
@@ -16,13 +18,12 @@ class Handle:
 class Entry:
     """Stands in for the raw entry beneath ``pygraph.execute``, and reads what it was pointed to."""
 
-    def __init__(self, buffer):
-        self.buffer = buffer
+    def __init__(self):
         self.calls = []
 
     def __call__(self, location, count, workspace, handle, index):
-        assert location == self.buffer[1]
-        self.calls.append((list(self.buffer[0][:count]), workspace, handle, index))
+        addresses = (ctypes.c_uint64 * count).from_address(location)
+        self.calls.append((list(addresses), workspace, handle, index))
 
 
 def array_at(address, device=0, size=8):
@@ -37,7 +38,7 @@ def executable():
     made._driver, made._device, made._several_devices = driver, 0, True
     made.engine, made._uids, made._index = "engine", [1, 2, 3], 7
     made.buffer = driver.launch_buffer()
-    made._raw = Entry(made.buffer)
+    made._raw = Entry()
     return made
 
 

@@ -773,32 +773,69 @@ def test_threads_with_streams_of_their_own_launch_their_own_addresses(world):
     assert world.prepared == 1
 
 
-def nested(world):
-    """A launch while another one on the same slot reserves its workspace, as by a finaliser that the collector runs there."""
+def nested(world, moment, recording=False):
+    """A launch inside another one on the same slot, as by a finaliser that the collector runs at some moment of it."""
     world.driver.workspace_size = 512
     outer, inner = [world.array() for _ in range(3)], [world.array() for _ in range(3)]
     known(world, plus, *outer[:2], out=outer[2])
     world.driver.launches.clear()
-    world.driver.reserving = lambda: plus(*inner[:2], out=inner[2])
-    plus(*outer[:2], out=outer[2])
+    setattr(world.driver, moment, lambda: plus(*inner[:2], out=inner[2]))
+    if recording:
+        regions.recordings.append(object())
+    try:
+        plus(*outer[:2], out=outer[2])
+    finally:
+        regions.recordings.clear()
     first, second = world.driver.launches
     assert first.addresses == addresses(*inner)
     assert first.handle == second.handle
-    return second.addresses == addresses(*outer)
+    right = second.addresses == addresses(*outer)
+    assert again(world, plus, *outer[:2], out=outer[2]).addresses == addresses(*outer)
+    return right
 
 
-def test_a_launch_inside_another_one_on_the_same_slot_harms_neither(world):
-    assert nested(world)
+@pytest.mark.parametrize("recording", [False, True], ids=["known", "prepared"])
+@pytest.mark.parametrize("moment", ["reserving", "entering"])
+def test_a_launch_inside_another_one_on_the_same_slot_harms_neither(raw, moment, recording):
+    assert nested(raw, moment, recording)
+
+
+def test_a_launch_inside_another_one_on_the_same_slot_harms_neither_without_the_raw_entry(make_world):
+    world = make_world()
+    world.driver.raw = False
+    assert nested(world, "reserving")
 
 
 def test_control_addresses_that_are_stored_before_the_workspace_is_reserved_are_overwritten(raw, monkeypatch):
     reserve = "        workspace = {workspace}\n"
     store = "        buffer, location = slot.buffer\n        {store}\n"
     text = shortcuts._TEXT
-    assert reserve in text
-    assert store in text
-    monkeypatch.setattr(shortcuts, "_TEXT", text.replace(store, "").replace(reserve, store + reserve))
-    assert not nested(raw)
+    assert text.count(reserve) == 1
+    taken = text[text.index("        scratch = ") : text.index("        raw(")]
+    text = text.replace(taken, "        scratch = slot.buffer\n").replace(reserve, store + reserve)
+    monkeypatch.setattr(shortcuts, "_TEXT", text)
+    assert not nested(raw, "reserving")
+
+
+def test_control_a_buffer_that_stays_the_slots_while_it_is_read_is_overwritten(raw, monkeypatch):
+    kept = "        slot.buffer = None\n"
+    assert shortcuts._TEXT.count(kept) == 1
+    monkeypatch.setattr(shortcuts, "_TEXT", shortcuts._TEXT.replace(kept, ""))
+    assert not nested(raw, "entering")
+
+
+def test_after_an_error_of_the_entry_the_slot_has_a_buffer_again(raw):
+    x = raw.array()
+    known(raw, double, x)
+    raw.driver.error = LaunchError("cuDNN says no")
+    with pytest.raises(LaunchError):
+        double(x)
+    raw.driver.error = None
+    double(x)
+    buffer = raw.pool.slot().buffer
+    assert buffer is not None
+    double(x)
+    assert raw.pool.slot().buffer is buffer
 
 
 # Branches

@@ -98,10 +98,8 @@ class CudaExecutable:
         if raw is None:
             self.graph.execute(dict(zip(self._uids, addresses, strict=True)), workspace or None, handle=handle)
         else:
-            count = len(addresses)
-            pointers, location = scratch
-            # From here to `raw` nothing is called: a finaliser that came between could launch on this slot, too.
-            pointers[:count] = addresses
+            # Not from the slot's buffer: a finaliser that the collector runs in the call of `raw` may launch on this slot, too.
+            location, count = addresses.buffer_info()
             raw(location, count, workspace, handle.backend_handle, self._index)
 
     def shortcut(
@@ -116,7 +114,7 @@ class CudaExecutable:
         if self._raw is None:
             return None
         device = self._device if self._driver.device_count() > 1 else None
-        names = names | {"raw": self._raw, "index": self._index}
+        names = names | {"raw": self._raw, "index": self._index, "new_buffer": self._driver.launch_buffer}
         return shortcuts.shortcut(inputs, outputs, apart, single, self.workspace_size, device, names)
 
 

@@ -46,9 +46,12 @@ def launch(begin, arrays, out, fresh=None):
         if cache.recent is not entry:
             cache.recent = entry
             entry.used = tick()
-        buffer, location = slot.buffer
+        scratch = slot.buffer or new_buffer()
+        slot.buffer = None
+        buffer, location = scratch
         {store}
         raw(location, {count}, workspace, handle.backend_handle, index)
+        slot.buffer = scratch
     except Exception as error:
         diagnose(pool, error)
         raise
@@ -63,8 +66,8 @@ _MADE = """if fresh is None:
         else:
             {ys}, = fresh
         {read}"""
-# From `buffer` to `raw` nothing is called, so neither the collector nor a signal can come between: a finaliser that launches on
-# this slot fills the same buffer.
+# The buffer is the slot's again when `raw` has read it: until then a finaliser that launches on this slot takes another. The
+# collector may run one as late as in the call of `raw`, which makes a tuple of its arguments (before Python 3.12, at once).
 
 
 def shortcut(
@@ -87,7 +90,7 @@ def shortcut(
     device : int or None
         The plan's, where there are several.
     names : dict
-        As there, with ``raw``, the raw entry, and ``index``, its last argument.
+        As there, with ``raw``, the raw entry, ``index``, its last argument, and ``new_buffer``, `Driver.launch_buffer`.
     """
     xs, ys = [f"x{i}" for i in range(len(inputs))], [f"y{i}" for i in range(len(outputs))]
     given = apart is not None
