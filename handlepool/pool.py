@@ -386,9 +386,8 @@ def default_pool() -> HandlePool:
         with _default_lock:
             if _default is None:
                 made = HandlePool()
-                if _default is None:
-                    _default = made
-                else:  # by such a finaliser
+                _default = made if _default is None else _default
+                if _default is not made:  # but what such a finaliser got meanwhile
                     condition.forget(made)
     return _default
 

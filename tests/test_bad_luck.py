@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -183,6 +184,33 @@ def test_g10_a_thread_that_ends_inside_a_fork_gives_its_side_slots_back(scene):
     regions.settle(most=1000)
     Accounts(scene.pool).check()
     assert scene.pool.stats()["handles_leased"] == 0
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "daemon", "of a thread pool", "one that dies of an error"])
+def test_g11_a_thread_of_any_kind_gives_its_slots_back_at_its_end_without_a_driver_call(scene, kind, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    calls = []
+
+    def use():
+        with scene.stream:
+            scene.pool.get_workspace(300)
+        calls.append(scene.driver.calls.copy())
+        if kind == "one that dies of an error":
+            raise LookupError
+
+    if kind == "of a thread pool":
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(use).result(TIMEOUT)
+    else:
+        thread = threading.Thread(target=use, daemon=kind == "daemon")
+        thread.start()
+        thread.join(TIMEOUT)
+    gc.collect()
+    assert scene.driver.calls == calls[0]
+    handle = scene.pool.get_handle()
+    stats = scene.pool.stats()
+    assert (stats["handles_created"], stats["handles_reused"], stats["handles_live"]) == (1, 1, 1)
+    scene.driver.use_handle(handle, int)
 
 
 def test_an_executor_that_is_shut_down_with_tasks_waiting_leaves_nothing(scene):

@@ -13,8 +13,9 @@ from scenes import Scene, Thread
 from uses import assert_usable
 
 import handlepool
-from handlepool import ParallelStateExecutor, StateBusyError, reference, regions
+from handlepool import ParallelStateExecutor, StateBusyError, condition, drivers, reference, regions
 from handlepool.drivers.host import HostDriver
+from handlepool.pool import default_pool
 from handlepool.workspace import Workspace
 
 
@@ -178,6 +179,34 @@ def test_g10_a_finaliser_at_every_line_of_a_launch(outer, inner):
 
 def test_g15_a_finaliser_that_asks_for_a_state_at_every_line_of_one_does_not_wait_for_its_own_thread():
     assert at_every_line(a_state, asks_for_a_state) > 20
+
+
+def test_g10_a_finaliser_may_ask_for_the_default_pool_at_every_line_of_its_making(monkeypatch):
+    before = len(condition._pools)
+    for k in itertools.count(1):
+        monkeypatch.setattr("handlepool.pool._default", None)
+        got = []
+        where = at_line(k, lambda got=got: got.append(default_pool()), lambda got=got: got.append(default_pool()))
+        assert len(set(map(id, got))) == 1
+        assert len(condition._pools) == before + 1
+        got[0].close()
+        if where is None:
+            break
+    assert k > 20
+
+
+def test_g10_a_finaliser_may_ask_for_the_driver_while_it_is_loaded(monkeypatch):
+    load, inside = drivers.import_module, []
+
+    def import_module(name):
+        if not inside:
+            inside.append(None)
+            inside[0] = drivers.load("host")
+        return load(name)
+
+    monkeypatch.setattr(drivers, "_loaded", {})
+    monkeypatch.setattr(drivers, "import_module", import_module)
+    assert drivers.load("host") is inside[0] is drivers.load("host")
 
 
 def grow_without_a_look(workspace, scratch, nbytes, stream, capture):

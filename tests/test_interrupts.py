@@ -83,6 +83,28 @@ def test_g8_an_interrupt_at_every_line_of_a_fork_gives_nobody_what_a_branch_stil
     assert k > 200
 
 
+def test_an_interrupt_at_every_line_of_a_first_use_costs_a_handle_and_a_block_at_most_and_the_pool_goes_on():
+    for k in itertools.count(1):
+        fired = False
+        with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
+            try:
+                at_line(k, lambda scene=scene: (scene.pool.get_handle(), scene.pool.get_workspace(300)), interrupt)
+            except KeyboardInterrupt:
+                fired = True
+            assert scene.driver.current_device() == 0
+            assert scene.driver.current_stream() is scene.stream
+            assert_usable(scene.pool)
+            scene.pool.close()
+            regions.settle(most=1000)
+            alive = scene.driver.alive()
+            assert alive["handles"] <= 1
+            assert alive["scratch_bytes"] <= 512
+            assert alive["events"] == 0
+        if not fired:
+            break
+    assert k > 100
+
+
 def test_g8_control_where_an_interrupted_inner_fork_lets_its_region_go_on(monkeypatch):
     monkeypatch.setattr(Region, "abandon", lambda region: None)
     with pytest.raises(ContractError, match="not ordered"):
