@@ -21,11 +21,10 @@ from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.events import Events
-from handlepool.forks import own
 from handlepool.integers import as_integer
 from handlepool.pool import HandlePool, default_pool
 from handlepool.regions import keep_for_good, parked, run_on, settle, thread
-from handlepool.slots import Slot
+from handlepool.slots import Slot, own
 from handlepool.streams import check_foreign, resolve
 from handlepool.tasks import Task
 

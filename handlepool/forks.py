@@ -18,9 +18,10 @@ from handlepool.condition import diagnose, lost
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import CaptureError, OwnershipError, PoolClosedError
+from handlepool.maps import over
 from handlepool.pool import HandlePool
 from handlepool.regions import Region, parked, run_on, settle, thread
-from handlepool.slots import Slot, place
+from handlepool.slots import Slot, disown, own
 from handlepool.streams import check_foreign, resolve
 
 T = TypeVar("T")
@@ -175,56 +176,7 @@ class Fork:
         out : iterable of array, optional
             What each call is to write to, its ``out``.
         """
-        sources = iterables if out is None else (*iterables, out)
-        given = out is not None
-        calls: Iterable[tuple[Any, ...]] = zip(*sources, strict=False)
-        results: list[T] = []
-        graph = hasattr(function.func if type(function) is partial else function, "__handlepool_hit__")
-        if graph and all(isinstance(source, (list, tuple, range)) for source in sources):
-            # No code of the caller's runs between branches.
-            known = calls = list(calls)
-            if len(known) > 2:
-                self._used = None
-                results.append(self._run_with(function, known.pop(0), given))
-                if self._used is not None and self._leased:
-                    return results + self._run_together(function, self._used, known, given)
-        return results + [self._run_with(function, call, given) for call in calls]
-
-    def _run_with(self, function: Callable[..., T], call: tuple[Any, ...], given: bool) -> T:
-        return self.run(function, *call[:-1], out=call[-1]) if given else self.run(function, *call)
-
-    def _run_together(self, function: Callable[..., T], attempt: Any, calls: list[tuple[Any, ...]], given: bool) -> list[T]:
-        """Run branches that launch what ``attempt``, a shortcut, launched for the one before, as far as it does for them.
-
-        All outputs are allocated before the edge that starts the branches (guarantee 8), so one edge for each state will do.
-        """
-        driver, pointer, keep = self._driver, self._pointer, self._region.keep
-        fresh = None if given else [attempt.allocate() for _ in calls]
-        fixed = function.args if type(function) is partial else ()
-        behind: list[Slot] = []  # the states that start after the event below
-        event = self._leased[0].start_event
-        driver.record_event(event, pointer)
-
-        def begin(operands: tuple[Any, ...], _: Any) -> Slot:
-            keep(operands)
-            slot = self._state()
-            if slot is None:
-                return self._pool.slot(self._stream)
-            if self._pool.checked and slot.owner is None:
-                own(self._pool.sound(slot))
-            if slot not in behind:
-                behind.append(slot)
-                driver.wait_event(slot.pointer, event)
-            return slot
-
-        results = []
-        for number, call in enumerate(calls):
-            arrays, out = (call[:-1], call[-1]) if given else (call, None)
-            result = attempt(begin, fixed + arrays, out, None if fresh is None else fresh[number])
-            if result is MISSED:  # another geometry, say
-                result = self._run_with(function, call, given)
-            results.append(result)
-        return results
+        return over(self, function, iterables, out)
 
     def _begin(self, operands: tuple[Any, ...], attempt: Any) -> Slot:
         """Start a branch that launches one plan and runs no Python: nobody asks for its slot, so the thread need not own it."""
@@ -421,15 +373,3 @@ class Fork:
     def __repr__(self) -> str:
         state = f"{len(self._leased)} of {self._count} states leased" if self._open else "not open"
         return f"<Fork of {self._pool!r}, {state}>"
-
-
-def own(slot: Slot) -> None:
-    """Make a leased side slot this thread's: a hit of `get_handle` on its stream gives its handle."""
-    slot.begin(slot.pointer)
-    place(slot.pool, slot.side_stream, slot)
-
-
-def disown(slot: Slot) -> None:
-    """End `own`."""
-    slot.end()
-    place(slot.pool, slot.side_stream, None)

@@ -14,12 +14,11 @@ from handlepool.cleanup import do_all
 from handlepool.condition import diagnose
 from handlepool.drivers.base import LEGACY_STREAM, RecordedGraph
 from handlepool.errors import ArgumentError, CaptureError, StateBusyError
-from handlepool.forks import disown, own
 from handlepool.inputs import Inputs
 from handlepool.pool import HandlePool, current_pool
 from handlepool.program import Program
 from handlepool.regions import Region, keep_for_good, parked, recordings, run_on, settle, thread
-from handlepool.slots import Slot
+from handlepool.slots import Slot, disown, own
 from handlepool.states import ParallelStates
 from handlepool.streams import StreamReference, check_foreign, resolve
 from handlepool.workspace import DeviceScratch

@@ -286,3 +286,15 @@ class Slot:
         if self._capture:
             self._scratch.leave_capture(self._capture, self, over=over)
             self._capture = 0
+
+
+def own(slot: Slot) -> None:
+    """Make a leased side slot this thread's: a hit of `get_handle` on its stream gives its handle."""
+    slot.begin(slot.pointer)
+    place(slot.pool, slot.side_stream, slot)
+
+
+def disown(slot: Slot) -> None:
+    """End `own`."""
+    slot.end()
+    place(slot.pool, slot.side_stream, None)

@@ -15,11 +15,10 @@ from handlepool.cleanup import do_all
 from handlepool.condition import diagnose
 from handlepool.drivers.base import RecordedGraph
 from handlepool.errors import GraphNotSupportedError, HandlePoolError, OutOfMemoryError, StateBusyError
-from handlepool.forks import disown, own
 from handlepool.plans import Plan
 from handlepool.pool import HandlePool
 from handlepool.refusals import shorten
-from handlepool.slots import Slot
+from handlepool.slots import Slot, disown, own
 
 ROUNDS = 9
 """Samples of each candidate, taken in turns, of which the median counts."""

@@ -9,8 +9,7 @@ from accounts import Accounts
 from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_starts
 
 import handlepool
-from handlepool import ArgumentError, ContractError, OwnershipError, ParallelStates, PoolClosedError, conv2d, forks, regions
-from handlepool.forks import Fork
+from handlepool import ArgumentError, ContractError, OwnershipError, ParallelStates, PoolClosedError, conv2d, forks, maps, regions
 
 
 @handlepool.graph
@@ -38,13 +37,13 @@ def scene(make_driver, scheduler):
 def together(monkeypatch):
     """How many branches each map started together."""
     counts = []
-    run = Fork._run_together
+    run = maps._run_together
 
-    def count(fork, function, attempt, calls, given):
+    def count(fork, function, calls, given):
         counts.append(len(calls))
-        return run(fork, function, attempt, calls, given)
+        return run(fork, function, calls, given)
 
-    monkeypatch.setattr(Fork, "_run_together", count)
+    monkeypatch.setattr(maps, "_run_together", count)
     return counts
 
 
@@ -397,7 +396,7 @@ def test_g8_the_outputs_of_branches_are_allocated_before_the_edge_that_starts_th
 
 @pytest.mark.parametrize("number", [2, 3, 6])
 def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, monkeypatch):
-    run = Fork._run_together
+    run = maps._run_together
 
     def early(fork, *args):
         driver = fork._driver
@@ -410,7 +409,7 @@ def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, mo
         driver.record_event = late
         return run(fork, *args)
 
-    monkeypatch.setattr(Fork, "_run_together", early)
+    monkeypatch.setattr(maps, "_run_together", early)
     results = over_seeds(lambda scene: another_thread_frees_a_block(scene, number), control=True)
     assert 3 in [y for y, *_ in results]
 
