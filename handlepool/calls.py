@@ -121,6 +121,9 @@ def _shortcut(pool: HandlePool, entry: Entry, layouts: list[Layout], given: bool
 
 def launch(pool: HandlePool, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool) -> None:
     """Enqueue a plan on a slot's stream; ``given`` says that outputs are the caller's, which may lie where they must not."""
+    # The addresses go into the slot's buffer, and the scratch is the slot's. A finaliser that the collector runs meanwhile may
+    # launch on the same slot: it finds no buffer, so it has both for itself.
+    buffer, slot.buffer = slot.buffer, None
     try:
         handle = slot.handle
         if handle.stream is not slot.pointer:
@@ -130,10 +133,16 @@ def launch(pool: HandlePool, plan: Plan, slot: Slot, operands: tuple[Any, ...], 
             thread.recording.keep(plan)
         size = executable.workspace_size
         check = plan.check_apart if given else None
-        executable.launch(handle, operands, slot.reserve(size) if size else 0, slot.buffer, check)
+        if buffer is not None:
+            executable.launch(handle, operands, slot.reserve(size) if size else 0, buffer, check)
+        else:
+            with slot.apart(size) as (workspace, own):
+                executable.launch(handle, operands, workspace, own, check)
     except Exception as error:
         diagnose(pool, error)
         raise
+    finally:
+        slot.buffer = buffer
 
 
 def new_outputs(pool: HandlePool, layouts: Sequence[Layout], empty: Callable[..., Any]) -> tuple[Any, ...]:

@@ -3,7 +3,8 @@
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -227,6 +228,22 @@ class Slot:
         if block.nbytes < nbytes:
             block = self._grow(self._launching, nbytes)
         return block.pointer
+
+    @contextmanager
+    def apart(self, nbytes: int) -> Iterator[tuple[int, Any]]:
+        """Scratch and a launch buffer for a launch that comes while another one of this slot is being made."""
+        self._follow_capture()
+        capture, scratch = self._capture, self._scratch
+        block = Workspace().grow(scratch, nbytes, self.pointer, capture) if nbytes else EMPTY
+        try:
+            yield block.pointer, self._driver.launch_buffer()
+        finally:
+            if not capture:
+                try:
+                    scratch.retire(block, self.pointer)
+                except BaseException:
+                    scratch.free(block)
+                    raise
 
     def _grow(self, workspace: Workspace, nbytes: int) -> Block:
         block = workspace.grow(self._scratch, nbytes, self.pointer, self._capture)

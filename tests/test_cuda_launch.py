@@ -5,7 +5,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, calls
+from handlepool.plans import Plan
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 cuda = pytest.importorskip("handlepool.drivers.cuda", reason="the cuda driver's packages are not installed")
@@ -89,3 +90,13 @@ def test_without_the_raw_entry_the_public_one_is_called_by_uid(executable):
     executable.graph, executable._raw = Graph(), None
     executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0, executable.buffer)
     assert executable.graph.given == (dict(zip([1, 2, 3], ADDRESSES, strict=True)), None, 1234)
+
+
+def test_g10_a_launch_that_fails_leaves_the_slot_its_buffer(executable, make_pool):
+    executable.workspace_size = 0
+    plan = Plan("plan", 0, executable, (), (), True, False)
+    slot = make_pool().slot()
+    slot.buffer = executable.buffer
+    with pytest.raises(ArrayTypeError):
+        calls.launch(slot.pool, plan, slot, (np.zeros(8, np.float32),), False)
+    assert slot.buffer is executable.buffer

@@ -13,9 +13,10 @@ from scenes import Scene, Thread
 from uses import assert_usable
 
 import handlepool
-from handlepool import ParallelStateExecutor, StateBusyError, condition, drivers, reference, regions
+from handlepool import ContractError, ParallelStateExecutor, StateBusyError, condition, drivers, reference, regions
 from handlepool.drivers.host import HostDriver
 from handlepool.pool import default_pool
+from handlepool.slots import Slot
 from handlepool.workspace import Workspace
 
 
@@ -171,7 +172,7 @@ def test_g10_a_finaliser_at_every_line(outer, inner):
     assert at_every_line(outer, inner) > 20
 
 
-@pytest.mark.parametrize("inner", [trims, uses_a_workspace, forks])
+@pytest.mark.parametrize("inner", [trims, uses_a_workspace, launches, forks])
 @pytest.mark.parametrize("outer", [a_first_launch, a_launch, a_fork])
 def test_g10_a_finaliser_at_every_line_of_a_launch(outer, inner):
     assert at_every_line(outer, inner) > 20
@@ -223,3 +224,59 @@ def test_g10_control_a_growth_that_does_not_look_again_loses_what_a_finaliser_gr
     monkeypatch.setattr(Workspace, "grow", grow_without_a_look)
     with pytest.raises(AssertionError, match="lost or unknown scratch"):
         at_every_line(a_first_use, uses_a_workspace)
+
+
+def test_g5_control_a_launch_that_shares_its_slots_scratch_with_a_finalisers_launch_uses_it_after_it_was_freed(monkeypatch):
+    monkeypatch.setattr(Slot, "buffer", property(lambda slot: (), lambda slot, value: None))
+    with pytest.raises(ContractError, match="is not in scratch memory that is allocated"):
+        at_every_line(a_launch, launches)
+
+
+@pytest.mark.parametrize("nested", [1, 3])
+def test_g10_launches_of_finalisers_inside_one_another_have_scratch_of_their_own(nested):
+    """However deep; and afterwards the slot has its buffer and its scratch as before."""
+    with World() as world:
+        world.kept.append(world.convolve(world.small))
+        slot = world.pool.slot()
+        before, left = slot._launching.block, nested
+
+        def launch(called):
+            nonlocal left
+            if called == "launch" and left:
+                left -= 1
+                world.kept.append(world.convolve(world.large))
+                world.pool.trim()
+
+        world.driver._log._fault = launch
+        world.kept.append(world.convolve(world.small))
+        world.driver._log._fault = None
+        assert slot._launching.block is before
+        assert slot.buffer is not None
+        assert len(world.kept) == 2 + nested
+        world.check()
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_g9_a_finalisers_launch_inside_a_launch_under_capture_belongs_to_the_graph(mode):
+    with World() as world:
+        y, right = world.convolve(world.small)
+        inside = []
+
+        def launch(called):
+            if called == "launch" and not inside:
+                inside.append(None)
+                inside[0] = world.convolve(world.large)
+
+        with world.driver.relaxed():
+            world.stream.begin_capture(mode)
+            world.driver._log._fault = launch
+            convolution.prepare(world.pool, world.small[0], y, {}).launch(world.pool.slot())
+            world.driver._log._fault = None
+            graph = world.stream.end_capture()
+        world.driver.enqueue(world.stream.ptr, lambda y: y.fill(0), writes=[y])
+        world.pool.trim()
+        graph.launch(world.stream)
+        world.kept += [(y, right), inside[0]]
+        assert world.pool.stats()["scratch_bytes_captured"] > 0
+        for array, expected in world.kept:
+            assert reference.relative_error(world.driver.asnumpy(array), expected) < 1e-5

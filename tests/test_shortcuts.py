@@ -806,17 +806,6 @@ def test_a_launch_inside_another_one_on_the_same_slot_harms_neither_without_the_
     assert nested(world, "reserving")
 
 
-def test_control_addresses_that_are_stored_before_the_workspace_is_reserved_are_overwritten(raw, monkeypatch):
-    reserve = "        workspace = {workspace}\n"
-    store = "        buffer, location = slot.buffer\n        {store}\n"
-    text = shortcuts._TEXT
-    assert text.count(reserve) == 1
-    taken = text[text.index("        scratch = ") : text.index("        raw(")]
-    text = text.replace(taken, "        scratch = slot.buffer\n").replace(reserve, store + reserve)
-    monkeypatch.setattr(shortcuts, "_TEXT", text)
-    assert not nested(raw, "reserving")
-
-
 def test_control_a_buffer_that_stays_the_slots_while_it_is_read_is_overwritten(raw, monkeypatch):
     kept = "        slot.buffer = None\n"
     assert shortcuts._TEXT.count(kept) == 1

@@ -83,7 +83,7 @@ class Executable(Protocol):
         workspace : int
             Device pointer to at least ``workspace_size`` bytes; never 0 when that is positive.
         scratch : object
-            What `Driver.launch_buffer` returned for the slot that launches, or None while a launch on that slot uses it.
+            What `Driver.launch_buffer` returned for the slot that launches; used by one launch at a time.
         check : callable, optional
             Called with the operands' addresses before anything is enqueued; what it raises goes on.
         """
@@ -320,7 +320,7 @@ class Driver(Protocol):
         """Memory of another library's as an operand; raises ArrayTypeError for memory that the driver's graphs cannot use."""
 
     def launch_buffer(self) -> Any:
-        """Per-slot storage for the functions that `Executable.shortcut` makes."""
+        """Storage that one launch at a time needs, made for each slot; never None."""
 
     def new_graph(self, handle: Handle, **settings: Any) -> Any:
         """An empty `cudnn.pygraph`. ``handle`` is the device's builder handle and must outlive the graph."""

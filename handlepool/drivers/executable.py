@@ -114,7 +114,7 @@ class CudaExecutable:
         if self._raw is None:
             return None
         device = self._device if self._driver.device_count() > 1 else None
-        names = names | {"raw": self._raw, "index": self._index, "new_buffer": self._driver.launch_buffer}
+        names = names | {"raw": self._raw, "index": self._index}
         return shortcuts.shortcut(inputs, outputs, apart, single, self.workspace_size, device, names)
 
 

@@ -42,16 +42,20 @@ def launch(begin, arrays, out, fresh=None):
             handle = slot.handle
             if handle.stream is not slot.pointer:
                 handle = sound(slot).handle
-        workspace = {workspace}
-        if cache.recent is not entry:
-            cache.recent = entry
-            entry.used = tick()
-        scratch = slot.buffer or new_buffer()
+        scratch = slot.buffer
+        if scratch is None:
+            return MISSED  # inside another launch of this slot, in a finaliser
         slot.buffer = None
-        buffer, location = scratch
-        {store}
-        raw(location, {count}, workspace, handle.backend_handle, index)
-        slot.buffer = scratch
+        try:
+            workspace = {workspace}
+            if cache.recent is not entry:
+                cache.recent = entry
+                entry.used = tick()
+            buffer, location = scratch
+            {store}
+            raw(location, {count}, workspace, handle.backend_handle, index)
+        finally:
+            slot.buffer = scratch
     except Exception as error:
         diagnose(pool, error)
         raise
@@ -66,8 +70,8 @@ _MADE = """if fresh is None:
         else:
             {ys}, = fresh
         {read}"""
-# The buffer is the slot's again when `raw` has read it: until then a finaliser that launches on this slot takes another. The
-# collector may run one as late as in the call of `raw`, which makes a tuple of its arguments (before Python 3.12, at once).
+# Addresses go into the slot's buffer, and the scratch is the slot's, which may grow. A finaliser that the collector runs
+# meanwhile may launch on the same slot: it finds no buffer, and `calls.launch` gives it both for itself.
 
 
 def shortcut(
@@ -90,7 +94,7 @@ def shortcut(
     device : int or None
         The plan's, where there are several.
     names : dict
-        As there, with ``raw``, the raw entry, ``index``, its last argument, and ``new_buffer``, `Driver.launch_buffer`.
+        As there, with ``raw``, the raw entry, and ``index``, its last argument.
     """
     xs, ys = [f"x{i}" for i in range(len(inputs))], [f"y{i}" for i in range(len(outputs))]
     given = apart is not None

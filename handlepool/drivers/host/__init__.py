@@ -364,9 +364,10 @@ class HostDriver(Controls, Recordings):
             raise ArrayTypeError("it has no memory")
         return view.as_numpy()
 
-    def launch_buffer(self) -> None:
-        """Nothing: a launch here needs no storage of the slot's."""
+    def launch_buffer(self) -> tuple[()]:
+        """Nothing to write to: a launch here needs no storage of the slot's."""
         self._note("launch_buffer")
+        return ()
 
     def new_graph(self, handle: Any, **settings: Any) -> Any:
         """An empty `cudnn.pygraph`, which is read and never built; see `handlepool.drivers.frontend.new_graph`."""
