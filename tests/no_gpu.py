@@ -37,7 +37,8 @@ class Stream:
         return 0, self.ptr
 
     def use(self):
-        self._driver.here.streams[self.device_id] = self
+        here = self._driver.here
+        here.streams[self.device_id if self.ptr else here.device] = self
 
     def __enter__(self):
         self._before.append(self._driver.current_stream())
@@ -96,7 +97,8 @@ class NoGpuDriver(CudaDriver):
     def __init__(self, devices=1):
         super().__init__()
         self.devices = devices
-        self.here = Here([Stream(self, 0, device) for device in range(devices)])
+        self.null = Stream(self, 0, 0)  # one object for all devices, as CuPy's
+        self.here = Here([self.null] * devices)
         self.raw, self.workspace_size, self.error = True, 0, None
         self.reserving = self.entering = None
         self.compiled = 0
@@ -127,6 +129,10 @@ class NoGpuDriver(CudaDriver):
 
     def create_stream(self):
         return Stream(self, 0x1000 + next(self._numbers), self.here.device)
+
+    def wrap_stream(self, pointer, owner):
+        assert pointer == 0
+        return self.null
 
     def owns_stream(self, stream):
         return isinstance(stream, Stream)

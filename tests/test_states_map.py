@@ -212,6 +212,7 @@ def test_a_partial_of_a_graph_function_runs_as_one(scene, no_python, together):
         scene.states.map(function, arrays(scene, range(6)), out=outs)
     assert read(scene, outs) == [10, 11, 12, 13, 14, 15]
     assert together == [5, 5]
+    assert events(scene, lambda: scene.states.map(function, outs)) == (1 + 1 + 4, 1 + 4 + 4)
 
 
 def test_a_partial_with_an_output_of_its_own_writes_there(scene):
