@@ -16,11 +16,19 @@ MOST_OF_THE_EVENTS = 1.5
 MANY = 16
 
 
+def at_once(begin: Any, arrays: Any, out: Any, fresh: Any = None) -> None:
+    """What would launch a plan."""
+    begin((), at_once)
+
+
+at_once.allocate = tuple  # type: ignore[attr-defined]
+
+
 class Empty:
     """A branch that begins as a graph function's does, and has nothing to launch."""
 
     def __handlepool_hit__(self, pool: Any, begin: Any, args: Any, kwargs: Any) -> None:
-        begin((), None)
+        at_once(begin, args, None)
 
 
 def bare_events(driver: Any, stream: Any, count: int, names: dict[str, Any]) -> str:
@@ -54,9 +62,16 @@ def main() -> int:
         conv = graph_function(shape)
         conv(x, w, out=y)
         states = ParallelStates(count)
-        names: dict[str, Any] = {"states": states, "fork": states.fork, "map": states.map, "items": range(MANY)}
+        names: dict[str, Any] = {
+            "states": states,
+            "fork": states.fork,
+            "map": states.map,
+            "items": range(MANY),
+            "few": range(count),
+        }
         names |= {"empty": Empty(), "nothing": lambda *_: None, "conv": conv, "x": x, "w": w, "outs": outs}
         events = f"bare events of {count} states"
+        few = f"map of {count} empty branches"
         empty, function = f"fork of {count} empty branches", f"fork of {count} functions"
         many_empty, many_functions = f"fork of {MANY} empty branches", f"fork of {MANY} functions"
         many_convs, convs = f"fork of {MANY} convolutions", f"{MANY} convolutions, no fork"
@@ -68,6 +83,7 @@ def main() -> int:
         statements = {
             events: bare_events(driver, stream, count, names),
             "fork without branches": "with fork() as f: pass",
+            few: "map(empty, few)",
             empty: around_run("run(empty)", count),
             function: around_run("run(nothing)", count),
             many_empty: around_run("run(empty)", MANY),
@@ -89,6 +105,7 @@ def main() -> int:
             each_taken["a function's branch more"] = each(many_functions, function, MANY - count)
         each_taken["a convolution's branch, over the call alone"] = each(many_convs, convs, MANY)
         ratios = Ratios()
+        ratios.compare(samples, few, events, MOST_OF_THE_EVENTS)
         ratios.compare(samples, empty, events, MOST_OF_THE_EVENTS)
         ratios.compare(samples, function, events)
         ratios.add(f"{many_convs} / {convs}", paired(samples[many_convs], samples[convs]))
