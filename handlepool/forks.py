@@ -57,7 +57,7 @@ class Fork:
         self._count = count
         self._stream = stream
         self._leased: list[Slot] = []
-        self._callers: list[int] = []  # further streams that branches start after, and that wait at the join
+        self._callers: tuple[int, ...] = ()  # further streams that branches start after, and that wait at the join
         self._next = 0
         self._thread = 0
         self._used: Any = None  # the shortcut of the last branch that had one
@@ -85,7 +85,7 @@ class Fork:
         self._inherited = outer is not None and outer.device == ordinal and outer.driver is driver
         self._region: Region = outer if outer is not None and self._inherited else Region(driver, stream, ordinal)
         if self._inherited:
-            self._region.inner.add(self)
+            self._region.enter(self)
         self._thread = get_ident()
         self._open = True
         return self
@@ -178,6 +178,22 @@ class Fork:
         """
         return over(self, function, iterables, out)
 
+    def _start(self, most: int) -> None:
+        """Lease states, and let them start after what the caller's stream has been given by now: one event for all."""
+        driver, leased, free = self._driver, self._leased, self._device.sides.free
+        most = min(most, self._count)
+        try:
+            while len(leased) < most:
+                leased.append(free.pop())  # the join gives back whatever is here
+        except IndexError:
+            while len(leased) < most and self._lease() is not None:
+                pass
+        if leased:
+            event, wait = leased[0].start_event, driver.wait_event
+            driver.record_event(event, self._pointer)
+            for slot in leased:
+                wait(slot.pointer, event)
+
     def _begin(self, operands: tuple[Any, ...], attempt: Any) -> Slot:
         """Start a branch that launches one plan and runs no Python: nobody asks for its slot, so the thread need not own it."""
         self._region.keep(operands)
@@ -208,7 +224,7 @@ class Fork:
         for pointer in pointers:
             order(self._pool, self._ordinal, pointer, self._pointer)
             if pointer != self._pointer and pointer not in self._callers:
-                self._callers.append(pointer)
+                self._callers += (pointer,)
         return pointers[-1]
 
     def _on_caller(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
@@ -219,19 +235,27 @@ class Fork:
         index = self._next
         self._next = (index + 1) % self._count
         leased = self._leased
-        if index >= len(leased) and len(leased) < self._count:
-            sides = self._device.sides
-            try:
-                slot: Slot | None = sides.free.pop()
-            except IndexError:
-                slot = sides.lease()
+        if index < len(leased):
+            return leased[index]
+        if len(leased) < self._count:
+            slot = self._lease()
             if slot is not None:
-                leased.append(slot)  # the join gives back whatever is here
                 return slot
-            self._count = max(1, len(leased))  # fewer are to be had: do with those
-            self._next = 1 % self._count
-            index = 0
-        return leased[index] if leased else None
+        self._next = 1 % self._count
+        return leased[0] if leased else None
+
+    def _lease(self) -> Slot | None:
+        """A side slot more; None where there is none, and fewer have to do."""
+        sides = self._device.sides
+        try:
+            slot: Slot | None = sides.free.pop()
+        except IndexError:
+            slot = sides.lease()
+        if slot is None:
+            self._count = max(1, len(self._leased))
+        else:
+            self._leased.append(slot)  # the join gives back whatever is here
+        return slot
 
     def _refuse(self) -> None:
         """Say why this fork cannot be used, where that is so."""
@@ -268,7 +292,7 @@ class Fork:
             if self._leased:  # it did not come to the join, or not to its end
                 if self._inherited:
                     self._region.abandon()  # or the outer fork would let go of it
-                    self._region.inner.discard(self)
+                    self._region.leave(self)
                 parked.append(self)
             raise
         if error is None:
@@ -295,31 +319,22 @@ class Fork:
         captured = False
         failure: BaseException | None = None
         late: BaseException | None = None
+        leased, record, wait = self._leased, driver.record_event, driver.wait_event
         try:
             captured = pointer != LEGACY_STREAM and driver.is_capturing(pointer)
+            if not captured:
+                for slot in leased:
+                    record(slot.end_event, slot.pointer)
+                    wait(pointer, slot.end_event)
+                    if slot.owner is not None:
+                        disown(slot)
         except BaseException as trouble:
             failure = trouble
-        leased = self._leased
-        while leased:  # an interrupt may come between any two of these steps: what is left is joined later
-            slot = leased[0]
-            try:
-                if captured and not driver.capture_id(slot.pointer):
-                    raise CaptureError(
-                        f"stream {pointer:#x} began to be captured inside a fork, after a branch was run: the capture cannot "
-                        f"wait for the branch. Begin it before the fork, or after"
-                    )
-                driver.record_event(slot.end_event, slot.pointer)
-                driver.wait_event(pointer, slot.end_event)
-            except BaseException as trouble:  # every other branch is joined all the same
-                failure = trouble
-                self._region.abandon()
-            if slot.owner is not None:
-                disown(slot)
-            leased.pop(0)
-            if captured or failure is not None:
-                sides.give_back(slot, captured=True)
-            else:
-                sides.free.append(slot)
+        if captured or failure is not None:
+            failure = self._join_each(captured, failure)
+        else:
+            self._leased = []  # an interrupt that came before this finds all of them here, and they are joined again later
+            sides.free.extend(leased)
         if pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
             try:
                 sides.drop_free()
@@ -336,16 +351,40 @@ class Fork:
             diagnose(self._pool, failure)
             raise failure
         if self._inherited:
-            self._region.inner.discard(self)
+            self._region.leave(self)
         else:
             self._region.release()
         if late is not None:
             raise late
 
+    def _join_each(self, captured: bool, failure: BaseException | None) -> BaseException | None:
+        """Join under a capture, or where something failed: every branch that can be is joined all the same."""
+        driver, leased = self._driver, self._leased
+        while leased:  # an interrupt may come between any two of these steps: what is left is joined later
+            slot = leased[0]
+            try:
+                if captured and not driver.capture_id(slot.pointer):
+                    raise CaptureError(
+                        f"stream {self._pointer:#x} began to be captured inside a fork, after a branch was run: the capture "
+                        f"cannot wait for the branch. Begin it before the fork, or after"
+                    )
+                driver.record_event(slot.end_event, slot.pointer)
+                driver.wait_event(self._pointer, slot.end_event)
+            except BaseException as trouble:
+                failure = trouble
+                self._region.abandon()
+            if slot.owner is not None:
+                disown(slot)
+            self._device.sides.give_back(leased.pop(0), captured=True)
+        return failure
+
     def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
-        # Nobody left it: its thread ended inside, or an interrupt came while it was left (or made: it has no attributes then).
-        if getattr(self, "_open", False) or getattr(self, "_leased", None):
-            _park(self)
+        # Nobody left it: its thread ended inside, or an interrupt came while it was left.
+        try:
+            if self._open or self._leased:
+                _park(self)
+        except AttributeError:  # an interrupt came while it was made
+            pass
 
     def _settle(self) -> bool:
         """Leave a fork that nobody left; called later, by any thread."""

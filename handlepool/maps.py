@@ -40,23 +40,17 @@ def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[An
 
     All outputs are allocated before the edge that starts the branches (guarantee 8), so one edge for each state will do.
     """
-    pool, driver, keep, attempt = fork._pool, fork._driver, fork._region.keep, fork._used
+    pool, keep, attempt = fork._pool, fork._region.keep, fork._used
     fresh = None if given else [attempt.allocate() for _ in calls]
     fixed = function.args if type(function) is partial else ()
-    behind: list[Slot] = []  # the states that start after the event below
-    event = fork._leased[0].start_event
-    driver.record_event(event, fork._pointer)
+    fork._start(1 + len(calls))
 
     def begin(operands: tuple[Any, ...], _: Any) -> Slot:
         keep(operands)
         slot = fork._state()
-        if slot is None:
-            return pool.slot(fork._stream)
+        assert slot is not None  # there is the first one's
         if pool.checked and slot.owner is None:
             own(pool.sound(slot))
-        if slot not in behind:
-            behind.append(slot)
-            driver.wait_event(slot.pointer, event)
         return slot
 
     results: list[T] = []

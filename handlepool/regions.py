@@ -41,7 +41,7 @@ class Region:
         self._outer = outer
         self._allocator: Any = None
         self._kept: list[object] = []
-        self.inner: set[Any] = set()  # forks inside branches, from where they are entered to their join
+        self.inner: set[Any] | None = None  # forks inside branches, from where they are entered to their join
         self.ended = False  # whether the outermost caller has gone on
         self.driver = driver
         self.device = device
@@ -67,6 +67,17 @@ class Region:
         if closure:
             self.keep([cell.cell_contents for cell in closure if _is_set(cell)])
 
+    def enter(self, fork: Any) -> None:
+        """Know an inner fork, to its join."""
+        if self.inner is None:
+            self.inner = set()
+        self.inner.add(fork)
+
+    def leave(self, fork: Any) -> None:
+        """An inner fork was joined, or will be by whoever finds it parked."""
+        if self.inner is not None:
+            self.inner.discard(fork)
+
     def release(self) -> None:
         """Let go of everything; the outermost caller's stream waits for every branch by now.
 
@@ -74,7 +85,7 @@ class Region:
         """
         self.ended = True
         if self.inner:
-            inner, self.inner = self.inner, set()
+            inner, self.inner = self.inner, None
             if any(fork._leased for fork in inner):
                 self.abandon()
         if self._outer is not None:

@@ -28,10 +28,10 @@ BOUNDS = {
     "graph function": (24, 1),
     "conv2d, out given": (26, 1),
     "conv2d": (24, 1),
-    "fork, 4 graph functions, join": (129, 54),
-    "fork, 4 conv2d, join": (137, 50),
-    "fork, 4 Python functions, join": (110, 66),
-    "map of a graph function over 4": (122, 54),
+    "fork, 4 graph functions, join": (133, 45),
+    "fork, 4 conv2d, join": (141, 41),
+    "fork, 4 Python functions, join": (114, 57),
+    "map of a graph function over 4": (125, 45),
     "replay": (5, 2),
 }
 CUDA_BOUNDS = {
@@ -39,10 +39,10 @@ CUDA_BOUNDS = {
     "graph function": (8, 0),
     "conv2d, out given": (8, 0),
     "conv2d": (8, 0),
-    "fork, 4 graph functions, join": (61, 50),
-    "fork, 4 conv2d, join": (69, 46),
-    "fork, 4 Python functions, join": (125, 66),
-    "map of a graph function over 4": (62, 50),
+    "fork, 4 graph functions, join": (65, 41),
+    "fork, 4 conv2d, join": (73, 37),
+    "fork, 4 Python functions, join": (129, 57),
+    "map of a graph function over 4": (65, 41),
 }
 """The same on the cuda driver, over a stand-in for the GPU, whose functions are Python's."""
 """For each path the most calls of Python's functions, and of C's; the same with Python 3.11, 3.12 and 3.13."""
