@@ -130,17 +130,13 @@ class Fork:
         if prepare is None:
             torch = torch_among(function, args, kwargs) if "torch" in modules else None
             theirs = 0 if torch is None else self._follow((torch.current_stream(self._ordinal),))
-            slot = self._state()
             region.keep_call(function, args, kwargs)
+            slot = self._branch(owned=True)
             if torch is not None:
                 pointer = self._pointer if slot is None else slot.pointer
                 function, args, kwargs = in_torch(torch, pointer, theirs, self._ordinal, function, args, kwargs)
             if slot is None:
                 return self._on_caller(function, args, kwargs)
-            if slot.owner is None:
-                own(pool.sound(slot))
-            driver.record_event(slot.start_event, self._pointer)
-            driver.wait_event(slot.pointer, slot.start_event)
             return run_on(pool, slot.side_stream, self._ordinal, region, function, args, kwargs)
         # A graph function: its outputs are known, so they are allocated before the edge that starts the branch, on the caller's
         # stream, and nothing is allocated inside the branch. Arguments that it refuses cost no side slot.
@@ -150,16 +146,9 @@ class Fork:
             call = self._on_caller(prepare, (pool, args, kwargs), {})
         if call.callers:
             self._follow(call.callers)
-        slot = self._state()
         region.keep((args, kwargs, call.operands))
-        if slot is None:
-            result = call.enqueue(pool.slot(self._stream))
-            return result
-        if slot.owner is None:
-            own(pool.sound(slot))
-        driver.record_event(slot.start_event, self._pointer)
-        driver.wait_event(slot.pointer, slot.start_event)
-        result = call.enqueue(slot)
+        slot = self._branch(owned=True)
+        result = call.enqueue(pool.slot(self._stream) if slot is None else slot)
         return result
 
     def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
@@ -181,35 +170,60 @@ class Fork:
     def _start(self, most: int) -> None:
         """Lease states, and let them start after what the caller's stream has been given by now: one event for all."""
         driver, leased, free = self._driver, self._leased, self._device.sides.free
-        most = min(most, self._count)
+        known, most = len(leased), min(most, self._count)
         try:
-            while len(leased) < most:
-                leased.append(free.pop())  # the join gives back whatever is here
-        except IndexError:
-            while len(leased) < most and self._lease() is not None:
-                pass
-        if leased:
-            event, wait = leased[0].start_event, driver.wait_event
-            driver.record_event(event, self._pointer)
-            for slot in leased:
-                wait(slot.pointer, event)
+            try:
+                while len(leased) < most:
+                    leased.append(free.pop())  # the join gives back whatever is here
+            except IndexError:
+                while len(leased) < most and self._lease() is not None:
+                    pass
+            if leased:
+                event, wait = leased[0].start_event, driver.wait_event
+                driver.record_event(event, self._pointer)
+                for slot in leased:
+                    wait(slot.pointer, event)
+        except BaseException:
+            self._give_up(known)
+            raise
+
+    def _give_up(self, known: int) -> None:
+        """Give the states back that were leased for branches which did not come to start, all but the first ``known``."""
+        while len(self._leased) > known:
+            slot = self._leased.pop()
+            if slot.owner is not None:
+                disown(slot)
+            self._device.sides.give_back(slot, captured=True)  # it may wait for a caller's stream that is being captured
+
+    def _branch(self, *, owned: bool) -> Slot | None:
+        """The next state, started after what the caller's stream has been given by now; None to run inline.
+
+        Where Python runs in it, or a pool checks, it is this thread's (``owned``): a hit of `get_handle` finds it.
+        """
+        index, known = self._next, len(self._leased)
+        slot = self._state()
+        if slot is None:
+            return None
+        try:
+            if owned and slot.owner is None:
+                own(self._pool.sound(slot))
+            self._driver.record_event(slot.start_event, self._pointer)
+            self._driver.wait_event(slot.pointer, slot.start_event)
+        except BaseException:
+            self._give_up(known)
+            self._next = index
+            raise
+        return slot
 
     def _begin(self, operands: tuple[Any, ...], attempt: Any) -> Slot:
         """Start a branch that launches one plan and runs no Python: nobody asks for its slot, so the thread need not own it."""
         self._region.keep(operands)
         self._used = attempt
-        index = self._next
-        leased = self._leased
-        if index < len(leased):
-            slot = leased[index]
-            self._next = index + 1 if index + 1 < self._count else 0
-        else:
-            found = self._state()
-            if found is None:
-                return self._pool.slot(self._stream)
-            slot = found
-        if self._pool.checked and slot.owner is None:
-            own(self._pool.sound(slot))
+        index, leased, pool = self._next, self._leased, self._pool
+        if index >= len(leased) or pool.checked:
+            return self._branch(owned=pool.checked) or pool.slot(self._stream)
+        slot = leased[index]
+        self._next = index + 1 if index + 1 < self._count else 0
         driver = self._driver
         driver.record_event(slot.start_event, self._pointer)
         driver.wait_event(slot.pointer, slot.start_event)

@@ -13,9 +13,8 @@ from handlepool.drafts import Request
 from handlepool.errors import ArgumentError
 from handlepool.layouts import Layout
 from handlepool.plans import Plan
-from handlepool.pool import HandlePool, current_pool, default_pool
+from handlepool.pool import HandlePool, current_pool
 from handlepool.recipes import Recipe, Signature, as_references
-from handlepool.regions import thread
 from handlepool.settings import Settings, normalise
 from handlepool.states import ParallelStates
 from handlepool.tuning import Tuning, tune
@@ -58,9 +57,7 @@ class GraphFunction(partial[Any]):
         # A partial of nothing: calling one is a C call that goes straight on to `call`, and calling an object with a method
         # `__call__` costs 0.15 µs more, of the 2 that we have.
         def call(*arrays: Any, out: Any = None, **options: Any) -> Any:
-            pool: HandlePool | None = thread.pool
-            if pool is None:
-                pool = default_pool()
+            pool = current_pool()
             marks = marks_of(options) if options else ()
             result = hit(self, pool, None, arrays, out, marks)
             if result is not MISSED:

@@ -32,7 +32,7 @@ from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import Driver, Handle
 from handlepool.integers import at_least
 from handlepool.plans import PlanCache
-from handlepool.regions import thread
+from handlepool.regions import elsewhere, thread
 from handlepool.slots import Slot, hits, place, placed, unplace
 from handlepool.snapshots import MEANINGS, Stats
 from handlepool.streams import StreamReference, check_foreign, resolve
@@ -77,6 +77,7 @@ class HandlePool:
         plan_limit: int = 512,
         check: bool | None = None,
     ) -> None:
+        self.is_default = False  # known to be
         self._choice = driver
         self._driver: Driver | None = None
         self._scratch_limit = None if scratch_limit is None else at_least(0, "scratch_limit", scratch_limit, " bytes")
@@ -386,6 +387,7 @@ def default_pool() -> HandlePool:
         with _default_lock:
             if _default is None:
                 made = HandlePool()
+                made.is_default = True
                 _default = made if _default is None else _default
                 if _default is not made:  # but what such a finaliser got meanwhile
                     condition.forget(made)
@@ -394,7 +396,7 @@ def default_pool() -> HandlePool:
 
 def current_pool() -> HandlePool:
     """The pool of the branch or task that this thread runs, and the default pool outside of any."""
-    pool: HandlePool | None = thread.pool
+    pool: HandlePool | None = thread.pool if elsewhere else _default
     return default_pool() if pool is None else pool
 
 

@@ -117,6 +117,10 @@ class _Thread(threading.local):
 
 thread = _Thread()
 
+elsewhere: list[object] = []
+"""The pools of the branches and tasks under way, in whatever thread, that are not the default pool: where there is none, the
+default pool is the one to use, and nobody needs to ask `thread`, which costs as much as a hit's half."""
+
 recordings: list[object] = []
 """The recordings under way, in whatever thread: where there is one, launches ask `thread`."""
 
@@ -141,6 +145,9 @@ def run_on(
     outer, outer_pool = thread.region, thread.pool
     allocator = _UNCHANGED
     pushed = False
+    other = not pool.is_default
+    if other:
+        elsewhere.append(pool)
     try:
         if region is not None:
             allocator = driver.swap_allocator(region.allocator)
@@ -150,6 +157,8 @@ def run_on(
         return function(*args, **kwargs)
     finally:
         thread.region, thread.pool = outer, outer_pool
+        if other:
+            elsewhere.remove(pool)
         if allocator is not _UNCHANGED:
             driver.swap_allocator(allocator)
         try:
