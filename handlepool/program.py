@@ -53,7 +53,7 @@ class Program:
         self._outputs = outputs
         self._lock = threading.Lock()  # one launch of a graph at a time
         self._updating = False
-        self._current_device = driver.current_device
+        self._current_device = pool.current_device
         self._current_stream: Callable[..., Any] = driver.current_stream
         self._is_capturing = driver.is_capturing
         self._launch = graph.launch
