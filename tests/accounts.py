@@ -41,6 +41,12 @@ def forgotten(pool):
     return [entry for entry in list(regions.parked) if isinstance(entry, Fork) and entry._pool is pool]
 
 
+def waiting(pool):
+    """Side slots that a closed pool still has: they, or the stream that waits for them, take part in a capture under way."""
+    held = [slot for device in pool._devices.values() for slot in device.sides.quarantine]
+    return held + [slot for fork in forgotten(pool) for slot in fork._leased]
+
+
 def blocks_of(slot):
     """Scratch of a slot: for eager work, and for the capture that it serves."""
     eager = [workspace.block for workspace in slot._eager or (slot._launching, slot._handed)]
@@ -56,7 +62,7 @@ class Accounts:
 
     def __init__(self, pool, forks=(), closed=()):
         self.closed = [device for other in closed for device in other._devices.values()]
-        self.late = [slot for other in closed for device in other._devices.values() for slot in device.sides.quarantine]
+        self.late = [slot for other in closed for slot in waiting(other)]
         self.pool = pool
         self.live = list(pool._live._slots)
         self.devices = list(pool._devices.values())

@@ -6,13 +6,12 @@ import threading
 import weakref
 
 import numpy as np
-from accounts import RESTORES, Accounts, CostlyDriver, forgotten
+from accounts import RESTORES, Accounts, CostlyDriver, forgotten, waiting
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError, regions
 from handlepool.drivers.host import HostDriver
-from handlepool.forks import Fork
 
 TIMEOUT = 60
 DEVICES = 2
@@ -502,11 +501,8 @@ class Lifetimes(RuleBasedStateMachine):
                 device.scratch.nbytes -= block.nbytes
             device.scratch.captured.clear()
         self.old.append(pool)
-        held = [slot for old in self.old for device in old._devices.values() for slot in device.sides.quarantine]
-        # A fork that its thread forgot, on a stream that began to be captured since, is joined when the capture has ended.
-        left = [fork for fork in regions.parked if isinstance(fork, Fork) and fork._pool in self.old]
-        assert all(fork._stream.is_capturing() for fork in left)
-        held += [slot for fork in left for slot in fork._leased]
+        assert all(fork._stream.is_capturing() for old in self.old for fork in forgotten(old))  # or it would have been joined
+        held = [slot for old in self.old for slot in waiting(old)]
         scratch = sum(slot.scratch_bytes for slot in held)
         expected = {"handles": len(held), "events": 2 * len(held), "scratch_bytes": scratch}
         alive = self.driver.alive()
