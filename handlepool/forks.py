@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from handlepool.callers import in_torch, order, torch_among
 from handlepool.calls import MISSED
-from handlepool.condition import diagnose, lost
-from handlepool.devices import DeviceSlots
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
-from handlepool.errors import CaptureError, OwnershipError, PoolClosedError
+from handlepool.condition import lost
+from handlepool.errors import OwnershipError, PoolClosedError
+from handlepool.joins import given_up, join
+from handlepool.joins import settle as settle_fork
 from handlepool.maps import over
 from handlepool.pool import HandlePool
 from handlepool.regions import Region, parked, run_on, settle, thread
@@ -25,6 +25,9 @@ from handlepool.slots import Slot, disown, own
 from handlepool.streams import check_foreign, resolve
 
 T = TypeVar("T")
+
+_NOT_ENTERED, _LEFT = 0, -1
+"""What stands for the thread of a fork that is not open."""
 
 
 class Fork:
@@ -36,31 +39,30 @@ class Fork:
     __slots__ = (
         "_callers",
         "_count",
-        "_device",
         "_driver",
         "_inherited",
+        "_kept",
         "_leased",
         "_next",
-        "_open",
         "_ordinal",
         "_pointer",
         "_pool",
         "_region",
+        "_sides",
         "_stream",
         "_thread",
         "_used",
     )
 
     def __init__(self, pool: HandlePool, count: int, stream: Any = None) -> None:
-        self._open = False
+        self._thread = _NOT_ENTERED  # or the thread that entered it, or `_LEFT`
         self._pool = pool
         self._count = count
         self._stream = stream
         self._leased: list[Slot] = []
+        self._kept: list[object] = []  # to the join, as long as there is no region
         self._callers: tuple[int, ...] = ()  # further streams that branches start after, and that wait at the join
         self._next = 0
-        self._thread = 0
-        self._used: Any = None  # the shortcut of the last branch that had one
 
     def __enter__(self) -> "Fork":
         if self._thread:
@@ -72,22 +74,24 @@ class Fork:
             settle()
         driver = self._driver = pool._driver or pool.driver
         ordinal: int = pool.current_device()
-        stream = driver.current_stream(ordinal) if self._stream is None else None
-        if stream is None or not driver.owns_stream(stream):
+        stream = self._stream
+        if stream is not None or not driver.owns_stream(stream := driver.current_stream(ordinal)):
             reference = resolve(driver, self._stream)
             check_foreign(driver, reference)
             stream = reference.stream or driver.wrap_stream(reference.pointer, reference.owner)
         self._stream = stream
         self._pointer: int = stream.ptr
         self._ordinal = ordinal
-        self._device: DeviceSlots = pool._devices.get(ordinal) or pool.device(ordinal)
+        self._sides = (pool._devices.get(ordinal) or pool.device(ordinal)).sides
         outer = thread.region
-        self._inherited = outer is not None and outer.device == ordinal and outer.driver is driver
-        self._region: Region = outer if outer is not None and self._inherited else Region(driver, stream, ordinal)
-        if self._inherited:
-            self._region.enter(self)
+        if outer is None or outer.device != ordinal or outer.driver is not driver:
+            self._inherited = False
+            self._region: Region | None = None  # made when a branch runs Python
+        else:
+            self._inherited = True
+            self._region = outer
+            outer.enter(self)
         self._thread = get_ident()
-        self._open = True
         return self
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -110,7 +114,7 @@ class Fork:
             After the fork was left, or the pool closed.
         """
         pool = self._pool
-        if not self._open or self._thread != get_ident() or pool.unusable or self._region.ended:
+        if self._thread != get_ident() or pool.unusable or self._inherited:
             self._refuse()
         driver = self._driver
         ordinal = self._ordinal
@@ -125,11 +129,11 @@ class Fork:
             result: T = hit(pool, self._begin, args, kwargs)
             if result is not MISSED:
                 return result
-        region = self._region
         prepare = getattr(function, "__handlepool_prepare__", None)
         if prepare is None:
             torch = torch_among(function, args, kwargs) if "torch" in modules else None
             theirs = 0 if torch is None else self._follow((torch.current_stream(self._ordinal),))
+            region = self._region or self._own_region()
             region.keep_call(function, args, kwargs)
             slot = self._branch(owned=True)
             if torch is not None:
@@ -146,7 +150,7 @@ class Fork:
             call = self._on_caller(prepare, (pool, args, kwargs), {})
         if call.callers:
             self._follow(call.callers)
-        region.keep((args, kwargs, call.operands))
+        self._own_region().keep((args, kwargs, call.operands))
         slot = self._branch(owned=True)
         result = call.enqueue(pool.slot(self._stream) if slot is None else slot)
         return result
@@ -169,16 +173,17 @@ class Fork:
 
     def _start(self, most: int) -> None:
         """Lease states, and let them start after what the caller's stream has been given by now: one event for all."""
-        driver, leased, free = self._driver, self._leased, self._device.sides.free
-        known, most = len(leased), min(most, self._count)
+        leased, free = self._leased, self._sides.free
+        known = len(leased)
         try:
             try:
-                while len(leased) < most:
+                for _ in range(known, most if most < self._count else self._count):
                     leased.append(free.pop())  # the join gives back whatever is here
             except IndexError:
-                while len(leased) < most and self._lease() is not None:
+                while len(leased) < min(most, self._count) and self._lease() is not None:
                     pass
             if leased:
+                driver = self._driver
                 event, wait = leased[0].start_event, driver.wait_event
                 driver.record_event(event, self._pointer)
                 for slot in leased:
@@ -193,7 +198,7 @@ class Fork:
             slot = self._leased.pop()
             if slot.owner is not None:
                 disown(slot)
-            self._device.sides.give_back(slot, captured=True)  # it may wait for a caller's stream that is being captured
+            self._sides.give_back(slot, captured=True)  # it may wait for a caller's stream that is being captured
 
     def _branch(self, *, owned: bool) -> Slot | None:
         """The next state, started after what the caller's stream has been given by now; None to run inline.
@@ -217,8 +222,8 @@ class Fork:
 
     def _begin(self, operands: tuple[Any, ...], attempt: Any) -> Slot:
         """Start a branch that launches one plan and runs no Python: nobody asks for its slot, so the thread need not own it."""
-        self._region.keep(operands)
-        self._used = attempt
+        (self._kept if self._region is None else self._region.kept).append(operands)
+        self._used = attempt  # what a map may go on with
         index, leased, pool = self._next, self._leased, self._pool
         if index >= len(leased) or pool.checked:
             return self._branch(owned=pool.checked) or pool.slot(self._stream)
@@ -260,7 +265,7 @@ class Fork:
 
     def _lease(self) -> Slot | None:
         """A side slot more; None where there is none, and fewer have to do."""
-        sides = self._device.sides
+        sides = self._sides
         try:
             slot: Slot | None = sides.free.pop()
         except IndexError:
@@ -271,9 +276,16 @@ class Fork:
             self._leased.append(slot)  # the join gives back whatever is here
         return slot
 
+    def _own_region(self) -> Region:
+        """What Python runs in, in a branch."""
+        region = self._region
+        if region is None:
+            region = self._region = Region(self._driver, self._stream, self._ordinal, None, self._kept)
+        return region
+
     def _refuse(self) -> None:
         """Say why this fork cannot be used, where that is so."""
-        if not self._open:
+        if self._thread <= 0:
             raise PoolClosedError("this fork was left, or not entered; run branches inside `with states.fork() as fork:`")
         if self._thread != get_ident():
             raise OwnershipError(
@@ -284,145 +296,52 @@ class Fork:
         self._check_in_time()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not self._open or self._thread != get_ident():
+        if self._thread != get_ident():
             self._refuse()
-        driver = self._driver
         pool = self._pool
         try:
-            self._open = False
+            self._thread = _LEFT
             if error is not None:
                 lost(pool, error, ask=False)
-            if pool.unusable and (pool._forked or pool._poison is not None):
-                self._leave()
+            if pool.unusable and given_up(self):
                 if error is None and pool._poison is not None:
                     pool._check_usable()
                 return
             if pool.current_device() == self._ordinal:
-                self._join()
+                join(self)
             else:  # where the null stream's pointer means another stream
-                with driver.device(self._ordinal):
-                    self._join()
+                with self._driver.device(self._ordinal):
+                    join(self)
         except BaseException:
             if self._leased:  # it did not come to the join, or not to its end
                 if self._inherited:
-                    self._region.abandon()  # or the outer fork would let go of it
-                    self._region.leave(self)
+                    self._own_region().abandon()  # or the outer fork would let go of it
+                    self._own_region().leave(self)
                 parked.append(self)
             raise
-        if error is None:
+        if self._inherited and error is None:
             self._check_in_time()
 
     def _check_in_time(self) -> None:
-        if self._inherited and self._region.ended:
+        if self._inherited and self._own_region().ended:
             raise OwnershipError(
                 "this fork was entered inside a branch, and the fork of that branch was left before it: nobody waits for its "
                 "branches. Leave a fork where it was entered; a generator that holds one open must be finished there"
             )
 
-    def _leave(self) -> None:
-        """Leave in the child of a process that forked in here (guarantee 13), or after a lost context: nothing is touched."""
-        self._leased = []
-        self._region.abandon()
-
-    def _join(self) -> None:
-        """Let the caller's stream wait for every branch, then give the side slots back and let go of what was kept."""
-        pool, driver, sides, pointer = self._pool, self._driver, self._device.sides, self._pointer
-        if pool.unusable and (pool._forked or pool._poison is not None):
-            self._leave()
-            return
-        captured = False
-        failure: BaseException | None = None
-        late: BaseException | None = None
-        leased, record, wait = self._leased, driver.record_event, driver.wait_event
-        try:
-            captured = pointer != LEGACY_STREAM and driver.is_capturing(pointer)
-            if not captured:
-                for slot in leased:
-                    record(slot.end_event, slot.pointer)
-                    wait(pointer, slot.end_event)
-                    if slot.owner is not None:
-                        disown(slot)
-        except BaseException as trouble:
-            failure = trouble
-        if captured or failure is not None:
-            failure = self._join_each(captured, failure)
-        else:
-            self._leased = []  # an interrupt that came before this finds all of them here, and they are joined again later
-            sides.free.extend(leased)
-        if pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
-            try:
-                sides.drop_free()
-            except BaseException as trouble:  # something could not be destroyed yet
-                late = trouble
-        if failure is None:
-            try:
-                for caller in self._callers:
-                    order(self._pool, self._ordinal, pointer, caller)
-            except BaseException as trouble:
-                failure = trouble
-        if failure is not None:
-            self._region.abandon()
-            diagnose(self._pool, failure)
-            raise failure
-        if self._inherited:
-            self._region.leave(self)
-        else:
-            self._region.release()
-        if late is not None:
-            raise late
-
-    def _join_each(self, captured: bool, failure: BaseException | None) -> BaseException | None:
-        """Join under a capture, or where something failed: every branch that can be is joined all the same."""
-        driver, leased = self._driver, self._leased
-        while leased:  # an interrupt may come between any two of these steps: what is left is joined later
-            slot = leased[0]
-            try:
-                if captured and not driver.capture_id(slot.pointer):
-                    raise CaptureError(
-                        f"stream {self._pointer:#x} began to be captured inside a fork, after a branch was run: the capture "
-                        f"cannot wait for the branch. Begin it before the fork, or after"
-                    )
-                driver.record_event(slot.end_event, slot.pointer)
-                driver.wait_event(self._pointer, slot.end_event)
-            except BaseException as trouble:
-                failure = trouble
-                self._region.abandon()
-            if slot.owner is not None:
-                disown(slot)
-            self._device.sides.give_back(leased.pop(0), captured=True)
-        return failure
-
     def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
         # Nobody left it: its thread ended inside, or an interrupt came while it was left.
         try:
-            if self._open or self._leased:
+            if self._thread > 0 or self._leased:
                 _park(self)
         except AttributeError:  # an interrupt came while it was made
             pass
 
     def _settle(self) -> bool:
         """Leave a fork that nobody left; called later, by any thread."""
-        self._open = False
-        try:
-            with self._pool.on_device(self._ordinal):
-                capturing = self._driver.capture_id
-                if self._pointer == PER_THREAD_STREAM:  # here it means another stream, for which the branches are nothing
-                    self._region.abandon()
-                    while self._leased:
-                        captured = capturing(self._leased[-1].pointer) != 0
-                        slot = self._leased.pop()
-                        if slot.owner is not None:
-                            disown(slot)
-                        self._device.sides.give_back(slot, captured=captured)
-                    return True
-                pointers = [slot.pointer for slot in self._leased]
-                if any(pointer and capturing(pointer) for pointer in (self._pointer, *pointers)):
-                    return False
-                self._join()
-        except Exception:
-            self._region.abandon()
-        return not self._leased or self._pool.unusable
+        self._thread = _LEFT
+        return settle_fork(self)
 
     def __repr__(self) -> str:
-        state = f"{len(self._leased)} of {self._count} states leased" if self._open else "not open"
+        state = f"{len(self._leased)} of {self._count} states leased" if self._thread > 0 else "not open"
         return f"<Fork of {self._pool!r}, {state}>"

@@ -33,20 +33,24 @@ class Region:
     outer : Region, optional
         Of the branch or task that a task was submitted from. It takes over what is let go of, since what a task made may be
         read there after the task was joined.
+    kept : list, optional
+        What is kept already.
     """
 
-    __slots__ = ("_allocator", "_kept", "_outer", "device", "driver", "ended", "inner", "keep", "stream")
+    __slots__ = ("_allocator", "_outer", "device", "driver", "ended", "inner", "keep", "kept", "stream")
 
-    def __init__(self, driver: Driver, stream: Stream, device: int, outer: "Region | None" = None) -> None:
+    def __init__(
+        self, driver: Driver, stream: Stream, device: int, outer: "Region | None" = None, kept: list[object] | None = None
+    ) -> None:
         self._outer = outer
         self._allocator: Any = None
-        self._kept: list[object] = []
+        self.kept: list[object] = [] if kept is None else kept
         self.inner: set[Any] | None = None  # forks inside branches, from where they are entered to their join
         self.ended = False  # whether the outermost caller has gone on
         self.driver = driver
         self.device = device
         self.stream = stream
-        self.keep = self._kept.append  # atomic: a task's region may be kept to by another thread
+        self.keep = self.kept.append  # atomic: a task's region may be kept to by another thread
 
     @property
     def allocator(self) -> Any:
@@ -89,14 +93,14 @@ class Region:
             if any(fork._leased for fork in inner):
                 self.abandon()
         if self._outer is not None:
-            self._outer.keep(self._kept[:])
-        self._kept.clear()
+            self._outer.keep(self.kept[:])
+        self.kept.clear()
 
     def abandon(self) -> None:
         """Let go of nothing, ever: a join failed, so branches may read what is kept, and nobody waits for them."""
-        _abandoned.append(self._kept)
-        self._kept = []
-        self.keep = self._kept.append
+        _abandoned.append(self.kept)
+        self.kept = []
+        self.keep = self.kept.append
         self._allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
 
 

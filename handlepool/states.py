@@ -133,7 +133,7 @@ class ParallelStates:
 
     def _joined_at_once(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         with Fork(self.pool, 1) as fork:
-            fork._region.keep_call(function, args, kwargs)
+            fork._own_region().keep_call(function, args, kwargs)
             return fork.run(_with_slot, self.pool, function, args, kwargs)
 
 

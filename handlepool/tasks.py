@@ -57,7 +57,7 @@ class Task:
         self.torch = torch
         self.theirs = theirs
         self.stream = stream
-        self.region = Region(device.driver, stream if outer is None else outer.stream, device.device, outer)
+        self.region = Region(device.driver, stream if outer is None else outer.stream, device.device, outer=outer)
         self._homes = {(device.device, stream.ptr), (device.device, self.region.stream.ptr)}
         if torch is not None:
             self._homes.add((device.device, theirs))

@@ -28,21 +28,21 @@ BOUNDS = {
     "graph function": (24, 1),
     "conv2d, out given": (25, 1),
     "conv2d": (23, 1),
-    "fork, 4 graph functions, join": (137, 49),
-    "fork, 4 conv2d, join": (145, 45),
-    "fork, 4 Python functions, join": (118, 69),
-    "map of a graph function over 4": (126, 47),
-    "replay": (5, 2),
+    "fork, 4 graph functions, join": (133, 49),
+    "fork, 4 conv2d, join": (141, 45),
+    "fork, 4 Python functions, join": (117, 69),
+    "map of a graph function over 4": (124, 42),
+    "replay": (4, 2),
 }
 CUDA_BOUNDS = {
     "graph function, out given": (6, 0),
     "graph function": (8, 0),
     "conv2d, out given": (7, 0),
     "conv2d": (7, 0),
-    "fork, 4 graph functions, join": (69, 45),
-    "fork, 4 conv2d, join": (77, 41),
-    "fork, 4 Python functions, join": (133, 69),
-    "map of a graph function over 4": (66, 43),
+    "fork, 4 graph functions, join": (65, 45),
+    "fork, 4 conv2d, join": (73, 41),
+    "fork, 4 Python functions, join": (132, 69),
+    "map of a graph function over 4": (64, 38),
 }
 """The same on the cuda driver, over a stand-in for the GPU, whose functions are Python's."""
 """For each path the most calls of Python's functions, and of C's; the same with Python 3.11, 3.12 and 3.13."""

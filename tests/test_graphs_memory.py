@@ -1,9 +1,12 @@
 """Guarantee 8 for graph functions: outputs are known beforehand, and cost a branch no allocator. Controls must go wrong."""
 
+from types import SimpleNamespace
+
 from scenes import Scene, over_seeds
 
 import handlepool
 from handlepool import regions
+from handlepool.forks import Fork
 
 
 @handlepool.graph
@@ -58,13 +61,21 @@ def test_g8_the_arguments_of_a_graph_function_are_kept():
     assert set(over_seeds(a_graph_functions_argument_is_dropped, seeds=range(50))) == {2}
 
 
+def with_a_region(fork, enter=Fork.__enter__):
+    """Enter a fork that keeps what it keeps in a region from the start."""
+    enter(fork)._own_region()
+    return fork
+
+
 def test_g8_control_a_graph_function_whose_arguments_are_not_kept(monkeypatch):
     class Forgetful(regions.Region):
         def __init__(self, *args):
             super().__init__(*args)
             self.keep = lambda _: None
+            self.kept = SimpleNamespace(append=self.keep, clear=lambda: None)
 
     monkeypatch.setattr("handlepool.forks.Region", Forgetful)
+    monkeypatch.setattr(Fork, "__enter__", with_a_region)
     assert 200 in over_seeds(a_graph_functions_argument_is_dropped, seeds=range(50), control=True)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -415,13 +416,46 @@ def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, mo
     assert 3 in [y for y, *_ in results]
 
 
+def inputs_come_late(scene, before, number):
+    """A map in a fork that ran branches before; the caller's stream fills its inputs between."""
+    warm(scene)
+    earlier = arrays(scene, range(before))
+    with scene.states.fork() as fork:
+        ys = [fork.run(double, x) for x in earlier]
+        xs = arrays(scene, [0] * number)
+        for place, x in enumerate(xs):
+            scene.put(x, lambda place=place: place)
+        ys += fork.map(double, xs)
+    return tuple(read(scene, ys))
+
+
+@pytest.mark.parametrize("number", [3, 4, 7])
+@pytest.mark.parametrize("before", [1, 2, 3, 9])
+def test_g6_a_map_after_other_branches_of_its_fork_starts_every_state_that_it_uses(together, before, number):
+    results = set(over_seeds(lambda scene: inputs_come_late(scene, before, number), seeds=range(20), count=8))
+    assert results == {(*range(0, 2 * before, 2), *range(0, 2 * number, 2))}
+    assert set(together) == {number - 1}
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 9])
+def test_g6_control_a_map_after_other_branches_that_starts_only_the_states_of_those(monkeypatch, before):
+    def leased_before(fork, most, start=forks.Fork._start):
+        start(fork, 1)
+        while len(fork._leased) < min(most, fork._count):
+            fork._lease()
+
+    monkeypatch.setattr(forks.Fork, "_start", leased_before)
+    results = over_seeds(lambda scene: inputs_come_late(scene, before, 7), seeds=range(20), count=16, control=True)
+    assert any(found[before:] != tuple(range(0, 14, 2)) for found in results)
+
+
 def arguments_are_dropped(scene, keeps=True):
     """The caller drops a map's arguments inside the fork, and gives their blocks to other arrays."""
     outs = arrays(scene, [None] * 6)
     scene.states.map(double, arrays(scene, range(6)), out=outs)
     with scene.states.fork() as fork:
         if not keeps:
-            fork._region.keep = lambda _: None
+            fork._kept = SimpleNamespace(append=lambda _: None, clear=lambda: None)
         fork.map(double, arrays(scene, range(6)), out=outs)
         arrays(scene, [100] * 6)
     return tuple(read(scene, outs))
@@ -441,8 +475,8 @@ def test_what_a_map_kept_is_let_go_of_at_the_join(scene):
     warm(scene)
     with scene.states.fork() as fork:
         fork.map(double, arrays(scene, range(6)))
-        assert fork._region._kept
-    assert not fork._region._kept
+        assert fork._kept
+    assert not fork._kept
 
 
 # Errors
@@ -485,7 +519,7 @@ def test_a_map_with_a_wrong_item_loses_nothing(scene, place, given):
                 fork.map(plus, xs, ys, out=outs)
             y = fork.run(double, xs[1])
         assert scene.read(y) == 2
-        assert not fork._region._kept
+        assert not fork._kept
         assert in_order(scene)
 
 

@@ -102,6 +102,8 @@ class CudaDriver:
 
     def __init__(self) -> None:
         self._local = threading.local()
+        for name in ("current_stream", "record_event", "wait_event", "is_capturing"):  # an object's own are found sooner
+            setattr(self, name, getattr(self, name))
 
     def device_count(self) -> int:
         return int(runtime.getDeviceCount())

@@ -1,0 +1,126 @@
+"""The end of a fork: the caller's stream waits for every branch, whatever became of the rest, and states and memory go back.
+
+What fails here is never passed over: a branch that nobody waits for may still read what was kept, so that is kept for good.
+"""
+
+from typing import TYPE_CHECKING
+
+from handlepool.callers import order
+from handlepool.condition import diagnose
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.errors import CaptureError
+from handlepool.slots import disown
+
+if TYPE_CHECKING:
+    from handlepool.forks import Fork
+
+
+def given_up(fork: "Fork") -> bool:
+    """Touch nothing in the child of a process that forked in here (guarantee 13), nor after a lost context."""
+    if not fork._pool._forked and fork._pool._poison is None:
+        return False
+    fork._leased = []
+    fork._own_region().abandon()
+    return True
+
+
+def join(fork: "Fork") -> None:
+    """Let the caller's stream wait for every branch, then give the side slots back and let go of what was kept."""
+    pool, driver, leased, pointer = fork._pool, fork._driver, fork._leased, fork._pointer
+    if pool.unusable and given_up(fork):
+        return
+    captured = False
+    failure: BaseException | None = None
+    try:
+        captured = pointer != LEGACY_STREAM and driver.is_capturing(pointer)
+        if not captured:
+            record, wait = driver.record_event, driver.wait_event
+            for slot in leased:
+                event = slot.end_event
+                record(event, slot.pointer)
+                wait(pointer, event)
+                if slot.owner is not None:
+                    disown(slot)
+    except BaseException as trouble:
+        failure = trouble
+    if captured or failure is not None:
+        failure = _join_each(fork, captured, failure)
+    else:
+        fork._leased = []  # an interrupt that came before this finds all of them here, and they are joined again later
+        fork._sides.free.extend(leased)
+    late = _finish(fork, failure) if failure is not None or fork._callers or pool.unusable else None
+    region = fork._region
+    if region is None:
+        fork._kept.clear()
+    elif fork._inherited:
+        region.leave(fork)
+    else:
+        region.release()
+    if late is not None:
+        raise late
+
+
+def _finish(fork: "Fork", failure: BaseException | None) -> BaseException | None:
+    """End a join of which there is more to say; what went wrong too late to matter to it is returned."""
+    late: BaseException | None = None
+    if fork._pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
+        try:
+            fork._sides.drop_free()
+        except BaseException as trouble:  # something could not be destroyed yet
+            late = trouble
+    if failure is None:
+        try:
+            for caller in fork._callers:
+                order(fork._pool, fork._ordinal, fork._pointer, caller)
+        except BaseException as trouble:
+            failure = trouble
+    if failure is not None:
+        fork._own_region().abandon()
+        diagnose(fork._pool, failure)
+        raise failure
+    return late
+
+
+def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> BaseException | None:
+    """Join under a capture, or where something failed: every branch that can be is joined all the same."""
+    driver, leased = fork._driver, fork._leased
+    while leased:  # an interrupt may come between any two of these steps: what is left is joined later
+        slot = leased[0]
+        try:
+            if captured and not driver.capture_id(slot.pointer):
+                raise CaptureError(
+                    f"stream {fork._pointer:#x} began to be captured inside a fork, after a branch was run: the capture "
+                    f"cannot wait for the branch. Begin it before the fork, or after"
+                )
+            driver.record_event(slot.end_event, slot.pointer)
+            driver.wait_event(fork._pointer, slot.end_event)
+        except BaseException as trouble:
+            failure = trouble
+            fork._own_region().abandon()
+        if slot.owner is not None:
+            disown(slot)
+        fork._sides.give_back(leased.pop(0), captured=True)
+    return failure
+
+
+def settle(fork: "Fork") -> bool:
+    """Leave a fork that nobody left; called later, by any thread."""
+    try:
+        with fork._pool.on_device(fork._ordinal):
+            capturing = fork._driver.capture_id
+            if fork._pointer == PER_THREAD_STREAM:  # here it means another stream, for which the branches are nothing
+                fork._own_region().abandon()
+                while fork._leased:
+                    captured = capturing(fork._leased[-1].pointer) != 0
+                    slot = fork._leased.pop()
+                    if slot.owner is not None:
+                        disown(slot)
+                    fork._sides.give_back(slot, captured=captured)
+                return True
+            pointers = [slot.pointer for slot in fork._leased]
+            if any(pointer and capturing(pointer) for pointer in (fork._pointer, *pointers)):
+                return False
+            join(fork)
+    except Exception:
+        fork._own_region().abandon()
+    return not fork._leased or fork._pool.unusable
