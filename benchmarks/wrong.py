@@ -27,7 +27,6 @@ class ByHand:
             self.handle = driver.create_handle()
             driver.bind_handle(self.handle, self.stream.ptr)
             self.start, self.end = driver.create_event(), driver.create_event()
-        self.buffer = driver.launch_buffer()
 
 
 def round_by_hand(driver: Any, caller: int, states: list[ByHand], spaces: list[int], plan: Plan, calls: list[Any]) -> None:
@@ -36,7 +35,7 @@ def round_by_hand(driver: Any, caller: int, states: list[ByHand], spaces: list[i
         driver.record_event(state.start, caller)
         driver.wait_event(state.stream.ptr, state.start)
     for state, space, operands in zip(states, spaces, calls, strict=True):
-        plan.executable.launch(state.handle, operands, space, state.buffer)
+        plan.executable.launch(state.handle, operands, space)
     for state in states:
         driver.record_event(state.end, state.stream.ptr)
         driver.wait_event(caller, state.end)

@@ -121,8 +121,8 @@ def _shortcut(pool: HandlePool, entry: Entry, layouts: list[Layout], given: bool
 
 def launch(pool: HandlePool, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool) -> None:
     """Enqueue a plan on a slot's stream; ``given`` says that outputs are the caller's, which may lie where they must not."""
-    # The addresses go into the slot's buffer, and the scratch is the slot's. A finaliser that the collector runs meanwhile may
-    # launch on the same slot: it finds no buffer, so it has both for itself.
+    # The scratch is the slot's, and whoever launches with it holds the slot's buffer. A finaliser that the collector runs
+    # meanwhile may launch on the same slot: it finds no buffer, so it has scratch of its own.
     buffer, slot.buffer = slot.buffer, None
     try:
         handle = slot.handle
@@ -134,10 +134,10 @@ def launch(pool: HandlePool, plan: Plan, slot: Slot, operands: tuple[Any, ...], 
         size = executable.workspace_size
         check = plan.check_apart if given else None
         if buffer is not None:
-            executable.launch(handle, operands, slot.reserve(size) if size else 0, buffer, check)
+            executable.launch(handle, operands, slot.reserve(size) if size else 0, check)
         else:
-            with slot.apart(size) as (workspace, own):
-                executable.launch(handle, operands, workspace, own, check)
+            with slot.apart(size) as workspace:
+                executable.launch(handle, operands, workspace, check)
     except Exception as error:
         diagnose(pool, error)
         raise

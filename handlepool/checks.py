@@ -223,13 +223,12 @@ class CheckedExecutable:
         handle: Handle,
         operands: Sequence[Any],
         workspace: int,
-        scratch: Any,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """As `Executable.launch`."""
         _ = handle.backend_handle  # raises in another thread than the handle's
         self._driver.check_workspaces(self._executable.engine, handle, operands)
-        self._executable.launch(handle, operands, workspace, scratch, check)
+        self._executable.launch(handle, operands, workspace, check)
 
     def shortcut(self, *_: Any) -> None:
         """None: the driver's own would check nothing."""

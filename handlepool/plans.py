@@ -10,6 +10,7 @@ from typing import Any
 
 from handlepool.drivers.base import Executable
 from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.integers import as_integer
 from handlepool.layouts import Layout
 
 __all__ = ["Layout", "Plan", "PlanCache"]
@@ -134,11 +135,15 @@ class Plan:
         return self._other(index, False)
 
     def _other(self, index: int, keep: bool) -> "Plan":
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < self.candidates:
+        try:
+            number = as_integer(index)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.candidates:
             raise ArgumentError(f"{self.name}: plan {index!r} of {self.candidates}; the index must be 0 to {self.candidates - 1}")
         if self._choose is None:
             raise ArgumentError(f"{self.name}: this plan was not built by a graph function, so there is none to select from")
-        return self._choose(index, keep)
+        return self._choose(number, keep)
 
 
 class _Build:
@@ -194,8 +199,6 @@ class PlanCache:
     """
 
     def __init__(self, limit: int = 512) -> None:
-        if limit < 1:
-            raise ArgumentError(f"a plan limit of {limit}; it must be 1 or more")
         self.limit = limit
         self.built = 0
         self.evicted = 0
@@ -252,7 +255,10 @@ class PlanCache:
                     running = self._builds[device, key] = _Build()
                     break
             if running.thread == threading.get_ident():
-                raise ArgumentError("a graph function called itself with the same arrays while its graph is being built")
+                raise ArgumentError(
+                    "a graph function called itself, or was called by a finaliser, with the same arrays while its graph is being "
+                    "built"
+                )
             running.done.wait()
             if running.plan is not None:
                 return running.plan

@@ -230,13 +230,13 @@ class Slot:
         return block.pointer
 
     @contextmanager
-    def apart(self, nbytes: int) -> Iterator[tuple[int, Any]]:
-        """Scratch and a launch buffer for a launch that comes while another one of this slot is being made."""
+    def apart(self, nbytes: int) -> Iterator[int]:
+        """Scratch for a launch that comes while another one of this slot is being made."""
         self._follow_capture()
         capture, scratch = self._capture, self._scratch
         block = Workspace().grow(scratch, nbytes, self.pointer, capture) if nbytes else EMPTY
         try:
-            yield block.pointer, self._driver.launch_buffer()
+            yield block.pointer
         finally:
             if not capture:
                 try:

@@ -223,7 +223,7 @@ class Stand:
     def _launch(self, plan: Plan, number: int) -> None:
         slot = self._slots[number]
         space = self._spaces[number] if plan.workspace_size else 0
-        plan.executable.launch(slot.handle, self._operands[number], space, slot.buffer)
+        plan.executable.launch(slot.handle, self._operands[number], space)
 
     def _warm(self, trial: _Trial) -> None:
         """Launch on every stream, which loads the kernels, and see roughly how long it takes, the host's time included."""

@@ -38,7 +38,6 @@ def executable():
     made = object.__new__(cuda.CudaExecutable)
     made._driver, made._device, made._several_devices = driver, 0, True
     made.engine, made._uids, made._index = "engine", [1, 2, 3], 7
-    made.buffer = driver.launch_buffer()
     made._raw = Entry()
     return made
 
@@ -47,8 +46,8 @@ ADDRESSES = [0x10000, 0x20000, 0x30010]
 
 
 def test_addresses_go_in_the_order_of_the_operands(executable):
-    executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0x5000, executable.buffer)
-    executable.launch(Handle(), [array_at(address) for address in reversed(ADDRESSES)], 0, executable.buffer)
+    executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0x5000)
+    executable.launch(Handle(), [array_at(address) for address in reversed(ADDRESSES)], 0)
     assert executable._raw.calls == [(ADDRESSES, 0x5000, 1234, 7), (ADDRESSES[::-1], 0, 1234, 7)]
 
 
@@ -60,7 +59,7 @@ def test_the_check_is_called_with_the_addresses_before_anything_is_launched(exec
         raise ArgumentError("they overlap")
 
     with pytest.raises(ArgumentError, match="they overlap"):
-        executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0, executable.buffer, check)
+        executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0, check)
     assert seen == ADDRESSES
     assert executable._raw.calls == []
 
@@ -78,7 +77,7 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_launched(executable,
     operands = [array_at(address) for address in ADDRESSES]
     operands[place] = wrong
     with pytest.raises(error, match=message):
-        executable.launch(Handle(), operands, 0, executable.buffer)
+        executable.launch(Handle(), operands, 0)
     assert executable._raw.calls == []
 
 
@@ -88,7 +87,7 @@ def test_without_the_raw_entry_the_public_one_is_called_by_uid(executable):
             self.given = (pack, workspace, handle.backend_handle)
 
     executable.graph, executable._raw = Graph(), None
-    executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0, executable.buffer)
+    executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0)
     assert executable.graph.given == (dict(zip([1, 2, 3], ADDRESSES, strict=True)), None, 1234)
 
 
@@ -96,7 +95,7 @@ def test_g10_a_launch_that_fails_leaves_the_slot_its_buffer(executable, make_poo
     executable.workspace_size = 0
     plan = Plan("plan", 0, executable, (), (), True, False)
     slot = make_pool().slot()
-    slot.buffer = executable.buffer
+    buffer = slot.buffer = executable._driver.launch_buffer()
     with pytest.raises(ArrayTypeError):
         calls.launch(slot.pool, plan, slot, (np.zeros(8, np.float32),), False)
-    assert slot.buffer is executable.buffer
+    assert slot.buffer is buffer

@@ -428,7 +428,7 @@ def convolutions_on_streams(seed, workspaces):
     for i, stream in enumerate(streams):
         handle = driver.create_handle()
         driver.bind_handle(handle, stream.ptr)
-        executable.launch(handle, operands[i], scratch[i % workspaces], driver.launch_buffer())
+        executable.launch(handle, operands[i], scratch[i % workspaces])
     for stream in streams:
         driver.synchronize_stream(stream.ptr)
     return sum(relative_error(y, conv2d(x, w, padding=1)) > TOLERANCE["float32"] for x, w, y in operands)

@@ -441,7 +441,7 @@ def test_a_plan_says_what_it_is(pool, x, w):
 def test_a_plan_is_chosen_by_index(pool, x, w):
     fn = handlepool.graph(convolve)
     plan = fn.plan_for(x, w)
-    chosen = plan.select(0)
+    chosen = plan.select(np.int64(0))
     assert chosen is not plan
     assert fn.plan_for(x, w) is chosen
     assert fn.options().plan_for(x, w) is chosen

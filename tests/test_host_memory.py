@@ -401,7 +401,7 @@ def copies_on_two_streams(seed, workspaces):
         kept.append(driver.asarray(np.full(4, i, FLOAT)))
         outputs.append(floats(driver))
         handle = bound_handle(driver, streams[-1])
-        executable.launch(handle, [kept[-1], outputs[-1]], scratch[i % workspaces], driver.launch_buffer())
+        executable.launch(handle, [kept[-1], outputs[-1]], scratch[i % workspaces])
     for stream in streams:
         driver.synchronize_stream(stream.ptr)
     return [int(output[0]) for output in outputs]
@@ -436,17 +436,17 @@ def test_launch_checks_workspace_operands_and_handle(driver):
         (elsewhere, "not in scratch memory"),
     ):
         with pytest.raises(ContractError, match=problem):
-            executable.launch(handle, pair, workspace, None)
+            executable.launch(handle, pair, workspace)
     with pytest.raises(DeviceMismatchError, match=r"argument 1 is on device 1"):
-        executable.launch(handle, [pair[0], foreign], good, None)
+        executable.launch(handle, [pair[0], foreign], good)
     with driver.device(1), pytest.raises(ContractError, match="launched with"):
-        executable.launch(stranger, pair, elsewhere, None)
+        executable.launch(stranger, pair, elsewhere)
     with pytest.raises(ContractError, match="while device 0 is current"):
-        executable.launch(stranger, pair, good, None)
+        executable.launch(stranger, pair, good)
     driver.fail_at(1, "launch")
     with pytest.raises(RuntimeError, match="injected"):
-        executable.launch(handle, pair, good, None)
-    executable.launch(handle, pair, good, None)
+        executable.launch(handle, pair, good)
+    executable.launch(handle, pair, good)
     driver.synchronize_stream(stream.ptr)
 
 
@@ -455,7 +455,7 @@ def test_steps_of_a_launch_are_operations_of_their_own(driver):
     executable, stream = driver.compile(None, [TENSOR, TENSOR]), driver.create_stream()
     source, output = driver.asarray(np.ones(4, FLOAT)), floats(driver)
     workspace, latch = driver.allocate(1024), driver.latch(stream.ptr)
-    executable.launch(bound_handle(driver, stream), [source, output], workspace, None)
+    executable.launch(bound_handle(driver, stream), [source, output], workspace)
     assert [operation.label for operation in driver._streams.scheduler.users(_block_of(output))] == ["finish"]
     latch.release()
     driver.free(workspace)  # waits for both

@@ -132,7 +132,7 @@ def test_g5_two_streams_with_get_workspace_are_right_whatever_the_order(on_seeds
         def launch(number, x, w, y):
             executable = compiled(pool, x, w)
             scratch = pool.get_workspace(executable.workspace_size)
-            executable.launch(pool.get_handle(), (x, w, y), address(pool, scratch), pool.slot().buffer)
+            executable.launch(pool.get_handle(), (x, w, y), address(pool, scratch))
 
         return convolve_on_two_streams(pool.driver, launch)
 
@@ -144,7 +144,7 @@ def test_g5_control_two_streams_with_one_workspace_are_wrong_at_some_seeds(on_se
         def launch(number, x, w, y):
             executable = compiled(pool, x, w)
             shared = pool.slot(pool.driver.legacy_stream).reserve(executable.workspace_size)
-            executable.launch(pool.get_handle(), (x, w, y), shared, pool.slot().buffer)
+            executable.launch(pool.get_handle(), (x, w, y), shared)
 
         return convolve_on_two_streams(pool.driver, launch)
 
@@ -164,7 +164,7 @@ def test_g5_control_a_cache_keyed_by_device_alone_is_wrong_at_some_seeds(on_seed
             if not scratch:
                 scratch.append(driver.allocate(executable.workspace_size))
             driver.bind_handle(handle, driver.current_stream().ptr)
-            executable.launch(handle, (x, w, y), scratch[0], None)
+            executable.launch(handle, (x, w, y), scratch[0])
 
         return convolve_on_two_streams(driver, launch)
 
@@ -212,7 +212,7 @@ def test_g5_control_a_launch_in_the_callers_workspace_is_seen(make_pool, schedul
 
     def launch(executable, scratch, x, w):
         y = pool.driver.empty(EXPECTED[0].shape, (576, 144, 24, 4), np.float32)
-        executable.launch(pool.get_handle(), (x, w, y), address(pool, scratch), None)
+        executable.launch(pool.get_handle(), (x, w, y), address(pool, scratch))
 
     assert not caller_scratch_survives(pool, launch)
 

@@ -66,7 +66,6 @@ class Executable(Protocol):
         handle: Handle,
         operands: Sequence[Any],
         workspace: int,
-        scratch: Any,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Enqueue the graph on the handle's stream; where it cannot, for an operand, raise before anything is enqueued.
@@ -82,8 +81,6 @@ class Executable(Protocol):
             The arrays in the order of ``operands`` that was given to `Driver.compile`.
         workspace : int
             Device pointer to at least ``workspace_size`` bytes; never 0 when that is positive.
-        scratch : object
-            What `Driver.launch_buffer` returned for the slot that launches; used by one launch at a time.
         check : callable, optional
             Called with the operands' addresses before anything is enqueued; what it raises goes on.
         """
@@ -320,7 +317,7 @@ class Driver(Protocol):
         """Memory of another library's as an operand; raises ArrayTypeError for memory that the driver's graphs cannot use."""
 
     def launch_buffer(self) -> Any:
-        """Storage that one launch at a time needs, made for each slot; never None."""
+        """Storage that one launch at a time by a `shortcut` needs, made for each slot; never None."""
 
     def new_graph(self, handle: Handle, **settings: Any) -> Any:
         """An empty `cudnn.pygraph`. ``handle`` is the device's builder handle and must outlive the graph."""

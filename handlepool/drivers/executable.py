@@ -86,7 +86,6 @@ class CudaExecutable:
         handle: Handle,
         operands: Sequence[Any],
         workspace: int,
-        scratch: Any,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """See `Executable.launch`."""

@@ -141,7 +141,7 @@ def chain(pool, kernels, in_threads, handle_of, steps=1000, threads=4):
             slot = pool.slot()
             kernels.spin(100)  # gathers launches
             for _ in range(steps):
-                plan.executable.launch(handle_of(slot), (xs[i], w, ys[i]), slot.reserve(plan.workspace_size), slot.buffer)
+                plan.executable.launch(handle_of(slot), (xs[i], w, ys[i]), slot.reserve(plan.workspace_size))
                 rescale(ys[i], xs[i])
             stream.synchronize()
 

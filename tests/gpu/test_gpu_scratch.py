@@ -32,7 +32,7 @@ def wrong_results(pool, kernels, convolutions, workspace):
 
     def launch(x, y):
         slot = pool.slot()
-        plan.executable.launch(slot.handle, (x, w, y), workspace(slot), slot.buffer)
+        plan.executable.launch(slot.handle, (x, w, y), workspace(slot))
 
     with ParallelStates(STREAMS, pool=pool).fork() as fork:
         kernels.spin(10)  # gathers launches, so that the streams run beside each other

@@ -54,7 +54,6 @@ class HostExecutable:
         handle: Any,
         operands: Sequence[Any],
         workspace: int,
-        scratch: Any,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Queue the steps on the handle's stream; see `handlepool.drivers.base.Executable.launch`."""
