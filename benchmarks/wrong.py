@@ -13,7 +13,7 @@ from common import Ratios, arguments, parse, pool_on_a_stream, positive, print_t
 from work import Shape, graph_function
 
 from handlepool import ParallelStates
-from handlepool.plans import Plan
+from handlepool.plan import Plan
 
 NEEDY = Shape(4, 256, 14, 256, 3, "float32", "NCHW")
 

@@ -5,6 +5,7 @@ Importing this imports neither CuPy nor torch and makes nothing; the driver is l
 
 from typing import TYPE_CHECKING, Any
 
+from handlepool.defaults import default_pool
 from handlepool.errors import (
     ArgumentError,
     ArrayTypeError,
@@ -27,7 +28,7 @@ from handlepool.executor import ParallelStateExecutor, StreamFuture
 from handlepool.graphs import GraphFunction, graph
 from handlepool.layouts import ArraySpec
 from handlepool.ops import conv2d, conv2d_input_grad, conv2d_weight_grad
-from handlepool.pool import HandlePool, default_pool
+from handlepool.pool import HandlePool
 from handlepool.program import Program
 from handlepool.recording import record
 from handlepool.states import Fork, ParallelStates

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from handlepool.calls import AnyCall
+from handlepool.defaults import current_pool
 from handlepool.errors import ArgumentError
 from handlepool.graphs import GraphFunction
 from handlepool.layouts import Layout
-from handlepool.pool import HandlePool, current_pool
+from handlepool.pool import HandlePool
 
 ACTIVATIONS = ("relu", "sigmoid", "tanh", "gelu", "swish")
 FLOATING_TYPES = ("float16", "bfloat16", "float32")

@@ -12,7 +12,7 @@ from handlepool.drivers import frontend
 from handlepool.drivers.base import Driver
 from handlepool.errors import GraphNotSupportedError
 from handlepool.inference import infer
-from handlepool.plans import Plan
+from handlepool.plan import Plan
 from handlepool.recipes import Recipe
 from handlepool.refusals import refusal
 from handlepool.settings import COMPILE_SETTINGS, GRAPH_SETTINGS, normalise

@@ -7,7 +7,8 @@ from handlepool.condition import diagnose
 from handlepool.drivers.base import Driver, check_operands
 from handlepool.errors import ArgumentError
 from handlepool.layouts import Layout
-from handlepool.plans import Entry, Plan, Shortcut
+from handlepool.plan import Plan
+from handlepool.plan_cache import Entry, Shortcut
 from handlepool.pool import HandlePool
 from handlepool.regions import recordings, thread
 from handlepool.slots import Slot

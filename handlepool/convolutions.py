@@ -5,12 +5,13 @@ from typing import Any
 from handlepool.activations import ACTIVATIONS, activate, activation_call
 from handlepool.calls import MISSED, AnyCall, hit
 from handlepool.conv_checks import Pair, check_array, check_channels, pair
+from handlepool.defaults import current_pool
 from handlepool.drivers import frontend
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs import GraphFunction
 from handlepool.layouts import Layout
-from handlepool.plans import Plan
-from handlepool.pool import HandlePool, current_pool
+from handlepool.plan import Plan
+from handlepool.pool import HandlePool
 
 MODES = ("cross_correlation", "convolution")
 SATURATED = 30.0

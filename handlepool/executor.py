@@ -17,12 +17,13 @@ from typing import Any, Generic, TypeVar
 
 from handlepool.callers import in_torch, order, torch_among
 from handlepool.condition import diagnose, lost
+from handlepool.defaults import default_pool
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.events import Events
 from handlepool.integers import as_integer
-from handlepool.pool import HandlePool, default_pool
+from handlepool.pool import HandlePool
 from handlepool.regions import keep_for_good, parked, run_on, settle, thread
 from handlepool.slots import Slot, own
 from handlepool.streams import check_foreign, resolve

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from handlepool.callers import order
 from handlepool.calls import AnyCall
 from handlepool.drivers.base import LEGACY_STREAM
-from handlepool.plans import Plan
+from handlepool.plan import Plan
 from handlepool.pool import HandlePool
 from handlepool.regions import keep_for_good, parked, settle, thread
 from handlepool.slots import Slot

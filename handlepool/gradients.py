@@ -5,9 +5,10 @@ from typing import Any
 
 from handlepool.calls import AnyCall
 from handlepool.conv_checks import Pair, Shape, as_shape, check_array, check_channels, check_result, pair
+from handlepool.defaults import current_pool
 from handlepool.graphs import GraphFunction
 from handlepool.layouts import Layout
-from handlepool.pool import HandlePool, current_pool
+from handlepool.pool import HandlePool
 
 
 def conv2d_input_grad(

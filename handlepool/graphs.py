@@ -9,11 +9,12 @@ from handlepool.arrays import Adapted, adapt, layout_of
 from handlepool.building import build
 from handlepool.calls import MISSED, AnyCall, GraphCall, check_arrays, check_hashable, hit, new_outputs, shortcut
 from handlepool.condition import diagnose
+from handlepool.defaults import current_pool
 from handlepool.drafts import Request
 from handlepool.errors import ArgumentError
 from handlepool.layouts import Layout
-from handlepool.plans import Plan
-from handlepool.pool import HandlePool, current_pool
+from handlepool.plan import Plan
+from handlepool.pool import HandlePool
 from handlepool.recipes import Recipe, Signature, as_references
 from handlepool.settings import Settings, normalise
 from handlepool.states import ParallelStates

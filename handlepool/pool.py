@@ -18,7 +18,6 @@ What it promises, and what the promise rests on:
 import itertools
 import logging
 import os
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -31,8 +30,7 @@ from handlepool.cleanup import do_all
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import Driver, Handle
 from handlepool.integers import at_least
-from handlepool.plans import PlanCache
-from handlepool.regions import elsewhere, thread
+from handlepool.plan_cache import PlanCache
 from handlepool.slots import Slot, hits, place, placed, unplace
 from handlepool.snapshots import MEANINGS, Stats
 from handlepool.streams import StreamReference, check_foreign, resolve
@@ -374,35 +372,3 @@ class HandlePool:
             return f"<HandlePool {name}, closed>"
         held = "; ".join(f"device {ordinal}: {slots.describe()}" for ordinal, slots in sorted(self._devices.items()))
         return f"<HandlePool {name}{', ' if held else ''}{held}>"
-
-
-_default: HandlePool | None = None
-_default_lock = threading.RLock()  # a finaliser that the collector runs inside may ask for the default pool, too
-
-
-def default_pool() -> HandlePool:
-    """The pool that the module's functions and whatever is given no pool use; made when first asked for."""
-    global _default
-    if _default is None:
-        with _default_lock:
-            if _default is None:
-                made = HandlePool()
-                made.is_default = True
-                _default = made if _default is None else _default
-                if _default is not made:  # but what such a finaliser got meanwhile
-                    condition.forget(made)
-    return _default
-
-
-def current_pool() -> HandlePool:
-    """The pool of the branch or task that this thread runs, and the default pool outside of any."""
-    pool: HandlePool | None = thread.pool if elsewhere else _default
-    return default_pool() if pool is None else pool
-
-
-def _after_fork() -> None:
-    global _default_lock
-    _default_lock = threading.RLock()  # another thread of the parent may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 from handlepool.callers import in_torch, torch_among
 from handlepool.cleanup import do_all
 from handlepool.condition import diagnose
+from handlepool.defaults import current_pool
 from handlepool.drivers.base import LEGACY_STREAM, RecordedGraph
 from handlepool.errors import ArgumentError, CaptureError, StateBusyError
 from handlepool.inputs import Inputs
-from handlepool.pool import HandlePool, current_pool
+from handlepool.pool import HandlePool
 from handlepool.program import Program
 from handlepool.regions import Region, keep_for_good, parked, recordings, run_on, settle, thread
 from handlepool.slots import Slot, disown, own

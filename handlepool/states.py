@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from handlepool.defaults import default_pool
 from handlepool.errors import ArgumentError, StateBusyError, StateIndexError
 from handlepool.forks import Fork
 from handlepool.integers import as_integer
-from handlepool.pool import HandlePool, default_pool
+from handlepool.pool import HandlePool
 from handlepool.regions import thread
 from handlepool.sides import MOST_SIDE_SLOTS
 

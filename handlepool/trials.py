@@ -15,7 +15,7 @@ from handlepool.cleanup import do_all
 from handlepool.condition import diagnose
 from handlepool.drivers.base import RecordedGraph
 from handlepool.errors import GraphNotSupportedError, HandlePoolError, OutOfMemoryError, StateBusyError
-from handlepool.plans import Plan
+from handlepool.plan import Plan
 from handlepool.pool import HandlePool
 from handlepool.refusals import shorten
 from handlepool.slots import Slot, disown, own

@@ -92,7 +92,7 @@ def each_pool(request, make_driver, monkeypatch):
     if driver == "cuda" and (problem := drivers.available("cuda")):
         pytest.skip(f"needs an NVIDIA GPU: {problem}")
     with HandlePool(driver=make_driver() if driver == "host" else "cuda") as pool:
-        monkeypatch.setattr("handlepool.pool._default", pool)
+        monkeypatch.setattr("handlepool.defaults._default", pool)
         stream = pool.driver.create_stream()
         with stream:
             yield pool

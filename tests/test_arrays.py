@@ -68,7 +68,7 @@ KINDS = [Producer, OldProducer, Interface]
 @pytest.fixture
 def pool(make_pool, monkeypatch):
     pool = make_pool(scheduler="adversarial")
-    monkeypatch.setattr("handlepool.pool._default", pool)
+    monkeypatch.setattr("handlepool.defaults._default", pool)
     return pool
 
 

@@ -144,7 +144,7 @@ def count_each(paths: dict[str, Callable[[], object]]) -> dict[str, tuple[int, i
 def count_all() -> dict[str, tuple[int, int]]:
     """On the host driver."""
     with HandlePool(driver=HostDriver(devices=1)) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("handlepool.pool._default", pool)
+        patch.setattr("handlepool.defaults._default", pool)
         driver = pool.driver
         x, w = (driver.asarray(np.ones(shape, np.float32)) for shape in SHAPES)
         with driver.create_stream():
@@ -160,7 +160,7 @@ def count_cuda() -> dict[str, tuple[int, int]]:
     from handlepool.drivers import shortcuts
 
     with World() as world, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("handlepool.pool._default", world.pool)
+        patch.setattr("handlepool.defaults._default", world.pool)
         patch.setattr(shortcuts, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))
         found = count_each(paths(world.pool, *(world.array(*shape) for shape in SHAPES)))
         return {name: found[name] for name in found if not name.startswith("hit")}

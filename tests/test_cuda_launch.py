@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, calls
-from handlepool.plans import Plan
+from handlepool.plan import Plan
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 cuda = pytest.importorskip("handlepool.drivers.cuda", reason="the cuda driver's packages are not installed")

@@ -14,8 +14,8 @@ from uses import assert_usable
 
 import handlepool
 from handlepool import ContractError, ParallelStateExecutor, StateBusyError, condition, drivers, reference, regions
+from handlepool.defaults import default_pool
 from handlepool.drivers.host import HostDriver
-from handlepool.pool import default_pool
 from handlepool.slots import Slot
 from handlepool.workspace import Workspace
 
@@ -185,7 +185,7 @@ def test_g15_a_finaliser_that_asks_for_a_state_at_every_line_of_one_does_not_wai
 def test_g10_a_finaliser_may_ask_for_the_default_pool_at_every_line_of_its_making(monkeypatch):
     before = len(condition._pools)
     for k in itertools.count(1):
-        monkeypatch.setattr("handlepool.pool._default", None)
+        monkeypatch.setattr("handlepool.defaults._default", None)
         got = []
         where = at_line(k, lambda got=got: got.append(default_pool()), lambda got=got: got.append(default_pool()))
         assert len(set(map(id, got))) == 1

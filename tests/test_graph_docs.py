@@ -14,7 +14,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "graphs.md"
 @pytest.mark.skipif(not PAGE.exists(), reason="docs/ is not here")
 def test_the_examples_run(make_driver, monkeypatch, capsys):
     with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool._default", pool)
+        monkeypatch.setattr("handlepool.defaults._default", pool)
         arrays = Arrays(pool)
         names = {"x": arrays.random(2, 16, 14, 14), "w": arrays.random(8, 16, 3, 3)}
         expected = reference.conv2d(arrays.take(names["x"]), arrays.take(names["w"]), padding=1, activation="relu")

@@ -28,7 +28,7 @@ WRONG = [True, False, np.True_, 1.5, 2.0, np.float64(2), "2", b"2", [2], object]
 @pytest.fixture
 def scene(monkeypatch):
     with Scene(seed=1) as scene:
-        monkeypatch.setattr("handlepool.pool._default", scene.pool)
+        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
         yield scene
 
 

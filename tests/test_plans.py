@@ -9,7 +9,7 @@ from scenes import TIMEOUT, Scene, Thread
 
 import handlepool
 from handlepool import ArgumentError, GraphNotSupportedError, HandlePool
-from handlepool.plans import PlanCache
+from handlepool.plan_cache import PlanCache
 
 
 class BuildError(Exception):
@@ -281,7 +281,7 @@ def test_a_graph_function_of_two_outputs(scene):
 
 def test_options_that_are_equal_and_of_other_types_have_plans_of_their_own(make_pool, monkeypatch):
     pool = make_pool()
-    monkeypatch.setattr("handlepool.pool._default", pool)
+    monkeypatch.setattr("handlepool.defaults._default", pool)
 
     @handlepool.graph
     def choose(g, x, *, which):

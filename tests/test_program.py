@@ -43,7 +43,7 @@ def conv(x, w):
 def scene(make_driver, scheduler, monkeypatch):
     """Its pool is the default one during the test."""
     with Scene(make_driver(scheduler=scheduler)) as scene:
-        monkeypatch.setattr("handlepool.pool._default", scene.pool)
+        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
         yield scene
 
 

@@ -33,7 +33,7 @@ F8 = np.dtype(np.float64)
 def scene(make_driver, scheduler, monkeypatch):
     """Its pool is the default one during the test; in the end nothing is being captured and the pool is in order."""
     with Scene(make_driver(scheduler=scheduler)) as scene:
-        monkeypatch.setattr("handlepool.pool._default", scene.pool)
+        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
         yield scene
         in_order(scene)
 

@@ -19,7 +19,7 @@ from scenes import TIMEOUT, Thread
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, GraphFunction, PoolClosedError, conv2d, regions
 from handlepool.drivers import shortcuts
-from handlepool.plans import MOST_SHORTCUTS
+from handlepool.plan_cache import MOST_SHORTCUTS
 
 
 @handlepool.graph
@@ -61,7 +61,7 @@ def make_world(monkeypatch):
         world.prepared = 0
         allocating = SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc))
         monkeypatch.setattr(shortcuts, "cupy", allocating)
-        monkeypatch.setattr("handlepool.pool._default", world.pool)
+        monkeypatch.setattr("handlepool.defaults._default", world.pool)
         worlds.append(world.__enter__())
         return world
 
@@ -595,7 +595,7 @@ def test_pools_do_not_see_each_others_plans(make_world, monkeypatch):
     assert launch.index != first
     assert launch.handle == two.pool.get_handle().backend_handle != one.pool.get_handle().backend_handle
     assert again(two, double, x).index == launch.index
-    monkeypatch.setattr("handlepool.pool._default", one.pool)
+    monkeypatch.setattr("handlepool.defaults._default", one.pool)
     with one.stream:
         back = again(two, double, x)
     assert (back.index, back.handle) == (first, one.driver.launches[0].handle)

@@ -56,7 +56,7 @@ def test_making_states_and_forks_makes_nothing_on_the_device():
 
 def test_states_without_a_pool_are_of_the_default_pool(monkeypatch):
     with Scene() as scene:
-        monkeypatch.setattr("handlepool.pool._default", scene.pool)
+        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
         assert ParallelStates(2).pool is scene.pool
 
 

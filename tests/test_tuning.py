@@ -128,7 +128,7 @@ def make(monkeypatch):
         driver = TimedDriver(plans, scheduler=scheduler, check_order=check_order, devices=2)
         scene = Scene(driver, **options)
         scene.__enter__()
-        monkeypatch.setattr("handlepool.pool._default", scene.pool)
+        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
         scenes.append(scene)
         return scene
 
@@ -456,7 +456,7 @@ def refused(scene, error, says, *arrays, **options):
 
 def test_tuning_without_a_gpu_is_refused(make_pool, monkeypatch):
     pool = make_pool()
-    monkeypatch.setattr("handlepool.pool._default", pool)
+    monkeypatch.setattr("handlepool.defaults._default", pool)
     x, w = arrays_of(pool.driver)
     for states in (None, ParallelStates(2, pool=pool)):
         with pytest.raises(DriverNotAvailableError, match=r"conv\.tune times plans on a GPU"):

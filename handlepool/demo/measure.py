@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from handlepool.demo.filters import Filter
 from handlepool.drivers.base import Driver
 from handlepool.ops import conv2d, conv2d_plan
-from handlepool.plans import Plan
+from handlepool.plan import Plan
 from handlepool.pool import HandlePool
 from handlepool.reference import conv2d as reference_conv2d
 from handlepool.states import ParallelStates

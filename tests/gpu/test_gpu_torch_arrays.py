@@ -30,7 +30,7 @@ def torch():
 @pytest.fixture
 def default(pool, monkeypatch):
     """The test's pool as the default one."""
-    monkeypatch.setattr("handlepool.pool._default", pool)
+    monkeypatch.setattr("handlepool.defaults._default", pool)
     return pool
 
 
