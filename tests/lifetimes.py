@@ -10,6 +10,7 @@ from accounts import RESTORES, Accounts, CostlyDriver, forgotten, waiting
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import handlepool
 from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError, regions
 from handlepool.drivers.host import HostDriver
 
@@ -20,6 +21,11 @@ INDEX = st.integers(0, 7)
 SIZES = st.sampled_from([0, 1, 256, 300, 1000, 5000])
 FORMS = st.sampled_from(["current", "object", "pointer", "wrapper"])
 MODES = st.sampled_from(["global", "thread_local", "relaxed"])
+
+
+@handlepool.graph
+def double(g, x):
+    return g.add(x, x)
 
 
 class Driver(CostlyDriver, HostDriver):
@@ -102,7 +108,7 @@ class Lifetimes(RuleBasedStateMachine):
 
     def open_pool(self):
         self.pool = HandlePool(driver=self.driver, **self.options)
-        self.states = [ParallelStates(count, pool=self.pool) for count in (1, 2, 3)]
+        self.states = [ParallelStates(count, pool=self.pool) for count in (1, 2, 3, 6)]
         self.keys = {}  # (actor, identity): device, weak reference to the stream or None
         self.most_keys, self.most_sides = [0] * DEVICES, [0] * DEVICES
 
@@ -378,18 +384,28 @@ class Lifetimes(RuleBasedStateMachine):
         return made
 
     def region(self, plan, x):
-        (width, branches), rest = plan[0], plan[1:]
+        (width, early, late, branches), rest = plan[0], plan[1:]
         made = []
-        with self.states[width % 3].fork() as fork:
+        with self.states[width % 4].fork() as fork:
+            made += self.double(fork, early, together=early % 2 == 1)
             for number, (nbytes, fails) in enumerate(branches):
                 made += fork.run(self.branch, number, nbytes, rest, fails, x)
+            made += self.double(fork, late, together=True)
         return made
+
+    def double(self, fork, count, *, together):
+        """Branches of a graph function over what the caller's stream is just given."""
+        xs, outs = ([self.array(number) for number in range(count)] for _ in range(2))
+        return fork.map(double, xs, out=outs) if together else [fork.run(double, x, out=y) for x, y in zip(xs, outs, strict=True)]
 
     @rule(
         a=INDEX,
         s=INDEX,
         plan=st.lists(
-            st.tuples(INDEX, st.lists(st.tuples(SIZES, st.integers(0, 9).map(lambda n: n == 9)), min_size=1, max_size=4)),
+            st.tuples(
+                *(INDEX, st.integers(0, 4), st.integers(0, 4)),
+                st.lists(st.tuples(SIZES, st.integers(0, 9).map(lambda n: n == 9)), max_size=4),
+            ),
             min_size=1,
             max_size=2,
         ),
@@ -418,7 +434,7 @@ class Lifetimes(RuleBasedStateMachine):
             self.asked(actor, stream, device, "current")
 
             def enter():
-                fork = self.states[width % 3].fork()
+                fork = self.states[width % 4].fork()
                 fork.__enter__()
                 actor.forks.append(fork)
 
@@ -433,6 +449,12 @@ class Lifetimes(RuleBasedStateMachine):
     def a_branch_runs(self, f, nbytes):
         actor, fork = self.open_fork(f)
         self.on(actor, fork._ordinal, fork._stream, lambda: fork.run(self.branch, 1, nbytes, [], False, self.array(1)))
+
+    @precondition(lambda self: any(actor.forks for actor in self.actors))
+    @rule(f=INDEX, count=st.integers(1, 4), together=st.booleans())
+    def a_graph_function_branches(self, f, count, together):
+        actor, fork = self.open_fork(f)
+        self.on(actor, fork._ordinal, fork._stream, lambda: self.double(fork, count, together=together))
 
     @precondition(lambda self: any(actor.forks for actor in self.actors))
     @rule(f=INDEX)
