@@ -51,8 +51,10 @@ class Program:
         self._kept = kept
         self._inputs = inputs
         self._outputs = outputs
-        self._lock = threading.Lock()  # one launch of a graph at a time
-        self._updating = False
+        # One launch of a graph at a time. A finaliser that the collector runs inside of one may take the lock again, since it must
+        # not wait for its own thread, and finds the program busy.
+        self._lock = threading.RLock()
+        self._busy: str | None = None  # what the holder of the lock is doing
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Any] = driver.current_stream
         self._is_capturing = driver.is_capturing
@@ -112,7 +114,7 @@ class Program:
         CaptureError
             When the stream, or that of the last replay where it is another, is being captured.
         OwnershipError
-            While `update` is under way in another thread.
+            While `update` is under way in another thread, or in a finaliser inside another use of the program.
         PoolClosedError, ForkedProcessError, PoisonedContextError
             As their names say: after the program or its pool was closed, in a forked child.
         """
@@ -122,7 +124,10 @@ class Program:
         current = self._current_stream(device) if stream is None else stream
         if not self._lock.acquire(False):
             self._await()
+        if self._busy is not None:
+            self._refuse_inside()
         try:
+            self._busy = "replayed"
             if current is not self._last or device != self.device or self._recording is None:
                 self._follow(stream)
             pointer = self._pointer
@@ -135,6 +140,7 @@ class Program:
             self._explain(error)
             raise
         finally:
+            self._busy = None
             self._lock.release()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -157,8 +163,10 @@ class Program:
         self._pool._check_usable()
         if not self._lock.acquire(False):
             self._await()
+        if self._busy is not None:
+            self._refuse_inside()
         try:
-            self._updating = True
+            self._busy = "updated"
             if self._recording is None:
                 self._refuse()
             pairs = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
@@ -172,7 +180,7 @@ class Program:
             self._explain(error)
             raise
         finally:
-            self._updating = False
+            self._busy = None
             self._lock.release()
 
     def _explain(self, error: Exception) -> None:
@@ -183,12 +191,21 @@ class Program:
 
     def _await(self) -> None:
         """Take the lock after another thread: a launch is short, an update is for its own thread to order."""
-        if self._updating:
+        if self._busy == "updated":
             raise OwnershipError(
                 f"{self._name} is being updated by another thread: whether a replay would see the old values or the new ones is "
                 f"for the program to say, so let one thread do both, or use a lock of your own"
             )
         self._lock.acquire()
+
+    def _refuse_inside(self) -> None:
+        """Give the lock back that this thread took twice."""
+        busy = self._busy
+        self._lock.release()
+        raise OwnershipError(
+            f"{self._name} is being {busy} by this very thread, and this call comes from a finaliser that Python runs "
+            f"meanwhile: use another program there"
+        )
 
     def _refuse(self) -> None:
         raise PoolClosedError(f"the program {self._name} was closed; record it again")
@@ -249,6 +266,10 @@ class Program:
             keep_for_good((self._recording, *self._let_go()))
             return True
         with self._lock, pool.on_device(self.device):
+            if self._busy is not None:
+                raise OwnershipError(
+                    f"{self._name} is closed by a finaliser while this very thread has it {self._busy}; close it later"
+                )
             recording = self._recording
             if recording is None:
                 return True

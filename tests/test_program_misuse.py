@@ -1,11 +1,14 @@
 """What cannot be recorded, replayed or updated: each a typed error, and afterwards all is as it was."""
 
+import contextlib
 import functools
+import itertools
 import os
 
 import numpy as np
 import pytest
 from accounts import RESTORES, Accounts
+from lines import at_line
 from scenes import Scene, Thread
 from uses import Foreign, assert_usable
 
@@ -437,6 +440,43 @@ def test_a_replay_or_an_update_while_another_thread_updates_is_refused(scene, in
     program.update(scene.array(5))
     program.replay()
     assert scene.read(program.outputs[0]) == 115
+
+
+USES = {
+    "replay": lambda program, scene: program.replay(scene.other),
+    "update": lambda program, scene: program.update(scene.array(7)),
+    "close": lambda program, scene: program.close(),
+}
+
+
+@pytest.mark.parametrize("inner", USES)
+@pytest.mark.parametrize("outer", ["replay", "update"])
+def test_g10_a_finaliser_at_every_line_of_a_use_neither_waits_for_its_own_thread_nor_harms_it(scene, outer, inner):
+    scene.other = scene.driver.create_stream()
+    refused = []
+
+    def use(program):
+        with contextlib.suppress(PoolClosedError if inner == "close" else ()):
+            USES[outer](program, scene)
+
+    def finaliser(program):
+        try:
+            USES[inner](program, scene)
+        except OwnershipError as error:
+            refused.append(str(error))
+
+    for k in itertools.count(1):
+        program = handlepool.record(work(scene), scene.array(1))
+        if at_line(k, functools.partial(use, program), functools.partial(finaliser, program)) is None:
+            break
+        if not program.closed:
+            program.update(scene.array(9))
+            program.replay()
+            assert scene.read(program.outputs[0]) == 119
+        program.close()
+    assert k > 10
+    assert refused
+    assert all("this very thread" in message for message in refused)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
