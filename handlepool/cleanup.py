@@ -14,8 +14,11 @@ def do_all(steps: Iterable[Callable[[], object]]) -> None:
             step()
         except BaseException as trouble:
             failure = failure or trouble
-    if failure is not None:
-        raise failure
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
 
 
 def take_all(things: list[T]) -> list[T]:

@@ -51,7 +51,6 @@ class Fork:
         "_sides",
         "_stream",
         "_thread",
-        "_used",
     )
 
     def __init__(self, pool: HandlePool, count: int, stream: Any = None) -> None:
@@ -220,10 +219,9 @@ class Fork:
             raise
         return slot
 
-    def _begin(self, operands: tuple[Any, ...], attempt: Any) -> Slot:
+    def _begin(self, operands: tuple[Any, ...], _: Any) -> Slot:
         """Start a branch that launches one plan and runs no Python: nobody asks for its slot, so the thread need not own it."""
         (self._kept if self._region is None else self._region.kept).append(operands)
-        self._used = attempt  # what a map may go on with
         index, leased, pool = self._next, self._leased, self._pool
         if index >= len(leased) or pool.checked:
             return self._branch(owned=pool.checked) or pool.slot(self._stream)

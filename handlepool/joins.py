@@ -48,7 +48,10 @@ def join(fork: "Fork") -> None:
     else:
         fork._leased = []  # an interrupt that came before this finds all of them here, and they are joined again later
         fork._sides.free.extend(leased)
-    late = _finish(fork, failure) if failure is not None or fork._callers or pool.unusable else None
+    try:
+        late = _finish(fork, failure) if failure is not None or fork._callers or pool.unusable else None
+    finally:
+        del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
     region = fork._region
     if region is None:
         fork._kept.clear()
@@ -56,8 +59,11 @@ def join(fork: "Fork") -> None:
         region.leave(fork)
     else:
         region.release()
-    if late is not None:
-        raise late
+    try:
+        if late is not None:
+            raise late
+    finally:
+        del late
 
 
 def _finish(fork: "Fork", failure: BaseException | None) -> BaseException | None:
@@ -74,11 +80,14 @@ def _finish(fork: "Fork", failure: BaseException | None) -> BaseException | None
                 order(fork._pool, fork._ordinal, fork._pointer, caller)
         except BaseException as trouble:
             failure = trouble
-    if failure is not None:
-        fork._own_region().abandon()
-        diagnose(fork._pool, failure)
-        raise failure
-    return late
+    try:
+        if failure is not None:
+            fork._own_region().abandon()
+            diagnose(fork._pool, failure)
+            raise failure
+        return late
+    finally:
+        del failure, late
 
 
 def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> BaseException | None:
@@ -100,7 +109,10 @@ def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> B
         if slot.owner is not None:
             disown(slot)
         fork._sides.give_back(leased.pop(0), captured=True)
-    return failure
+    try:
+        return failure
+    finally:
+        del failure
 
 
 def settle(fork: "Fork") -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from handlepool.calls import MISSED
@@ -17,42 +18,52 @@ def over(fork: "Fork", function: Callable[..., T], iterables: tuple[Iterable[Any
     """See `Fork.map`."""
     given = out is not None
     sources = (*iterables, out) if out is not None else iterables
-    calls: Iterable[Any] = zip(*sources, strict=False)
-    pairs: Iterable[tuple[tuple[Any, ...], Any]] = ((call[:-1], call[-1]) if given else (call, None) for call in calls)
-    graph = hasattr(function.func if type(function) is partial else function, "__handlepool_hit__")
-    results: list[T] = []
-    if graph and all(isinstance(source, (list, tuple, range)) for source in sources):
-        # No code of the caller's runs between branches.
-        known = list(pairs)
-        if len(known) > 2:
-            fork._used = None
-            results.append(_run(fork, function, *known.pop(0), given))
-            if fork._used is not None and fork._leased:
-                return results + _run_together(fork, function, known, given)
-        pairs = known
-    return results + [_run(fork, function, call, y, given) for call, y in pairs]
+    calls: Iterable[tuple[Any, ...]] = zip(*sources, strict=False)
+    # No code of the caller's runs between branches over these.
+    if all(isinstance(source, (list, tuple, range)) for source in sources):
+        calls = list(calls)
+        results = _run_together(fork, function, calls, given) if len(calls) > 1 else None
+        if results is not None:
+            return results
+    return [_run(fork, function, call, given) for call in calls]
 
 
-def _run(fork: "Fork", function: Callable[..., T], call: tuple[Any, ...], out: Any, given: bool) -> T:
-    return fork.run(function, *call, out=out) if given else fork.run(function, *call)
+def _run(fork: "Fork", function: Callable[..., T], call: tuple[Any, ...], given: bool) -> T:
+    return fork.run(function, *call[:-1], out=call[-1]) if given else fork.run(function, *call)
 
 
-def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[tuple[Any, ...], Any]], given: bool) -> list[T]:
-    """Run branches that launch what the one before launched by a shortcut, as far as it does for them.
+def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[Any, ...]], given: bool) -> list[T] | None:
+    """Run branches that each launch one known plan, and no Python; None where the first one does not.
 
     All outputs are allocated before the edge that starts the branches (guarantee 8), so one edge for each state will do.
     """
-    pool, leased, attempt = fork._pool, fork._leased, fork._used
+    pool = fork._pool
+    bare, fixed, keywords = (function.func, function.args, function.keywords) if type(function) is partial else (function, (), {})
+    hit = getattr(bare, "__handlepool_hit__", None)
+    if hit is None:
+        return None
+    if fork._thread != get_ident() or pool.unusable or fork._inherited:
+        fork._refuse()
+    if pool.current_device() != fork._ordinal or fork._driver.current_stream(fork._ordinal) is not fork._stream:
+        return None
+    leased = fork._leased
     keep = (fork._kept if fork._region is None else fork._region.kept).append
-    fresh: list[Any] = [None if given else attempt.allocate() for _ in calls]
-    fixed = function.args if type(function) is partial else ()
-    fork._start(fork._next + len(calls))
+    attempt: Any = None  # what the first branch launches by
+    fresh: list[Any] = []
+
+    def start(operands: tuple[Any, ...], launch: Any) -> Slot:
+        nonlocal attempt
+        attempt = launch
+        fresh.extend([None if given else launch.allocate() for _ in others])
+        fork._start(fork._next + len(calls))
+        return begin(operands, launch)
 
     def begin(operands: tuple[Any, ...], _: Any) -> Slot:
-        # Only states that are leased by now: another one would not have been started.
         keep(operands)
+        if not leased:  # every side slot is out
+            return pool.slot(fork._stream)
         index = fork._next
-        if index >= len(leased):
+        if index >= len(leased):  # only states that have been started
             index = 0
         fork._next = index + 1
         slot = leased[index]
@@ -60,10 +71,15 @@ def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[tu
             own(pool.sound(slot))
         return slot
 
-    results: list[T] = []
-    for (call, y), made in zip(calls, fresh, strict=True):
-        result: T = attempt(begin, fixed + call if fixed else call, y, made)
+    first, *others = calls
+    arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, keywords)
+    results = [hit(pool, start, fixed + arrays, options)]
+    if results[0] is MISSED:
+        return None
+    for call, made in zip(others, fresh, strict=True):
+        arrays, out = (call[:-1], call[-1]) if given else (call, None)
+        result = attempt(begin, fixed + arrays, out, made)
         if result is MISSED:  # another geometry, say
-            result = _run(fork, function, call, y, given)
+            result = _run(fork, function, call, given)
         results.append(result)
     return results

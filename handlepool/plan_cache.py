@@ -77,7 +77,7 @@ class PlanCache:
         self.recent: Entry | None = None
         self._plans: dict[int, dict[Hashable, Entry]] = {}
         self._builds: dict[Hashable, _Build] = {}
-        self._refusals: OrderedDict[tuple[int, Hashable], GraphNotSupportedError] = OrderedDict()
+        self._refusals: OrderedDict[tuple[int, Hashable], tuple[Any, ...]] = OrderedDict()  # what the errors said
         # Guards what is above; a hit does without. A finaliser that the collector runs inside may come again (guarantee 10), so
         # every section under it holds where the dictionaries change between any two of its steps.
         self._lock = threading.RLock()
@@ -118,7 +118,7 @@ class PlanCache:
                     return plan
                 refusal = self._refusals.get((device, key))
                 if refusal is not None:
-                    raise GraphNotSupportedError(*refusal.args) from refusal.__cause__
+                    raise GraphNotSupportedError(*refusal)
                 running = self._builds.get((device, key))
                 if running is None:
                     running = self._builds[device, key] = _Build()
@@ -132,7 +132,10 @@ class PlanCache:
             if running.plan is not None:
                 return running.plan
             if running.error is not None:
-                raise running.error
+                try:
+                    raise running.error
+                finally:
+                    del running
             # The builder was interrupted: that was meant for its thread alone, so another one builds.
         start = time.perf_counter_ns()
         try:
@@ -142,6 +145,7 @@ class PlanCache:
             raise
         finally:
             self._end_build(device, key, running, time.perf_counter_ns() - start)
+            del running  # or it, the error, its traceback and this frame would keep each other, and all that the callers had
         return plan
 
     def put(self, device: int, key: Hashable, plan: Plan) -> None:
@@ -178,7 +182,7 @@ class PlanCache:
                 self._keep(device, key, build.plan)
             elif isinstance(build.error, GraphNotSupportedError):
                 # Asked for at each call where a fallback stands behind it; cuDNN takes milliseconds to refuse.
-                self._refusals[device, key] = build.error
+                self._refusals[device, key] = build.error.args
                 while len(self._refusals) > self.limit:
                     self._refusals.popitem(last=False)
         build.done.set()

@@ -51,8 +51,8 @@ class Program:
         self._kept = kept
         self._inputs = inputs
         self._outputs = outputs
-        # One launch of a graph at a time. A finaliser that the collector runs inside of one may take the lock again, since it must
-        # not wait for its own thread, and finds the program busy.
+        # One launch of a graph at a time. A finaliser that the collector runs inside of one may take the lock again, since it
+        # must not wait for its own thread, and finds the program busy.
         self._lock = threading.RLock()
         self._busy: str | None = None  # what the holder of the lock is doing
         self._current_device = pool.current_device

@@ -153,14 +153,17 @@ class Recording:
         """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error."""
         first = error or ending
         assert first is not None
-        if not isinstance(first, Exception):  # an interrupt
-            raise first
-        diagnose(self.pool, first)
-        causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
-        cause = next(filter(None, causes), None)
-        if cause is None and error is not None:
-            raise error
-        raise CaptureError(f"{self._name} cannot be recorded: {cause or ending}. {ADVICE}") from first
+        try:
+            if not isinstance(first, Exception):  # an interrupt
+                raise first
+            diagnose(self.pool, first)
+            causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
+            cause = next(filter(None, causes), None)
+            if cause is None and error is not None:
+                raise error
+            raise CaptureError(f"{self._name} cannot be recorded: {cause or ending}. {ADVICE}") from first
+        finally:
+            del first, error, ending
 
     def release(self) -> None:
         """Give everything back; no launch of the graph is under way. Memory that arrays still use waits for them, parked."""

@@ -867,13 +867,10 @@ def test_g8_a_branchs_output_is_allocated_before_the_edge_that_starts_it(world, 
 def test_g8_a_maps_outputs_are_allocated_before_the_one_edge_that_starts_its_branches(world, given):
     log = branches(world, "map", given)
     caller = world.stream.ptr
-    first, *others = [step[1] for step in log if step[0] == "wait" and step[1] != caller]
-    made = 0 if given else 1
-    expected = ["allocate"] * made + [("record", caller), ("wait", first), "launch"]
-    expected += ["allocate"] * made * 5 + [("record", caller), *(("wait", side) for side in others)] + ["launch"] * 5
-    expected += [step for side in others for step in (("record", side), ("wait", caller))]
-    assert len(others) == 4
-    assert others[0] == first
+    sides = [step[1] for step in log if step[0] == "wait" and step[1] != caller]
+    expected = ["allocate"] * (0 if given else 6) + [("record", caller), *(("wait", side) for side in sides)] + ["launch"] * 6
+    expected += [step for side in sides for step in (("record", side), ("wait", caller))]
+    assert len(sides) == 4
     assert log == expected
 
 
