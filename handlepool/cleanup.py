@@ -1,6 +1,6 @@
 """Giving things back when some of the calls for it fail: the rest is given back all the same, and nothing is lost."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -21,12 +21,13 @@ def do_all(steps: Iterable[Callable[[], object]]) -> None:
         del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
 
 
-def take_all(things: list[T]) -> list[T]:
-    """Empty a list that other threads append to and pop from, too; what it held, the last first."""
-    taken: list[T] = []
-    try:
-        while things:
-            taken.append(things.pop())
-    except IndexError:  # another thread was faster
-        pass
-    return taken
+def take_each(things: list[T]) -> Iterator[T]:
+    """Take what a list holds, the first first; other threads append to it and pop from it, too.
+
+    One at a time, so that an interrupt costs what is in hand at most.
+    """
+    for _ in range(len(things)):
+        try:
+            yield things.pop(0)
+        except IndexError:  # another thread was faster
+            return

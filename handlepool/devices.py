@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from handlepool.cleanup import do_all, take_all
+from handlepool.cleanup import do_all, take_each
 from handlepool.condition import diagnose
 from handlepool.drivers.base import PER_THREAD_STREAM, Driver, Handle
 from handlepool.errors import OutOfMemoryError
@@ -209,11 +209,11 @@ class DeviceSlots:
 
     def drop_idle(self) -> None:
         """Destroy every idle slot."""
-        do_all([partial(self._destroy, slot) for slot in take_all(self.idle)])
+        do_all(partial(self._destroy, slot) for slot in take_each(self.idle))
 
     def drop_doomed(self) -> None:
         """Destroy the handles that could not be destroyed before."""
-        do_all([partial(self.destroy_handle, handle) for handle in take_all(self.doomed)])
+        do_all(partial(self.destroy_handle, handle) for handle in take_each(self.doomed))
 
     # Between owners
 
@@ -271,8 +271,12 @@ class DeviceSlots:
         finally:
             if not self.edges._settle():
                 parked.append(self.edges)
-            if not self.is_empty() and self not in parked:
-                parked.append(self)
+            self.settle_later()
+
+    def settle_later(self) -> None:
+        """Have what is left of a closed pool destroyed when that can be."""
+        if not self.is_empty() and self not in parked:
+            parked.append(self)
 
     def is_empty(self) -> bool:
         """Whether nothing is left that nobody owns."""
@@ -294,11 +298,11 @@ class DeviceSlots:
         self._drain()
         self.scratch.collect(wait=True)
         for slots in (self.idle, self.sides.free):
-            held = take_all(slots)
+            held = list(take_each(slots))
             try:
                 do_all([slot.release_scratch for slot in held])
             finally:
-                slots.extend(reversed(held))
+                slots[:0] = held
 
     def snapshot(self) -> dict[str, int]:
         """Counters by flat name."""

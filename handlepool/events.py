@@ -44,12 +44,13 @@ class Events:
                 event = self._free.pop()
             except IndexError:
                 break
+            done: list[None] = []
             try:
                 with self._driver.relaxed():
-                    self._driver.destroy_event(event)
-            except BaseException as error:
-                self._free.append(event)  # for a later try
-                if isinstance(error, Exception):
-                    return False
-                raise
+                    done.extend(map(self._driver.destroy_event, (event,)))  # in one step: no interrupt comes between
+            except Exception:
+                return False
+            finally:
+                if not done:
+                    self._free.append(event)  # for a later try
         return True

@@ -131,19 +131,19 @@ class Fork:
         prepare = getattr(function, "__handlepool_prepare__", None)
         if prepare is None:
             torch = torch_among(function, args, kwargs) if "torch" in modules else None
-            theirs = 0 if torch is None else self._follow((torch.current_stream(self._ordinal),))
+            theirs = 0 if torch is None else self._follow((torch.current_stream(ordinal),))
             region = self._region or self._own_region()
             region.keep_call(function, args, kwargs)
             slot = self._branch(owned=True)
             if torch is not None:
                 pointer = self._pointer if slot is None else slot.pointer
-                function, args, kwargs = in_torch(torch, pointer, theirs, self._ordinal, function, args, kwargs)
+                function, args, kwargs = in_torch(torch, pointer, theirs, ordinal, function, args, kwargs)
             if slot is None:
                 return self._on_caller(function, args, kwargs)
-            return run_on(pool, slot.side_stream, self._ordinal, region, function, args, kwargs)
+            return run_on(pool, slot.side_stream, ordinal, region, function, args, kwargs)
         # A graph function: its outputs are known, so they are allocated before the edge that starts the branch, on the caller's
         # stream, and nothing is allocated inside the branch. Arguments that it refuses cost no side slot.
-        if driver.current_stream() is self._stream:
+        if driver.current_stream(ordinal) is self._stream:
             call = prepare(pool, args, kwargs)
         else:  # inside `with other_stream:` in the fork's body
             call = self._on_caller(prepare, (pool, args, kwargs), {})
@@ -275,7 +275,7 @@ class Fork:
         return slot
 
     def _own_region(self) -> Region:
-        """What Python runs in, in a branch."""
+        """The region that this fork is, or is in; made when it is first needed."""
         region = self._region
         if region is None:
             region = self._region = Region(self._driver, self._stream, self._ordinal, None, self._kept)
@@ -313,8 +313,9 @@ class Fork:
         except BaseException:
             if self._leased:  # it did not come to the join, or not to its end
                 if self._inherited:
-                    self._own_region().abandon()  # or the outer fork would let go of it
-                    self._own_region().leave(self)
+                    region = self._own_region()
+                    region.abandon()  # or the outer fork would let go of it
+                    region.leave(self)
                 parked.append(self)
             raise
         if self._inherited and error is None:

@@ -27,8 +27,6 @@ def given_up(fork: "Fork") -> bool:
 def join(fork: "Fork") -> None:
     """Let the caller's stream wait for every branch, then give the side slots back and let go of what was kept."""
     pool, driver, leased, pointer = fork._pool, fork._driver, fork._leased, fork._pointer
-    if pool.unusable and given_up(fork):
-        return
     captured = False
     failure: BaseException | None = None
     try:
@@ -92,7 +90,7 @@ def _finish(fork: "Fork", failure: BaseException | None) -> BaseException | None
 
 def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> BaseException | None:
     """Join under a capture, or where something failed: every branch that can be is joined all the same."""
-    driver, leased = fork._driver, fork._leased
+    driver, leased, abandoned = fork._driver, fork._leased, False
     while leased:  # an interrupt may come between any two of these steps: what is left is joined later
         slot = leased[0]
         try:
@@ -105,7 +103,9 @@ def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> B
             driver.wait_event(fork._pointer, slot.end_event)
         except BaseException as trouble:
             failure = trouble
-            fork._own_region().abandon()
+            if not abandoned:
+                abandoned = True
+                fork._own_region().abandon()
         if slot.owner is not None:
             disown(slot)
         fork._sides.give_back(leased.pop(0), captured=True)
@@ -117,6 +117,8 @@ def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> B
 
 def settle(fork: "Fork") -> bool:
     """Leave a fork that nobody left; called later, by any thread."""
+    if given_up(fork):
+        return True
     try:
         with fork._pool.on_device(fork._ordinal):
             capturing = fork._driver.capture_id

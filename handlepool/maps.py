@@ -54,7 +54,7 @@ def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[An
     def start(operands: tuple[Any, ...], launch: Any) -> Slot:
         nonlocal attempt
         attempt = launch
-        fresh.extend([None if given else launch.allocate() for _ in others])
+        fresh.extend([None if given and call[-1] is not None else launch.allocate() for call in others])
         fork._start(fork._next + len(calls))
         return begin(operands, launch)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from handlepool.cleanup import do_all, take_all
+from handlepool.cleanup import do_all, take_each
 from handlepool.drivers.base import Driver, Handle
 from handlepool.slots import Slot
 from handlepool.workspace import DeviceScratch
@@ -103,6 +103,8 @@ class SideSlots:
         if captured:
             self.quarantine.append(slot)
             _log.debug("stream %#x: side slot held until its capture ends", slot.pointer)
+            if self._pool.closed:  # in this order, as below
+                self._pool.device(slot.device).settle_later()
             return
         self.free.append(slot)
         if self._pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
@@ -128,7 +130,7 @@ class SideSlots:
 
     def drop_free(self) -> None:
         """Destroy the free side slots."""
-        do_all([partial(self.drop, slot) for slot in take_all(self.free)])
+        do_all(partial(self.drop, slot) for slot in take_each(self.free))
 
     def drop(self, slot: Slot) -> None:
         """Destroy one side slot that nobody has."""

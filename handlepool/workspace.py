@@ -143,24 +143,29 @@ class DeviceScratch:
 
     def destroy_event(self, event: Any) -> None:
         """Destroy an event; where that fails, `collect` tries again."""
+        done: list[None] = []
         try:
             with self.driver.relaxed():
-                self.driver.destroy_event(event)
-        except BaseException:
-            self.retired.append((event, EMPTY))
-            raise
+                done.extend(map(self.driver.destroy_event, (event,)))  # see `free`
+        finally:
+            if not done:
+                self.retired.append((event, EMPTY))
 
     def free(self, block: Block) -> None:
         """Free a block now; the driver waits for work that may still use it. Where that fails, `collect` tries again."""
-        if block.nbytes:
-            try:
-                with self.driver.relaxed():
-                    self.driver.free(block.pointer)
-            except BaseException:
+        if not block.nbytes:
+            return
+        done: list[None] = []
+        try:
+            with self.driver.relaxed():
+                # Called and noted in one step: an interrupt comes before or after it, and nothing is freed twice.
+                done.extend(map(self.driver.free, (block.pointer,)))
+        finally:
+            if done:
+                self._uncount(block.nbytes)
+            else:
                 self.retired.append((None, block))
-                raise
-            self._uncount(block.nbytes)
-            _log.debug("device %d: %d bytes of scratch freed, %d in all", self.device, block.nbytes, self.nbytes)
+        _log.debug("device %d: %d bytes of scratch freed, %d in all", self.device, block.nbytes, self.nbytes)
 
     # Captures
 

@@ -174,5 +174,5 @@ def test_what_waited_for_a_build_goes_with_the_error(scene):
 
     others = []
     assert not survives(scene, lambda scene: scene.states.map(slow, [scene.array(1)]))
-    for other in list(others):
+    for other in others:
         other.finish()

@@ -4,17 +4,20 @@ Python raises it between any two steps, so a side slot that just changed hands m
 left so. Memory that somebody still uses is never among what is lost.
 """
 
+import contextlib
 import gc
 import itertools
+import os
 
 import pytest
-from lines import at_line
+from lines import PACKAGE, at_line
 from scenes import Scene
 from uses import assert_usable
 
 from handlepool import ContractError, regions
 from handlepool.drivers.host import HostDriver
 from handlepool.regions import Region, thread
+from handlepool.workspace import DeviceScratch
 
 # What is raised in a destructor is lost, as Python says it is.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -103,6 +106,61 @@ def test_an_interrupt_at_every_line_of_a_first_use_costs_a_handle_and_a_block_at
         if not fired:
             break
     assert k > 100
+
+
+def things_that_go(scene):
+    """Idle handles, scratch that was replaced, side slots, plans."""
+    pool = scene.pool
+    pool.prewarm(states=1, workspace=300)
+    with scene.driver.create_stream():
+        pool.get_workspace(300)
+    pool.get_workspace(300)
+    pool.get_workspace(3000)
+    return pool
+
+
+@pytest.mark.parametrize("end", ["trim", "close"])
+def test_an_interrupt_at_every_line_of_an_end_frees_nothing_twice(end):
+    for k in itertools.count(1):
+        with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
+            pool = things_that_go(scene)
+            where = ""
+            with contextlib.suppress(KeyboardInterrupt):  # a destructor does as well
+                where = at_line(k, getattr(pool, end), interrupt)
+            for _ in range(2):
+                getattr(pool, end)()  # raises where something is given back that is gone
+            if end == "trim":
+                assert_usable(pool)
+                pool.close()
+            regions.settle(most=1000)
+            if end == "trim":
+                alive = scene.driver.alive()
+                assert (alive["handles"], alive["events"]) <= (1, 2)
+        if where is None:
+            break
+    assert k > 200
+
+
+TWO_STEPS = """
+def free(scratch, block):
+    if block.nbytes:
+        try:
+            with scratch.driver.relaxed():
+                scratch.driver.free(block.pointer)
+                freed = True
+        except BaseException:
+            scratch.retired.append((None, block))
+            raise
+        scratch._uncount(block.nbytes)
+"""
+
+
+def test_control_where_freeing_and_noting_it_are_two_steps_a_block_is_freed_twice(monkeypatch):
+    space = {}
+    exec(compile(TWO_STEPS, os.path.join(PACKAGE, "two_steps.py"), "exec"), space)  # where lines count
+    monkeypatch.setattr(DeviceScratch, "free", space["free"])
+    with pytest.raises(ContractError, match="no scratch memory that is still allocated begins there"):
+        test_an_interrupt_at_every_line_of_an_end_frees_nothing_twice("trim")
 
 
 def test_g8_control_where_an_interrupted_inner_fork_lets_its_region_go_on(monkeypatch):

@@ -12,6 +12,7 @@ from handlepool import (
     ArgumentError,
     CaptureError,
 )
+from handlepool.drivers.host import HostDriver
 
 
 def leased(scene):
@@ -250,6 +251,65 @@ def test_g13_a_child_that_is_forked_inside_a_fork_leaves_it_without_a_driver_cal
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert fork.run(lambda: "the parent is unaffected")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_g13_a_fork_that_a_forked_child_drops_makes_no_driver_call_there():
+    with Scene() as scene:
+        fork = scene.states.fork().__enter__()
+        fork.run(lambda: None)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                scene.driver.calls.clear()
+                del fork
+                handlepool.regions.settle(most=1000)
+                code = 2 if scene.driver.calls else 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        fork.__exit__(None, None, None)
+
+
+# Pools that are closed inside
+
+
+def closed_under_a_capture(scene):
+    scene.stream.begin_capture()
+    with scene.states.fork() as fork:
+        fork.map(double, scene.xs, out=scene.outs)
+        scene.pool.close()
+    scene.stream.end_capture()
+
+
+def closed_before_a_join_that_fails(method):
+    def act(scene):
+        with pytest.raises(RuntimeError, match="injected"), scene.states.fork() as fork:  # noqa: PT012
+            fork.map(double, scene.xs, out=scene.outs)
+            scene.pool.close()
+            scene.driver.fail_at(1, method)
+
+    return act
+
+
+CLOSES = {
+    "under a capture": closed_under_a_capture,
+    **{f"{method} fails": closed_before_a_join_that_fails(method) for method in ("record_event", "wait_event", "is_capturing")},
+}
+
+
+@pytest.mark.parametrize("close", CLOSES)
+def test_g11_states_that_come_back_after_a_close_and_may_not_go_yet_go_later(close):
+    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
+        scene.xs, scene.outs = ([scene.array(0) for _ in range(6)] for _ in range(2))
+        for _ in range(2):
+            scene.states.map(double, scene.xs, out=scene.outs)
+        CLOSES[close](scene)
+        handlepool.regions.settle(most=1000)
+        assert scene.driver.alive() == {"handles": 0, "events": 0, "streams": 1, "scratch_bytes": 0}
+    handlepool.regions._abandoned.clear()
 
 
 # Threads that come and go

@@ -1,16 +1,19 @@
 """Maps: branches of a graph function that start together, and all else that a map may be given."""
 
 import functools
+import itertools
 import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from accounts import Accounts
+from lines import at_line
 from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_starts
 
 import handlepool
 from handlepool import ArgumentError, ContractError, OwnershipError, ParallelStates, PoolClosedError, conv2d, forks, maps, regions
+from handlepool.drivers.host import HostDriver
 
 
 @handlepool.graph
@@ -416,6 +419,59 @@ def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, mo
     monkeypatch.setattr(maps, "_run_together", early)
     results = over_seeds(lambda scene: another_thread_frees_a_block(scene, number), control=True)
     assert 3 in [y for y, *_ in results]
+
+
+def test_g8_a_finaliser_at_every_line_of_a_map_frees_a_block_and_no_output_takes_it_too_late():
+    """Outputs that are given for some branches alone are no less allocated before the edge."""
+    for out in ("none", "some"):
+        for k in itertools.count(1):
+            with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
+                xs, copy = arrays(scene, range(6)), scene.array()
+                outs = [None, None, scene.array(), None, scene.array(), None] if out == "some" else [None] * 6
+                for _ in range(2):
+                    scene.states.map(double, xs, out=outs)
+
+                def map_(scene=scene, xs=xs, outs=outs, made=(made := [])):
+                    made += scene.states.map(double, xs, out=outs)
+
+                def finaliser(scene=scene, copy=copy):
+                    freed = scene.array(7)
+                    scene.put(copy, lambda freed: freed, freed)
+
+                where = at_line(k, map_, finaliser)
+                assert read(scene, made) == [0, 2, 4, 6, 8, 10]
+            if where is None:
+                break
+        assert k > 100
+
+
+@pytest.mark.parametrize("stream", ["own", "null"])
+def test_g3_a_map_inside_another_device_in_the_forks_body_is_on_the_forks_own(stream):
+    driver = HostDriver(devices=2, scheduler="adversarial", check_order=True)
+    with Scene(driver) as scene, scene.stream if stream == "own" else driver.legacy_stream:
+        xs = arrays(scene, range(6))
+        for _ in range(2):
+            scene.states.map(double, xs)
+        with scene.states.fork() as fork:
+            with driver.device(1):
+                ys = fork.map(double, xs)
+            ys += fork.map(double, xs)
+        assert {driver.array_device(y) for y in ys} == {0}
+        assert read(scene, ys) == [0, 2, 4, 6, 8, 10] * 2
+
+
+def test_a_map_whose_builder_runs_a_branch_of_the_same_fork_launches_its_own_graph(scene):
+    xs = arrays(scene, range(6))
+    scene.states.map(double, xs)
+    with scene.states.fork() as fork:
+
+        @handlepool.graph
+        def square(g, x):
+            fork.run(double, xs[1])
+            return g.mul(x, x)
+
+        ys = fork.map(square, xs)
+    assert read(scene, ys) == [0, 1, 4, 9, 16, 25]
 
 
 def inputs_come_late(scene, before, number):

@@ -1,8 +1,8 @@
 """The driver for NVIDIA GPUs: CuPy, nvidia-cudnn-frontend and, for what CuPy lacks, ``cuda.bindings.driver``.
 
-With `executable`, `recorded` and `shared`, the only module that imports CuPy or calls a cuDNN binding. The runtime half of
-cuda-bindings is never used: it needs a driver as new as itself. cuDNN's rule for threads is that a handle is used by one thread
-at a time; who keeps it is the pool.
+With `executable`, `shortcuts`, `recorded` and `shared`, the only module that imports CuPy or launches with cuDNN's binding. The
+runtime half of cuda-bindings is never used: it needs a driver as new as itself. cuDNN's rule for threads is that a handle is used
+by one thread at a time; who keeps it is the pool.
 """
 
 import threading
@@ -98,6 +98,9 @@ class CudaDriver:
     wait_event: Callable[[int, Any], None] = staticmethod(runtime.streamWaitEvent)
     set_device: Callable[[int], None] = staticmethod(runtime.setDevice)
     is_capturing: Callable[[int], bool] = staticmethod(runtime.streamIsCapturing)
+    # Not hot, but without a step of Python's after the deed, where an interrupt could hide that it was done.
+    free: Callable[[int], None] = staticmethod(runtime.free)
+    destroy_event: Callable[[Any], None] = staticmethod(runtime.eventDestroy)
     device = staticmethod(cupy.cuda.Device)
 
     def __init__(self) -> None:
@@ -161,9 +164,6 @@ class CudaDriver:
     def create_event(self, *, timing: bool = False) -> int:
         return int(runtime.eventCreateWithFlags(0 if timing else runtime.eventDisableTiming))
 
-    def destroy_event(self, event: int) -> None:
-        runtime.eventDestroy(event)
-
     def event_done(self, event: int) -> bool:
         return bool(runtime.eventQuery(event) == 0)
 
@@ -196,9 +196,6 @@ class CudaDriver:
             if error.status == _OUT_OF_MEMORY:
                 raise MemoryError(str(error)) from error
             raise
-
-    def free(self, pointer: int) -> None:
-        runtime.free(pointer)
 
     def memory_info(self) -> tuple[int, int]:
         free, total = runtime.memGetInfo()
