@@ -12,7 +12,18 @@ from lines import at_line
 from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_starts
 
 import handlepool
-from handlepool import ArgumentError, ContractError, OwnershipError, ParallelStates, PoolClosedError, conv2d, forks, maps, regions
+from handlepool import (
+    ArgumentError,
+    ContractError,
+    DeviceMismatchError,
+    OwnershipError,
+    ParallelStates,
+    PoolClosedError,
+    conv2d,
+    forks,
+    maps,
+    regions,
+)
 from handlepool.drivers.host import HostDriver
 
 
@@ -446,15 +457,20 @@ def test_g8_a_finaliser_at_every_line_of_a_map_frees_a_block_and_no_output_takes
 
 
 @pytest.mark.parametrize("stream", ["own", "null"])
-def test_g3_a_map_inside_another_device_in_the_forks_body_is_on_the_forks_own(stream):
+def test_g3_a_map_inside_another_device_in_the_forks_body_is_on_the_forks_own(monkeypatch, stream):
     driver = HostDriver(devices=2, scheduler="adversarial", check_order=True)
     with Scene(driver) as scene, scene.stream if stream == "own" else driver.legacy_stream:
+        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
         xs = arrays(scene, range(6))
         for _ in range(2):
             scene.states.map(double, xs)
         with scene.states.fork() as fork:
-            with driver.device(1):
+            with driver.device(1), driver.create_stream():
+                theirs = [driver.asarray(np.zeros(8)) for _ in range(6)]
+                double(theirs[0])
                 ys = fork.map(double, xs)
+                with pytest.raises(DeviceMismatchError):
+                    fork.map(double, theirs)
             ys += fork.map(double, xs)
         assert {driver.array_device(y) for y in ys} == {0}
         assert read(scene, ys) == [0, 2, 4, 6, 8, 10] * 2
