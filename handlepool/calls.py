@@ -116,7 +116,7 @@ def _shortcut(pool: HandlePool, entry: Entry, layouts: list[Layout], given: bool
         launch(pool, plan, slot, arrays + made, given)
         return out if given else made[0] if plan.single else made
 
-    at_once.allocate = lambda: new_outputs(pool, plan.outputs, empty)  # type: ignore[attr-defined]
+    at_once.allocate = lambda count: [new_outputs(pool, plan.outputs, empty) for _ in range(count)]  # type: ignore[attr-defined]
     return at_once
 
 

@@ -54,7 +54,10 @@ def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[An
     def start(operands: tuple[Any, ...], launch: Any) -> Slot:
         nonlocal attempt
         attempt = launch
-        fresh.extend([None if given and call[-1] is not None else launch.allocate() for call in others])
+        if given:
+            fresh.extend([None if call[-1] is not None else launch.allocate(1)[0] for call in others])
+        else:
+            fresh.extend(launch.allocate(len(others)))
         fork._start(fork._next + len(calls))
         return begin(operands, launch)
 

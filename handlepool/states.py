@@ -79,6 +79,11 @@ class ParallelStates:
             Of its positional arguments, as `map` takes them.
         out : iterable of array, optional
             What each call is to write to, its ``out``.
+
+        Notes
+        -----
+        Outputs that a graph function allocates may share a block of memory where all of them together take 1 MiB at most: it is
+        free when none of them is left.
         """
         with Fork(self.pool, self.count) as fork:
             return fork.map(function, *iterables, out=out)

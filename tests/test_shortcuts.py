@@ -1,5 +1,6 @@
 """What a call of a graph function that is known launches at once on the cuda driver, and what it must not: no GPU is needed."""
 
+import itertools
 import random
 import sys
 import threading
@@ -868,10 +869,31 @@ def test_g8_a_maps_outputs_are_allocated_before_the_one_edge_that_starts_its_bra
     log = branches(world, "map", given)
     caller = world.stream.ptr
     sides = [step[1] for step in log if step[0] == "wait" and step[1] != caller]
-    expected = ["allocate"] * (0 if given else 6) + [("record", caller), *(("wait", side) for side in sides)] + ["launch"] * 6
+    made = [] if given else ["allocate"] * (2 if world.driver.raw else 6)  # the first one's, and the others' as one block
+    expected = [*made, ("record", caller), *(("wait", side) for side in sides)] + ["launch"] * 6
     expected += [step for side in sides for step in (("record", side), ("wait", caller))]
     assert len(sides) == 4
     assert log == expected
+
+
+@pytest.mark.parametrize("function", [plus, both])
+@pytest.mark.parametrize("size", [8, 25_000, 200_000])
+def test_a_maps_outputs_share_a_block_where_they_are_small_and_no_bytes(make_world, function, size):
+    world = make_world()
+    xs = [world.array(size) for _ in range(6)]
+    known(world, function, xs[0], xs[0])
+    world.states.map(function, xs, xs)
+    world.driver.log.clear()
+    made = [y for ys in world.states.map(function, xs, xs) for y in (ys if isinstance(ys, tuple) else (ys,))]
+    starts = sorted(y.data.ptr for y in made)
+    assert all(later - earlier >= xs[0].nbytes for earlier, later in itertools.pairwise(starts))
+    assert not any(start % 512 for start in starts)
+    assert {(y.shape, y.strides, y.dtype) for y in made} == {(xs[0].shape, xs[0].strides, xs[0].dtype)}
+    outputs = len(made) // 6
+    shared = 5 * outputs * -(-xs[0].nbytes // 512) * 512 <= shortcuts.MOST_TOGETHER
+    assert shared is (size < 200_000)
+    assert world.driver.log.count("allocate") == outputs + (1 if shared else 5 * outputs)
+    assert len({y.data.mem for y in made}) == world.driver.log.count("allocate")
 
 
 def test_a_branch_with_arguments_that_are_refused_costs_no_state(world):

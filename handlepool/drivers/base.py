@@ -98,7 +98,8 @@ class Executable(Protocol):
 
         It is ``launch(begin, arrays, out, fresh=None)``, and returns the outputs, or ``MISSED`` where the arrays are others than
         it was made for, or must not be launched with. ``begin`` is None, or what returns the slot to launch on when it is called
-        with the operands and ``launch``; outputs are allocated before, or are ``fresh``, what ``launch.allocate()`` returned.
+        with the operands and ``launch``; outputs are allocated before, or are ``fresh``, one of the ``count`` tuples that
+        ``launch.allocate(count)`` returned, which may share a block of memory.
 
         Parameters
         ----------
