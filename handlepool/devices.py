@@ -261,17 +261,21 @@ class DeviceSlots:
         do_all([self.sides.end_quarantine, self.drop_doomed, self.drop_idle, self.sides.drop_free, collect])
 
     def close(self) -> None:
-        """Do as `empty`, and destroy the handle that graphs were built with; what captures under way have, once they end."""
-        with self.build_lock:
-            builder, self.builder = self.builder, None
-        if builder is not None:
-            self.doomed.append(builder)
+        """Destroy all; what captures under way have, once they end."""
         try:
-            self.empty()
+            self._end()
         finally:
             if not self.edges._settle():
                 parked.append(self.edges)
             self.settle_later()
+
+    def _end(self) -> None:
+        """Do as `empty`, and destroy the handle that graphs were built with."""
+        with self.build_lock:
+            builder, self.builder = self.builder, None
+        if builder is not None:
+            self.doomed.append(builder)
+        self.empty()
 
     def settle_later(self) -> None:
         """Have what is left of a closed pool destroyed when that can be."""
@@ -280,13 +284,14 @@ class DeviceSlots:
 
     def is_empty(self) -> bool:
         """Whether nothing is left that nobody owns."""
-        return not (self.sides.quarantine or self.sides.free or self.idle or self.doomed or self.scratch.retired)
+        sides = self.sides
+        return not (sides.quarantine or sides.free or self.idle or self.doomed or self.builder or self.scratch.retired)
 
     def _settle(self) -> bool:
         """After the pool was closed: destroy what captures had that have ended since, and what could not be destroyed before."""
         try:
             with self.pool.on_device(self.device):
-                self.empty()
+                self._end()
         except Exception:
             pass
         return self.is_empty()

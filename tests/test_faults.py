@@ -189,6 +189,12 @@ def a_close(world):
     return world.pool.close
 
 
+def a_close_of_what_only_built(world):
+    world.states.map(double, [world.array()])
+    world.pool.trim()
+    return world.pool.close
+
+
 SCENARIOS = [
     a_miss,
     a_growth,
@@ -205,6 +211,7 @@ SCENARIOS = [
     a_prewarm,
     a_trim,
     a_close,
+    a_close_of_what_only_built,
 ]
 
 
