@@ -57,7 +57,8 @@ def blocks_of(slot):
 class Accounts:
     """Every slot of a pool, wherever it is.
 
-    ``forks`` are those that are open; ``closed`` are pools of the same driver that were closed, some with captures under way.
+    ``forks`` are those that are open; ``closed`` are pools of the same driver that were closed, some with captures under way,
+    or with something that could not be destroyed yet.
     """
 
     def __init__(self, pool, forks=(), closed=()):
@@ -96,7 +97,8 @@ class Accounts:
         assert set(known.values()) <= {1}, f"handles with two owners: {[h for h, n in known.items() if n > 1]}"
         assert len({id(slot) for slot in self.slots}) == len(self.slots)
         alive = self.pool.driver._handles_alive
-        there = {*self.handles(), *(slot.handle for slot in self.late)}
+        late = [slot.handle for slot in self.late] + [handle for device in self.closed for handle in device.doomed]
+        there = {*self.handles(), *(handle for handle in late if handle.backend_handle is not None)}
         assert alive == there, f"lost or unknown handles: {alive ^ there}"
 
     def check_bindings(self):
@@ -124,7 +126,7 @@ class Accounts:
         assert {name: stats.get(name, 0) for name in expected} == expected
         assert stats.get("handles_created", 0) == sum(expected.values()) + stats.get("handles_destroyed", 0), stats
         events = sum(event is not None for slot in self.sides + self.late for event in (slot.start_event, slot.end_event))
-        events += sum(event is not None for device in self.devices for event, _ in device.scratch.retired)
+        events += sum(event is not None for device in self.devices + self.closed for event, _ in device.scratch.retired)
         assert self.pool.driver.alive()["events"] == events
         assert all(len(device.idle) <= device.idle_limit for device in self.devices)
 
@@ -140,7 +142,7 @@ class Accounts:
             if slot._capture in under_way:
                 captured.update(block.pointer for block in under_capture)
         assert set(slots.values()) <= {1}, "scratch of two slots"
-        retired = [block.pointer for device in self.devices for _, block in device.scratch.retired if block.nbytes]
+        retired = [block.pointer for d in self.devices + self.closed for _, block in d.scratch.retired if block.nbytes]
         assert not slots.keys() & set(retired)
         captures = [blocks for d in self.devices for blocks in (*d.scratch.captured.values(), *d.scratch.recorded.values())]
         given = {block.pointer for blocks in captures for block in blocks}
