@@ -303,8 +303,9 @@ class DeviceSlots:
         self._drain()
         self.scratch.collect(wait=True)
         for slots in (self.idle, self.sides.free):
-            held = list(take_each(slots))
+            held: list[Slot] = []
             try:
+                held.extend(take_each(slots))
                 do_all([slot.release_scratch for slot in held])
             finally:
                 slots[:0] = held

@@ -158,7 +158,8 @@ class Fork:
         """Run ``function`` over the iterables, each call a branch; the results in order.
 
         As many calls of `run`; what differs is that the branches of a graph function over lists, tuples and ranges start
-        together, after what the caller's stream has been given by the time of the call.
+        together, after what the caller's stream has been given by the time of the call, and that small outputs which it allocates
+        may share a block of memory, as in `ParallelStates.map`.
 
         Parameters
         ----------

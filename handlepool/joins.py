@@ -72,6 +72,7 @@ def _finish(fork: "Fork", failure: BaseException | None) -> BaseException | None
             fork._sides.drop_free()
         except BaseException as trouble:  # something could not be destroyed yet
             late = trouble
+            fork._pool.device(fork._ordinal).settle_later()
     if failure is None:
         try:
             for caller in fork._callers:

@@ -40,8 +40,8 @@ def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[An
     pool = fork._pool
     bare, fixed, keywords = (function.func, function.args, function.keywords) if type(function) is partial else (function, (), {})
     hit = getattr(bare, "__handlepool_hit__", None)
-    if hit is None:
-        return None
+    if hit is None or (keywords and any(hasattr(value, "shape") for value in keywords.values())):
+        return None  # a shortcut does not add the arrays of a partial's keywords
     if fork._thread != get_ident() or pool.unusable or fork._inherited:
         fork._refuse()
     if pool.current_device() != fork._ordinal or fork._driver.current_stream(fork._ordinal) is not fork._stream:
@@ -54,10 +54,12 @@ def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[An
     def start(operands: tuple[Any, ...], launch: Any) -> Slot:
         nonlocal attempt
         attempt = launch
-        if given:
+        if not given:
+            fresh.extend(launch.allocate(len(others)))
+        elif first[-1] is None:  # or it launches for nobody without an output
             fresh.extend([None if call[-1] is not None else launch.allocate(1)[0] for call in others])
         else:
-            fresh.extend(launch.allocate(len(others)))
+            fresh.extend([None] * len(others))
         fork._start(fork._next + len(calls))
         return begin(operands, launch)
 

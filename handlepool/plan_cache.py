@@ -23,6 +23,8 @@ class _Build:
         self.thread = threading.get_ident()
         self.plan: Plan | None = None
         self.error: Exception | None = None
+        self.building = True  # or its thread is past it, by whatever way
+        self.start = time.perf_counter_ns()
 
 
 class Entry:
@@ -111,42 +113,45 @@ class PlanCache:
         Exception
             What the build raised, in every thread that waited for it.
         """
-        while True:
-            with self._lock:
-                plan = self.get(device, key)
-                if plan is not None:
-                    return plan
-                refusal = self._refusals.get((device, key))
-                if refusal is not None:
-                    raise GraphNotSupportedError(*refusal)
-                running = self._builds.get((device, key))
-                if running is None:
-                    running = self._builds[device, key] = _Build()
-                    break
-            if running.thread == threading.get_ident():
-                raise ArgumentError(
-                    "a graph function called itself, or was called by a finaliser, with the same arrays while its graph is being "
-                    "built"
-                )
-            running.done.wait()
-            if running.plan is not None:
-                return running.plan
-            if running.error is not None:
-                try:
-                    raise running.error
-                finally:
-                    del running
-            # The builder was interrupted: that was meant for its thread alone, so another one builds.
-        start = time.perf_counter_ns()
+        mine = _Build()
         try:
-            plan = running.plan = build()
+            while True:
+                with self._lock:
+                    plan = self.get(device, key)
+                    if plan is not None:
+                        return plan
+                    refusal = self._refusals.get((device, key))
+                    if refusal is not None:
+                        raise GraphNotSupportedError(*refusal)
+                    running = self._builds.setdefault((device, key), mine)
+                if running is mine:
+                    break
+                if running.thread == mine.thread and running.building:
+                    raise ArgumentError(
+                        "a graph function called itself, or was called by a finaliser, with the same arrays while its graph is "
+                        "being built"
+                    )
+                while running.building and not running.done.wait(0.1):
+                    pass
+                if not running.done.wait(0.1) and self._builds.get((device, key)) is running:
+                    self._builds.pop((device, key), None)  # an interrupt came in the last steps of it
+                if running.plan is not None:
+                    return running.plan
+                if running.error is not None:
+                    raise running.error
+                # The builder was interrupted: that was meant for its thread alone, so another one builds.
+            mine.start = time.perf_counter_ns()
+            plan = mine.plan = build()
+            return plan
         except Exception as error:
-            running.error = error
+            mine.error = error
             raise
         finally:
-            self._end_build(device, key, running, time.perf_counter_ns() - start)
-            del running  # or it, the error, its traceback and this frame would keep each other, and all that the callers had
-        return plan
+            mine.building = False  # no call, so that no interrupt comes before
+            if self._builds.get((device, key)) is mine:
+                self._end_build(device, key, mine)
+            running = mine  # or an error, its traceback and this frame would keep each other, and all that the callers had
+            del mine, running
 
     def put(self, device: int, key: Hashable, plan: Plan) -> None:
         """Make a plan that was built elsewhere the one of a key."""
@@ -174,18 +179,20 @@ class PlanCache:
             else:
                 self.shortcuts.pop(shortcut, None)
 
-    def _end_build(self, device: int, key: Hashable, build: _Build, took: int) -> None:
-        with self._lock:
-            self.build_microseconds += took // 1000
+    def _end_build(self, device: int, key: Hashable, build: _Build) -> None:
+        try:
+            with self._lock:
+                self.build_microseconds += (time.perf_counter_ns() - build.start) // 1000
+                if build.plan is not None:
+                    self._keep(device, key, build.plan)
+                elif isinstance(build.error, GraphNotSupportedError):
+                    # Asked for at each call where a fallback stands behind it; cuDNN takes milliseconds to refuse.
+                    self._refusals[device, key] = build.error.args
+                    while len(self._refusals) > self.limit:
+                        self._refusals.popitem(last=False)
+        finally:  # whatever comes between: others wait for it
             self._builds.pop((device, key), None)
-            if build.plan is not None:
-                self._keep(device, key, build.plan)
-            elif isinstance(build.error, GraphNotSupportedError):
-                # Asked for at each call where a fallback stands behind it; cuDNN takes milliseconds to refuse.
-                self._refusals[device, key] = build.error.args
-                while len(self._refusals) > self.limit:
-                    self._refusals.popitem(last=False)
-        build.done.set()
+            build.done.set()
 
     def __len__(self) -> int:
         return sum(len(plans) for plans in list(self._plans.values()))

@@ -293,16 +293,17 @@ class HandlePool:
         Handles that threads still hold are destroyed too, so close a pool when its users are done. May be called again, by any
         thread: that does nothing, or what an earlier call could not do since the driver failed it.
         """
-        if self._forked or (self._closed and self._live.is_empty() and all(map(DeviceSlots.is_empty, self._devices.values()))):
+        if self._forked:
             return
-        self._closed = self.unusable = True
-        if self._poison is not None or condition.lost(self, None) is not None:
-            return  # nothing can be given back, and trying would make CuPy's destructors complain; the process ends soon
-        self.plans.clear()
-        for slot in self._live.end_all():
-            if slot.watch is not None and (stream := slot.watch()) is not None:
-                unplace(self, stream)
-        do_all([self.drain, *(partial(self._close_device, device) for device in list(self._devices.values()))])
+        if not (self._closed and self._live.is_empty() and all(map(DeviceSlots.is_empty, self._devices.values()))):
+            self._closed = self.unusable = True
+            if self._poison is not None or condition.lost(self, None) is not None:
+                return  # nothing can be given back, and trying would make CuPy's destructors complain; the process ends soon
+            self.plans.clear()
+            for slot in self._live.end_all():
+                if slot.watch is not None and (stream := slot.watch()) is not None:
+                    unplace(self, stream)
+            do_all([self.drain, *(partial(self._close_device, device) for device in list(self._devices.values()))])
         if isinstance(self._driver, CheckedDriver):
             self._driver.close()
         condition.forget(self)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +53,11 @@ class Program:
         self._inputs = inputs
         self._outputs = outputs
         # One launch of a graph at a time. A finaliser that the collector runs inside of one may take the lock again, since it
-        # must not wait for its own thread, and finds the program busy.
+        # must not wait for its own thread, and finds the program busy. Taken by `with` alone: Python delivers no interrupt
+        # between the taking of the lock and the block, as it does after a call of `acquire`.
         self._lock = threading.RLock()
-        self._busy: str | None = None  # what the holder of the lock is doing
+        self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated or closed
+        self._updater = 0  # the thread that updates it
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Any] = driver.current_stream
         self._is_capturing = driver.is_capturing
@@ -122,26 +125,26 @@ class Program:
             self._pool._check_usable()
         device = self._current_device()
         current = self._current_stream(device) if stream is None else stream
-        if not self._lock.acquire(False):
-            self._await()
         if self._busy is not None:
-            self._refuse_inside()
-        try:
-            self._busy = "replayed"
-            if current is not self._last or device != self.device or self._recording is None:
-                self._follow(stream)
-            pointer = self._pointer
-            if pointer and self._is_capturing(pointer):
-                raise _capturing(pointer)
-            self._launch(pointer)
-            if self._last is None:
-                self._mark()
-        except Exception as error:
-            self._explain(error)
-            raise
-        finally:
-            self._busy = None
-            self._lock.release()
+            self._check_free()
+        with self._lock:
+            if self._busy is not None:
+                self._refuse_inside()
+            try:
+                self._busy = "replayed"
+                if current is not self._last or device != self.device or self._recording is None:
+                    self._follow(stream)
+                pointer = self._pointer
+                if pointer and self._is_capturing(pointer):
+                    raise _capturing(pointer)
+                self._launch(pointer)
+                if self._last is None:
+                    self._mark()
+            except Exception as error:
+                self._explain(error)
+                raise
+            finally:
+                self._busy = None
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Copy new values into the recorded inputs, on the current stream; replays see them from then on.
@@ -161,27 +164,28 @@ class Program:
             As in `replay`.
         """
         self._pool._check_usable()
-        if not self._lock.acquire(False):
-            self._await()
         if self._busy is not None:
-            self._refuse_inside()
-        try:
-            self._busy = "updated"
-            if self._recording is None:
-                self._refuse()
-            pairs = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
-            self._follow(None)
-            if self._pointer and self._is_capturing(self._pointer):
-                raise _capturing(self._pointer)
-            for target, source in pairs:
-                self._driver.copy(target, source)
-            self._mark()
-        except Exception as error:
-            self._explain(error)
-            raise
-        finally:
-            self._busy = None
-            self._lock.release()
+            self._check_free()
+        with self._lock:
+            if self._busy is not None:
+                self._refuse_inside()
+            try:
+                self._updater = get_ident()
+                self._busy = "updated"
+                if self._recording is None:
+                    self._refuse()
+                pairs = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
+                self._follow(None)
+                if self._pointer and self._is_capturing(self._pointer):
+                    raise _capturing(self._pointer)
+                for target, source in pairs:
+                    self._driver.copy(target, source)
+                self._mark()
+            except Exception as error:
+                self._explain(error)
+                raise
+            finally:
+                self._busy = None
 
     def _explain(self, error: Exception) -> None:
         """Raise what an error means, where that is known."""
@@ -189,22 +193,18 @@ class Program:
         if not isinstance(error, HandlePoolError) and (cause := self._driver.capture_failure(error)):
             raise CaptureError(f"{self._name} cannot be used on a stream that is being captured: {cause}") from error
 
-    def _await(self) -> None:
-        """Take the lock after another thread: a launch is short, an update is for its own thread to order."""
-        if self._busy == "updated":
+    def _check_free(self) -> None:
+        """Another thread's launch is short, so it is waited for; an update is for its own thread to order."""
+        if self._busy == "updated" and self._updater != get_ident():
             raise OwnershipError(
                 f"{self._name} is being updated by another thread: whether a replay would see the old values or the new ones is "
                 f"for the program to say, so let one thread do both, or use a lock of your own"
             )
-        self._lock.acquire()
 
     def _refuse_inside(self) -> None:
-        """Give the lock back that this thread took twice."""
-        busy = self._busy
-        self._lock.release()
         raise OwnershipError(
-            f"{self._name} is being {busy} by this very thread, and this call comes from a finaliser that Python runs "
-            f"meanwhile: use another program there"
+            f"{self._name} is being {self._busy} by this very thread, and this call comes from a finaliser that Python runs "
+            f"meanwhile: use another program there, or do it later"
         )
 
     def _refuse(self) -> None:
@@ -257,6 +257,8 @@ class Program:
         ------
         CaptureError
             When the stream of the last replay is being captured; close the program afterwards.
+        OwnershipError
+            In a finaliser inside another use of the program.
         """
         self._end(wait=True)
 
@@ -265,20 +267,23 @@ class Program:
         if pool._forked or pool._poison is not None:  # nothing can be given back (guarantee 13), nor the lock be trusted
             keep_for_good((self._recording, *self._let_go()))
             return True
-        with self._lock, pool.on_device(self.device):
+        with self._lock:
             if self._busy is not None:
-                raise OwnershipError(
-                    f"{self._name} is closed by a finaliser while this very thread has it {self._busy}; close it later"
-                )
-            recording = self._recording
-            if recording is None:
-                return True
-            if not self._passed(wait=wait):
-                return False
-            with driver.relaxed():
-                self._let_go()
-                destroy = pool.device(self.device).scratch.destroy_event  # which tries again later where it fails
-                do_all([partial(destroy, self._event), recording.release])
+                self._refuse_inside()
+            try:
+                self._busy = "closed"
+                with pool.on_device(self.device):
+                    recording = self._recording
+                    if recording is None:
+                        return True
+                    if not self._passed(wait=wait):
+                        return False
+                    with driver.relaxed():
+                        self._let_go()
+                        destroy = pool.device(self.device).scratch.destroy_event  # which tries again later where it fails
+                        do_all([partial(destroy, self._event), recording.release])
+            finally:
+                self._busy = None
         return True
 
     def _let_go(self) -> tuple[Any, ...]:

@@ -5,15 +5,19 @@ left so. Memory that somebody still uses is never among what is lost.
 """
 
 import contextlib
+import functools
 import gc
 import itertools
+import linecache
 import os
+import signal
 
 import pytest
 from lines import PACKAGE, at_line
-from scenes import Scene
+from scenes import Scene, Thread
 from uses import assert_usable
 
+import handlepool
 from handlepool import ContractError, regions
 from handlepool.drivers.host import HostDriver
 from handlepool.regions import Region, thread
@@ -21,6 +25,11 @@ from handlepool.workspace import DeviceScratch
 
 # What is raised in a destructor is lost, as Python says it is.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@handlepool.graph
+def double(g, x):
+    return g.add(x, x)
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +148,56 @@ def test_an_interrupt_at_every_line_of_an_end_frees_nothing_twice(end):
         if where is None:
             break
     assert k > 200
+
+
+def test_an_interrupt_at_every_line_of_a_build_keeps_nobody_waiting():
+    spared = ("mine.building = False", "with ")  # where only a tracer can interrupt: nothing is called before, or a lock is freed
+    for k in itertools.count(1):
+        with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
+            x, where = scene.array(1), ""
+
+            def call(scene=scene, x=x):
+                with scene.stream:
+                    return scene.states.map(double, [x])
+
+            try:
+                where = at_line(k, call, interrupt)
+            except KeyboardInterrupt as error:
+                note = error.__notes__[0].removeprefix("at ")
+                line = linecache.getline(os.path.join(PACKAGE, note.split(":")[0]), int(note.split(":")[1]))
+                if line.strip().startswith(spared):
+                    continue
+            Thread(call).finish()  # a build that nobody ends would be waited for
+            assert scene.read(call()[0]) == 2
+        if where is None:
+            break
+    assert k > 100
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts")
+@pytest.mark.parametrize("use", ["replay", "update"])
+def test_interrupts_as_python_delivers_them_leave_a_program_free(use):
+    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
+        program = handlepool.record(lambda x: scene.plus(x, 1), scene.array(1), pool=scene.pool)
+        program._launch = lambda pointer: None
+        scene.driver.copy = lambda target, source: None
+        call = program.replay if use == "replay" else functools.partial(program.update, scene.array(5))
+
+        def repeat():
+            while True:
+                call()
+
+        before = signal.signal(signal.SIGALRM, lambda *_: interrupt())
+        try:
+            for number in range(500):
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.setitimer(signal.ITIMER_REAL, 1e-4 + number * 1e-7)
+                    repeat()
+                assert not program._lock._is_owned()
+                assert program._busy is None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 TWO_STEPS = """
