@@ -71,9 +71,16 @@ def test_one_error_is_delivered_to_all_that_wait_and_the_next_call_builds():
     first = Thread(cache.get_or_build, 0, "key", build)
     assert inside.wait(TIMEOUT)
     running = cache._builds[0, "key"]
-    asked = threading.Semaphore(0)
+    asked, seen = threading.Semaphore(0), set()
     wait = running.done.wait
-    running.done.wait = lambda: asked.release() or wait()
+
+    def waiting(timeout):
+        if threading.get_ident() not in seen:
+            seen.add(threading.get_ident())
+            asked.release()
+        return wait(timeout)
+
+    running.done.wait = waiting
     others = [Thread(cache.get_or_build, 0, "key", build) for _ in range(7)]
     for _ in others:
         assert asked.acquire(timeout=TIMEOUT)
