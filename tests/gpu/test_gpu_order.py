@@ -182,9 +182,10 @@ def test_g7_a_branch_finishes_while_its_sibling_is_held_back_and_the_join_waits_
 
 def test_g7_a_convolution_finishes_while_its_sibling_is_held_back(pool, stream, latch, random_array, comes_to_pass):
     x, w = random_array((1, 64, 14, 14), "float16", "nhwc"), random_array((64, 64, 3, 3), "float16", "nhwc")
-    expected = handlepool.conv2d(x, w, padding=1, pool=pool)
-    held, free = cupy.zeros_like(expected), cupy.zeros_like(expected)
+    y = handlepool.conv2d(x, w, padding=1, pool=pool)
+    expected, held, free = y.get(), cupy.zeros_like(y), cupy.zeros_like(y)
     states = ParallelStates(2, pool=pool)
+    reader = cupy.cuda.Stream(non_blocking=True)  # to make one may wait, too
 
     def branches(fork, hold):
         fork.run(hold)
@@ -201,13 +202,13 @@ def test_g7_a_convolution_finishes_while_its_sibling_is_held_back(pool, stream, 
         finished = branches(fork, latch.hold)
         assert comes_to_pass(finished)
         assert not latch._expired
-        with cupy.cuda.Stream(non_blocking=True):
-            assert (free.get() == expected.get()).all()
+        with reader:
+            assert (free.get() == expected).all()
             assert (held.get() == 0).all()
     after = stream.record()
     assert not after.done
     latch.release()
-    assert (held.get() == expected.get()).all()
+    assert (held.get() == expected).all()
 
 
 def test_g7_a_task_has_its_result_while_a_branch_and_another_task_are_held_back(pool, stream, kernels, latch, comes_to_pass):
