@@ -60,6 +60,12 @@ def interrupt():
     raise KeyboardInterrupt
 
 
+def line_of(error):
+    """The line of the package that `at_line` raised an error at."""
+    name, number = error.__notes__[0].removeprefix("at ").split(":")
+    return linecache.getline(os.path.join(PACKAGE, name), int(number)).strip()
+
+
 def interrupted_at(k):
     """Whether there was such a line."""
     with Scene(HostDriver(scheduler="adversarial", check_order=True), count=2) as scene:
@@ -150,6 +156,22 @@ def test_an_interrupt_at_every_line_of_an_end_frees_nothing_twice(end):
     assert k > 200
 
 
+def test_an_interrupt_at_every_line_of_a_reclaim_costs_one_side_slot_at_most():
+    for k in itertools.count(1):
+        with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
+            scene.pool.prewarm(states=6, workspace=300)
+            device, where = scene.pool.device(0), ""
+            try:
+                where = at_line(k, device.reclaim_scratch, interrupt)
+            except KeyboardInterrupt as error:
+                if line_of(error).startswith("slots[:0] = held"):  # where only a tracer can interrupt: nothing is called before
+                    continue
+            assert len(device.sides.free) >= 5
+        if where is None:
+            break
+    assert k > 30
+
+
 def test_an_interrupt_at_every_line_of_a_build_keeps_nobody_waiting():
     spared = ("mine.building = False", "with ")  # where only a tracer can interrupt: nothing is called before, or a lock is freed
     for k in itertools.count(1):
@@ -163,9 +185,7 @@ def test_an_interrupt_at_every_line_of_a_build_keeps_nobody_waiting():
             try:
                 where = at_line(k, call, interrupt)
             except KeyboardInterrupt as error:
-                note = error.__notes__[0].removeprefix("at ")
-                line = linecache.getline(os.path.join(PACKAGE, note.split(":")[0]), int(note.split(":")[1]))
-                if line.strip().startswith(spared):
+                if line_of(error).startswith(spared):
                     continue
             Thread(call).finish()  # a build that nobody ends would be waited for
             assert scene.read(call()[0]) == 2

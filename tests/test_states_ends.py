@@ -312,6 +312,20 @@ def test_g11_states_that_come_back_after_a_close_and_may_not_go_yet_go_later(clo
     handlepool.regions._abandoned.clear()
 
 
+@pytest.mark.parametrize("check", [False, True])
+def test_g11_a_pool_is_forgotten_by_a_later_close_where_all_that_the_first_left_has_gone(check):
+    with Scene(HostDriver(scheduler="adversarial", check_order=True), check=check) as scene:
+        scene.pool.get_handle()
+        scene.driver.fail_at(1, "destroy_handle")
+        with pytest.raises(RuntimeError, match="injected"):
+            scene.pool.close()
+        handlepool.regions.settle(most=1000)
+        assert scene.driver.alive()["handles"] == 0
+        assert scene.pool in handlepool.condition._pools
+        scene.pool.close()
+        assert scene.pool not in handlepool.condition._pools
+
+
 # Threads that come and go
 
 
