@@ -82,8 +82,9 @@ class Actor:
 class Recording:
     """A capture under way, and what it must keep."""
 
-    def __init__(self, actor, stream, device, mode):
+    def __init__(self, actor, stream, device, mode, serial):
         self.actor, self.stream, self.device, self.mode = actor, stream, device, mode
+        self.serial = serial
         self.kept = []
         self.broken = False  # by a failure that was injected
         self.foreign = False  # whether its stream was passed as something that cannot be asked later
@@ -109,7 +110,7 @@ class Lifetimes(RuleBasedStateMachine):
     def open_pool(self):
         self.pool = HandlePool(driver=self.driver, **self.options)
         self.states = [ParallelStates(count, pool=self.pool) for count in (1, 2, 3, 6)]
-        self.keys = {}  # (actor, identity): device, weak reference to the stream or None
+        self.keys = {}  # (actor, identity): device, weak reference to the stream or None. No `id`, which Python gives out again
         self.most_keys, self.most_sides = [0] * DEVICES, [0] * DEVICES
 
     # Telling threads what to do
@@ -174,20 +175,19 @@ class Lifetimes(RuleBasedStateMachine):
             watch = weakref.ref(stream)
         else:
             recording = self.recording(stream, device)
-            identity = ("pointer", stream._serial) if recording is None else ("capture", id(recording))
+            identity = ("pointer", stream._serial) if recording is None else ("capture", recording.serial)
             if recording is not None:
                 recording.foreign = True
-        key = (id(actor), identity)
+        key = (actor, identity)
         if key not in self.keys:
             self.keys[key] = device, watch
             self.count_keys()
 
     def count_keys(self):
-        alive = {id(actor) for actor in self.actors}
         self.keys = {
             key: (device, watch)
             for key, (device, watch) in self.keys.items()
-            if key[0] in alive and (watch is None or watch() is not None)
+            if key[0] in self.actors and (watch is None or watch() is not None)
         }
         for ordinal in range(DEVICES):
             count = sum(device == ordinal for device, _ in self.keys.values())
@@ -325,7 +325,8 @@ class Lifetimes(RuleBasedStateMachine):
             self.wait(stream)
         self.on(actor, device, stream, lambda: stream.begin_capture(mode))
         if stream.is_capturing():
-            self.recordings.append(Recording(actor, stream, device, mode))
+            self.serial += 1
+            self.recordings.append(Recording(actor, stream, device, mode, self.serial))
             actor.captures += 1
 
     @precondition(lambda self: self.recordings)

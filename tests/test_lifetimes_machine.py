@@ -39,3 +39,17 @@ def test_whatever_happens_the_pool_can_account_for_all_it_has(part):
             phases=[Phase.explicit, Phase.generate, Phase.shrink],
         ),
     )
+
+
+def test_the_machine_tells_captures_apart_that_python_keeps_at_one_address():
+    for _ in range(20):  # with `id` as their name about every third failed
+        machine = Lifetimes()
+        machine.begin(schedule=0, idle=32, limit=None)
+        for device in (0, 1):
+            machine.a_stream_comes(device)
+            machine.a_capture_begins(0, device, "relaxed")
+            machine.a_handle_is_taken(0, device, "pointer")
+            machine.a_capture_ends(0)
+            machine.all_is_accounted_for()
+        assert machine.most_keys == [1, 1]
+        machine.teardown()
