@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
+from time import sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -52,12 +53,15 @@ class Program:
         self._kept = kept
         self._inputs = inputs
         self._outputs = outputs
-        # One launch of a graph at a time. A finaliser that the collector runs inside of one may take the lock again, since it
-        # must not wait for its own thread, and finds the program busy. Taken by `with` alone: Python delivers no interrupt
-        # between the taking of the lock and the block, as it does after a call of `acquire`.
+        # One use of the graph and of its memory at a time: whoever uses the program holds the lock (`_use`). That costs 0.2
+        # microseconds, so one thread, the first to use the program, replays on its last stream without, until another thread
+        # comes (a biased lock). It says that it launches before it looks whether it still may; the other takes that from it
+        # before it looks whether it launches. Whatever the order, one of the two sees the other, and the launch is waited for.
         self._lock = threading.RLock()
         self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated or closed
-        self._updater = 0  # the thread that updates it
+        self._user = 0  # the thread that holds the lock
+        self._favoured: int | None = None  # the thread that needs no lock; 0 once there were two
+        self._launching = 0  # the thread that launches without the lock
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Any] = driver.current_stream
         self._is_capturing = driver.is_capturing
@@ -67,6 +71,7 @@ class Program:
         self._last: Any = None
         self._pointer = home.pointer
         self._owner = home.owner
+        self._bound = False
         with driver.relaxed():
             self._event = driver.create_event()
         try:
@@ -123,28 +128,28 @@ class Program:
         """
         if self._pool.unusable:
             self._pool._check_usable()
-        device = self._current_device()
-        current = self._current_stream(device) if stream is None else stream
-        if self._busy is not None:
-            self._check_free()
-        with self._lock:
-            if self._busy is not None:
-                self._refuse_inside()
+        current = self._current_stream() if stream is None else stream
+        thread = get_ident()
+        if self._favoured == thread and not self._launching and self._busy is None:
             try:
-                self._busy = "replayed"
-                if current is not self._last or device != self.device or self._recording is None:
-                    self._follow(stream)
-                pointer = self._pointer
-                if pointer and self._is_capturing(pointer):
-                    raise _capturing(pointer)
-                self._launch(pointer)
-                if self._last is None:
-                    self._mark()
+                self._launching = thread
+                # While it is still favoured, no other thread changes any of this. A closed program has no last stream.
+                if (
+                    self._favoured
+                    and current is self._last
+                    and ((self._bound and stream is None) or self._current_device() == self.device)
+                ):
+                    pointer = self._pointer
+                    if pointer and self._is_capturing(pointer):
+                        raise _capturing(pointer)
+                    self._launch(pointer)
+                    return
             except Exception as error:
                 self._explain(error)
                 raise
             finally:
-                self._busy = None
+                self._launching = 0
+        self._use("replayed", self._replay, stream)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Copy new values into the recorded inputs, on the current stream; replays see them from then on.
@@ -164,23 +169,52 @@ class Program:
             As in `replay`.
         """
         self._pool._check_usable()
-        if self._busy is not None:
-            self._check_free()
+        self._use("updated", self._update, args, kwargs)
+
+    def _replay(self, stream: Any) -> None:
+        self._follow(stream)
+        if self._pointer and self._is_capturing(self._pointer):
+            raise _capturing(self._pointer)
+        self._launch(self._pointer)
+        self._mark()
+
+    def _update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._recording is None:
+            self._refuse()
+        pairs = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
+        self._follow(None)
+        if self._pointer and self._is_capturing(self._pointer):
+            raise _capturing(self._pointer)
+        for target, source in pairs:
+            self._driver.copy(target, source)
+        self._mark()
+
+    def _use(self, what: str, act: Callable[..., Any], *args: Any) -> Any:
+        """Do something while no other thread uses the program.
+
+        A finaliser that the collector runs inside a use cannot wait for its own thread, and is refused; one that comes as the
+        lock was taken and nothing was done yet finds a free program. The lock is taken by `with` alone: Python delivers no
+        interrupt between the taking of it and the block, as it does after a call of `acquire`.
+        """
+        thread = get_ident()
+        if self._launching == thread:
+            self._refuse_inside("replayed")
+        if self._busy == "updated" and self._user != thread and what != "closed":
+            # Another thread's launch is short, and is waited for; an update is for its own thread to order.
+            raise OwnershipError(
+                f"{self._name} is being updated by another thread: whether a replay would see the old values or the new ones is "
+                f"for the program to say, so let one thread do both, or use a lock of your own"
+            )
         with self._lock:
             if self._busy is not None:
-                self._refuse_inside()
+                self._refuse_inside(self._busy)
             try:
-                self._updater = get_ident()
-                self._busy = "updated"
-                if self._recording is None:
-                    self._refuse()
-                pairs = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
-                self._follow(None)
-                if self._pointer and self._is_capturing(self._pointer):
-                    raise _capturing(self._pointer)
-                for target, source in pairs:
-                    self._driver.copy(target, source)
-                self._mark()
+                self._busy, self._user = what, thread
+                if self._favoured != thread:
+                    self._favoured = thread if self._favoured is None else 0
+                    while self._launching:  # once in a program's life
+                        sleep(0)
+                return act(*args)
             except Exception as error:
                 self._explain(error)
                 raise
@@ -193,18 +227,10 @@ class Program:
         if not isinstance(error, HandlePoolError) and (cause := self._driver.capture_failure(error)):
             raise CaptureError(f"{self._name} cannot be used on a stream that is being captured: {cause}") from error
 
-    def _check_free(self) -> None:
-        """Another thread's launch is short, so it is waited for; an update is for its own thread to order."""
-        if self._busy == "updated" and self._updater != get_ident():
-            raise OwnershipError(
-                f"{self._name} is being updated by another thread: whether a replay would see the old values or the new ones is "
-                f"for the program to say, so let one thread do both, or use a lock of your own"
-            )
-
-    def _refuse_inside(self) -> None:
+    def _refuse_inside(self, what: str) -> None:
         raise OwnershipError(
-            f"{self._name} is being {self._busy} by this very thread, and this call comes from a finaliser that Python runs "
-            f"meanwhile: use another program there, or do it later"
+            f"{self._name} is being {what} by this very thread, and this call comes from a finaliser that Python runs meanwhile: "
+            f"use another program there, or do it later"
         )
 
     def _refuse(self) -> None:
@@ -223,9 +249,12 @@ class Program:
                 f"{self._name} was recorded on device {self.device} and the current device is {device}; make device "
                 f"{self.device} current, as in `with cupy.cuda.Device({self.device}):`"
             )
+        last = self._last
+        if last is not None and last is (driver.current_stream(device) if stream is None else stream):
+            return
         reference = resolve(driver, stream)
         check_foreign(driver, reference)
-        last, pointer = self._last, reference.pointer
+        pointer = reference.pointer
         if last is not None and last is reference.stream:
             return
         for each in (pointer, LEGACY_STREAM if last is None else last.ptr):
@@ -240,6 +269,8 @@ class Program:
     def _used_by(self, reference: StreamReference) -> None:
         self._last = None if reference.pointer == PER_THREAD_STREAM else reference.stream
         self._pointer, self._owner = reference.pointer, reference.owner
+        # A stream of one device is current on no other: that it is current says which device is.
+        self._bound = getattr(self._last, "device_id", -1) == self.device
 
     def _mark(self) -> None:
         """Record where a use ended, on a stream that cannot be asked later."""
@@ -263,27 +294,24 @@ class Program:
         self._end(wait=True)
 
     def _end(self, *, wait: bool) -> bool:
-        pool, driver = self._pool, self._driver
+        pool = self._pool
         if pool._forked or pool._poison is not None:  # nothing can be given back (guarantee 13), nor the lock be trusted
             keep_for_good((self._recording, *self._let_go()))
             return True
-        with self._lock:
-            if self._busy is not None:
-                self._refuse_inside()
-            try:
-                self._busy = "closed"
-                with pool.on_device(self.device):
-                    recording = self._recording
-                    if recording is None:
-                        return True
-                    if not self._passed(wait=wait):
-                        return False
-                    with driver.relaxed():
-                        self._let_go()
-                        destroy = pool.device(self.device).scratch.destroy_event  # which tries again later where it fails
-                        do_all([partial(destroy, self._event), recording.release])
-            finally:
-                self._busy = None
+        return self._use("closed", self._give_back, wait)
+
+    def _give_back(self, wait: bool) -> bool:
+        pool, driver = self._pool, self._driver
+        with pool.on_device(self.device):
+            recording = self._recording
+            if recording is None:
+                return True
+            if not self._passed(wait=wait):
+                return False
+            with driver.relaxed():
+                self._let_go()
+                destroy = pool.device(self.device).scratch.destroy_event  # which tries again later where it fails
+                do_all([partial(destroy, self._event), recording.release])
         return True
 
     def _let_go(self) -> tuple[Any, ...]:

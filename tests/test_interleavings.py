@@ -1,20 +1,35 @@
 """Two threads, at every point where one of them may be interrupted by the other: no sleeps, and nothing left to chance.
 
 At the k-th driver call of one thread another thread does all of its work, for every k; it is waited for until it has ended, or
-until it waits for the first at a lock. Then all is accounted for, and after a close nothing is left. Guarantees 1, 11, 14, 15.
+until it waits for the first at a lock. A replay makes hardly any call, so there it is every line. Then all is accounted for, and
+after a close nothing is left. Guarantees 1, 11, 14, 15.
 """
 
 import contextlib
+import functools
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
 from accounts import Accounts
+from lines import at_line
 from scenes import TIMEOUT, Thread
 from uses import assert_usable
 
-from handlepool import ContractError, HandlePool, ParallelStates, PoolClosedError, devices, graph, regions
+from handlepool import (
+    ContractError,
+    HandlePool,
+    OwnershipError,
+    ParallelStates,
+    PoolClosedError,
+    Program,
+    devices,
+    graph,
+    record,
+    regions,
+)
 from handlepool.drivers.host import HostDriver
 
 
@@ -200,3 +215,116 @@ def test_g5_a_close_that_takes_the_block_which_a_growth_would_retire_frees_it_on
         pool.get_workspace(100_000)
     pool.close()
     assert driver.alive()["scratch_bytes"] == 0
+
+
+class Meeting:
+    """A thread that replays a program without its lock, and another that uses it meanwhile."""
+
+    def __init__(self, monkeypatch):
+        self.driver = HostDriver(scheduler="adversarial", check_order=True)
+        self.pool = HandlePool(driver=self.driver)
+        self.streams = [self.driver.create_stream() for _ in range(2)]
+        self.came_to_a_stop = threading.Semaphore(0)
+        self.inside, self.met = [], []
+        with self.streams[0]:
+            self.x = self.driver.asarray(np.ones((4, 4), np.float32))
+            self.program = record(double, self.x, pool=self.pool)
+            self.program.replay()
+        monkeypatch.setattr("handlepool.program.sleep", self.wait)
+        monkeypatch.setattr(self.driver, "copy", self.alone(self.driver.copy))
+        monkeypatch.setattr(self.program, "_lock", WatchedLock(self.program._lock, self.came_to_a_stop))
+        monkeypatch.setattr(self.program, "_launch", self.alone(self.program._launch))
+        monkeypatch.setattr(self.program._recording, "release", self.alone(self.program._recording.release))
+        self.threads = []
+        self.second = None  # what another thread does inside of a launch
+
+    def wait(self, seconds):
+        self.came_to_a_stop.release()
+        time.sleep(seconds)
+
+    def alone(self, function):
+        def call(*args):
+            self.met += self.inside
+            self.inside.append(function.__name__)
+            try:
+                if self.second is not None:
+                    second, self.second = self.second, None
+                    self.interrupt(second)
+                return function(*args)
+            finally:
+                self.inside.pop()
+
+        return call
+
+    def interrupt(self, second):
+        def work():
+            try:
+                with self.streams[1]:
+                    getattr(self, second)()
+            finally:
+                self.came_to_a_stop.release()
+
+        self.threads.append(Thread(work))
+        assert self.came_to_a_stop.acquire(timeout=TIMEOUT)
+
+    def replay(self):
+        with contextlib.suppress(PoolClosedError, OwnershipError):  # closed, or being updated
+            self.program.replay()
+
+    def update(self):
+        self.program.update(self.driver.asarray(np.full((4, 4), 5, np.float32)))
+
+    def close(self):
+        self.program.close()
+
+    def end(self):
+        for thread in self.threads:
+            thread.finish()
+        if not self.program.closed:
+            with self.streams[0]:
+                self.update()
+                self.replay()
+                assert (self.driver.asnumpy(self.program.outputs) == 10).all()
+        self.program.close()
+        self.pool.close()
+        assert self.driver.alive() == {"handles": 0, "events": 0, "streams": 2, "scratch_bytes": 0}
+        assert not self.driver.order.found
+
+
+@pytest.mark.parametrize("second", ["replay", "update", "close"])
+def test_one_thread_at_every_line_of_a_replay_that_takes_no_lock(monkeypatch, second):
+    for k in itertools.count(1):
+        meeting = Meeting(monkeypatch)
+        with meeting.streams[0]:
+            where = at_line(k, meeting.replay, functools.partial(meeting.interrupt, second))
+        assert not meeting.met, where
+        meeting.end()
+        if where is None:
+            break
+    assert k > 10
+
+
+@pytest.mark.parametrize("second", ["replay", "update", "close"])
+def test_one_thread_in_a_launch_that_takes_no_lock_is_waited_for(monkeypatch, second):
+    meeting = Meeting(monkeypatch)
+    meeting.second = second
+    with meeting.streams[0]:
+        meeting.program.replay()
+        assert meeting.threads
+    assert not meeting.met
+    meeting.end()
+
+
+@pytest.mark.parametrize("second", ["replay", "update", "close"])
+def test_control_a_launch_that_is_not_announced_is_not_waited_for(monkeypatch, second):
+    class Silent(Program):
+        _launching = property(lambda self: 0, lambda self, thread: None)
+
+    meeting = Meeting(monkeypatch)
+    meeting.program.__class__ = Silent
+    meeting.second = second
+    with meeting.streams[0], contextlib.suppress(ContractError):  # a graph that was destroyed, or an update without order
+        meeting.program.replay()
+    for thread in meeting.threads:
+        thread.finish()
+    assert meeting.met == ["launch"]

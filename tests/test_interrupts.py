@@ -215,6 +215,7 @@ def test_interrupts_as_python_delivers_them_leave_a_program_free(use):
                     repeat()
                 assert not program._lock._is_owned()
                 assert program._busy is None
+                assert not program._launching
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)

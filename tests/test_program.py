@@ -173,9 +173,9 @@ def test_a_method_of_states_is_recorded_with_their_pool(make_pool, scheduler):
 def test_a_replay_is_one_launch_and_a_following_one_costs_no_event(scene):
     images, w = conv_arrays(scene.driver, 16)
     program = handlepool.record(scene.states.map, conv, images, [w] * 16, pool=scene.pool)
-    made = calls(scene.driver, program.replay)
-    assert made == {"current_device": 1, "current_stream": 1, "is_capturing": 1, "launch_graph": 1}
-    assert not made.keys() & EFFECTS
+    first, second = calls(scene.driver, program.replay), calls(scene.driver, program.replay)
+    assert not first.keys() & EFFECTS
+    assert second == {"current_stream": 1, "is_capturing": 1, "launch_graph": 1}
 
 
 def test_a_replay_after_one_on_another_stream_costs_one_event(scene):

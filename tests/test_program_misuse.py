@@ -451,7 +451,8 @@ USES = {
 
 @pytest.mark.parametrize("inner", USES)
 @pytest.mark.parametrize("outer", USES)
-def test_g10_a_finaliser_at_every_line_of_a_use_neither_waits_for_its_own_thread_nor_harms_it(scene, outer, inner):
+@pytest.mark.parametrize("replays", [0, 1], ids=["first use", "again"])
+def test_g10_a_finaliser_at_every_line_of_a_use_neither_waits_for_its_own_thread_nor_harms_it(scene, outer, inner, replays):
     scene.other = scene.driver.create_stream()
     refused = []
 
@@ -469,6 +470,8 @@ def test_g10_a_finaliser_at_every_line_of_a_use_neither_waits_for_its_own_thread
 
     for k in itertools.count(1):
         program = handlepool.record(work(scene), scene.array(1))
+        for _ in range(replays):
+            program.replay(scene.other)
         if at_line(k, functools.partial(use, program), functools.partial(finaliser, program)) is None:
             break
         if not program.closed:
