@@ -24,7 +24,7 @@ from handlepool.errors import (
     StateIndexError,
     StreamError,
 )
-from handlepool.executor import ParallelStateExecutor, StreamFuture
+from handlepool.executor import ParallelStateExecutor
 from handlepool.graphs import GraphFunction, graph
 from handlepool.layouts import ArraySpec
 from handlepool.ops import conv2d, conv2d_input_grad, conv2d_weight_grad
@@ -32,6 +32,7 @@ from handlepool.pool import HandlePool
 from handlepool.program import Program
 from handlepool.recording import record
 from handlepool.states import Fork, ParallelStates
+from handlepool.tasks import StreamFuture
 
 __version__ = "0.1.0"
 

@@ -60,7 +60,7 @@ class Program:
         self._lock = threading.RLock()
         self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated or closed
         self._user = 0  # the thread that holds the lock
-        self._favoured: int | None = None  # the thread that needs no lock; 0 once there were two
+        self._favoured: int | None = None  # the thread that needs no lock; 0 while somebody holds it, and once there were two
         self._launching = 0  # the thread that launches without the lock
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Any] = driver.current_stream
@@ -130,7 +130,7 @@ class Program:
             self._pool._check_usable()
         current = self._current_stream() if stream is None else stream
         thread = get_ident()
-        if self._favoured == thread and not self._launching and self._busy is None:
+        if self._favoured == thread and not self._launching:
             try:
                 self._launching = thread
                 # While it is still favoured, no other thread changes any of this. A closed program has no last stream.
@@ -208,17 +208,18 @@ class Program:
         with self._lock:
             if self._busy is not None:
                 self._refuse_inside(self._busy)
+            favoured = self._favoured
             try:
                 self._busy, self._user = what, thread
-                if self._favoured != thread:
-                    self._favoured = thread if self._favoured is None else 0
-                    while self._launching:  # once in a program's life
-                        sleep(0)
+                self._favoured = 0
+                while self._launching:  # once in a program's life: by then it was another thread that was favoured
+                    sleep(0)
                 return act(*args)
             except Exception as error:
                 self._explain(error)
                 raise
             finally:
+                self._favoured = thread if favoured in (None, thread) else 0
                 self._busy = None
 
     def _explain(self, error: Exception) -> None:

@@ -1,13 +1,16 @@
-"""Tasks: what a submitted call needs on the GPU, from the event that it starts after to the one that others wait for."""
+"""Tasks: what a submitted call needs on the GPU, from the event that it starts after to the one that others wait for; futures."""
 
 import threading
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.errors import CaptureError
 from handlepool.events import Events
 from handlepool.regions import Region
+
+T = TypeVar("T")
 
 
 class Task:
@@ -199,3 +202,53 @@ class Task:
     def _put_back(self) -> None:
         with self._lock:
             self._users -= 1
+
+
+class StreamFuture(Future[T], Generic[T]):
+    """A future whose result is ready on a stream: done means that the function returned, not that the GPU has run it."""
+
+    _task: Task | None = None
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return the function's value, ready on the calling thread's current stream and on the submitter's.
+
+        Does not wait for the GPU. May be called many times, by any thread.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait on the host until the function has returned.
+
+        Raises
+        ------
+        TimeoutError, concurrent.futures.CancelledError
+            As in `concurrent.futures.Future.result`; and whatever the function raised, after the same join.
+        CaptureError
+            When one of the two streams is being captured: the task was not.
+        """
+        error = self.exception(timeout)
+        if error is None:
+            self._join()
+            value = super().result()
+            if self._task is not None and self._task.torch is not None:
+                self._task.record(value)
+            return value
+        try:
+            self._join()
+        except Exception as trouble:  # the function's own error matters more
+            error.add_note(f"Nothing waits for what the task launched, since the join failed, too: {trouble}")
+        try:
+            raise error
+        finally:
+            del self, error  # or the error, its traceback and this frame would keep each other, and the task's arguments
+
+    def _join(self) -> None:
+        if self._task is not None:
+            self._task.join()
+
+    def synchronize(self, timeout: float | None = None) -> T:
+        """Return the function's value once the GPU has run it; blocks the host, and joins as `result` does."""
+        value = self.result(timeout)
+        if self._task is not None:
+            self._task.synchronize()
+        return value
