@@ -1,20 +1,19 @@
 """Programs: what a function gives to streams, recorded once and replayed with one launch (a CUDA graph)."""
 
-import threading
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
-from time import sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from handlepool.cleanup import do_all
 from handlepool.condition import diagnose
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
-from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
+from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, PoolClosedError
 from handlepool.inputs import Inputs
 from handlepool.regions import keep_for_good, parked
 from handlepool.streams import StreamReference, check_foreign, resolve
+from handlepool.turns import Turns
 
 if TYPE_CHECKING:
     from handlepool.recording import Recording
@@ -27,8 +26,9 @@ class Program:
     it does, and are used by nothing else. `close` gives them back, as does the end of a ``with`` statement over it.
 
     Replays write the same memory, so no two of one program run side by side: a replay on another stream than the last starts
-    after all that the other stream has been given by then, readers of the outputs included. Consecutive replays on one stream
-    cost no such care. Different programs may be replayed by different threads at once.
+    after all that the other stream has been given by then, readers of the outputs included (of a per-thread default stream, a
+    bare pointer or another library's stream, after the last replay there). Consecutive replays on one stream cost no such care.
+    Different programs may be replayed by different threads at once.
 
     Attributes
     ----------
@@ -53,15 +53,7 @@ class Program:
         self._kept = kept
         self._inputs = inputs
         self._outputs = outputs
-        # One use of the graph and of its memory at a time: whoever uses the program holds the lock (`_use`). That costs 0.2
-        # microseconds, so one thread, the first to use the program, replays on its last stream without, until another thread
-        # comes (a biased lock). It says that it launches before it looks whether it still may; the other takes that from it
-        # before it looks whether it launches. Whatever the order, one of the two sees the other, and the launch is waited for.
-        self._lock = threading.RLock()
-        self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated or closed
-        self._user = 0  # the thread that holds the lock
-        self._favoured: int | None = None  # the thread that needs no lock; 0 while somebody holds it, and once there were two
-        self._launching = 0  # the thread that launches without the lock
+        self._turns = Turns(name)
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Any] = driver.current_stream
         self._is_capturing = driver.is_capturing
@@ -73,14 +65,11 @@ class Program:
         self._owner = home.owner
         self._bound = False
         with driver.relaxed():
-            self._event = driver.create_event()
-        try:
-            graph.upload(home.pointer)
-            self._used_by(home)
-            self._mark()
-        except BaseException:
-            pool.device(self.device).scratch.destroy_event(self._event)
-            raise
+            recording.event = self._event = driver.create_event()
+        graph.upload(home.pointer)
+        self._used_by(home)
+        if self._last is None:
+            driver.record_event(self._event, home.pointer)
         self._recording = recording
 
     @property
@@ -129,13 +118,13 @@ class Program:
         if self._pool.unusable:
             self._pool._check_usable()
         current = self._current_stream() if stream is None else stream
-        thread = get_ident()
-        if self._favoured == thread and not self._launching:
+        bias = self._turns.bias
+        if bias is not None and bias.thread == get_ident() and not bias.launching:
             try:
-                self._launching = thread
-                # While it is still favoured, no other thread changes any of this. A closed program has no last stream.
+                bias.launching = True
+                # While the bias is this one, no other thread changes what follows. A closed program has no last stream.
                 if (
-                    self._favoured
+                    self._turns.bias is bias
                     and current is self._last
                     and ((self._bound and stream is None) or self._current_device() == self.device)
                 ):
@@ -148,7 +137,7 @@ class Program:
                 self._explain(error)
                 raise
             finally:
-                self._launching = 0
+                bias.launching = False
         self._use("replayed", self._replay, stream)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -173,66 +162,43 @@ class Program:
 
     def _replay(self, stream: Any) -> None:
         self._follow(stream)
-        if self._pointer and self._is_capturing(self._pointer):
-            raise _capturing(self._pointer)
-        self._launch(self._pointer)
-        self._mark()
+        self._enqueue([partial(self._launch, self._pointer)])
 
     def _update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._recording is None:
             self._refuse()
         pairs = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
         self._follow(None)
+        self._enqueue([partial(self._driver.copy, target, source) for target, source in pairs])
+
+    def _enqueue(self, steps: Sequence[Callable[[], object]]) -> None:
+        """Give the stream that `_follow` made the program's something that uses the memory."""
         if self._pointer and self._is_capturing(self._pointer):
             raise _capturing(self._pointer)
-        for target, source in pairs:
-            self._driver.copy(target, source)
-        self._mark()
+        try:
+            for step in steps:
+                step()
+        finally:  # also after a step that failed, or was interrupted when it had enqueued something
+            if self._last is None:
+                try:
+                    self._driver.record_event(self._event, self._pointer)
+                except Exception:  # a later use cannot be ordered after this one, but may come when it has passed
+                    with self._driver.relaxed():
+                        self._driver.synchronize_stream(self._pointer)
+                    raise
 
     def _use(self, what: str, act: Callable[..., Any], *args: Any) -> Any:
-        """Do something while no other thread uses the program.
-
-        A finaliser that the collector runs inside a use cannot wait for its own thread, and is refused; one that comes as the
-        lock was taken and nothing was done yet finds a free program. The lock is taken by `with` alone: Python delivers no
-        interrupt between the taking of it and the block, as it does after a call of `acquire`.
-        """
-        thread = get_ident()
-        if self._launching == thread:
-            self._refuse_inside("replayed")
-        if self._busy == "updated" and self._user != thread and what != "closed":
-            # Another thread's launch is short, and is waited for; an update is for its own thread to order.
-            raise OwnershipError(
-                f"{self._name} is being updated by another thread: whether a replay would see the old values or the new ones is "
-                f"for the program to say, so let one thread do both, or use a lock of your own"
-            )
-        with self._lock:
-            if self._busy is not None:
-                self._refuse_inside(self._busy)
-            favoured = self._favoured
-            try:
-                self._busy, self._user = what, thread
-                self._favoured = 0
-                while self._launching:  # once in a program's life: by then it was another thread that was favoured
-                    sleep(0)
-                return act(*args)
-            except Exception as error:
-                self._explain(error)
-                raise
-            finally:
-                self._favoured = thread if favoured in (None, thread) else 0
-                self._busy = None
+        try:
+            return self._turns.take(what, act, *args)
+        except Exception as error:
+            self._explain(error)
+            raise
 
     def _explain(self, error: Exception) -> None:
         """Raise what an error means, where that is known."""
         diagnose(self._pool, error)
         if not isinstance(error, HandlePoolError) and (cause := self._driver.capture_failure(error)):
             raise CaptureError(f"{self._name} cannot be used on a stream that is being captured: {cause}") from error
-
-    def _refuse_inside(self, what: str) -> None:
-        raise OwnershipError(
-            f"{self._name} is being {what} by this very thread, and this call comes from a finaliser that Python runs meanwhile: "
-            f"use another program there, or do it later"
-        )
 
     def _refuse(self) -> None:
         raise PoolClosedError(f"the program {self._name} was closed; record it again")
@@ -268,15 +234,11 @@ class Program:
             self._used_by(reference)
 
     def _used_by(self, reference: StreamReference) -> None:
-        self._last = None if reference.pointer == PER_THREAD_STREAM else reference.stream
-        self._pointer, self._owner = reference.pointer, reference.owner
+        last = None if reference.pointer == PER_THREAD_STREAM else reference.stream
         # A stream of one device is current on no other: that it is current says which device is.
-        self._bound = getattr(self._last, "device_id", -1) == self.device
-
-    def _mark(self) -> None:
-        """Record where a use ended, on a stream that cannot be asked later."""
-        if self._last is None:
-            self._driver.record_event(self._event, self._pointer)
+        bound = getattr(last, "device_id", -1) == self.device
+        # No call in between, after which an interrupt could come.
+        self._last, self._pointer, self._owner, self._bound = last, reference.pointer, reference.owner, bound
 
     # The end
 
@@ -294,31 +256,33 @@ class Program:
         """
         self._end(wait=True)
 
-    def _end(self, *, wait: bool) -> bool:
+    def _end(self, *, wait: bool, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> bool:
         pool = self._pool
-        if pool._forked or pool._poison is not None:  # nothing can be given back (guarantee 13), nor the lock be trusted
-            keep_for_good((self._recording, *self._let_go()))
+        # Nothing can be given back (guarantee 13), nor the lock be trusted: whoever has it may be gone.
+        if pool._forked or pool._poison is not None or _is_finalizing():
+            keep_for_good(self._let_go())
             return True
-        return self._use("closed", self._give_back, wait)
+        return bool(self._use("closed", self._give_back, wait))
 
     def _give_back(self, wait: bool) -> bool:
-        pool, driver = self._pool, self._driver
-        with pool.on_device(self.device):
+        with self._pool.on_device(self.device):
             recording = self._recording
             if recording is None:
                 return True
             if not self._passed(wait=wait):
                 return False
-            with driver.relaxed():
+            with self._driver.relaxed():
                 self._let_go()
-                destroy = pool.device(self.device).scratch.destroy_event  # which tries again later where it fails
-                do_all([partial(destroy, self._event), recording.release])
+                recording.free()
         return True
 
     def _let_go(self) -> tuple[Any, ...]:
-        held = self._kept, self._inputs, self._outputs, self._last, self._owner, self._launch
+        recording = self._recording
+        held = recording, self._kept, self._inputs, self._outputs, self._last, self._owner, self._launch
         self._recording = self._last = self._owner = None
         self._kept = self._inputs = self._outputs = self._launch = None  # type: ignore[assignment]
+        if recording is not None:
+            parked.append(recording)  # what an interrupt or a failing call leaves, whoever finds it there gives back
         return held
 
     def _passed(self, *, wait: bool) -> bool:

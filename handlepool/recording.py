@@ -5,6 +5,7 @@ Arrays come from memory of the recording's own, so that what was allocated for a
 (guarantee 9).
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -41,6 +42,8 @@ class Recording:
         Once `capture` has returned.
     scratch : set of DeviceScratch
         Where slots were given scratch under this capture.
+    event : event
+        Of the program that was made of it.
     """
 
     def __init__(self, pool: HandlePool, name: str) -> None:
@@ -48,10 +51,12 @@ class Recording:
         self.device = pool.driver.current_device()
         self.graph: RecordedGraph | None = None
         self.scratch: set[DeviceScratch] = set()
+        self.event: Any = None
         self._name = name
         self._memory = pool.driver.recording_memory()
         self._plans: dict[int, Any] = {}
         self._capture = 0
+        self._ending = threading.RLock()  # for `free`: whoever ended it, and whoever finds it parked
 
     def keep(self, plan: Any) -> None:
         """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
@@ -165,33 +170,36 @@ class Recording:
         finally:
             del first, error, ending
 
-    def release(self) -> None:
-        """Give everything back; no launch of the graph is under way. Memory that arrays still use waits for them, parked."""
-        pool = self.pool
-        if pool._forked or pool._poison is not None:
-            keep_for_good(self)
-            return
-        driver = pool.driver
-        graph, self.graph = self.graph, None
-        steps: list[Callable[[], object]] = [] if graph is None else [graph.destroy]
-        steps += [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
-        steps.append(self._plans.clear)
-        with pool.on_device(self.device), driver.relaxed():
-            try:
-                do_all(steps)
-            finally:
-                if not self._memory.release():
-                    parked.append(self)
+    def free(self) -> bool:
+        """Give back what is not yet; whether all is. No launch of the graph is under way.
 
-    def _settle(self) -> bool:
-        """Give back the memory that arrays had which outlived the program; whether none is left."""
+        Whoever calls this has parked it before, for what an interrupt or a failing call leaves and for memory that arrays use.
+        """
         pool = self.pool
         if pool._forked or pool._poison is not None:
             keep_for_good(self)
             return True
+        with self._ending, pool.on_device(self.device), pool.driver.relaxed():
+            steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
+            try:
+                do_all([self._destroy_graph, self._destroy_event, *steps, self._plans.clear])
+            finally:
+                done = self._memory.release()
+            return done
+
+    def _destroy_graph(self) -> None:
+        graph, self.graph = self.graph, None
+        if graph is not None:
+            graph.destroy()
+
+    def _destroy_event(self) -> None:
+        event, self.event = self.event, None
+        if event is not None:
+            self.pool.device(self.device).scratch.destroy_event(event)
+
+    def _settle(self) -> bool:
         try:
-            with pool.on_device(self.device), pool.driver.relaxed():
-                return self._memory.release()
+            return self.free()
         except Exception:  # for a later try
             return False
 
@@ -252,7 +260,8 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
         return Program(name, recording, kept, inputs, outputs, home)
     except BaseException:
         outputs = None
-        recording.release()
+        parked.append(recording)
+        recording.free()
         raise
 
 

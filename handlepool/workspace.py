@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from handlepool.cleanup import do_all
+from handlepool.cleanup import do_all, take_each
 from handlepool.drivers.base import Driver
 from handlepool.errors import OutOfMemoryError
 from handlepool.regions import thread
@@ -207,7 +207,8 @@ class DeviceScratch:
 
     def free_recorded(self, capture: int) -> None:
         """Free what a program had; its graph is gone."""
-        do_all([partial(self.free, block) for block in self.recorded.pop(capture, [])])
+        do_all(partial(self.free, block) for block in take_each(self.recorded.get(capture, [])))
+        self.recorded.pop(capture, None)
 
     def free_captured(self) -> None:
         """Free what captures were given that are over; see `HandlePool.trim` for the risk."""

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import types
 import warnings
 from concurrent.futures import wait
 
@@ -132,6 +133,37 @@ def closed_late():
     return 0
 
 
+class Closing:
+    """Closes what it has in its destructor."""
+
+    def __init__(self, closed):
+        self.closed = closed
+
+    def __del__(self):
+        self.closed.close()
+
+
+def closed_by_a_destructor():
+    """A recorded program, closed as the interpreter ends, that a daemon thread is still about to launch."""
+    inside, never = threading.Event(), threading.Event()
+    program = handlepool.record(convolve, *arrays(handlepool.default_pool().driver))
+
+    def launch(pointer):
+        inside.set()
+        never.wait()
+
+    def body():
+        program.replay()
+        program._launch = launch
+        program.replay()
+
+    threading.Thread(target=body, daemon=True).start()
+    inside.wait(TIMEOUT)
+    module = sys.modules["closing"] = types.ModuleType("closing")  # this one is kept by the thread
+    module.closing = Closing(program)
+    return 0
+
+
 def cycles():
     """Streams, forks and executors in reference cycles, for the collector."""
     for _ in range(3):
@@ -236,6 +268,7 @@ PROGRAMS = {
         (busy_daemon_threads, 0),
         (return_code, 7),
         (closed_late, 0),
+        (closed_by_a_destructor, 0),
         (cycles, 0),
         (forked, 0),
         (multiprocessing_fork, 0),

@@ -8,6 +8,7 @@ after a close nothing is left. Guarantees 1, 11, 14, 15.
 import contextlib
 import functools
 import itertools
+import queue
 import threading
 import time
 
@@ -24,11 +25,11 @@ from handlepool import (
     OwnershipError,
     ParallelStates,
     PoolClosedError,
-    Program,
     devices,
     graph,
     record,
     regions,
+    turns,
 )
 from handlepool.drivers.host import HostDriver
 
@@ -39,7 +40,7 @@ def double(g, x):
 
 
 class WatchedLock:
-    """A lock that tells when a thread has to wait for it."""
+    """A lock that tells, through ``waits.release``, when a thread has to wait for it."""
 
     def __init__(self, lock, waits):
         self._lock = lock
@@ -217,114 +218,191 @@ def test_g5_a_close_that_takes_the_block_which_a_growth_would_retire_frees_it_on
     assert driver.alive()["scratch_bytes"] == 0
 
 
-class Meeting:
-    """A thread that replays a program without its lock, and another that uses it meanwhile."""
+class Worker:
+    """A thread that does one thing after another, so that a program can be biased towards it."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
+        self._jobs = queue.SimpleQueue()
+        self._thread = Thread(self._run)
+
+    def _run(self):
+        for job in iter(self._jobs.get, None):
+            job()
+
+    def begin(self, function):
+        """Let it do something; what waits for the end of that."""
+        done, errors = threading.Event(), []
+
+        def job():
+            try:
+                function()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        def finish():
+            assert done.wait(TIMEOUT), "the thread hangs"
+            if errors:
+                raise errors[0]
+
+        self._jobs.put(job)
+        return finish
+
+    def end(self):
+        self._jobs.put(None)
+        self._thread.finish()
+
+
+class Meeting:
+    """Two threads that use one program: another one is halted inside of its use while this one goes on.
+
+    It goes on there when this one has ended, or waits for it.
+    """
+
+    def __init__(self, monkeypatch, *, first):
         self.driver = HostDriver(scheduler="adversarial", check_order=True)
         self.pool = HandlePool(driver=self.driver)
-        self.streams = [self.driver.create_stream() for _ in range(2)]
-        self.came_to_a_stop = threading.Semaphore(0)
+        self.stream = self.driver.create_stream()
+        self.worker = Worker()
+        self.go, self.halted = threading.Event(), threading.Semaphore(0)
+        self.halts = None  # the thread that halts where it comes inside
+        self.finish = None  # waits for what the other thread does
         self.inside, self.met = [], []
-        with self.streams[0]:
-            self.x = self.driver.asarray(np.ones((4, 4), np.float32))
-            self.program = record(double, self.x, pool=self.pool)
-            self.program.replay()
-        monkeypatch.setattr("handlepool.program.sleep", self.wait)
+        with self.stream:
+            self.new = self.driver.asarray(np.full((4, 4), 5, np.float32))
+            self.program = record(double, self.driver.asarray(np.ones((4, 4), np.float32)), pool=self.pool)
+        program, use = self.program, functools.partial(self.use, "replay")
+        use() if first == "this" else self.worker.begin(use)()
+        assert program._turns.bias.thread == (threading.get_ident() if first == "this" else self.worker._thread.ident)
+        monkeypatch.setattr("handlepool.turns.sleep", lambda seconds: (self.release(), time.sleep(seconds)))
         monkeypatch.setattr(self.driver, "copy", self.alone(self.driver.copy))
-        monkeypatch.setattr(self.program, "_lock", WatchedLock(self.program._lock, self.came_to_a_stop))
-        monkeypatch.setattr(self.program, "_launch", self.alone(self.program._launch))
-        monkeypatch.setattr(self.program._recording, "release", self.alone(self.program._recording.release))
-        self.threads = []
-        self.second = None  # what another thread does inside of a launch
+        monkeypatch.setattr(program._turns, "_lock", WatchedLock(program._turns._lock, self))
+        monkeypatch.setattr(program, "_launch", self.alone(program._launch))
+        monkeypatch.setattr(program._recording, "free", self.alone(program._recording.free))
 
-    def wait(self, seconds):
-        self.came_to_a_stop.release()
-        time.sleep(seconds)
+    def release(self):
+        """This thread waits: whoever it waits for may go on."""
+        if threading.get_ident() == self.halts:
+            self.halted.release()
+        else:
+            self.go.set()
 
     def alone(self, function):
+        """A function that no two threads may be in at once."""
+
         def call(*args):
             self.met += self.inside
             self.inside.append(function.__name__)
             try:
-                if self.second is not None:
-                    second, self.second = self.second, None
-                    self.interrupt(second)
+                if threading.get_ident() == self.halts:
+                    self.halted.release()
+                    assert self.go.wait(TIMEOUT)
                 return function(*args)
             finally:
-                self.inside.pop()
+                self.inside.remove(function.__name__)
 
         return call
 
-    def interrupt(self, second):
-        def work():
-            try:
-                with self.streams[1]:
-                    getattr(self, second)()
-            finally:
-                self.came_to_a_stop.release()
-
-        self.threads.append(Thread(work))
-        assert self.came_to_a_stop.acquire(timeout=TIMEOUT)
-
-    def replay(self):
-        with contextlib.suppress(PoolClosedError, OwnershipError):  # closed, or being updated
-            self.program.replay()
+    def use(self, what):
+        with self.stream, contextlib.suppress(PoolClosedError, OwnershipError):  # it was closed, or is being updated
+            {"replay": self.program.replay, "update": self.update, "close": self.program.close}[what]()
 
     def update(self):
-        self.program.update(self.driver.asarray(np.full((4, 4), 5, np.float32)))
+        self.program.update(self.new)
 
-    def close(self):
-        self.program.close()
+    def begin(self, what):
+        def job():
+            self.halts = threading.get_ident()
+            try:
+                self.use(what)
+            finally:
+                self.halts = None
+                self.halted.release()
+
+        self.finish = self.worker.begin(job)
+        assert self.halted.acquire(timeout=TIMEOUT)
 
     def end(self):
-        for thread in self.threads:
-            thread.finish()
-        if not self.program.closed:
-            with self.streams[0]:
-                self.update()
-                self.replay()
-                assert (self.driver.asnumpy(self.program.outputs) == 10).all()
+        self.go.set()
+        if self.finish is not None:
+            self.finish()
+        self.worker.end()
+        if self.program.closed:
+            return
+        with self.stream:
+            self.program.update(self.new)
+            self.program.replay()
+            assert (self.driver.asnumpy(self.program.outputs) == 10).all()
         self.program.close()
         self.pool.close()
-        assert self.driver.alive() == {"handles": 0, "events": 0, "streams": 2, "scratch_bytes": 0}
+        assert self.driver.alive() == {"handles": 0, "events": 0, "streams": 1, "scratch_bytes": 0}
         assert not self.driver.order.found
 
 
-@pytest.mark.parametrize("second", ["replay", "update", "close"])
-def test_one_thread_at_every_line_of_a_replay_that_takes_no_lock(monkeypatch, second):
+def meet_at_every_line(monkeypatch, this, other, *, first):
+    """At the k-th line of this thread's use another one begins its own, for every k; who met whom inside, and how many lines."""
+    met = []
     for k in itertools.count(1):
-        meeting = Meeting(monkeypatch)
-        with meeting.streams[0]:
-            where = at_line(k, meeting.replay, functools.partial(meeting.interrupt, second))
-        assert not meeting.met, where
-        meeting.end()
-        if where is None:
-            break
-    assert k > 10
+        with monkeypatch.context() as patch:
+            meeting = Meeting(patch, first=first)
+            with contextlib.suppress(ContractError):  # for the controls: a graph that was destroyed, or an update without order
+                at_line(k, functools.partial(meeting.use, this), functools.partial(meeting.begin, other))
+            begun = meeting.finish is not None
+            with contextlib.suppress(ContractError):
+                meeting.end()
+            met += meeting.met
+        if not begun:
+            return met, k
 
 
-@pytest.mark.parametrize("second", ["replay", "update", "close"])
-def test_one_thread_in_a_launch_that_takes_no_lock_is_waited_for(monkeypatch, second):
-    meeting = Meeting(monkeypatch)
-    meeting.second = second
-    with meeting.streams[0]:
-        meeting.program.replay()
-        assert meeting.threads
+USES = ["replay", "update", "close"]
+
+
+@pytest.mark.parametrize("other", USES)
+def test_one_thread_inside_its_use_of_a_program_at_every_line_of_anothers_replay_without_a_lock(monkeypatch, other):
+    met, lines = meet_at_every_line(monkeypatch, "replay", other, first="this")
+    assert not met
+    assert lines > 10
+
+
+@pytest.mark.parametrize("this", USES)
+def test_one_thread_inside_its_launch_without_a_lock_at_every_line_of_anothers_use_of_a_program(monkeypatch, this):
+    met, lines = meet_at_every_line(monkeypatch, this, "replay", first="other")
+    assert not met
+    assert lines > 10
+
+
+@pytest.mark.parametrize("other", ["replay", "update"])  # a close lets go of the last stream before it frees
+def test_control_a_bias_that_is_not_taken_away_lets_two_threads_in(monkeypatch, other):
+    class Stubborn(turns.Turns):
+        bias = property(lambda self: self._kept, lambda self, bias: setattr(self, "_kept", getattr(self, "_kept", None) or bias))
+
+    monkeypatch.setattr("handlepool.program.Turns", Stubborn)
+    assert meet_at_every_line(monkeypatch, "replay", other, first="this")[0]
+
+
+@pytest.mark.parametrize("this", USES)
+def test_control_a_launch_that_is_not_announced_lets_two_threads_in(monkeypatch, this):
+    class Silent(turns.Bias):
+        launching = property(lambda self: False, lambda self, launching: None)
+
+    monkeypatch.setattr("handlepool.turns.Bias", Silent)
+    assert meet_at_every_line(monkeypatch, this, "replay", first="other")[0]
+
+
+def test_a_thread_whose_wait_for_a_launch_was_interrupted_waits_again(monkeypatch):
+    meeting = Meeting(monkeypatch, first="other")
+    meeting.begin("replay")
+
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("handlepool.turns.sleep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            meeting.use("replay")
+    meeting.use("replay")
+    meeting.use("replay")
     assert not meeting.met
     meeting.end()
-
-
-@pytest.mark.parametrize("second", ["replay", "update", "close"])
-def test_control_a_launch_that_is_not_announced_is_not_waited_for(monkeypatch, second):
-    class Silent(Program):
-        _launching = property(lambda self: 0, lambda self, thread: None)
-
-    meeting = Meeting(monkeypatch)
-    meeting.program.__class__ = Silent
-    meeting.second = second
-    with meeting.streams[0], contextlib.suppress(ContractError):  # a graph that was destroyed, or an update without order
-        meeting.program.replay()
-    for thread in meeting.threads:
-        thread.finish()
-    assert meeting.met == ["launch"]

@@ -8,6 +8,7 @@ import ctypes
 import os
 import threading
 import time
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -233,6 +234,41 @@ def in_threads():
         return [value for value, _ in outcomes]
 
     return run
+
+
+@pytest.fixture
+def captured_elsewhere(stream, kernels):
+    """``with captured_elsewhere():`` another thread captures, in the strictest mode; the graph is right in the end."""
+    import cupy
+
+    @contextmanager
+    def capturing():
+        array = kernels.full(1 << 12, 0)
+        begun, done = threading.Event(), threading.Event()
+        graphs = []
+
+        def other():
+            with cupy.cuda.Stream(non_blocking=True) as own:
+                own.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+                try:
+                    kernels.write(array, 3)
+                    begun.set()
+                    done.wait(6 * LIMIT)
+                finally:
+                    graphs.append(own.end_capture())
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert begun.wait(LIMIT)
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(LIMIT)
+        graphs[0].launch(stream)
+        assert (array.get() == 3).all()
+
+    return capturing
 
 
 @pytest.fixture(scope="session")

@@ -352,21 +352,7 @@ def test_a_program_is_replayed_on_its_own_device(pool, stream, images, weights):
             program.replay(other)
 
 
-def test_captures_of_other_threads_survive_records_updates_replays_and_closes(pool, stream, images, weights, kernels):
-    array = kernels.full(N, 0)
-    begun, done = threading.Event(), threading.Event()
-    graphs = []
-
-    def other():
-        with cupy.cuda.Stream(non_blocking=True) as own:
-            own.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
-            try:
-                kernels.write(array, 3)
-                begun.set()
-                done.wait(ALL)
-            finally:
-                graphs.append(own.end_capture())
-
+def test_captures_of_other_threads_survive_records_updates_replays_and_closes(pool, stream, images, weights, captured_elsewhere):
     out, calls = conv(images[0], weights), []
 
     def recorded(x, w):
@@ -386,16 +372,8 @@ def test_captures_of_other_threads_survive_records_updates_replays_and_closes(po
         program.close()
 
     body()
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert begun.wait(ALL)
-    try:
+    with captured_elsewhere():
         body()
-    finally:
-        done.set()
-        thread.join(ALL)
-    graphs[0].launch(stream)
-    assert (array.get() == 3).all()
 
 
 def test_a_program_gives_its_memory_back_after_its_outputs(pool, stream):

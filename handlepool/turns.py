@@ -1,0 +1,95 @@
+"""Turns at what one thread uses at a time: the graph and the memory of a program."""
+
+import threading
+from collections.abc import Callable
+from threading import get_ident
+from time import sleep
+from typing import Any
+
+from handlepool.errors import OwnershipError
+
+
+class Bias:
+    """Who may replay without the lock, and whether it does just now."""
+
+    __slots__ = ("launching", "thread")
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self.launching = False
+
+
+class Turns:
+    """One use of a program at a time.
+
+    Whoever uses the program holds the lock. That costs 0.2 microseconds, so the thread that used it last may launch without (a
+    biased lock): it says in its `bias` that it launches, *then* looks whether that is still the program's bias. Whoever has the
+    lock takes the bias away, *then* looks whether it launches, and waits for that. Whatever the order in which the two run, one
+    of them sees the other. Each bias is a new object, so none comes back that was taken away.
+
+    A finaliser that the collector runs inside a use cannot wait for its own thread, and is refused; one that comes before
+    anything was done finds a free program. The lock is taken by ``with`` alone: CPython to 3.13 delivers no interrupt between the
+    taking of it and the block, as it does after a call of `acquire`.
+
+    Parameters
+    ----------
+    name : str
+        For messages.
+
+    Attributes
+    ----------
+    bias : Bias or None
+        None while somebody holds the lock.
+    """
+
+    __slots__ = ("_busy", "_former", "_lock", "_name", "_user", "bias")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.RLock()
+        self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated or closed
+        self._user = 0  # the thread that holds the lock, or held it last
+        self._former: Bias | None = None  # what was taken away last
+        self.bias: Bias | None = None
+
+    def take(self, what: str, act: Callable[..., Any], *args: Any) -> Any:
+        """Do something while no other thread uses the program.
+
+        Raises
+        ------
+        OwnershipError
+            While another thread updates, but for a close, which waits; in a finaliser inside another use.
+        """
+        thread = get_ident()
+        for bias in (self.bias, self._former):  # `_former` is set first, so that one of the two is what this thread launches with
+            if bias is not None and bias.launching and bias.thread == thread:
+                self._refuse_inside("replayed")
+        if self._busy == "updated" and self._user != thread and what != "closed":
+            # Another thread's launch is short, and is waited for; an update is for its own thread to order.
+            raise OwnershipError(
+                f"{self._name} is being updated by another thread: whether a replay would see the old values or the new ones is "
+                f"for the program to say, so let one thread do both, or use a lock of your own"
+            )
+        own, granted = Bias(thread), None
+        with self._lock:
+            if self._busy is not None:
+                self._refuse_inside(self._busy)
+            try:
+                self._busy, self._user = what, thread
+                if self.bias is not None:
+                    self._former = self.bias
+                    self.bias = None
+                pause = 0.0
+                while self._former is not None and self._former.launching:
+                    sleep(pause)
+                    pause = min(pause + 1e-6, 1e-3)  # a launch may have to wait for the GPU, with its queue full
+                granted = own
+                return act(*args)
+            finally:  # no bias where the wait was interrupted: the next one waits for `_former`, too
+                self.bias, self._busy = granted, None
+
+    def _refuse_inside(self, what: str) -> None:
+        raise OwnershipError(
+            f"{self._name} is being {what} by this very thread, and this call comes from a finaliser that Python runs meanwhile: "
+            f"do it later"
+        )
