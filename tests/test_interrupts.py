@@ -73,9 +73,12 @@ def interrupted_at(k):
         scene.driver.synchronize_stream(scene.stream.ptr)
         fork = forks(scene, [scene.array(1) for _ in range(2)], outs := [scene.array() for _ in range(2)])
         outs = list(outs)
-        where = ""
-        with contextlib.suppress(KeyboardInterrupt):  # a destructor does as well
-            where = at_line(k, fork, interrupt)
+        where, lost = "", 1
+        try:
+            where = at_line(k, fork, interrupt)  # where a destructor lost it, too
+        except KeyboardInterrupt as error:
+            if line_of(error) == "fork._sides.free.extend(leased)":  # where only a tracer can interrupt: nothing is called before
+                lost = 2
         del fork
         gc.collect()
         thread.region, thread.pool = None, None
@@ -85,10 +88,10 @@ def interrupted_at(k):
         for _ in range(3):
             regions.settle(most=1000)
         assert_usable(scene.pool)
-        assert scene.pool.stats()["handles_leased"] <= 1
+        assert scene.pool.stats()["handles_leased"] <= lost
         del later
         scene.pool.close()
-        assert scene.driver.alive()["handles"] <= 1
+        assert scene.driver.alive()["handles"] <= lost
         return where is not None
 
 
@@ -96,7 +99,7 @@ def test_g8_an_interrupt_at_every_line_of_a_fork_gives_nobody_what_a_branch_stil
     for k in itertools.count(1):
         if not interrupted_at(k):
             break
-    assert k > 200
+    assert k > 400
 
 
 def test_an_interrupt_at_every_line_of_a_first_use_costs_a_handle_and_a_block_at_most_and_the_pool_goes_on():
@@ -203,18 +206,19 @@ def test_interrupts_as_python_delivers_them_leave_a_program_free(use):
             while True:
                 call()
 
-        before = signal.signal(signal.SIGALRM, lambda *_: interrupt())
+        before = signal.signal(signal.SIGVTALRM, lambda *_: interrupt())
         try:
             for number in range(500):
                 with contextlib.suppress(KeyboardInterrupt):
-                    signal.setitimer(signal.ITIMER_REAL, 1e-4 + number * 1e-7)
+                    signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4 + number * 1e-7, 0.1)  # again, where a destructor loses it
                     repeat()
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
                 assert not program._turns._lock._is_owned()
                 assert program._turns._busy is None
                 assert not getattr(program._turns.bias, "launching", False)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
 
 
 TWO_STEPS = """
