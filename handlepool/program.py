@@ -57,7 +57,8 @@ class Program:
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Any] = driver.current_stream
         self._is_capturing = driver.is_capturing
-        self._launch = graph.launch
+        self._launch_on = graph.launch
+        self._launch: Callable[[], None] = partial(graph.launch, home.pointer)
         # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
         # None for any other stream, which may be gone by then: the event is recorded after each use.
         self._last: Any = None
@@ -118,20 +119,21 @@ class Program:
         if self._pool.unusable:
             self._pool._check_usable()
         current = self._current_stream() if stream is None else stream
-        bias = self._turns.bias
+        turns = self._turns
+        bias = turns.bias
         if bias is not None and bias.thread == get_ident() and not bias.launching:
             try:
                 bias.launching = True
                 # While the bias is this one, no other thread changes what follows. A closed program has no last stream.
                 if (
-                    self._turns.bias is bias
+                    turns.bias is bias
                     and current is self._last
                     and ((self._bound and stream is None) or self._current_device() == self.device)
                 ):
                     pointer = self._pointer
                     if pointer and self._is_capturing(pointer):
                         raise _capturing(pointer)
-                    self._launch(pointer)
+                    self._launch()
                     return
             except Exception as error:
                 self._explain(error)
@@ -162,7 +164,7 @@ class Program:
 
     def _replay(self, stream: Any) -> None:
         self._follow(stream)
-        self._enqueue([partial(self._launch, self._pointer)])
+        self._enqueue([self._launch])
 
     def _update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._recording is None:
@@ -237,8 +239,10 @@ class Program:
         last = None if reference.pointer == PER_THREAD_STREAM else reference.stream
         # A stream of one device is current on no other: that it is current says which device is.
         bound = getattr(last, "device_id", -1) == self.device
+        launch = partial(self._launch_on, reference.pointer)  # quicker to call than to be given the pointer each time
         # No call in between, after which an interrupt could come.
-        self._last, self._pointer, self._owner, self._bound = last, reference.pointer, reference.owner, bound
+        self._last, self._pointer, self._owner = last, reference.pointer, reference.owner
+        self._bound, self._launch = bound, launch
 
     # The end
 
@@ -278,9 +282,9 @@ class Program:
 
     def _let_go(self) -> tuple[Any, ...]:
         recording = self._recording
-        held = recording, self._kept, self._inputs, self._outputs, self._last, self._owner, self._launch
+        held = recording, self._kept, self._inputs, self._outputs, self._last, self._owner, self._launch, self._launch_on
         self._recording = self._last = self._owner = None
-        self._kept = self._inputs = self._outputs = self._launch = None  # type: ignore[assignment]
+        self._kept = self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
         if recording is not None:
             parked.append(recording)  # what an interrupt or a failing call leaves, whoever finds it there gives back
         return held

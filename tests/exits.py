@@ -148,7 +148,7 @@ def closed_by_a_destructor():
     inside, never = threading.Event(), threading.Event()
     program = handlepool.record(convolve, *arrays(handlepool.default_pool().driver))
 
-    def launch(pointer):
+    def launch():
         inside.set()
         never.wait()
 

@@ -293,14 +293,14 @@ class Meeting:
 
         def call(*args):
             self.met += self.inside
-            self.inside.append(function.__name__)
+            self.inside.append(function)
             try:
                 if threading.get_ident() == self.halts:
                     self.halted.release()
                     assert self.go.wait(TIMEOUT)
                 return function(*args)
             finally:
-                self.inside.remove(function.__name__)
+                self.inside.remove(function)
 
         return call
 

@@ -198,7 +198,7 @@ def test_an_interrupt_at_every_line_of_a_build_keeps_nobody_waiting():
 def test_interrupts_as_python_delivers_them_leave_a_program_free(use):
     with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
         program = handlepool.record(lambda x: scene.plus(x, 1), scene.array(1), pool=scene.pool)
-        program._launch = lambda pointer: None
+        program._launch = lambda: None
         scene.driver.copy = lambda target, source: None
         call = program.replay if use == "replay" else functools.partial(program.update, scene.array(5))
 

@@ -38,6 +38,8 @@ SPARED = (  # where only a tracer can interrupt: nothing is called before, or a 
     "bias.launching = False",
     "if self._last is None:",
     "self._driver.record_event(self._event",
+    "self._last, self._pointer, self._owner = ",
+    "self._bound, self._launch = ",
     "self._recording = ",
     "self._kept = ",
     "if recording is not None:",
