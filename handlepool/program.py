@@ -1,6 +1,8 @@
 """Programs: what a function gives to streams, recorded once and replayed with one launch (a CUDA graph)."""
 
+import atexit
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
@@ -72,6 +74,7 @@ class Program:
         if self._last is None:
             driver.record_event(self._event, home.pointer)
         self._recording = recording
+        _open.add(self)
 
     @property
     def outputs(self) -> Any:
@@ -320,6 +323,24 @@ class Program:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+_open: weakref.WeakSet[Program] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    """Drop the plans before the interpreter ends: cuDNN's binding would print those as leaked that daemon threads keep alive.
+
+    No thread replays without them: whoever comes waits for its turn, and ends with the process. Nothing else is given back.
+    """
+    for program in list(_open):
+        recording = program._recording
+        if recording is not None and not program._pool._forked and program._turns.take_for_good():
+            keep_for_good(program._let_go())
+            recording.drop_plans()
+
+
+atexit.register(_at_exit)
 
 
 def _capturing(pointer: int) -> CaptureError:

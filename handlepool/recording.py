@@ -62,6 +62,10 @@ class Recording:
         """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
         self._plans[id(plan)] = plan
 
+    def drop_plans(self) -> None:
+        """Let go of the plans; the graph is not launched any more."""
+        self._plans.clear()
+
     @property
     def nbytes(self) -> int:
         """Bytes of device memory for arrays and scratch."""
@@ -182,7 +186,7 @@ class Recording:
         with self._ending, pool.on_device(self.device), pool.driver.relaxed():
             steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
             try:
-                do_all([self._destroy_graph, self._destroy_event, *steps, self._plans.clear])
+                do_all([self._destroy_graph, self._destroy_event, *steps, self.drop_plans])
             finally:
                 done = self._memory.release()
             return done

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from threading import get_ident
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 from handlepool.errors import OwnershipError
@@ -76,9 +76,7 @@ class Turns:
                 self._refuse_inside(self._busy)
             try:
                 self._busy, self._user = what, thread
-                if self.bias is not None:
-                    self._former = self.bias
-                    self.bias = None
+                self._take_bias()
                 pause = 0.0
                 while self._former is not None and self._former.launching:
                     sleep(pause)
@@ -87,6 +85,27 @@ class Turns:
                 return act(*args)
             finally:  # no bias where the wait was interrupted: the next one waits for `_former`, too
                 self.bias, self._busy = granted, None
+
+    def take_for_good(self) -> bool:
+        """Take the lock and keep it, at exit; daemon threads that come wait until the process ends.
+
+        Returns
+        -------
+        bool
+            False where one of them stays inside, for a second.
+        """
+        if not self._lock.acquire(timeout=1):
+            return False
+        self._take_bias()
+        deadline = monotonic() + 1
+        while self._former is not None and self._former.launching and monotonic() < deadline:
+            sleep(1e-4)
+        return self._former is None or not self._former.launching
+
+    def _take_bias(self) -> None:
+        if self.bias is not None:
+            self._former = self.bias
+            self.bias = None
 
     def _refuse_inside(self, what: str) -> None:
         raise OwnershipError(
