@@ -1,5 +1,7 @@
 """Guarantees 6 and 7 on a GPU: a fork orders, and its branches are concurrent."""
 
+import threading
+
 import pytest
 
 import handlepool
@@ -214,9 +216,16 @@ def test_g7_a_convolution_finishes_while_its_sibling_is_held_back(pool, stream, 
 def test_g7_a_task_has_its_result_while_a_branch_and_another_task_are_held_back(pool, stream, kernels, latch, comes_to_pass):
     x = kernels.full(N, 1)
     stream.synchronize()
+    begun = threading.Event()  # or the same worker could run both tasks, on one stream
 
     def held():
         latch.hold()
+        y = kernels.copy(x)
+        assert begun.wait(10)  # seconds, of what is expected to happen
+        return y
+
+    def free():
+        begun.set()
         return kernels.copy(x)
 
     with ParallelStateExecutor(2, pool=pool) as executor:
@@ -225,7 +234,7 @@ def test_g7_a_task_has_its_result_while_a_branch_and_another_task_are_held_back(
             with submitters[0]:
                 waiting = executor.submit(held)
             with submitters[1]:
-                result = executor.submit(kernels.copy, x).result()
+                result = executor.submit(free).result()
                 assert comes_to_pass(submitters[1])
                 assert (result.get() == 1).all()
             with submitters[0]:
