@@ -1,11 +1,14 @@
 """Programs: what a function gives to streams, recorded once and replayed with one launch (a CUDA graph)."""
 
 import atexit
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from threading import get_ident
+from time import monotonic, sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +77,8 @@ class Program:
         if self._last is None:
             driver.record_event(self._event, home.pointer)
         self._recording = recording
-        _open.add(self)
+        number = next(_numbers)
+        _open[number] = weakref.ref(self, lambda _: _open.pop(number, None))
 
     @property
     def outputs(self) -> Any:
@@ -252,7 +256,8 @@ class Program:
     def close(self) -> None:
         """Wait for the last replay, then give back the graph, scratch and memory. Idempotent.
 
-        Outputs that somebody holds stay valid; their memory goes back after them.
+        Outputs that somebody holds stay valid; their memory goes back after them. In a destructor, let go of the program instead:
+        it may run inside another program's launch, for which the thread waits that has this one.
 
         Raises
         ------
@@ -266,8 +271,8 @@ class Program:
     def _end(self, *, wait: bool, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> bool:
         pool = self._pool
         # Nothing can be given back (guarantee 13), nor the lock be trusted: whoever has it may be gone.
-        if pool._forked or pool._poison is not None or _is_finalizing():
-            keep_for_good(self._let_go())
+        if pool._forked or pool._poison is not None or _exiting or _is_finalizing():
+            keep_for_good(self._let_go(park=False))
             return True
         return bool(self._use("closed", self._give_back, wait))
 
@@ -279,18 +284,37 @@ class Program:
             if not self._passed(wait=wait):
                 return False
             with self._driver.relaxed():
-                self._let_go()
-                recording.free()
+                self._let_go(park=True)
+                if recording.free():
+                    with suppress(ValueError):  # another thread has it in hand
+                        parked.remove(recording)
         return True
 
-    def _let_go(self) -> tuple[Any, ...]:
+    def _let_go(self, *, park: bool) -> tuple[Any, ...]:
         recording = self._recording
         held = recording, self._kept, self._inputs, self._outputs, self._last, self._owner, self._launch, self._launch_on
         self._recording = self._last = self._owner = None
         self._kept = self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
-        if recording is not None:
+        if park and recording is not None:
             parked.append(recording)  # what an interrupt or a failing call leaves, whoever finds it there gives back
         return held
+
+    def _end_at_exit(self, deadline: float) -> None:
+        """Drop the plans before the interpreter ends: cuDNN's binding would print those as leaked that daemon threads keep alive.
+
+        No thread replays without them: whoever comes waits for its turn, and ends with the process. Nothing else is given back.
+        """
+        recording = self._recording
+        if recording is None or self._pool._forked or not self._turns.take_for_good(deadline):
+            return
+        if self._pool._poison is None:
+            with self._pool.on_device(self.device):
+                while not self._passed(wait=False):
+                    if monotonic() > deadline:
+                        return
+                    sleep(1e-4)
+        keep_for_good(self._let_go(park=False))
+        recording.drop_plans()
 
     def _passed(self, *, wait: bool) -> bool:
         """Whether the last use of the memory has, waiting for it if need be."""
@@ -325,19 +349,20 @@ class Program:
         self.close()
 
 
-_open: weakref.WeakSet[Program] = weakref.WeakSet()
+_numbers = itertools.count()
+_open: dict[int, weakref.ref[Program]] = {}  # of the programs that were made; copied in one step, whatever other threads do
+_exiting: list[bool] = []
 
 
 def _at_exit() -> None:
-    """Drop the plans before the interpreter ends: cuDNN's binding would print those as leaked that daemon threads keep alive.
-
-    No thread replays without them: whoever comes waits for its turn, and ends with the process. Nothing else is given back.
-    """
-    for program in list(_open):
-        recording = program._recording
-        if recording is not None and not program._pool._forked and program._turns.take_for_good():
-            keep_for_good(program._let_go())
-            recording.drop_plans()
+    programs = [reference() for reference in list(_open.values())]
+    programs += [entry for entry in list(parked) if isinstance(entry, Program)]  # the collector clears references before
+    deadline = monotonic() + 1
+    for program in programs:
+        if program is not None:
+            with suppress(Exception):  # nobody is left who could do something about it
+                program._end_at_exit(deadline)
+    _exiting.append(True)
 
 
 atexit.register(_at_exit)

@@ -202,10 +202,14 @@ class Recording:
             self.pool.device(self.device).scratch.destroy_event(event)
 
     def _settle(self) -> bool:
+        if not self._ending.acquire(blocking=False):  # by whoever gives it back just now
+            return False
         try:
             return self.free()
         except Exception:  # for a later try
             return False
+        finally:
+            self._ending.release()
 
 
 def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None = None, **kwargs: Any) -> Program:

@@ -24,12 +24,13 @@ class Turns:
 
     Whoever uses the program holds the lock. That costs 0.2 microseconds, so the thread that used it last may launch without (a
     biased lock): it says in its `bias` that it launches, *then* looks whether that is still the program's bias. Whoever has the
-    lock takes the bias away, *then* looks whether it launches, and waits for that. Whatever the order in which the two run, one
-    of them sees the other. Each bias is a new object, so none comes back that was taken away.
+    lock takes the bias away, *then* looks whether it launches, and waits for that. Whatever the order in which the two run (under
+    the GIL, stores come to pass in the order they are written), one of them sees the other. Each bias is a new object, so none
+    comes back that was taken away.
 
-    A finaliser that the collector runs inside a use cannot wait for its own thread, and is refused; one that comes before
-    anything was done finds a free program. The lock is taken by ``with`` alone: CPython to 3.13 delivers no interrupt between the
-    taking of it and the block, as it does after a call of `acquire`.
+    A finaliser that the collector runs inside a use of the same program cannot wait for its own thread, and is refused; one that
+    comes before anything was done finds a free program. The lock is taken by ``with`` alone: CPython to 3.13 delivers no
+    interrupt between the taking of it and the block, as it does after a call of `acquire`.
 
     Parameters
     ----------
@@ -86,21 +87,27 @@ class Turns:
             finally:  # no bias where the wait was interrupted: the next one waits for `_former`, too
                 self.bias, self._busy = granted, None
 
-    def take_for_good(self) -> bool:
-        """Take the lock and keep it, at exit; daemon threads that come wait until the process ends.
+    def take_for_good(self, deadline: float) -> bool:
+        """Take the lock and keep it, at exit: daemon threads that come wait until the process ends.
+
+        Parameters
+        ----------
+        deadline : float
+            By the monotonic clock, in seconds.
 
         Returns
         -------
         bool
-            False where one of them stays inside, for a second.
+            False where one of them stays inside until then.
         """
-        if not self._lock.acquire(timeout=1):
+        if not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
             return False
         self._take_bias()
-        deadline = monotonic() + 1
-        while self._former is not None and self._former.launching and monotonic() < deadline:
+        while self._former is not None and self._former.launching:
+            if monotonic() > deadline:
+                return False
             sleep(1e-4)
-        return self._former is None or not self._former.launching
+        return True
 
     def _take_bias(self) -> None:
         if self.bias is not None:

@@ -190,6 +190,25 @@ def inside_a_launch():
     return 0
 
 
+def records_of_daemon_threads():
+    """Daemon threads that record, replay and drop programs while the interpreter ends."""
+    ready = threading.Barrier(THREADS + 1)
+    operands = arrays(handlepool.default_pool().driver)
+    sys.setswitchinterval(1e-5)
+
+    def body():
+        kept = [handlepool.record(convolve, *operands) for _ in range(50)]
+        ready.wait(TIMEOUT)
+        while True:
+            kept[-1].replay()
+            kept.append(handlepool.record(convolve, *operands))
+
+    for _ in range(THREADS):
+        threading.Thread(target=body, daemon=True).start()
+    ready.wait(TIMEOUT)
+    return 0
+
+
 def cycles():
     """Streams, forks and executors in reference cycles, for the collector."""
     for _ in range(3):
@@ -303,9 +322,9 @@ PROGRAMS = {
 }
 """Each with the return code that it asks for."""
 
-STUCK = {"inside_a_launch": (inside_a_launch, 0)}
-"""On a GPU it ends all the same, but cuDNN's binding prints what the thread keeps alive."""
+ON_THE_HOST = {program.__name__: (program, 0) for program in (inside_a_launch, records_of_daemon_threads)}
+"""On a GPU they end all the same, but cuDNN's binding prints what a thread keeps alive that does not come back."""
 
 if __name__ == "__main__":
     faulthandler.enable()
-    sys.exit((PROGRAMS | STUCK)[sys.argv[1]][0]())
+    sys.exit((PROGRAMS | ON_THE_HOST)[sys.argv[1]][0]())

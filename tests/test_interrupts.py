@@ -38,6 +38,7 @@ def abandoned():
     yield
     regions.settle(most=1000)
     regions._abandoned.clear()
+    regions.elsewhere.clear()  # an interrupt as a branch begins leaves its pool there, where it costs others time and no more
 
 
 def forks(scene, box, outs):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from exits import PROGRAMS, STUCK
+from exits import ON_THE_HOST, PROGRAMS
 
 SCRIPT = Path(__file__).with_name("exits.py")
 
@@ -18,8 +18,8 @@ def run(name):
     )
 
 
-@pytest.mark.parametrize("name", PROGRAMS | STUCK)
+@pytest.mark.parametrize("name", PROGRAMS | ON_THE_HOST)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_g10_g13_a_process_ends_with_its_own_return_code_and_nothing_on_standard_error(name):
     done = run(name)
-    assert (done.returncode, done.stderr) == ((PROGRAMS | STUCK)[name][1], "")
+    assert (done.returncode, done.stderr) == ((PROGRAMS | ON_THE_HOST)[name][1], "")

@@ -42,7 +42,7 @@ SPARED = (  # where only a tracer can interrupt: nothing is called before, or a 
     "self._bound, self._launch = ",
     "self._recording = ",
     "self._kept = ",
-    "if recording is not None:",
+    "if park and recording is not None:",
     "parked.append(recording)",
 )
 
@@ -52,6 +52,7 @@ def abandoned():
     """What is let go of never is let go of after the test."""
     yield
     regions._abandoned.clear()
+    regions.elsewhere.clear()
 
 
 def recorded(scene, stream):
