@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import get_ident
-from time import monotonic, sleep
+from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -307,12 +307,6 @@ class Program:
         recording = self._recording
         if recording is None or self._pool._forked or not self._turns.take_for_good(deadline):
             return
-        if self._pool._poison is None:
-            with self._pool.on_device(self.device):
-                while not self._passed(wait=False):
-                    if monotonic() > deadline:
-                        return
-                    sleep(1e-4)
         keep_for_good(self._let_go(park=False))
         recording.drop_plans()
 
@@ -360,8 +354,7 @@ def _at_exit() -> None:
     deadline = monotonic() + 1
     for program in programs:
         if program is not None:
-            with suppress(Exception):  # nobody is left who could do something about it
-                program._end_at_exit(deadline)
+            program._end_at_exit(deadline)
     _exiting.append(True)
 
 
