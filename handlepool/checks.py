@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from handlepool.drivers.base import Driver, Executable, Handle
+from handlepool.drivers.base import Driver
+from handlepool.drivers.objects import Executable, Handle
 from handlepool.errors import ContractError, OwnershipError
 from handlepool.regions import thread
 from handlepool.slots import Slot

@@ -10,7 +10,8 @@ from typing import Any
 
 from handlepool.cleanup import do_all, take_each
 from handlepool.condition import diagnose
-from handlepool.drivers.base import PER_THREAD_STREAM, Driver, Handle
+from handlepool.drivers.base import PER_THREAD_STREAM, Driver
+from handlepool.drivers.objects import Handle
 from handlepool.errors import OutOfMemoryError
 from handlepool.events import Events
 from handlepool.regions import parked

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from handlepool.drivers.base import Executable
+from handlepool.drivers.objects import Executable
 from handlepool.errors import ArgumentError
 from handlepool.integers import as_integer
 from handlepool.layouts import Layout

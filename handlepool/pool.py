@@ -28,7 +28,8 @@ from handlepool import condition, drivers
 from handlepool.checks import CheckedDriver, CheckedSlot
 from handlepool.cleanup import do_all
 from handlepool.devices import DeviceSlots
-from handlepool.drivers.base import Driver, Handle
+from handlepool.drivers.base import Driver
+from handlepool.drivers.objects import Handle
 from handlepool.integers import at_least
 from handlepool.plan_cache import PlanCache
 from handlepool.slots import Slot, hits, place, placed, unplace

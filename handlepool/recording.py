@@ -14,7 +14,8 @@ from handlepool.callers import in_torch, torch_among
 from handlepool.cleanup import do_all
 from handlepool.condition import diagnose
 from handlepool.defaults import current_pool
-from handlepool.drivers.base import LEGACY_STREAM, RecordedGraph
+from handlepool.drivers.base import LEGACY_STREAM
+from handlepool.drivers.objects import RecordedGraph
 from handlepool.errors import ArgumentError, CaptureError, StateBusyError
 from handlepool.inputs import Inputs
 from handlepool.pool import HandlePool

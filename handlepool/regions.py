@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from handlepool.drivers.base import Driver, Stream
+from handlepool.drivers.base import Driver
+from handlepool.drivers.objects import Stream
 
 T = TypeVar("T")
 

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from handlepool.cleanup import do_all
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver
+from handlepool.drivers.objects import Handle, Stream
 from handlepool.integers import at_least
 from handlepool.workspace import EMPTY, Block, DeviceScratch, Workspace
 

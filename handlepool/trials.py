@@ -13,7 +13,7 @@ from typing import Any
 
 from handlepool.cleanup import do_all
 from handlepool.condition import diagnose
-from handlepool.drivers.base import RecordedGraph
+from handlepool.drivers.objects import RecordedGraph
 from handlepool.errors import GraphNotSupportedError, HandlePoolError, OutOfMemoryError, StateBusyError
 from handlepool.plan import Plan
 from handlepool.pool import HandlePool

@@ -18,8 +18,9 @@ from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers import frontend, recorded, shared
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Handle, Stream
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.drivers.executable import CudaExecutable, new_buffer
+from handlepool.drivers.objects import Handle, Stream
 from handlepool.drivers.views import HOST, UNKNOWN, View
 from handlepool.errors import ArrayTypeError, CaptureError
 

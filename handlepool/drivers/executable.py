@@ -8,7 +8,8 @@ from typing import Any
 import cudnn
 
 from handlepool.drivers import shortcuts
-from handlepool.drivers.base import Driver, Handle, check_operands
+from handlepool.drivers.base import Driver, check_operands
+from handlepool.drivers.objects import Handle
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 
 MOST_OPERANDS = 64

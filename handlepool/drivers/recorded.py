@@ -61,11 +61,11 @@ class CudaGraph:
         self.launch: Callable[[int], None] = partial(runtime.graphLaunch, self._executable)
 
     def upload(self, pointer: int) -> None:
-        """See `handlepool.drivers.base.RecordedGraph`."""
+        """See `handlepool.drivers.objects.RecordedGraph`."""
         runtime.graphUpload(self._executable, pointer)
 
     def destroy(self) -> None:
-        """See `handlepool.drivers.base.RecordedGraph`."""
+        """See `handlepool.drivers.objects.RecordedGraph`."""
         executable, self._executable = self._executable, 0
         pointer, self.pointer = self.pointer, 0
         if executable:
@@ -86,7 +86,7 @@ class CudaRecordingMemory:
         self._devices: set[int] = set()
 
     def allocator(self, nbytes: int) -> Any:
-        """See `handlepool.drivers.base.RecordingMemory`."""
+        """See `handlepool.drivers.objects.RecordingMemory`."""
         with self._relaxed():
             self._devices.add(runtime.getDevice())
             try:
@@ -97,11 +97,11 @@ class CudaRecordingMemory:
 
     @property
     def nbytes(self) -> int:
-        """See `handlepool.drivers.base.RecordingMemory`."""
+        """See `handlepool.drivers.objects.RecordingMemory`."""
         return sum(self._on_each(self._pool.total_bytes))
 
     def release(self) -> bool:
-        """See `handlepool.drivers.base.RecordingMemory`."""
+        """See `handlepool.drivers.objects.RecordingMemory`."""
         self._on_each(self._pool.free_all_blocks)
         return not sum(self._on_each(self._pool.used_bytes))
 

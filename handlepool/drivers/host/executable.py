@@ -20,7 +20,7 @@ from handlepool.errors import ArgumentError, ContractError
 
 
 class HostExecutable:
-    """A planned graph of one device, as `handlepool.drivers.base.Executable`."""
+    """A planned graph of one device, as `handlepool.drivers.objects.Executable`."""
 
     candidates = 1
 
@@ -56,7 +56,7 @@ class HostExecutable:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """Queue the steps on the handle's stream; see `handlepool.drivers.base.Executable.launch`."""
+        """Queue the steps on the handle's stream; see `handlepool.drivers.objects.Executable.launch`."""
         self._check_operands(self.engine, self.device, operands)
         if check is not None:
             check([address_of(array) for array in operands])

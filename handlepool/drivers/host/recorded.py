@@ -14,7 +14,7 @@ __all__ = ["RecordedGraph", "RecordingMemory", "Recordings"]
 
 
 class RecordedGraph:
-    """A `HostGraph` as `handlepool.drivers.base.RecordedGraph`."""
+    """A `HostGraph` as `handlepool.drivers.objects.RecordedGraph`."""
 
     def __init__(self, graph: HostGraph, table: StreamTable, note: Callable[[str], None]) -> None:
         self.graph = graph
@@ -43,7 +43,7 @@ class RecordedGraph:
 
 
 class RecordingMemory:
-    """Arenas of one recording, as `handlepool.drivers.base.RecordingMemory`."""
+    """Arenas of one recording, as `handlepool.drivers.objects.RecordingMemory`."""
 
     def __init__(self, table: StreamTable) -> None:
         self._table = table
