@@ -6,6 +6,7 @@ Afterwards, what comes next is ordered after what was enqueued, and nothing leak
 import contextlib
 import gc
 import itertools
+from collections import deque
 
 import pytest
 from accounts import RESTORES
@@ -14,7 +15,7 @@ from scenes import Scene
 from test_interrupts import interrupt, line_of
 
 import handlepool
-from handlepool import CaptureError, ContractError, DeviceMismatchError, HandlePoolError, PoisonedContextError, regions
+from handlepool import CaptureError, ContractError, DeviceMismatchError, HandlePoolError, PoisonedContextError, Program, regions
 from handlepool.drivers.host import HostDriver
 
 # What is raised in a destructor is lost, as Python says it is.
@@ -144,6 +145,24 @@ def test_g6_after_an_interrupt_at_any_line_of_a_use_the_next_one_is_ordered(last
         if where is None:
             break
     assert k > 20
+
+
+def test_g6_control_a_use_whose_end_is_marked_only_where_it_succeeds_is_caught(monkeypatch):
+    def enqueue(program, steps):
+        for step in steps:
+            step()
+        if program._last is None:
+            program._driver.record_event(program._event, program._pointer)
+
+    monkeypatch.setattr(Program, "_enqueue", enqueue)
+    with pytest.raises(ContractError, match="not ordered"):
+        test_g6_after_any_call_of_a_use_that_fails_the_next_one_is_ordered("own", "per-thread", "update")
+
+
+def test_g6_control_a_close_that_leaves_nothing_behind_when_it_is_interrupted_is_caught(monkeypatch):
+    monkeypatch.setattr("handlepool.program.parked", deque())
+    with pytest.raises(AssertionError):
+        test_g6_after_an_interrupt_at_any_line_of_a_use_the_next_one_is_ordered("own", "own", "close")
 
 
 def test_g6_the_null_stream_of_another_device_is_not_that_of_the_last_replay():
