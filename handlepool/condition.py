@@ -4,7 +4,6 @@ is lost.
 A hit asks none of this. Whatever makes a pool unusable ends its slots, so that no hit succeeds and every call comes here.
 """
 
-import atexit
 import logging
 import os
 from typing import Any
@@ -23,6 +22,11 @@ def remember(pool: Any) -> None:
 def forget(pool: Any) -> None:
     """Let go of a pool that was closed."""
     _pools.discard(pool)
+
+
+def pools() -> list[Any]:
+    """Those that were not closed, and those that something is left of."""
+    return list(_pools)
 
 
 def check_usable(pool: Any) -> None:
@@ -107,15 +111,6 @@ def _end_hits(pool: Any) -> None:
         device.sides.end()
 
 
-def _at_exit() -> None:
-    """Drop the plans before the interpreter ends: where daemon threads keep a pool alive, cuDNN's binding would print them as
-    leaked. Without the cache's lock, which in a forked child a thread of the parent may hold for ever."""
-    for pool in list(_pools):
-        pool.plans._plans.clear()
-        pool.plans.shortcuts.clear()
-        pool.plans.recent = None
-
-
 def _after_fork() -> None:
     """In a forked child nothing inherited is used or destroyed (guarantee 13)."""
     for pool in list(_pools):
@@ -123,5 +118,4 @@ def _after_fork() -> None:
         _end_hits(pool)
 
 
-atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_after_fork)

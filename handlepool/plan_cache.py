@@ -197,12 +197,16 @@ class PlanCache:
     def __len__(self) -> int:
         return sum(len(plans) for plans in list(self._plans.values()))
 
+    def drop(self) -> None:
+        """Forget every plan, at exit: without the lock, which in a forked child a thread of the parent may hold for ever."""
+        self._plans.clear()
+        self.shortcuts.clear()
+        self.recent = None
+
     def clear(self) -> None:
         """Forget every plan; those in use live on with their users."""
         with self._lock:
-            self._plans.clear()
-            self.shortcuts.clear()
-            self.recent = None
+            self.drop()
             self._refusals.clear()
 
     def discard(self, match: Callable[[Hashable], bool]) -> None:

@@ -1,17 +1,14 @@
 """Programs: what a function gives to streams, recorded once and replayed with one launch (a CUDA graph)."""
 
-import atexit
-import itertools
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import get_ident
-from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from handlepool import exits
 from handlepool.condition import diagnose
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, PoolClosedError
@@ -77,8 +74,7 @@ class Program:
         if self._last is None:
             driver.record_event(self._event, home.pointer)
         self._recording = recording
-        number = next(_numbers)
-        _open[number] = weakref.ref(self, lambda _: _open.pop(number, None))
+        exits.remember(self)
 
     @property
     def outputs(self) -> Any:
@@ -271,7 +267,7 @@ class Program:
     def _end(self, *, wait: bool, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> bool:
         pool = self._pool
         # Nothing can be given back (guarantee 13), nor the lock be trusted: whoever has it may be gone.
-        if pool._forked or pool._poison is not None or _exiting or _is_finalizing():
+        if pool._forked or pool._poison is not None or exits.under_way or _is_finalizing():
             keep_for_good(self._let_go(park=False))
             return True
         return bool(self._use("closed", self._give_back, wait))
@@ -300,9 +296,9 @@ class Program:
         return held
 
     def _end_at_exit(self, deadline: float) -> None:
-        """Drop the plans before the interpreter ends: cuDNN's binding would print those as leaked that daemon threads keep alive.
+        """Drop the plans. No thread replays without them: whoever comes waits for its turn, and ends with the process.
 
-        No thread replays without them: whoever comes waits for its turn, and ends with the process. Nothing else is given back.
+        Nothing else is given back.
         """
         recording = self._recording
         if recording is None or self._pool._forked or not self._turns.take_for_good(deadline):
@@ -341,24 +337,6 @@ class Program:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-_numbers = itertools.count()
-_open: dict[int, weakref.ref[Program]] = {}  # of the programs that were made; copied in one step, whatever other threads do
-_exiting: list[bool] = []
-
-
-def _at_exit() -> None:
-    programs = [reference() for reference in list(_open.values())]
-    programs += [entry for entry in list(parked) if isinstance(entry, Program)]  # the collector clears references before
-    deadline = monotonic() + 1
-    for program in programs:
-        if program is not None:
-            program._end_at_exit(deadline)
-    _exiting.append(True)
-
-
-atexit.register(_at_exit)
 
 
 def _capturing(pointer: int) -> CaptureError:
