@@ -5,6 +5,7 @@ Importing this imports neither CuPy nor torch and makes nothing; the driver is l
 
 from typing import TYPE_CHECKING, Any
 
+from handlepool.decorator import graph
 from handlepool.defaults import default_pool
 from handlepool.errors import (
     ArgumentError,
@@ -25,7 +26,7 @@ from handlepool.errors import (
     StreamError,
 )
 from handlepool.executor import ParallelStateExecutor
-from handlepool.graphs import GraphFunction, graph
+from handlepool.graphs import GraphFunction
 from handlepool.layouts import ArraySpec
 from handlepool.ops import conv2d, conv2d_input_grad, conv2d_weight_grad
 from handlepool.pool import HandlePool

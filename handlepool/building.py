@@ -36,8 +36,8 @@ def build(
     if recipe.elementwise:
         check_alike(name, request.layouts + request.outs)
     settings = DEFAULTS | dict(recipe.settings) | dict(normalise(dict(request.settings)))
-    with device.build_lock:
-        handle = device.builder_handle()
+    with device.handles.build_lock:
+        handle = device.handles.for_building()
     own = {"name": name} | {key: value for key, value in settings.items() if key in GRAPH_SETTINGS}
     drafted = draft(recipe, request, lambda: driver.new_graph(handle, **own))
     graph, outputs = drafted.graph, drafted.outputs
@@ -63,7 +63,7 @@ def build(
         asked = {key: value for key, value in settings.items() if key in COMPILE_SETTINGS}
         if index is not None:
             asked["plan_index"] = index
-        with device.build_lock, driver.relaxed():
+        with device.handles.build_lock, driver.relaxed():
             executable = driver.compile(graph, operands, **asked)
     except GraphNotSupportedError as error:
         raise refusal(name, graph, [*inputs, *outputs], error) from error

@@ -77,6 +77,11 @@ def hit(function: Any, pool: HandlePool, begin: Callable[..., Slot] | None, arra
     return MISSED
 
 
+def marks_of(options: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells options from others: types too, since 1, True and 1.0 are equal, and may mean different things."""
+    return (*options.items(), *map(type, options.values()))
+
+
 def shortcut(pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry) -> Shortcut | None:
     """Make what `hit` finds: a function that launches a plan for arrays like these at once."""
     plan, driver = entry.plan, pool.driver

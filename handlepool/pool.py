@@ -245,20 +245,7 @@ class HandlePool:
         workspace = at_least(0, "prewarm: workspace", workspace, " bytes")
         own = self.slot(stream)
         own.reserve(workspace)
-        device = self.device(own.device)
-        leased = []
-        try:
-            for _ in range(states):
-                side = device.sides.lease()
-                if side is None:
-                    break
-                leased.append(side)
-                side.begin(side.pointer)
-                side.reserve(workspace)
-        finally:
-            for side in leased:
-                side.end()
-                device.sides.give_back(side, captured=False)
+        self.device(own.device).sides.prewarm(states, workspace)
 
     def trim(self, *, captured: bool = False) -> None:
         """Give back what is idle: handles and scratch that no thread, stream or fork has, and blocks that were replaced.

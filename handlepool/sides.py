@@ -94,6 +94,22 @@ class SideSlots:
         self._all.add(slot)
         return slot
 
+    def prewarm(self, count: int, workspace: int) -> None:
+        """Have so many of them, if there may be, each with so many bytes of scratch for its launches."""
+        leased = []
+        try:
+            for _ in range(count):
+                slot = self.lease()
+                if slot is None:
+                    break
+                leased.append(slot)
+                slot.begin(slot.pointer)
+                slot.reserve(workspace)
+        finally:
+            for slot in leased:
+                slot.end()
+                self.give_back(slot, captured=False)
+
     def end(self) -> None:
         """Let no hit succeed any more, leased or not."""
         for slot in list(self._all):

@@ -73,8 +73,8 @@ class Accounts:
         self.held = [slot for device in self.devices for slot in device.sides.quarantine]
         self.sides = [*self.free, *self.held, *self.leased]
         self.slots = [*self.live, *self.idle, *self.sides]
-        self.doomed = [handle for device in self.devices for handle in device.doomed]
-        self.builders = [device.builder for device in self.devices if device.builder is not None]
+        self.doomed = [handle for device in self.devices for handle in device.handles.doomed]
+        self.builders = [device.handles.builder for device in self.devices if device.handles.builder is not None]
 
     def check(self):
         """Raise for what is not in order."""
@@ -97,7 +97,7 @@ class Accounts:
         assert set(known.values()) <= {1}, f"handles with two owners: {[h for h, n in known.items() if n > 1]}"
         assert len({id(slot) for slot in self.slots}) == len(self.slots)
         alive = self.pool.driver._handles_alive
-        late = [slot.handle for slot in self.late] + [handle for device in self.closed for handle in device.doomed]
+        late = [slot.handle for slot in self.late] + [handle for device in self.closed for handle in device.handles.doomed]
         there = {*self.handles(), *(handle for handle in late if handle.backend_handle is not None)}
         assert alive == there, f"lost or unknown handles: {alive ^ there}"
 

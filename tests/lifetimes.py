@@ -561,7 +561,7 @@ class Lifetimes(RuleBasedStateMachine):
             capture = recording.stream._queue.capture
             assert recording.broken or not capture.spoiled, capture.spoiled
         for device in accounts.devices:
-            handles = sum(handle.device == device.device for handle in accounts.handles()) - (device.builder is not None)
+            handles = sum(handle.device == device.device for handle in accounts.handles()) - (device.handles.builder is not None)
             most = self.most_keys[device.device] + self.most_sides[device.device]
             assert handles <= most, f"{handles} handles on device {device.device}, and at most {most} were in use at once"
         streams = [watch() for watch in self.watches] + [slot.side_stream for slot in accounts.sides + accounts.late]

@@ -25,8 +25,8 @@ from handlepool import (
     OwnershipError,
     ParallelStates,
     PoolClosedError,
-    devices,
     graph,
+    handles,
     record,
     regions,
     turns,
@@ -64,10 +64,10 @@ class World:
         self.shared = self.streams[0]
         self.built = []
         self.came_to_a_stop = threading.Semaphore(0)
-        monkeypatch.setattr(devices, "_create_lock", WatchedLock(threading.RLock(), self.came_to_a_stop))
+        monkeypatch.setattr(handles, "_create_lock", WatchedLock(threading.RLock(), self.came_to_a_stop))
         for device in range(2):
             slots = self.pool.device(device)
-            slots.build_lock = WatchedLock(slots.build_lock, self.came_to_a_stop)
+            slots.handles.build_lock = WatchedLock(slots.handles.build_lock, self.came_to_a_stop)
 
     def interrupt(self, k, function):
         """Let a new thread run a function at the k-th driver call of this thread; a list that the thread will be in."""

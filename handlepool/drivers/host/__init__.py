@@ -1,11 +1,10 @@
 """The driver without a GPU: NumPy arrays, streams that are ordered queues, events, handles, memory and captures.
 
-`HostDriver` is the whole of it; the parts are `schedulers` (what runs when), `queues` and `streams`,
-`captures`, `memory` (scratch, arenas), `contract` (checks, counts, faults), `executable` over `evaluator` (graphs), and
-`controls` (what tests need beside the protocol).
+`HostDriver` is the whole of it; the parts are `schedulers` (what runs when), `queues`, `streams` and `events`, `captures` and
+`recorded` (programs), `memory` (scratch, arenas), `contract` (handles, checks, counts, faults), `executable` over `evaluator`
+(graphs), and `controls` (what tests need beside the protocol).
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,8 +15,9 @@ from handlepool.drivers import frontend
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, check_operands
 from handlepool.drivers.host import schedulers
 from handlepool.drivers.host.blocks import Array, address_of, owner_of, raw_view
-from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
+from handlepool.drivers.host.contract import Handles, HostHandle, Relaxed
 from handlepool.drivers.host.controls import Controls
+from handlepool.drivers.host.events import Events
 from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.host.memory import Memory, RegionAllocator
 from handlepool.drivers.host.ordering import Order
@@ -30,7 +30,7 @@ from handlepool.errors import ArgumentError, ArrayTypeError, ContractError
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
 
 
-class HostDriver(Controls, Recordings):
+class HostDriver(Controls, Events, Handles, Recordings):
     """A `handlepool.drivers.base.Driver` on the CPU.
 
     Parameters
@@ -85,7 +85,6 @@ class HostDriver(Controls, Recordings):
         self._name = f"{devices} devices, {scheduler}" + (f", seed {seed}" if scheduler == "adversarial" else "")
         self._relaxed = Relaxed(self._thread)
         self._forbid = self._streams.captures.forbid
-        self._handles = itertools.count(0x1000)
 
     def __repr__(self) -> str:
         return f"<HostDriver: {self._name}>"
@@ -102,16 +101,6 @@ class HostDriver(Controls, Recordings):
         self._note("current_stream")
         thread = self._thread
         return thread.current[thread.device if device == -1 else device]
-
-    def record_event(self, event: Event, pointer: int) -> None:
-        """Let the event stand for all that the stream was given so far; it may be recorded again."""
-        self._note("record_event")
-        self._streams.record(event, self._streams.resolve(pointer))
-
-    def wait_event(self, pointer: int, event: Event) -> None:
-        """Let what the stream is given from now on run after what the event stands for now."""
-        self._note("wait_event")
-        self._streams.wait(self._streams.resolve(pointer), event)
 
     # Devices and streams
 
@@ -185,51 +174,6 @@ class HostDriver(Controls, Recordings):
         self._forbid("synchronize_stream")
         self._streams.synchronize(self._streams.resolve(pointer))
 
-    # Events
-
-    def create_event(self, *, timing: bool = False) -> Event:
-        """A new event of the current device."""
-        self._note("create_event")
-        self._forbid("create_event")
-        event = Event(self._thread.device, timing)
-        self._events_alive.add(event)
-        return event
-
-    def destroy_event(self, event: Event) -> None:
-        """Destroy an event; waits that were queued hold what they wait for."""
-        self._note("destroy_event")
-        self._streams.check_event(event)
-        self._forbid("destroy_event")
-        event.destroyed = True
-        self._events_alive.discard(event)
-
-    def event_done(self, event: Event) -> bool:
-        """Whether what the event stands for has run; true of an event that was never recorded."""
-        self._note("event_done")
-        self._forbid("event_done")
-        operation = self._streams.operation_of(event, "event_done")
-        self._streams.scheduler.nudge()  # who polls must see progress
-        if self.order is not None and operation.done:
-            self.order.waited(operation)
-        return operation.done
-
-    def synchronize_event(self, event: Event) -> None:
-        """Wait until what the event stands for has run."""
-        self._note("synchronize_event")
-        self._forbid("synchronize_event")
-        self._streams.wait_on_host(self._streams.operation_of(event, "synchronize_event"), repr(event))
-
-    def elapsed(self, start: Event, end: Event) -> float:
-        """Milliseconds between two timing events that have passed."""
-        self._note("elapsed")
-        times = []
-        for event in (start, end):
-            operation = self._streams.operation_of(event, "elapsed")
-            if not event.timing or event.moment is None or not operation.done:
-                raise ContractError(f"elapsed: {event!r} is no timing event that was recorded and has passed")
-            times.append(operation.time)
-        return (times[1] - times[0]) * 1e3
-
     # When something is wrong
 
     def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
@@ -242,34 +186,6 @@ class HostDriver(Controls, Recordings):
     def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
         """NumPy shares nothing between streams."""
         return lambda: None
-
-    # Handles
-
-    def create_handle(self) -> HostHandle:
-        """A new handle of the current device, bound to the legacy default stream."""
-        self._note("create_handle")
-        self._forbid("create_handle")
-        handle = HostHandle(next(self._handles), self._thread.device, self._streams.resolve(0))
-        self._handles_alive.add(handle)
-        return handle
-
-    def bind_handle(self, handle: Any, pointer: int) -> None:
-        """Bind a handle to the stream that the pointer names now. ``handle.stream`` is the very object given."""
-        self._note("bind_handle")
-        with HandleUse(self._streams, handle, "bind_handle", self.checks):
-            queue = self._streams.resolve(pointer)
-            if queue.device != handle.device:
-                raise ContractError(f"bind_handle: {handle!r} cannot be bound to {queue!r}, which is of another device")
-            handle.bind(queue, pointer)
-
-    def destroy_handle(self, handle: Any) -> None:
-        """Destroy a handle; harmless when that was done already."""
-        self._note("destroy_handle")
-        if handle.backend_handle is not None:
-            self._forbid("destroy_handle")
-            with HandleUse(self._streams, handle, "destroy_handle", self.checks):
-                handle.backend_handle = handle.stream = None
-                self._handles_alive.discard(handle)
 
     # Memory
 
