@@ -68,10 +68,12 @@ class CudaGraph:
         """See `handlepool.drivers.objects.RecordedGraph`."""
         executable, self._executable = self._executable, 0
         pointer, self.pointer = self.pointer, 0
-        if executable:
-            runtime.graphExecDestroy(executable)
-        if pointer:
-            runtime.graphDestroy(pointer)
+        try:
+            if executable:
+                runtime.graphExecDestroy(executable)
+        finally:
+            if pointer:
+                runtime.graphDestroy(pointer)
 
 
 class CudaRecordingMemory:
