@@ -8,6 +8,7 @@ from typing import Any
 from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.errors import CaptureError
 from handlepool.pool import HandlePool
+from handlepool.regions import content
 
 _DEEPEST = 4
 """Levels of lists, tuples and dictionaries in which torch's tensors are looked for among a branch's arguments."""
@@ -42,7 +43,7 @@ def torch_among(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not _has((args, kwargs), tensor, _DEEPEST):
         cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()
         bound = (getattr(function, "args", ()), getattr(function, "keywords", None), getattr(function, "__self__", None))
-        if not _has(bound, tensor, 2) and not any(_has(_content(cell), tensor, 2) for cell in cells):
+        if not _has(bound, tensor, 2) and not any(_has(content(cell), tensor, 2) for cell in cells):
             return None
     return integration()
 
@@ -55,13 +56,6 @@ def _has(value: Any, tensor: type, depth: int) -> bool:
     if isinstance(value, (tuple, list)):
         return any(_has(entry, tensor, depth - 1) for entry in value)
     return isinstance(value, dict) and any(_has(entry, tensor, depth - 1) for entry in value.values())
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name of the enclosing function that has no value yet
-        return None
 
 
 @functools.cache

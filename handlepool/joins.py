@@ -9,6 +9,7 @@ from handlepool.callers import order
 from handlepool.condition import diagnose
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import CaptureError
+from handlepool.regions import thread
 from handlepool.slots import disown
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> B
         if slot.owner is not None:
             disown(slot)
         fork._sides.give_back(leased.pop(0), captured=True)
+    if captured and thread.recording is not None and not fork._inherited:
+        thread.recording.kept.add(fork._kept if fork._region is None else fork._region.kept)
     try:
         return failure
     finally:

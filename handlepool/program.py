@@ -42,9 +42,7 @@ class Program:
 
     _recording: "Recording | None" = None
 
-    def __init__(
-        self, name: str, recording: "Recording", kept: object, inputs: Inputs, outputs: Any, home: StreamReference
-    ) -> None:
+    def __init__(self, name: str, recording: "Recording", inputs: Inputs, outputs: Any, home: StreamReference) -> None:
         pool = self._pool = recording.pool
         driver = self._driver = pool.driver
         graph = recording.graph
@@ -52,7 +50,6 @@ class Program:
         self.device = recording.device
         self.nodes = graph.nodes
         self._name = name
-        self._kept = kept
         self._inputs = inputs
         self._outputs = outputs
         self._turns = Turns(name)
@@ -288,9 +285,9 @@ class Program:
 
     def _let_go(self, *, park: bool) -> tuple[Any, ...]:
         recording = self._recording
-        held = recording, self._kept, self._inputs, self._outputs, self._last, self._owner, self._launch, self._launch_on
+        held = recording, self._inputs, self._outputs, self._last, self._owner, self._launch, self._launch_on
         self._recording = self._last = self._owner = None
-        self._kept = self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
+        self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
         if park and recording is not None:
             parked.append(recording)  # what an interrupt or a failing call leaves, whoever finds it there gives back
         return held

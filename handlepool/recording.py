@@ -18,9 +18,10 @@ from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.drivers.objects import RecordedGraph
 from handlepool.errors import ArgumentError, CaptureError, StateBusyError
 from handlepool.inputs import Inputs
+from handlepool.kept import Kept
 from handlepool.pool import HandlePool
 from handlepool.program import Program
-from handlepool.regions import Region, keep_for_good, parked, recordings, run_on, settle, thread
+from handlepool.regions import keep_for_good, parked, recordings, run_on, settle, thread
 from handlepool.slots import Slot, disown, own
 from handlepool.states import ParallelStates
 from handlepool.streams import StreamReference, check_foreign, resolve
@@ -45,6 +46,8 @@ class Recording:
         Where slots were given scratch under this capture.
     event : event
         Of the program that was made of it.
+    kept : Kept
+        What the graph reads.
     """
 
     def __init__(self, pool: HandlePool, name: str) -> None:
@@ -55,6 +58,7 @@ class Recording:
         self.event: Any = None
         self._name = name
         self._memory = pool.driver.recording_memory()
+        self.kept = Kept(self._memory.holds)
         self._plans: dict[int, Any] = {}
         self._capture = 0
         self._ending = threading.RLock()  # for `free`: whoever ended it, and whoever finds it parked
@@ -187,7 +191,7 @@ class Recording:
         with self._ending, pool.on_device(self.device), pool.driver.relaxed():
             steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
             try:
-                do_all([self._destroy_graph, self._destroy_event, *steps, self.drop_plans])
+                do_all([self._destroy_graph, self._destroy_event, *steps, self.drop_plans, self.kept.clear])
             finally:
                 done = self._memory.release()
             return done
@@ -228,8 +232,8 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
         memory again at each replay. It must give the same work each time.
     *args, **kwargs
         For the function. Arrays among them, also in lists, tuples and dictionaries, are the inputs: kept alive, read by each
-        replay, and overwritten by `Program.update`. What the function's closure holds is kept alive, too; what it reads
-        elsewhere (globals, attributes) must be kept by the caller.
+        replay, and overwritten by `Program.update`. What closures hold is kept alive, too, of the function and of those that
+        are run in branches; what is read elsewhere (globals, attributes) must be kept by the caller.
     pool : HandlePool, optional
         For what is given none in the function; that of the states for a method of `ParallelStates`, else the default pool. To
         give the function itself a parameter of this name, use `functools.partial`.
@@ -257,16 +261,15 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
     driver = pool.driver
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
     inputs = Inputs(driver, args, kwargs)
-    kept = Region(driver, stream, driver.current_device())
-    kept.keep_call(function, args, kwargs)
     if run_on(pool, stream, home.device, None, function, args, kwargs) is None:
         raise _nothing(name)
     recording = Recording(pool, name)
     try:
+        recording.kept.add(function, args, kwargs)
         outputs = recording.capture(function, args, kwargs)
         if outputs is None:
             raise _nothing(name)
-        return Program(name, recording, kept, inputs, outputs, home)
+        return Program(name, recording, inputs, outputs, home)
     except BaseException:
         outputs = None
         parked.append(recording)

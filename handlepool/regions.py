@@ -70,7 +70,7 @@ class Region:
             function = function.__func__
         closure = getattr(function, "__closure__", None)
         if closure:
-            self.keep([cell.cell_contents for cell in closure if _is_set(cell)])
+            self.keep([*map(content, closure)])
 
     def enter(self, fork: Any) -> None:
         """Know an inner fork, to its join."""
@@ -105,12 +105,12 @@ class Region:
         self._allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
 
 
-def _is_set(cell: types.CellType) -> bool:
+def content(cell: types.CellType) -> Any:
+    """What a closure's cell holds; None for a name of the enclosing function that has no value yet."""
     try:
-        _ = cell.cell_contents
-    except ValueError:  # a name of the enclosing function that has no value yet
-        return False
-    return True
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 class _Thread(threading.local):

@@ -42,7 +42,7 @@ SPARED = (  # where only a tracer can interrupt: nothing is called before, or a 
     "self._last, self._pointer, self._owner = ",
     "self._bound, self._launch = ",
     "self._recording = ",
-    "self._kept = ",
+    "self._inputs = ",
     "if park and recording is not None:",
     "parked.append(recording)",
 )

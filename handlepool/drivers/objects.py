@@ -110,5 +110,8 @@ class RecordingMemory(Protocol):
     def nbytes(self) -> int:
         """Bytes taken from the device."""
 
+    def holds(self, value: object) -> bool:
+        """Whether a value is an array in this memory, or what stands for a block of it."""
+
     def release(self) -> bool:
         """Give what no array has back to the device; called inside `Driver.relaxed`. Whether that was all."""

@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 from cuda.bindings import driver as cu
 from cupy.cuda import runtime
-from cupy.cuda.memory import OutOfMemoryError
+from cupy.cuda.memory import BaseMemory, OutOfMemoryError
 
 _MEANINGS = {
     900: "a call that a stream cannot take while it is recorded: to wait for the GPU, to read values, to allocate past CuPy",
@@ -86,21 +86,29 @@ class CudaRecordingMemory:
         self._pool = cupy.cuda.MemoryPool()
         self._relaxed = relaxed
         self._devices: set[int] = set()
+        self._addresses: set[int] = set()  # of what was given: no other pool has them as long as this one has not given them back
 
     def allocator(self, nbytes: int) -> Any:
         """See `handlepool.drivers.objects.RecordingMemory`."""
         with self._relaxed():
             self._devices.add(runtime.getDevice())
             try:
-                return self._pool.malloc(nbytes)
+                memory = self._pool.malloc(nbytes)
             except OutOfMemoryError:
                 cupy.get_default_memory_pool().free_all_blocks()
-                return self._pool.malloc(nbytes)
+                memory = self._pool.malloc(nbytes)
+            self._addresses.add(memory.mem.ptr)
+            return memory
 
     @property
     def nbytes(self) -> int:
         """See `handlepool.drivers.objects.RecordingMemory`."""
         return sum(self._on_each(self._pool.total_bytes))
+
+    def holds(self, value: object) -> bool:
+        """See `handlepool.drivers.objects.RecordingMemory`."""
+        memory = value.data.mem if isinstance(value, cupy.ndarray) else value
+        return isinstance(memory, BaseMemory) and memory.ptr in self._addresses
 
     def release(self) -> bool:
         """See `handlepool.drivers.objects.RecordingMemory`."""

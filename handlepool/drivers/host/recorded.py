@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from handlepool.drivers.host.blocks import Array, Block, Owner
+from handlepool.drivers.host.blocks import Array, Block, Owner, owner_of
 from handlepool.drivers.host.captures import HostGraph
 from handlepool.drivers.host.memory import DeviceMemory, Memory
 from handlepool.drivers.host.queues import Queue, StreamTable
@@ -48,7 +48,7 @@ class RecordingMemory:
     def __init__(self, table: StreamTable) -> None:
         self._table = table
         self._homes: dict[object, tuple[DeviceMemory, list[Block]]] = {}
-        self._taken = 0
+        self._blocks: set[Block] = set()
         self.allocator = self
         self.nbytes = 0
 
@@ -70,9 +70,14 @@ class RecordingMemory:
             block = device.fresh(size)
         finally:
             thread.relaxed -= 1
-        self._taken += 1
+        self._blocks.add(block)
         self.nbytes += size
         return block
+
+    def holds(self, value: object) -> bool:
+        """Whether a value is an array in this memory, or what owns a block of it."""
+        owner = owner_of(value) if isinstance(value, np.ndarray) else value
+        return isinstance(owner, Owner) and owner.block in self._blocks
 
     def release(self) -> bool:
         """Give back the blocks that no array has."""
@@ -81,9 +86,9 @@ class RecordingMemory:
             while home:
                 block = home.pop()
                 device.give_back(block)
-                self._taken -= 1
+                self._blocks.discard(block)
                 self.nbytes -= block.nbytes
-        return not self._taken
+        return not self._blocks
 
 
 class Recordings:
