@@ -1,6 +1,7 @@
 """The handles of one device: made, counted and destroyed, whoever has them meanwhile."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -149,3 +150,11 @@ class DeviceHandles:
             builder, self.builder = self.builder, None
         if builder is not None:
             self.doomed.append(builder)
+
+
+def _after_fork() -> None:
+    global _create_lock
+    _create_lock = threading.RLock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -247,6 +247,22 @@ def _refused():
     handlepool.close()
 
 
+def _new_pool():
+    """In a forked child: a new pool works where CUDA is not needed, and is refused where the parent had used it."""
+    pool, said = handlepool.HandlePool(), ""
+    try:
+        driver = pool.driver
+    except ForkedProcessError as error:
+        said = str(error)
+    if os.environ.get("HANDLEPOOL_DRIVER") != "host":
+        assert "spawn" in said
+        return
+    with pool, driver.create_stream():
+        pool.get_workspace(1000)
+        (y,) = ParallelStates(2, pool=pool).map(handlepool.conv2d, *[[array] for array in arrays(driver)])
+        assert driver.asnumpy(y).max() == 72
+
+
 def forked():
     """A child made by os.fork while threads and executors live: it is told, ends as usual, and the parent goes on."""
     warnings.simplefilter("ignore", DeprecationWarning)  # of os.fork in a process with threads
@@ -263,6 +279,7 @@ def forked():
         fork.__exit__(None, None, None)
         executor.shutdown()
         assert not calls.keys() - ASKING, calls
+        _new_pool()
         _kept.append(own)
         return 0
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -274,6 +291,48 @@ def forked():
     assert fork.run(convolve, x, w).shape == (1, 8, 10, 10)
     fork.__exit__(None, None, None)
     executor.shutdown()
+    return 0
+
+
+def forked_among_locks():
+    """A child made by os.fork while other threads load a driver, create a handle and begin to check."""
+    from handlepool import drivers, handles
+    from handlepool.drivers import shared
+
+    warnings.simplefilter("ignore", DeprecationWarning)
+    held, forking, end = threading.Barrier(3), threading.Event(), threading.Event()
+    load = drivers.import_module
+
+    def loading(name):
+        held.wait(TIMEOUT)
+        forking.wait(TIMEOUT)
+        return load(name)
+
+    def hold():
+        with handles._create_lock, shared._lock:
+            held.wait(TIMEOUT)
+            end.wait(TIMEOUT)
+
+    drivers.import_module = loading
+    threads = [threading.Thread(target=hold), threading.Thread(target=drivers.load)]
+    for thread in threads:
+        thread.start()
+    held.wait(TIMEOUT)
+    os.register_at_fork(before=forking.set)  # the last one that was registered is the first that is called
+    child = os.fork()
+    drivers.import_module = load
+    if child == 0:
+        assert drivers._inherited, "the fork did not wait for the driver"
+        _new_pool()
+        with handlepool.HandlePool(check=True) as pool:
+            pool.get_handle()
+        return 0
+    end.set()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 0, status
+    handlepool.get_handle()
     return 0
 
 
@@ -322,8 +381,9 @@ PROGRAMS = {
 }
 """Each with the return code that it asks for."""
 
-ON_THE_HOST = {program.__name__: (program, 0) for program in (inside_a_launch, records_of_daemon_threads)}
-"""On a GPU they end all the same, but cuDNN's binding prints what a thread keeps alive that does not come back."""
+ON_THE_HOST = {program.__name__: (program, 0) for program in (inside_a_launch, records_of_daemon_threads, forked_among_locks)}
+"""On a GPU the first two end all the same, but cuDNN's binding prints what a thread keeps alive that does not come back. The last
+one has a driver in a child, which CUDA has not."""
 
 if __name__ == "__main__":
     faulthandler.enable()

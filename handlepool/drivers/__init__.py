@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from handlepool.drivers.base import Driver
-from handlepool.errors import ArgumentError, DriverNotAvailableError
+from handlepool.errors import ArgumentError, DriverNotAvailableError, ForkedProcessError
 
 NAMES = ("cuda", "host")
 VARIABLE = "HANDLEPOOL_DRIVER"
@@ -15,6 +15,7 @@ _loaded: dict[str, Driver] = {}
 # One driver of a name a process: its events, streams and arenas belong together. A finaliser that the collector runs while CuPy
 # is imported may ask for it, too.
 _lock = threading.RLock()
+_inherited: dict[str, Driver] = {}  # what a forked child has of its parent's, to be kept and never used (guarantee 13)
 
 
 def choose(name: str | None = None) -> tuple[str, str]:
@@ -70,11 +71,18 @@ def load(name: str | None = None) -> Driver:
     ------
     DriverNotAvailableError
         Where it cannot run; the message says what is missing and which extra brings it.
+    ForkedProcessError
+        In a forked child, for the cuda driver of its parent: CUDA does not survive a fork.
     """
     name, reason = choose(name)
     with _lock:
         driver = _loaded.get(name)
         if driver is None:
+            if name == "cuda" and name in _inherited:
+                raise ForkedProcessError(
+                    "the process that forked this one had used CUDA, which does not survive a fork: start the child with "
+                    "multiprocessing.get_context('spawn'), or fork before CUDA is used"
+                )
             if problem := available(name):
                 raise DriverNotAvailableError(
                     f"the {name} driver ({reason}) cannot run here: {problem}. "
@@ -83,3 +91,14 @@ def load(name: str | None = None) -> Driver:
             module = import_module(f"handlepool.drivers.{name}")
             driver = _loaded.setdefault(name, (module.CudaDriver if name == "cuda" else module.HostDriver)())
     return driver
+
+
+def _after_fork() -> None:
+    """A forked child makes drivers of its own: the host driver's threads are gone."""
+    _inherited.update(_loaded)
+    _loaded.clear()
+    _lock.release()
+
+
+# A fork waits for a driver that another thread loads: Python would leave the child with modules that nobody goes on importing.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_fork)

@@ -5,7 +5,6 @@ runtime half of cuda-bindings is never used: it needs a driver as new as itself.
 by one thread at a time; who keeps it is the pool.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,6 +22,7 @@ from handlepool.drivers.executable import CudaExecutable, new_buffer
 from handlepool.drivers.objects import Handle, Stream
 from handlepool.drivers.views import HOST, UNKNOWN, View
 from handlepool.errors import ArrayTypeError, CaptureError
+from handlepool.events import Events
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator
@@ -105,7 +105,7 @@ class CudaDriver:
     device = staticmethod(cupy.cuda.Device)
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._edges: dict[int, Events] = {}  # by device: of allocations in branches
         for name in ("current_stream", "record_event", "wait_event", "is_capturing"):  # an object's own are found sooner
             setattr(self, name, getattr(self, name))
 
@@ -213,7 +213,7 @@ class CudaDriver:
         base = cupy.cuda.get_allocator()
         device = self.current_device()
         origin = stream.ptr
-        event = self._edge_event(device)
+        edges = self._edges.get(device) or self._edges.setdefault(device, Events(self))
 
         def allocate(nbytes: int) -> Any:
             current = cupy.cuda.get_current_stream()
@@ -230,22 +230,11 @@ class CudaDriver:
                     memory = base(nbytes)
                 finally:
                     current.use()
-                runtime.eventRecord(event, origin)
-                runtime.streamWaitEvent(current.ptr, event)
+                edges.order(origin, current.ptr)
             keep(memory.mem)
             return memory
 
         return allocate
-
-    def _edge_event(self, device: int) -> int:
-        """This thread's event for edges; recorded anew each time, since a wait holds on to the record it was given."""
-        events: dict[int, int] | None = getattr(self._local, "events", None)
-        if events is None:
-            events = self._local.events = {}
-        if device not in events:
-            with _Relaxed():
-                events[device] = self.create_event()
-        return events[device]
 
     def swap_allocator(self, allocator: Any) -> Any:
         previous = _get_allocator()

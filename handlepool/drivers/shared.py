@@ -4,6 +4,7 @@ A plan of ``cupy.fft`` is kept for a thread and has one work area; the generator
 has one state. Their users pass through one function each, which is replaced while somebody watches.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from importlib import import_module
@@ -49,3 +50,11 @@ def _reporting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return reporting
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
