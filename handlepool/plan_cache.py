@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from itertools import count
 from typing import Any
@@ -71,9 +71,7 @@ class PlanCache:
 
     def __init__(self, limit: int = 512) -> None:
         self.limit = limit
-        self.built = 0
-        self.evicted = 0
-        self.build_microseconds = 0
+        self._counts: dict[int, Counter[str]] = defaultdict(Counter)  # by device
         self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
         self.recent: Entry | None = None
@@ -160,13 +158,13 @@ class PlanCache:
             self._refusals.pop((device, key), None)
 
     def _keep(self, device: int, key: Hashable, plan: Plan) -> None:
-        self.built += 1
+        self._counts[device]["plans_built"] += 1
         plans = self._plans.setdefault(device, {})
         self._forget(plans, key)
         while len(plans) >= self.limit:
             oldest, _ = min(list(plans.items()), key=lambda item: item[1].used)
             self._forget(plans, oldest)
-            self.evicted += 1
+            self._counts[device]["plans_evicted"] += 1
         plans[key] = Entry(plan, self.tick())
 
     def _forget(self, plans: dict[Hashable, Entry], key: Hashable) -> None:
@@ -182,7 +180,7 @@ class PlanCache:
     def _end_build(self, device: int, key: Hashable, build: _Build) -> None:
         try:
             with self._lock:
-                self.build_microseconds += (time.perf_counter_ns() - build.start) // 1000
+                self._counts[device]["plan_build_microseconds"] += (time.perf_counter_ns() - build.start) // 1000
                 if build.plan is not None:
                     self._keep(device, key, build.plan)
                 elif isinstance(build.error, GraphNotSupportedError):
@@ -218,11 +216,6 @@ class PlanCache:
             for refused in [refused for refused in list(self._refusals) if match(refused[1])]:
                 self._refusals.pop(refused, None)
 
-    def counts(self) -> dict[str, int]:
-        """What happened so far, by the flat names of `HandlePool.stats`."""
-        return {
-            "plans_built": self.built,
-            "plans_cached": len(self),
-            "plans_evicted": self.evicted,
-            "plan_build_microseconds": self.build_microseconds,
-        }
+    def snapshot(self, device: int) -> dict[str, int]:
+        """What happened on a device so far, by the flat names of `HandlePool.stats`."""
+        return {**self._counts.get(device, {}), "plans_cached": len(self._plans.get(device, ()))}

@@ -347,12 +347,13 @@ class HandlePool:
     # Accounts
 
     def stats(self, device: int | None = None) -> Stats:
-        """Counters by flat name, of one device or of all together. Two snapshots can be subtracted."""
-        chosen = self._devices.values() if device is None else [d for d in [self._devices.get(device)] if d is not None]
-        total = Stats(dict.fromkeys(MEANINGS, 0) | self.plans.counts())
-        for slots in list(chosen):
-            for name, value in slots.snapshot().items():
-                total[name] = total.get(name, 0) + value
+        """Counters by flat name, of one device or of all together; zeros for one that was not used. Snapshots can be subtracted."""
+        chosen = list(self._devices) if device is None else [at_least(0, "stats: device", device)]
+        total = Stats(dict.fromkeys(MEANINGS, 0))
+        for ordinal in chosen:
+            slots = self._devices.get(ordinal)
+            for name, value in ({} if slots is None else slots.snapshot() | self.plans.snapshot(ordinal)).items():
+                total[name] += value
         return total
 
     def __repr__(self) -> str:

@@ -38,5 +38,5 @@ class Stats(dict[str, int]):
     """
 
     def __sub__(self, earlier: "Stats") -> "Stats":
-        """Each counter's difference to an earlier snapshot."""
+        """Each counter's difference to an earlier snapshot; of a peak, by how much it rose."""
         return Stats({name: value - earlier.get(name, 0) for name, value in self.items()})

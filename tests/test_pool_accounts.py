@@ -4,14 +4,17 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from uses import STREAMS, assert_usable, calls
 
 from handlepool import (
+    ArgumentError,
     HandlePool,
     HandlePoolError,
     ParallelStates,
     PoolClosedError,
+    conv2d,
 )
 from handlepool.snapshots import MEANINGS
 
@@ -94,7 +97,24 @@ def test_stats_of_a_device_and_of_all_together(make_pool):
             pool.get_workspace(300 * (device + 1))
     assert (pool.stats(0)["scratch_bytes"], pool.stats(1)["scratch_bytes"], pool.stats()["scratch_bytes"]) == (512, 768, 1280)
     assert (pool.stats(0)["handles_live"], pool.stats()["handles_live"]) == (1, 2)
-    assert pool.stats(7).get("handles_live", 0) == 0
+    assert not any(pool.stats(7).values())
+
+
+def test_plans_are_counted_for_the_device_that_they_were_built_for(make_pool):
+    with make_pool(plan_limit=1) as pool:
+        with pool.driver.device(1):
+            for size in (4, 5):
+                x = pool.driver.asarray(np.ones((1, 4, size, size), np.float32))
+                conv2d(x, pool.driver.asarray(np.ones((4, 4, 3, 3), np.float32)), pool=pool)
+        found = [[pool.stats(device)[f"plans_{name}"] for name in ("built", "cached", "evicted")] for device in (0, 1, None)]
+        assert found == [[0, 0, 0], [2, 1, 1], [2, 1, 1]]
+        assert pool.stats(1)["plan_build_microseconds"] == pool.stats()["plan_build_microseconds"] > 0
+
+
+@pytest.mark.parametrize("device", [-1, "x", 1.5])
+def test_stats_of_what_is_no_device_are_refused(make_pool, device):
+    with pytest.raises(ArgumentError, match="stats: device"):
+        make_pool().stats(device)
 
 
 def test_two_snapshots_can_be_subtracted(make_pool):
