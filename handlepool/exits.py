@@ -6,14 +6,19 @@ Where daemon threads keep a pool or a program alive, cuDNN's binding would print
 import atexit
 import itertools
 import weakref
+from functools import partial
 from time import monotonic
 from typing import Any
 
+from handlepool.cleanup import do_all
 from handlepool.condition import pools
 from handlepool.regions import parked
 
+SECONDS = 1.0
+"""For threads that are inside a use of a program to come out of it."""
+
 under_way: list[bool] = []
-"""Not empty once programs have come to an end: from then on they are kept, and nothing of theirs is given back."""
+"""Not empty once programs come to an end: from then on they are kept, and nothing of theirs is given back."""
 
 _numbers = itertools.count()
 _programs: dict[int, weakref.ref[Any]] = {}  # copied in one step, whatever other threads do
@@ -28,13 +33,15 @@ def remember(program: Any) -> None:
 def _at_exit() -> None:
     ends = [getattr(reference(), "_end_at_exit", None) for reference in list(_programs.values())]
     ends += [getattr(entry, "_end_at_exit", None) for entry in list(parked)]  # the collector clears references before
-    deadline = monotonic() + 1
-    for end in ends:
-        if end is not None:
-            end(deadline)
     under_way.append(True)
-    for pool in pools():
-        pool.plans.drop()
+    deadline = monotonic() + SECONDS
+    try:
+        # Those that nobody uses just now come first: one that does not return from a launch takes the time of all.
+        busy = [end for end in ends if end is not None and not end(0.0)]
+        do_all(partial(end, deadline) for end in busy)
+    finally:  # whatever interrupts that
+        for pool in pools():
+            pool.plans.drop()
 
 
 atexit.register(_at_exit)

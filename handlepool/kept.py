@@ -49,6 +49,7 @@ class Kept:
             elif not self._holds(value):
                 self._values[id(value)] = value
 
-    def clear(self) -> None:
-        """Let go of everything."""
-        self._values.clear()
+    def take(self) -> dict[int, object]:
+        """Take everything out, to be let go of where that may run code of the user's."""
+        values, self._values = self._values, {}
+        return values

@@ -75,6 +75,7 @@ class PlanCache:
         self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
         self.recent: Entry | None = None
+        self._dropped = False
         self._plans: dict[int, dict[Hashable, Entry]] = {}
         self._builds: dict[Hashable, _Build] = {}
         self._refusals: OrderedDict[tuple[int, Hashable], tuple[Any, ...]] = OrderedDict()  # what the errors said
@@ -96,7 +97,7 @@ class PlanCache:
         """Make a shortcut to the plan of a key, where there is none yet; it stays for as long as the cache has the plan."""
         with self._lock:
             entry = self._plans.get(device, {}).get(key)
-            if entry is None or shortcut in entry.shortcuts:
+            if entry is None or shortcut in entry.shortcuts or self._dropped:
                 return
             entry.shortcuts[shortcut] = made = make(entry)
             if made is not None:
@@ -161,6 +162,8 @@ class PlanCache:
         self._counts[device]["plans_built"] += 1
         plans = self._plans.setdefault(device, {})
         self._forget(plans, key)
+        if self._dropped:
+            return
         while len(plans) >= self.limit:
             oldest, _ = min(list(plans.items()), key=lambda item: item[1].used)
             self._forget(plans, oldest)
@@ -196,7 +199,11 @@ class PlanCache:
         return sum(len(plans) for plans in list(self._plans.values()))
 
     def drop(self) -> None:
-        """Forget every plan, at exit: without the lock, which in a forked child a thread of the parent may hold for ever."""
+        """Forget every plan for good, at exit; without the lock, which in a forked child a thread of the parent may hold."""
+        self._dropped = True
+        self._clear()
+
+    def _clear(self) -> None:
         self._plans.clear()
         self.shortcuts.clear()
         self.recent = None
@@ -204,7 +211,7 @@ class PlanCache:
     def clear(self) -> None:
         """Forget every plan; those in use live on with their users."""
         with self._lock:
-            self.drop()
+            self._clear()
             self._refusals.clear()
 
     def discard(self, match: Callable[[Hashable], bool]) -> None:

@@ -347,7 +347,7 @@ class HandlePool:
     # Accounts
 
     def stats(self, device: int | None = None) -> Stats:
-        """Counters by flat name, of one device or of all together; zeros for one that was not used. Snapshots can be subtracted."""
+        """Counters by flat name, of one device (zeros where it was not used) or of all. Two snapshots can be subtracted."""
         chosen = list(self._devices) if device is None else [at_least(0, "stats: device", device)]
         total = Stats(dict.fromkeys(MEANINGS, 0))
         for ordinal in chosen:

@@ -56,6 +56,7 @@ class Program:
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Any] = driver.current_stream
         self._is_capturing = driver.is_capturing
+        self._record_event = driver.record_event
         self._launch_on = graph.launch
         self._launch: Callable[[], None] = partial(graph.launch, home.pointer)
         # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
@@ -70,8 +71,8 @@ class Program:
         self._used_by(home)
         if self._last is None:
             driver.record_event(self._event, home.pointer)
-        self._recording = recording
         exits.remember(self)
+        self._recording = recording
 
     @property
     def outputs(self) -> Any:
@@ -183,7 +184,7 @@ class Program:
         finally:  # also after a step that failed, or was interrupted when it had enqueued something
             if self._last is None:
                 try:
-                    self._driver.record_event(self._event, self._pointer)
+                    self._record_event(self._event, self._pointer)
                 except Exception:  # a later use cannot be ordered after this one, but may come when it has passed
                     with self._driver.relaxed():
                         self._driver.synchronize_stream(self._pointer)
@@ -234,6 +235,7 @@ class Program:
         driver.wait_event(pointer, self._event)
         with driver.relaxed():  # the last reference to the former stream may go
             self._used_by(reference)
+            del last
 
     def _used_by(self, reference: StreamReference) -> None:
         last = None if reference.pointer == PER_THREAD_STREAM else reference.stream
@@ -264,24 +266,41 @@ class Program:
     def _end(self, *, wait: bool, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> bool:
         pool = self._pool
         # Nothing can be given back (guarantee 13), nor the lock be trusted: whoever has it may be gone.
-        if pool._forked or pool._poison is not None or exits.under_way or _is_finalizing():
+        if exits.under_way or _is_finalizing():
+            keep_for_good(self)
+            return True
+        if pool._forked or pool._poison is not None:
             keep_for_good(self._let_go(park=False))
             return True
-        return bool(self._use("closed", self._give_back, wait))
+        held = self._use("closed", self._give_back, wait)
+        done = held is not None
+        try:
+            with self._driver.relaxed():
+                held = None  # after the program's turn: what goes here may close another program, or this one
+        finally:
+            held = None  # or an error's traceback would keep it
+        return done
 
-    def _give_back(self, wait: bool) -> bool:
+    def _give_back(self, wait: bool) -> Sequence[Any] | None:
+        """What is to be let go of, once it was given back; None where it is too early."""
         with self._pool.on_device(self.device):
             recording = self._recording
             if recording is None:
-                return True
+                return ()
+            if recording.event is None:  # an interrupt came when it had just been made: it was freed
+                return self._let_go(park=False)
             if not self._passed(wait=wait):
-                return False
-            with self._driver.relaxed():
-                self._let_go(park=True)
-                if recording.free():
-                    with suppress(ValueError):  # another thread has it in hand
-                        parked.remove(recording)
-        return True
+                return None
+            held = [self._let_go(park=True), recording.kept.take()]
+            try:
+                with self._driver.relaxed():
+                    if recording.free():
+                        with suppress(ValueError):  # another thread has it in hand
+                            parked.remove(recording)
+            except BaseException:
+                held.clear()  # or the error's traceback would keep it
+                raise
+        return held
 
     def _let_go(self, *, park: bool) -> tuple[Any, ...]:
         recording = self._recording
@@ -292,14 +311,14 @@ class Program:
             parked.append(recording)  # what an interrupt or a failing call leaves, whoever finds it there gives back
         return held
 
-    def _end_at_exit(self, deadline: float) -> None:
-        """Drop the plans. No thread replays without them: whoever comes waits for its turn, and ends with the process.
-
-        Nothing else is given back.
-        """
+    def _end_at_exit(self, deadline: float) -> bool:
+        """Drop the plans, after which nobody replays; nothing else is given back. False where another thread is inside."""
         recording = self._recording
-        if recording is None or self._pool._forked or not self._turns.take_for_good(deadline):
-            return
+        if recording is None or self._pool._forked:
+            return True
+        return self._turns.end(deadline, partial(self._drop_plans, recording))
+
+    def _drop_plans(self, recording: "Recording") -> None:
         keep_for_good(self._let_go(park=False))
         recording.drop_plans()
 

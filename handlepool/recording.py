@@ -45,7 +45,7 @@ class Recording:
     scratch : set of DeviceScratch
         Where slots were given scratch under this capture.
     event : event
-        Of the program that was made of it.
+        Of the program that was made of it; None once that cannot be used any more.
     kept : Kept
         What the graph reads.
     """
@@ -117,8 +117,8 @@ class Recording:
         value: Any = None
         error: BaseException | None = None
         ending: BaseException | None = None
-        driver.begin_capture(slot.pointer)
         try:
+            driver.begin_capture(slot.pointer)
             self._capture = driver.capture_id(slot.pointer)
             value = self._call(slot, function, args, kwargs)
         except BaseException as trouble:
@@ -150,18 +150,22 @@ class Recording:
 
     def _call(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         driver = self.pool.driver
-        allocator = driver.swap_allocator(self._memory.allocator)
-        thread.recording = self
-        recordings.append(self)  # after: a launch that sees it asks the thread
         torch = torch_among(function, args, kwargs)
         if torch is not None:
             function, args, kwargs = in_torch(torch, slot.pointer, slot.pointer, self.device, function, args, kwargs)
+        allocator = driver.swap_allocator(self._memory.allocator)
         try:
+            thread.recording = self
+            recordings.append(self)  # after: a launch that sees it asks the thread
             return run_on(self.pool, slot.side_stream, self.device, None, function, args, kwargs)
         finally:
-            recordings.remove(self)
             thread.recording = None
-            driver.swap_allocator(allocator)
+            try:
+                recordings.remove(self)
+            except ValueError:  # an interrupt came before it was there
+                pass
+            finally:
+                driver.swap_allocator(allocator)
 
     def _raise(self, error: BaseException | None, ending: BaseException | None) -> None:
         """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error."""
@@ -191,7 +195,7 @@ class Recording:
         with self._ending, pool.on_device(self.device), pool.driver.relaxed():
             steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
             try:
-                do_all([self._destroy_graph, self._destroy_event, *steps, self.drop_plans, self.kept.clear])
+                do_all([self._destroy_graph, self._destroy_event, *steps, self.drop_plans])
             finally:
                 done = self._memory.release()
             return done
@@ -202,9 +206,10 @@ class Recording:
             graph.destroy()
 
     def _destroy_event(self) -> None:
+        scratch = self.pool.device(self.device).scratch
         event, self.event = self.event, None
         if event is not None:
-            self.pool.device(self.device).scratch.destroy_event(event)
+            scratch.destroy_event(event)
 
     def _settle(self) -> bool:
         if not self._ending.acquire(blocking=False):  # by whoever gives it back just now

@@ -193,16 +193,18 @@ keep_for_good = _abandoned.append
 def settle(left: deque[Any] = parked, most: int = 8) -> None:
     """Do what can be done about some of what was left behind; a few at a time, so that nobody pays for a long backlog."""
     for _ in range(min(len(left), most)):
-        try:
-            entry = left.popleft()
-        except IndexError:  # another thread settles too
-            return
+        held: list[Any] = []
         done = False
         try:
-            done = entry._settle()
+            held.extend(map(deque.popleft, (left,)))  # in one step: what an interrupt finds is in one of the two
+            done = held[0]._settle()
+        except IndexError:  # another thread settles too
+            if held:
+                raise
+            return
         finally:  # also where it was interrupted
-            if not done:
-                left.append(entry)
+            if held and not done:
+                left.append(held[0])
 
 
 def _after_fork() -> None:

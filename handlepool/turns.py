@@ -6,7 +6,10 @@ from threading import get_ident
 from time import monotonic, sleep
 from typing import Any
 
-from handlepool.errors import OwnershipError
+from handlepool.errors import OwnershipError, PoolClosedError
+
+PATIENCE = 2.0
+"""Seconds for which whoever comes after the end waits for the process to be gone, before it is told."""
 
 
 class Bias:
@@ -43,7 +46,7 @@ class Turns:
         None while somebody holds the lock.
     """
 
-    __slots__ = ("_busy", "_former", "_lock", "_name", "_user", "bias")
+    __slots__ = ("_busy", "_end", "_former", "_lock", "_name", "_user", "bias")
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -52,6 +55,7 @@ class Turns:
         self._user = 0  # the thread that holds the lock, or held it last
         self._former: Bias | None = None  # what was taken away last
         self.bias: Bias | None = None
+        self._end: float | None = None  # after `end`: when to tell whoever comes
 
     def take(self, what: str, act: Callable[..., Any], *args: Any) -> Any:
         """Do something while no other thread uses the program.
@@ -60,6 +64,8 @@ class Turns:
         ------
         OwnershipError
             While another thread updates, but for a close, which waits; in a finaliser inside another use.
+        PoolClosedError
+            After `end`.
         """
         thread = get_ident()
         for bias in (self.bias, self._former):  # `_former` is set first, so that one of the two is what this thread launches with
@@ -75,6 +81,8 @@ class Turns:
         with self._lock:
             if self._busy is not None:
                 self._refuse_inside(self._busy)
+            if self._end is not None:
+                self._refuse_at_exit(self._end)
             try:
                 self._busy, self._user = what, thread
                 self._take_bias()
@@ -87,32 +95,46 @@ class Turns:
             finally:  # no bias where the wait was interrupted: the next one waits for `_former`, too
                 self.bias, self._busy = granted, None
 
-    def take_for_good(self, deadline: float) -> bool:
-        """Take the lock and keep it, at exit: daemon threads that come wait until the process ends.
+    def end(self, deadline: float, act: Callable[[], object]) -> bool:
+        """Do something at exit, after which nobody uses the program any more.
+
+        Daemon threads that come then are kept waiting for a while, in which the process ends as a rule: what they would be told,
+        they would print. But not for ever, since somebody may wait for them.
 
         Parameters
         ----------
         deadline : float
             By the monotonic clock, in seconds.
+        act : callable
 
         Returns
         -------
         bool
-            False where one of them stays inside until then.
+            False where another thread is inside until then, and nothing was done.
         """
         if not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
             return False
-        self._take_bias()
-        while self._former is not None and self._former.launching:
-            if monotonic() > deadline:
-                return False
-            sleep(1e-4)
-        return True
+        try:
+            self._take_bias()
+            while self._former is not None and self._former.launching:
+                if monotonic() >= deadline:
+                    return False
+                sleep(1e-4)
+            self._user, self._end = get_ident(), monotonic() + PATIENCE
+            act()
+            return True
+        finally:
+            self._lock.release()
 
     def _take_bias(self) -> None:
         if self.bias is not None:
             self._former = self.bias
             self.bias = None
+
+    def _refuse_at_exit(self, moment: float) -> None:
+        if self._user != get_ident():
+            sleep(max(0.0, moment - monotonic()))
+        raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
 
     def _refuse_inside(self, what: str) -> None:
         raise OwnershipError(

@@ -38,7 +38,7 @@ SPARED = (  # where only a tracer can interrupt: nothing is called before, or a 
     "self.bias, self._busy = ",
     "bias.launching = False",
     "if self._last is None:",
-    "self._driver.record_event(self._event",
+    "self._record_event(self._event",
     "self._last, self._pointer, self._owner = ",
     "self._bound, self._launch = ",
     "self._recording = ",
