@@ -151,14 +151,16 @@ class Program:
         Parameters
         ----------
         *args, **kwargs
-            What was given to `record` in the same places, positional arguments without an array left out: arrays, or lists,
-            tuples and dictionaries of arrays, of the same shapes, strides and types on the same device. None leaves an
-            argument as it is.
+            What was given to `record` in the same places, positional arguments without an array left out: arrays of the driver's
+            of the same shapes, strides and types on the same device, in lists and tuples of the same lengths (a list may stand
+            for a tuple, and a tuple for a list) and in dictionaries of the same keys, nested alike. None leaves an argument, or
+            an entry, as it is.
 
         Raises
         ------
         ArgumentError, ArrayTypeError, DeviceMismatchError
-            For what differs from what was recorded; nothing is copied then.
+            For what differs from what was recorded, by its place; for anything but None in the place of an array of another
+            library. Nothing is copied then.
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
             As in `replay`.
         """

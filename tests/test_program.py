@@ -29,6 +29,14 @@ class Sharing(CarelessDriver):
         return Shared()
 
 
+class Interface:
+    """An array of another library."""
+
+    def __init__(self, array):
+        self.array = array
+        self.__array_interface__ = array.__array_interface__
+
+
 def conv_arrays(driver, count=4, size=8):
     random = np.random.default_rng(7)
     images = [driver.asarray(random.standard_normal((1, 4, size, size)).astype("float32")) for _ in range(count)]
@@ -125,6 +133,72 @@ def test_arrays_in_containers_and_keywords_are_inputs(scene):
     program.update(None, more=None)
     program.replay()
     assert [scene.read(y) for y in program.outputs] == [20, 12, 40]
+
+
+def flat(value):
+    """The arrays of nested containers, those of dictionaries in the order of their keys."""
+    if isinstance(value, dict):
+        return [array for key in sorted(value) for array in flat(value[key])]
+    return [array for entry in value for array in flat(entry)] if isinstance(value, (list, tuple)) else [value]
+
+
+def copying(scene):
+    """A function that copies the arrays of its arguments, however they are nested."""
+    return lambda *args, **kwargs: [scene.plus(x, 0) for x in flat([*args, kwargs])]
+
+
+def values(scene, program):
+    """What a replay reads in each input."""
+    program.replay()
+    return [scene.read(y) for y in program.outputs]
+
+
+def test_dictionaries_are_matched_by_key_and_lists_by_structure(scene):
+    new = iter(range(10, 100, 10))
+
+    def array():
+        return scene.array(next(new))
+
+    program = handlepool.record(copying(scene), {"a": scene.array(1), "b": [scene.array(2), (scene.array(3), scene.array(4))]})
+    program.update({"b": [array(), (array(), array())], "a": array()})
+    assert values(scene, program) == [40, 10, 20, 30]
+    program.update({"b": (array(), [array(), None]), "a": None})
+    assert values(scene, program) == [40, 50, 60, 30]
+    program.update({"b": [None, None], "a": array()})
+    assert values(scene, program) == [70, 50, 60, 30]
+    program.update(None)
+    assert values(scene, program) == [70, 50, 60, 30]
+
+
+def test_what_is_no_array_may_be_given_again_in_a_container(scene):
+    program = handlepool.record(lambda given: scene.plus(given["x"], given["add"]), {"x": scene.array(1), "add": 10})
+    program.update({"x": scene.array(2), "add": 10})
+    program.replay()
+    assert scene.read(program.outputs) == 12
+    program.update({"x": scene.array(3), "add": None})
+    program.replay()
+    assert scene.read(program.outputs) == 13
+
+
+def test_containers_may_be_changed_after_the_recording(scene):
+    images = [scene.array(1), scene.array(2)]
+    program = handlepool.record(copying(scene), images)
+    images[0] = scene.array(10)
+    [scene.array(9) for _ in range(8)]
+    assert values(scene, program) == [1, 2]
+    program.update(images)
+    assert values(scene, program) == [10, 2]
+
+
+def test_arrays_of_other_libraries_have_their_places_and_stay(scene):
+    images, w = conv_arrays(scene.driver, 2)
+    foreign = Interface(w)
+    expected = scene.driver.asnumpy(conv(images[1], w))
+    program = handlepool.record(conv, images[0], foreign, pool=scene.pool)
+    for weights in (None, foreign):
+        program.update(images[1], weights)
+        program.replay()
+        assert (scene.driver.asnumpy(program.outputs) == expected).all()
 
 
 def test_work_that_another_thread_gives_meanwhile_is_not_recorded(scene, in_thread):
