@@ -596,6 +596,27 @@ def test_an_update_of_what_is_no_array_is_refused(scene, new):
     assert scene.read(program.outputs) == 3
 
 
+def test_an_update_with_two_values_for_one_memory_names_both_places(scene):
+    x = scene.array(1)
+    given = {"x": x, "part": x[2:], "first": x[:2]}
+
+    def body(x, more):
+        return scene.plus(x, 0)
+
+    program = handlepool.record(body, x, more=given)
+    new, other = scene.array(5), scene.array(6)
+    both = r"body: argument 0 and more\['part'\] were recorded with the same memory, and update was given two values"
+    for part in (other[2:], new[:6], x[2:]):
+        with pytest.raises(ArgumentError, match=both):
+            program.update(new, more={"x": None, "part": part, "first": None})
+    program.replay()
+    assert scene.read(program.outputs) == 1
+    program.update(new, more={"x": new, "part": new[2:], "first": new[:2]})
+    program.update(None, more={"x": None, "part": other[2:], "first": other[:2]})
+    program.replay()
+    assert scene.read(program.outputs) == 6
+
+
 def test_an_update_of_an_array_of_another_library_says_so_and_what_to_do(scene):
     class Interface:
         def __init__(self, array):
