@@ -209,7 +209,7 @@ def layout_of(name: str, pool: HandlePool, place: int, array: Any) -> Layout:
         As for a call.
     """
     native = isinstance(array, pool.driver.array_type)
-    if not native and (_is_tensor(array) or any(hasattr(array, protocol) for protocol in _PROTOCOLS)):
+    if not native and is_array(array):
         (array,) = Adapted(name, pool, (array,)).arrays
         native = True
     if native:
@@ -222,6 +222,11 @@ def layout_of(name: str, pool: HandlePool, place: int, array: Any) -> Layout:
 
 
 # Kinds
+
+
+def is_array(value: object) -> bool:
+    """Whether a value is an array of whatever library."""
+    return _is_tensor(value) or any(hasattr(value, protocol) for protocol in _PROTOCOLS)
 
 
 def _is_tensor(array: object) -> bool:

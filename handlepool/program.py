@@ -12,7 +12,7 @@ from handlepool import exits
 from handlepool.condition import diagnose
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, PoolClosedError
-from handlepool.inputs import Inputs
+from handlepool.inputs import Inputs, copy_all
 from handlepool.regions import keep_for_good, parked
 from handlepool.streams import StreamReference, check_foreign, resolve
 from handlepool.turns import Turns
@@ -149,14 +149,16 @@ class Program:
         Parameters
         ----------
         *args, **kwargs
-            What was given to `record` in the same places, positional arguments without an array left out: arrays, or lists,
-            tuples and dictionaries of arrays, of the same shapes, strides and types on the same device. None leaves an
-            argument as it is.
+            What was given to `record` in the same places, positional arguments without an array left out: arrays of the driver's
+            of the same shapes, strides and types on the same device, in lists and tuples of the same lengths (a list may stand
+            for a tuple, and a tuple for a list) and in dictionaries of the same keys, nested alike. None leaves an argument, or
+            an entry, as it is. Every value is read before the first is overwritten, so that inputs can be swapped.
 
         Raises
         ------
         ArgumentError, ArrayTypeError, DeviceMismatchError
-            For what differs from what was recorded; nothing is copied then.
+            For what differs from what was recorded, by its place; for different values for the same memory, as for an array that
+            was recorded in two places; for anything but None in the place of an array of another library. Nothing is copied then.
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
             As in `replay`.
         """
@@ -170,9 +172,9 @@ class Program:
     def _update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._recording is None:
             self._refuse()
-        pairs = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
+        copies = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
         self._follow(None)
-        self._enqueue([partial(self._driver.copy, target, source) for target, source in pairs])
+        self._enqueue([partial(copy_all, self._driver, copies)])
 
     def _enqueue(self, steps: Sequence[Callable[[], object]]) -> None:
         """Give the stream that `_follow` made the program's something that uses the memory."""

@@ -237,8 +237,10 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
         memory again at each replay. It must give the same work each time.
     *args, **kwargs
         For the function. Arrays among them, also in lists, tuples and dictionaries, are the inputs: kept alive, read by each
-        replay, and overwritten by `Program.update`. What closures hold is kept alive, too, of the function and of those that
-        are run in branches; what is read elsewhere (globals, attributes) must be kept by the caller.
+        replay, and overwritten by `Program.update`. Those of other libraries are read by each replay, too, but `Program.update`
+        cannot write to them: where it is to, give what ``cupy.from_dlpack`` makes of them. What closures hold is kept alive as
+        well, of the function and of those that are run in branches; what is read elsewhere (globals, attributes) must be kept by
+        the caller.
     pool : HandlePool, optional
         For what is given none in the function; that of the states for a method of `ParallelStates`, else the default pool. To
         give the function itself a parameter of this name, use `functools.partial`.

@@ -10,7 +10,7 @@ from scenes import TIMEOUT, CarelessDriver, Scene, Thread, over_seeds
 from uses import EFFECTS, FOREIGN, STREAMS, assert_usable, calls
 
 import handlepool
-from handlepool import ContractError, ParallelStates
+from handlepool import ArgumentError, ContractError, ParallelStates
 from handlepool.regions import parked, settle
 from handlepool.workspace import DeviceScratch
 
@@ -30,6 +30,14 @@ class Sharing(CarelessDriver):
                 return True
 
         return Shared()
+
+
+class Interface:
+    """An array of another library."""
+
+    def __init__(self, array):
+        self.array = array
+        self.__array_interface__ = array.__array_interface__
 
 
 def conv_arrays(driver, count=4, size=8):
@@ -128,6 +136,72 @@ def test_arrays_in_containers_and_keywords_are_inputs(scene):
     program.update(None, more=None)
     program.replay()
     assert [scene.read(y) for y in program.outputs] == [20, 12, 40]
+
+
+def flat(value):
+    """The arrays of nested containers, those of dictionaries in the order of their keys."""
+    if isinstance(value, dict):
+        return [array for key in sorted(value) for array in flat(value[key])]
+    return [array for entry in value for array in flat(entry)] if isinstance(value, (list, tuple)) else [value]
+
+
+def copying(scene):
+    """A function that copies the arrays of its arguments, however they are nested."""
+    return lambda *args, **kwargs: [scene.plus(x, 0) for x in flat([*args, kwargs])]
+
+
+def values(scene, program):
+    """What a replay reads in each input."""
+    program.replay()
+    return [scene.read(y) for y in program.outputs]
+
+
+def test_dictionaries_are_matched_by_key_and_lists_by_structure(scene):
+    new = iter(range(10, 100, 10))
+
+    def array():
+        return scene.array(next(new))
+
+    program = handlepool.record(copying(scene), {"a": scene.array(1), "b": [scene.array(2), (scene.array(3), scene.array(4))]})
+    program.update({"b": [array(), (array(), array())], "a": array()})
+    assert values(scene, program) == [40, 10, 20, 30]
+    program.update({"b": (array(), [array(), None]), "a": None})
+    assert values(scene, program) == [40, 50, 60, 30]
+    program.update({"b": [None, None], "a": array()})
+    assert values(scene, program) == [70, 50, 60, 30]
+    program.update(None)
+    assert values(scene, program) == [70, 50, 60, 30]
+
+
+def test_what_is_no_array_may_be_given_again_in_a_container(scene):
+    program = handlepool.record(lambda given: scene.plus(given["x"], given["add"]), {"x": scene.array(1), "add": 10})
+    program.update({"x": scene.array(2), "add": 10})
+    program.replay()
+    assert scene.read(program.outputs) == 12
+    program.update({"x": scene.array(3), "add": None})
+    program.replay()
+    assert scene.read(program.outputs) == 13
+
+
+def test_containers_may_be_changed_after_the_recording(scene):
+    images = [scene.array(1), scene.array(2)]
+    program = handlepool.record(copying(scene), images)
+    images[0] = scene.array(10)
+    [scene.array(9) for _ in range(8)]
+    assert values(scene, program) == [1, 2]
+    program.update(images)
+    assert values(scene, program) == [10, 2]
+
+
+def test_arrays_of_other_libraries_have_their_places_and_stay(scene):
+    images, w = conv_arrays(scene.driver, 2)
+    foreign = Interface(w)
+    expected = scene.driver.asnumpy(conv(images[1], w))
+    program = handlepool.record(conv, images[0], foreign, pool=scene.pool)
+    for weights in (None, foreign):
+        program.update(images[1], weights)
+        program.replay()
+        assert (scene.driver.asnumpy(program.outputs) == expected).all()
 
 
 def test_work_that_another_thread_gives_meanwhile_is_not_recorded(scene, in_thread):
@@ -264,6 +338,138 @@ def test_replays_of_a_fork_hold_its_order():
         return tuple(totals)
 
     assert set(over_seeds(scenario, seeds=range(40))) == {(660, 666, 672)}
+
+
+# Updates from memory that they write to
+
+
+def swapped(scene):
+    """What replays read after two inputs were swapped, and after memory that this took was used by others."""
+    a, b = scene.array(1), scene.array(2)
+    program = handlepool.record(copying(scene), a, b)
+    program.update(b, a)
+    [scene.array(9) for _ in range(4)]
+    return (*values(scene, program), scene.read(a), scene.read(b))
+
+
+def test_inputs_can_be_swapped():
+    assert set(over_seeds(with_pool(swapped), seeds=range(20))) == {(2, 1, 2, 1)}
+
+
+def test_control_copies_one_by_one_read_what_was_just_written(monkeypatch):
+    def one_by_one(driver, copies):
+        for copy in copies:
+            driver.copy(copy.target, copy.source)
+
+    monkeypatch.setattr("handlepool.program.copy_all", one_by_one)
+    assert set(over_seeds(with_pool(swapped), seeds=range(20))) == {(2, 2, 2, 2)}
+
+
+def with_pool(scenario):
+    """With the scene's pool for what is recorded without one."""
+
+    def run(scene):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("handlepool.defaults._default", scene.pool)
+            return scenario(scene)
+
+    return run
+
+
+def test_inputs_can_be_swapped_in_a_branch_on_every_stream_in_turn():
+    def scenario(scene):
+        a, b = scene.array(1), scene.array(2)
+        program = handlepool.record(copying(scene), a, b)
+
+        def branch():
+            program.update(b, a)
+            [scene.array(9) for _ in range(4)]
+
+        branch()
+        with scene.driver.create_stream():
+            branch()
+        with scene.states.fork() as fork:
+            fork.run(branch)
+        [scene.array(8) for _ in range(4)]
+        return tuple(values(scene, program))
+
+    assert set(over_seeds(with_pool(scenario), seeds=range(20))) == {(2, 1)}
+
+
+def test_only_sources_that_are_written_over_are_copied_aside(scene):
+    a, b, c = (scene.array(i) for i in range(3))
+    program = handlepool.record(copying(scene), a, b, c)
+    for given, copies in (
+        ((scene.array(5), scene.array(5), None), 2),
+        ((a, b, c), 0),
+        ((b, c, scene.array(6)), 3),  # each is read before it is written
+        ((b, a, None), 3),
+        ((c, a, b), 5),
+    ):
+        assert calls(scene.driver, program.update, *given).get("copy", 0) == copies
+    program = handlepool.record(copying(scene), a[1:])
+    assert calls(scene.driver, program.update, a[:-1])["copy"] == 2  # a copy onto its own source reads what it wrote
+
+
+def test_one_array_in_two_places_takes_one_value(scene):
+    x = scene.array(1)
+    program = handlepool.record(copying(scene), [x, x])
+    five, six = scene.array(5), scene.array(6)
+    with pytest.raises(ArgumentError, match="two values"):
+        program.update([five, six])
+    assert values(scene, program) == [1, 1]
+    program.update([five, five])
+    assert values(scene, program) == [5, 5]
+    program.update([None, six])
+    assert values(scene, program) == [6, 6]
+    program.update([x, x])
+    assert values(scene, program) == [6, 6]
+
+
+def test_views_beside_each_other_are_no_conflict(scene):
+    base = scene.driver.asarray(np.zeros((4, 6)))
+    program = handlepool.record(lambda *views: scene.plus(scene.array(1), 0), base[:, :3], base[:, 3:])
+    ones, twos = (scene.driver.asarray(np.full((4, 6), value)) for value in (1.0, 2.0))
+    program.update(ones[:, :3], twos[:, 3:])
+    assert (scene.driver.asnumpy(base) == [1, 1, 1, 2, 2, 2]).all()
+    program.update(base[:, 3:], base[:, :3])
+    assert (scene.driver.asnumpy(base) == [2, 2, 2, 1, 1, 1]).all()
+
+
+def test_any_views_of_one_memory_are_copied_as_if_all_were_read_first_or_refused():
+    random = np.random.default_rng(11)
+    ended = {"updated": 0, "refused": 0, "aside": 0}
+    for seed in range(400):
+        with Scene(CarelessDriver(scheduler="adversarial", seed=seed, check_order=True)) as scene:
+            base, model = scene.driver.asarray(np.arange(24.0)), np.arange(24.0)
+            places = [_views(random) for _ in range(random.integers(1, 4))]
+            targets, sources = [base[to] for to, _ in places], [base[of] for _, of in places]
+            program = handlepool.record(lambda xs, scene=scene: scene.plus(scene.array(1), 0), targets, pool=scene.pool)
+            wanted = {}
+            for to, of in places:
+                for place, value in zip(np.arange(24)[to], np.arange(24.0)[of], strict=True):
+                    wanted.setdefault(place, set()).add(value)
+            if any(len(different) > 1 for different in wanted.values()):
+                with pytest.raises(ArgumentError, match="two values"):
+                    program.update(sources)
+                ended["refused"] += 1
+            else:
+                ended["aside"] += calls(scene.driver, program.update, sources)["empty"] > 0
+                for place, (value,) in wanted.items():
+                    model[place] = value
+                ended["updated"] += 1
+            assert (scene.driver.asnumpy(base) == model).all()
+            program.close()
+    assert min(ended.values()) > 50
+
+
+def _views(random):
+    """Slices of a target and a source of one shape and stride, anywhere in 24 elements."""
+    extent, step = random.integers(1, 5), random.choice([-3, -2, -1, 1, 2, 3])
+    reach = (extent - 1) * abs(step)
+    starts = random.integers(0, 24 - reach, 2) + (0 if step > 0 else reach)
+    ends = starts + extent * step
+    return [slice(start, None if end < 0 else end, step) for start, end in zip(starts, ends, strict=True)]
 
 
 # Memory

@@ -30,6 +30,7 @@ STREAMS = {
 USES = {
     "replay": lambda program, x: program.replay(),
     "update": lambda program, x: program.update(x, x),
+    "swap": lambda program, x: program.update(*reversed(program._inputs._positional)),
     "close": lambda program, x: program.close(),
 }
 SPARED = (  # where only a tracer can interrupt: nothing is called before, or a lock is freed

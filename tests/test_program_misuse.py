@@ -538,7 +538,7 @@ def test_a_lost_context_is_told(make_driver):
         (lambda s: s.driver.empty((8,), (4,), np.dtype("f4")), ArgumentError, "type float64 and now has type float32"),
         (lambda s: s.driver.empty((16,), (8,), F8)[::2], ArgumentError, r"strides \(8,\) and now has strides \(16,\)"),
         (lambda s: 1.0, ArrayTypeError, "is a builtins.float"),
-        (lambda s: [s.array(1), s.array(2)], ArgumentError, "recorded with 1 entries, and update was given 2"),
+        (lambda s: [s.array(1), s.array(2)], ArgumentError, "recorded as an array, and is now a builtins.list"),
     ],
 )
 def test_an_update_with_another_geometry_or_type_says_what_differs(scene, new, error, says):
@@ -547,6 +547,95 @@ def test_an_update_with_another_geometry_or_type_says_what_differs(scene, new, e
         program.update(new(scene))
     program.replay()
     assert scene.read(program.outputs[0]) == 111
+
+
+@pytest.mark.parametrize(
+    ("new", "says"),
+    [
+        (lambda x: {"a": x}, r"argument 0 was recorded with the key 'b', too"),
+        (lambda x: {"a": x, "b": [x, [x]], "c": x}, r"argument 0 was recorded without the key 'c'; there is: 'a', 'b'"),
+        (lambda x: {"x": x, "y": [x, [x]]}, r"argument 0 was recorded without the key 'x'; there is: 'a', 'b'"),
+        (lambda x: [x, [x, [x]]], r"argument 0 was recorded as a dictionary, and is now a builtins.list"),
+        (lambda x: x, r"argument 0 was recorded as a dictionary, and is now a numpy.ndarray"),
+        (lambda x: {"a": [x], "b": [x, [x]]}, r"argument 0\['a'\] was recorded as an array, and is now a builtins.list"),
+        (lambda x: {"a": {"a": x}, "b": [x, [x]]}, r"argument 0\['a'\] was recorded as an array, and is now a builtins.dict"),
+        (lambda x: {"a": x, "b": [[x], x]}, r"argument 0\['b'\]\[0\] was recorded as an array, and is now a builtins.list"),
+        (
+            lambda x: {"a": x, "b": [x, x]},
+            r"argument 0\['b'\]\[1\] was recorded as a list or a tuple, and is now a numpy.ndarray",
+        ),
+        (
+            lambda x: {"a": x, "b": {0: x, 1: [x]}},
+            r"argument 0\['b'\] was recorded as a list or a tuple, and is now a builtins.dict",
+        ),
+        (lambda x: {"a": x, "b": [x, [x, x]]}, r"argument 0\['b'\]\[1\] was recorded with 1 entries, and update was given 2"),
+        (lambda x: {"a": x, "b": [x]}, r"argument 0\['b'\] was recorded with 2 entries, and update was given 1"),
+        (
+            lambda x: {"a": x, "b": [x, [x[:4]]]},
+            r"argument 0\['b'\]\[1\]\[0\] was recorded with shape \(8,\) and now has shape \(4,\)",
+        ),
+    ],
+)
+def test_an_update_of_another_structure_names_the_place_and_copies_nothing(scene, new, says):
+    def body(given):
+        return [scene.plus(x, 0) for x in (given["a"], given["b"][0], given["b"][1][0])]
+
+    program = handlepool.record(body, {"a": scene.array(1), "b": [scene.array(2), [scene.array(3)]]})
+    with pytest.raises(ArgumentError, match=says):
+        program.update(new(scene.array(50)))
+    program.replay()
+    assert [scene.read(y) for y in program.outputs] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("new", [3, 2.0, True, "2", [2], np.zeros(8)], ids=repr)
+def test_an_update_of_what_is_no_array_is_refused(scene, new):
+    program = handlepool.record(lambda x, options: scene.plus(x, options["add"][0]), scene.array(1), {"add": [2, scene.array(0)]})
+    with pytest.raises(ArgumentError, match=r"argument 1\['add'\]\[0\] was recorded as a builtins.int, which is no array"):
+        program.update(scene.array(5), {"add": [new, None]})
+    program.replay()
+    assert scene.read(program.outputs) == 3
+
+
+def test_an_update_with_two_values_for_one_memory_names_both_places(scene):
+    x = scene.array(1)
+    given = {"x": x, "part": x[2:], "first": x[:2]}
+
+    def body(x, more):
+        return scene.plus(x, 0)
+
+    program = handlepool.record(body, x, more=given)
+    new, other = scene.array(5), scene.array(6)
+    both = r"body: argument 0 and more\['part'\] were recorded with the same memory, and update was given two values"
+    for part in (other[2:], new[:6], x[2:]):
+        with pytest.raises(ArgumentError, match=both):
+            program.update(new, more={"x": None, "part": part, "first": None})
+    program.replay()
+    assert scene.read(program.outputs) == 1
+    program.update(new, more={"x": new, "part": new[2:], "first": new[:2]})
+    program.update(None, more={"x": None, "part": other[2:], "first": other[:2]})
+    program.replay()
+    assert scene.read(program.outputs) == 6
+
+
+def test_an_update_of_an_array_of_another_library_says_so_and_what_to_do(scene):
+    class Interface:
+        def __init__(self, array):
+            self.__array_interface__ = array.__array_interface__
+
+    x, foreign = scene.array(1), Interface(np.ones(8))
+    program = handlepool.record(lambda x, *more, **named: scene.plus(x, 0), x, [foreign], y={"z": foreign})
+    says = r"was recorded as a test_program_misuse.*Interface, which is no array of the host driver's.*numpy.from_dlpack or"
+    for args, kwargs, place in (
+        ((scene.array(5), [x]), {}, r"argument 1\[0\] "),
+        ((scene.array(5), [Interface(np.ones(8))]), {}, r"argument 1\[0\] "),
+        ((scene.array(5),), {"y": {"z": x}}, r"y\['z'\] "),
+    ):
+        with pytest.raises(ArgumentError, match=place + says):
+            program.update(*args, **kwargs)
+    with pytest.raises(ArrayTypeError, match=r"argument 0 is a .*Interface; the host driver takes numpy.ndarray; convert it"):
+        program.update(foreign, None)
+    program.replay()
+    assert scene.read(program.outputs) == 1
 
 
 def test_an_update_with_an_array_of_another_device_is_refused(scene):

@@ -190,7 +190,7 @@ class Driver(Protocol):
         """A device array's copy on the host, ordered after the current stream."""
 
     def copy(self, target: Any, source: Any) -> None:
-        """Copy an array into another of the same shape, strides and type, both on the current device, on the current stream."""
+        """Copy an array into another of the same shape and type, both on the current device, on the current stream."""
 
     def array_device(self, array: Any) -> int:
         """The ordinal of the device that an array lives on."""

@@ -89,6 +89,29 @@ def test_replays_equal_eager_results_bit_for_bit_also_after_an_update(pool, stre
         assert same(program.outputs, expected[::-1])
 
 
+def test_an_update_goes_by_keys_and_reads_every_value_before_it_is_overwritten(pool, stream, kernels):
+    a, b, line = kernels.full(N, 1), kernels.full(N, 2), cupy.arange(N, dtype=np.float32)
+
+    def body(given, line):
+        return [given["a"] + 0, given["b"] + 0, line + 0]
+
+    with handlepool.record(body, {"a": a, "b": b}, line[4:], pool=pool) as program:
+        program.update({"b": kernels.full(N, 20), "a": kernels.full(N, 10)}, None)
+        program.replay()
+        assert [set(y.get()) for y in program.outputs[:2]] == [{10}, {20}]
+        for turn in range(1, 11):
+            program.update({"a": b, "b": a}, line[:-4])
+            kernels.full(N, 99)  # where a swapped value was put aside
+            program.replay()
+            expected = [{20}, {10}] if turn % 2 else [{10}, {20}]
+            assert [set(y.get()) for y in program.outputs[:2]] == expected
+            assert (program.outputs[2].get() == np.maximum(np.arange(4, N) - 4 * turn, np.arange(4, N) % 4)).all()
+        with pytest.raises(ArgumentError, match=r"argument 0 was recorded without the key 'c'"):
+            program.update({"a": a, "c": b}, None)
+        with pytest.raises(ArgumentError, match=r"argument 0\['b'\] was recorded as an array, and is now a builtins.list"):
+            program.update({"a": a, "b": [b]}, None)
+
+
 def test_a_recording_from_the_null_stream_replays_there_and_elsewhere(pool, images, weights):
     with cupy.cuda.Stream.null:
         expected = conv(images[0], weights).get()
