@@ -5,7 +5,8 @@ Imported first by every script: it makes the checkout's own handlepool the one t
 Two ways of timing. `interleaved` times a statement in a loop: host time alone, which a call takes to queue its work; what is
 queued is waited for between samples, outside of the timed part. `regions` times a region of GPU work call by call by three clocks
 at once: *host*, until the call returns; *device*, between an event before it and one after it on the caller's stream; *wall*,
-until the host knows that it is done. The stream is idle when a region begins.
+until the host knows that it is done. Host and wall begin with the call: the event before it is recorded by then. The stream is
+idle when a region begins.
 """
 
 import argparse
@@ -69,8 +70,8 @@ def regions(
                 synchronize(pointer)
                 taken = []
                 for _ in range(calls):
-                    before = perf_counter_ns()
                     record(start, pointer)
+                    before = perf_counter_ns()
                     region()
                     returned = perf_counter_ns()
                     record(end, pointer)

@@ -1,10 +1,12 @@
 """Every benchmark script runs on the host driver and writes what it found; its figures say nothing there."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +25,14 @@ def run(name, *arguments):
         timeout=60,
         check=False,
     )
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """A script as a module: ``module(name)``."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # or the import would set it for good
+    return importlib.import_module
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +142,27 @@ def test_a_shape_that_is_none_is_refused_in_a_line():
     assert done.returncode == 2
     assert "1x64x14x64x3:float16:NHWC" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_host_clock_has_the_region_alone_and_pairs_are_of_one_repeat(module, monkeypatch):
+    common = module("common")
+    now = 0
+    costs = iter([9000, 9000, 3000, 2000, 6000, 4000])  # the first repeat warms up, the last meets a slower host
+
+    def take(nanoseconds):
+        nonlocal now
+        now += nanoseconds
+
+    driver = SimpleNamespace(
+        create_event=lambda timing: None,
+        destroy_event=lambda event: None,
+        record_event=lambda event, pointer: take(500),
+        synchronize_stream=lambda pointer: take(700),
+        elapsed=lambda start, end: 0.0,
+    )
+    monkeypatch.setattr(common, "perf_counter_ns", lambda: now)
+    cases = dict.fromkeys("ab", lambda: take(next(costs)))
+    found = common.regions(cases, 2, 1, driver, SimpleNamespace(ptr=0))
+    assert found["host"] == {"a": [3.0, 6.0], "b": [2.0, 4.0]}
+    assert found["wall"]["a"] == [4.2, 7.2]
+    assert common.paired(found["host"]["a"], found["host"]["b"]) == [1.5, 1.5]
