@@ -81,6 +81,26 @@ class Maps:
                 replay()
 
 
+def compare(
+    ratios: Ratios,
+    samples: dict[str, dict[str, list[float]]],
+    totals: dict[str, list[float]],
+    states: list[int],
+    replays: int,
+    *,
+    bounded: bool,
+) -> None:
+    """The ratios at each number of states; all are bounded, or none."""
+    for count in states:
+        at = f", {count} states"
+        most = MOST_OF_A_LAUNCH if bounded else None
+        ratios.compare(samples["host"], f"replay{at}", f"bare graph launch{at}", most, ", host")
+        ratios.compare(samples["host"], f"replay{at}", f"eager map{at}", None, ", host")
+        ratios.compare(samples["wall"], f"replay{at}", f"eager map{at}", None, ", wall")
+        most = 1.0 if bounded and replays == 100 else None
+        ratios.compare(totals, f"record and {replays} replays{at}", f"{replays} eager maps{at}", most)
+
+
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--calls", type=positive, default=50, help="replays in one sample (default: %(default)s)")
@@ -114,15 +134,7 @@ def main() -> int:
                 taken = total(driver, stream, run)
                 if repeat:
                     totals[name].append(taken)
-        for count in options.states:
-            at = f", {count} states"
-            # Of fewer states the graph's launch is shorter, and the microsecond that stands around it weighs more.
-            most = MOST_OF_A_LAUNCH if bounded and count == 8 else None
-            ratios.compare(samples["host"], f"replay{at}", f"bare graph launch{at}", most, ", host")
-            ratios.compare(samples["host"], f"replay{at}", f"eager map{at}", None, ", host")
-            ratios.compare(samples["wall"], f"replay{at}", f"eager map{at}", None, ", wall")
-            most = 1.0 if bounded and replays == 100 else None
-            ratios.compare(totals, f"record and {replays} replays{at}", f"{replays} eager maps{at}", most)
+        compare(ratios, samples, totals, options.states, replays, bounded=bounded)
         times = {f"microseconds, {clock}": {name: summary(values) for name, values in samples[clock].items()} for clock in CLOCKS}
         times["microseconds in all, wall"] = {name: summary(values) for name, values in totals.items()}
         more = {"count": options.count, "states": options.states, "replays": replays, "shape": str(shape)}

@@ -166,3 +166,21 @@ def test_the_host_clock_has_the_region_alone_and_pairs_are_of_one_repeat(module,
     assert found["host"] == {"a": [3.0, 6.0], "b": [2.0, 4.0]}
     assert found["wall"]["a"] == [4.2, 7.2]
     assert common.paired(found["host"]["a"], found["host"]["b"]) == [1.5, 1.5]
+
+
+def test_a_replay_is_bounded_at_every_number_of_states(module):
+    names = [f"{what}, {count} states" for what in ("replay", "bare graph launch", "eager map") for count in (1, 8)]
+    samples = {clock: {name: [1.0] for name in names} for clock in ("host", "wall")}
+    ratios = module("common").Ratios()
+    module("record").compare(ratios, samples, {}, [1, 8], 100, bounded=True)
+    bounds = {name: bound for name, (_, bound) in ratios.found.items() if "bare" in name}
+    assert list(bounds.values()) == [1.2, 1.2]
+
+
+def test_each_bound_of_a_recording_is_in_the_table_kept_or_not(module):
+    def entry(median, bound, kept):
+        return {"median": median, "q1": median, "q3": median, "min": median, "bound": bound, "kept": kept}
+
+    ratios = {"one": entry(1.31, 1.2, False), "eight": entry(1.09, 1.2, True), "unbounded": entry(1.31, None, None)}
+    rows = module("tables").bounds({"record": {"ratios": ratios}}).splitlines()[2:]
+    assert [(row.split()[1], row.split("|")[-2].strip()) for row in rows] == [("one", "**not kept**"), ("eight", "kept")]
