@@ -101,7 +101,7 @@ def test_the_pages_can_be_filled(written, tmp_path):
     assert run("tables", folder, *pages, "--check").returncode == 1
     assert run("tables", folder, *pages).returncode == 0
     assert run("tables", folder, *pages, "--check").returncode == 0
-    assert all("| median |" in page.read_text(encoding="utf-8") or "| fork |" in page.read_text() for page in pages)
+    assert all("| median |" in page.read_text(encoding="utf-8") or "| side streams |" in page.read_text() for page in pages)
 
 
 def test_all_runs_a_selection_and_says_which_bounds_are_kept(tmp_path):
@@ -184,3 +184,19 @@ def test_each_bound_of_a_recording_is_in_the_table_kept_or_not(module):
     ratios = {"one": entry(1.31, 1.2, False), "eight": entry(1.09, 1.2, True), "unbounded": entry(1.31, None, None)}
     rows = module("tables").bounds({"record": {"ratios": ratios}}).splitlines()[2:]
     assert [(row.split()[1], row.split("|")[-2].strip()) for row in rows] == [("one", "**not kept**"), ("eight", "kept")]
+
+
+def test_a_gain_within_the_spread_is_none_and_any_way_over_side_streams_counts(module):
+    def times(kernel, **others):
+        found = {"one stream": 160.0, "recorded, one stream": 16.0 * kernel} | others
+        return {name: {"median": median} for name, median in found.items()}
+
+    cases = {
+        "a": times(5, **{"fork, 4 states": 159.8}),
+        "b": times(9, **{"fork, 4 states": 170.0, "map into outputs, 2 states": 140.0}),
+    }
+    results = {"count": 16, "shapes": list(cases)}
+    results["times"] = {f"16 x {shape}, microseconds, device": found for shape, found in cases.items()}
+    text = module("tables").crossover({"overlap": results})
+    assert "| `b` | 9.0 | 1.14 |" in text
+    assert "more than 5 % between 5.0 and 9.0 µs a kernel" in text
