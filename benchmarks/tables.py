@@ -1,7 +1,7 @@
 """Write the figures of a folder of JSON into pages: ``python benchmarks/tables.py benchmarks/results/h200 docs/*.md``.
 
 What stands between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced; everything else stays. With ``--check``
-nothing is written, and pages that differ from the JSON are an error.
+nothing is written, and pages that differ from the JSON are an error, as is JSON that is missing.
 """
 
 import argparse
@@ -169,6 +169,9 @@ def main() -> int:
     options = parser.parse_args()
     paths = {name: options.folder / f"{name}.json" for name in NAMES}
     every = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    missing = [str(path) for path in paths.values() if not path.exists()]
+    if missing and (options.check or not every):
+        parser.error(f"there is no {', '.join(missing)}")
     changed = []
     for page in options.pages:
         before = page.read_text(encoding="utf-8")

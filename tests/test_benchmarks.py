@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,14 @@ def run(name, *arguments):
         timeout=60,
         check=False,
     )
+
+
+def refused(done, says):
+    """An end with one line that says why, and nothing run before it."""
+    assert done.returncode == 2
+    assert says in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
 
 
 @pytest.fixture
@@ -72,6 +81,7 @@ def test_bounds_are_not_judged_without_a_gpu(name, written):
 def test_a_shared_workspace_gives_wrong_results_on_the_host_driver_too(written):
     _, results = written("wrong")
     (counts,) = results["wrong"].values()
+    assert counts["one workspace for all"] > 0
     assert counts["a workspace each"] == counts["handlepool's fork"] == 0
 
 
@@ -200,3 +210,13 @@ def test_a_gain_within_the_spread_is_none_and_any_way_over_side_streams_counts(m
     text = module("tables").crossover({"overlap": results})
     assert "| `b` | 9.0 | 1.14 |" in text
     assert "more than 5 % between 5.0 and 9.0 µs a kernel" in text
+
+
+def test_pages_whose_figures_are_missing_are_an_error(tmp_path):
+    page = FOLDER.parent / "docs" / "performance.md"
+    refused(run("tables", tmp_path / "nowhere", page, "--check"), "acquire.json")
+    refused(run("tables", tmp_path / "nowhere", page), "acquire.json")
+    for path in (FOLDER / "results" / "h200").glob("*.json"):
+        if path.name != "memory.json":
+            shutil.copy(path, tmp_path)
+    refused(run("tables", tmp_path, page, "--check"), "memory.json")
