@@ -9,19 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import (
-    CLOCKS,
-    Ratios,
-    arguments,
-    parse,
-    pool_on_a_stream,
-    positive,
-    progress,
-    publish,
-    regions,
-    summary,
-    total,
-)
+from common import CLOCKS, Ratios, pool_on_a_stream, progress, publish, regions, summary, total
+from options import arguments, parse, positive, side_streams
 from work import SMALL, TINY, Shape, capture, check, graph_function
 
 import handlepool
@@ -105,15 +94,15 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--calls", type=positive, default=50, help="replays in one sample (default: %(default)s)")
     parser.add_argument("--count", type=positive, default=16, help="convolutions in the map (default: %(default)s)")
-    parser.add_argument("--states", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="(default: %(default)s)")
+    parser.add_argument("--states", type=side_streams, nargs="+", default=[1, 2, 4, 8, 16], help="(default: %(default)s)")
     parser.add_argument("--replays", type=positive, default=100, help="replays of one recording (default: %(default)s)")
     parser.add_argument("--shape", type=Shape.parse, default=SMALL, help="the convolution (default: %(default)s)")
-    options = parse(parser, calls=2, count=3, states=[1, 2], replays=3, shape=TINY)
+    options = parse(parser, {"shape": TINY, "replays": 20}, calls=2, count=3, states=[1, 2], replays=3)
     shape, replays = options.shape, options.replays
     bounded = shape == SMALL and options.count == 16
     skipped: list[str] = []
     ratios = Ratios()
-    with pool_on_a_stream(parser, options.driver) as (pool, stream):
+    with pool_on_a_stream(options.driver) as (pool, stream):
         driver = pool.driver
         cases: dict[str, Callable[[], object]] = {}
         whole: dict[str, Callable[[], object]] = {}
