@@ -18,10 +18,10 @@ SCRIPTS = ("acquire", "launch", "forks", "overlap", "record", "wrong", "memory")
 """Those whose results are drawn."""
 
 
-def run(name, *arguments, **environment):
+def run(name, *arguments, folder=FOLDER, **environment):
     """Run a script as a person would, from a checkout."""
     return subprocess.run(
-        [sys.executable, "-W", "error", str(FOLDER / f"{name}.py"), *map(str, arguments)],
+        [sys.executable, "-W", "error", str(folder / f"{name}.py"), *map(str, arguments)],
         env={**os.environ, "HANDLEPOOL_DRIVER": "host", **environment},
         capture_output=True,
         text=True,
@@ -224,6 +224,18 @@ def test_the_host_driver_has_small_shapes_unless_others_are_given(tmp_path):
     assert run("wrong", *few, "--rounds", "1").returncode == 0
 
 
+def test_all_has_a_folder_of_its_own_where_none_is_given(tmp_path):
+    folder = shutil.copytree(FOLDER, tmp_path / "benchmarks")
+    before = {path: path.read_bytes() for path in folder.rglob("*.json")}
+    python_path = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = run("all", "--only", "acquire", "--quick", "--driver", "host", folder=folder, PYTHONPATH=python_path)
+    assert done.returncode == 0, done.stderr
+    (written,) = set(folder.rglob("*.json")) - set(before)
+    assert written.match("benchmarks/results/host-????-??-??/acquire.json")
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert str(written.parent) in done.stdout
+
+
 @pytest.mark.parametrize(
     ("name", "option", "value", "says"),
     [
@@ -237,18 +249,22 @@ def test_the_host_driver_has_small_shapes_unless_others_are_given(tmp_path):
         ("overlap", "--states", "64", "it must be 32 or less"),
         ("acquire", "--json", FOLDER, "is a folder"),
         ("memory", "--json", FOLDER / "nowhere" / "x.json", "there is no folder"),
+        ("all", "--limit", "nan", "a number of seconds above 0"),
+        ("all", "--driver", "none", "invalid choice"),
+        ("all", "--quick", FOLDER / "all.py", "is a file; name a folder"),
+        ("all", "--quick", FOLDER / "all.py" / "x", "is a file; name a folder"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_in_a_line(name, option, value, says):
     refused(run(name, option, value), says)
 
 
-@pytest.mark.parametrize("name", ["launch", "exits", "captures"])
+@pytest.mark.parametrize("name", ["launch", "exits", "captures", "all"])
 def test_a_driver_that_is_none_is_refused_in_a_line(name):
     refused(run(name, HANDLEPOOL_DRIVER="foo"), "no driver is named 'foo'")
 
 
-@pytest.mark.parametrize("name", ["acquire", "exits"])
+@pytest.mark.parametrize("name", ["acquire", "exits", "all"])
 def test_a_script_says_at_once_that_there_is_no_gpu(name):
     if drivers.available("cuda") is None:
         pytest.skip("there is a GPU")
