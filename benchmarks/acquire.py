@@ -8,9 +8,10 @@ takes the cost of the empty loop off both sides.
 import sys
 from typing import Any
 
-from common import Case, Ratios, arguments, interleaved, paired, parse, positive, publish, summary
+from common import Case, Ratios, interleaved, paired, publish, summary
+from options import arguments, parse, positive
 
-from handlepool import DriverNotAvailableError, HandlePool
+from handlepool import HandlePool
 
 SLOW = 10_000  # a case that creates a handle runs so many times less often
 MOST_OF_THE_FLOOR = 1.6
@@ -85,10 +86,7 @@ def main() -> int:
     parser.add_argument("--calls", type=positive, default=100_000, help="calls in one sample (default: %(default)s)")
     options = parse(parser, calls=20)
     with HandlePool(driver=options.driver) as pool:
-        try:
-            driver = pool.driver.name
-        except DriverNotAvailableError as error:
-            parser.error(str(error))
+        driver = pool.driver.name
         timed, skipped = cases(pool, options.calls)
         samples = interleaved(timed, options.repeats)
     times = {"nanoseconds a call": {name: summary(v) | {"calls": timed[name].calls} for name, v in samples.items()}}

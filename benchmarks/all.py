@@ -1,4 +1,4 @@
-"""Run every benchmark, write its JSON into a folder, and draw: ``python benchmarks/all.py FOLDER``.
+"""Run every benchmark, write its JSON into a folder, and draw: ``python benchmarks/all.py [FOLDER]``.
 
 Each script runs in a process of its own, one after the other, with nothing beside it. What one cannot do does not stop the rest.
 In the end stands every bound, kept or not.
@@ -6,14 +6,15 @@ In the end stands every bound, kept or not.
 
 import argparse
 import json
+import math
 import subprocess
 import sys
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
 from common import print_table
-
-from handlepool import ArgumentError, drivers
+from options import DRIVER_HELP, loaded
 
 GPU_ALONE = ("captures", "tune")
 SCRIPTS = ("acquire", "launch", "forks", "overlap", "record", "wrong", "memory", "lifetimes", "exits", *GPU_ALONE)
@@ -35,25 +36,46 @@ def bounds(folder: Path, names: list[str]) -> list[tuple[str, str, str, str]]:
     return rows
 
 
+def seconds(text: str) -> float:
+    """An option's value: more than 0, and not for ever."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}; it must be a number of seconds above 0")
+    return value
+
+
+def new_folder(text: str) -> Path:
+    """An option's value: a folder, or where one can be made."""
+    path = Path(text)
+    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not nearest.is_dir():
+        raise argparse.ArgumentTypeError(f"{nearest} is a file; name a folder")
+    return path
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where JSON and pictures go")
+    parser.add_argument(
+        "folder",
+        type=new_folder,
+        nargs="?",
+        help="where JSON and pictures go; what is there is replaced (default: benchmarks/results/DRIVER-DATE)",
+    )
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, metavar="NAME", help="a selection of them")
-    parser.add_argument("--driver", choices=("cuda", "host"), help="handlepool's driver (default: as handlepool chooses)")
+    parser.add_argument("--driver", choices=("cuda", "host"), help=DRIVER_HELP)
     parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that the scripts run, and nothing else")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for each (default: %(default)s)")
+    parser.add_argument("--limit", type=seconds, default=600, help="seconds for each (default: %(default)s)")
     options = parser.parse_args()
-    try:
-        driver, _ = drivers.choose(options.driver)
-    except ArgumentError as error:
-        parser.error(str(error))
-    options.folder.mkdir(parents=True, exist_ok=True)
+    driver = loaded(parser, options.driver)
+    folder = options.folder or HERE / "results" / f"{driver}-{datetime.now(UTC).date().isoformat()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"results go to {folder}", flush=True)
     more = [*(("--driver", options.driver) if options.driver else ()), *(("--quick",) if options.quick else ())]
     names = [name for name in options.only if driver == "cuda" or name not in GPU_ALONE]
     failed = []
     for name in names:
         print(f"== {name}", flush=True)
-        written = options.folder / f"{name}.json"
+        written = folder / f"{name}.json"
         written.unlink(missing_ok=True)  # what is drawn and judged in the end is of this run
         command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(written), *more]
         try:
@@ -63,11 +85,11 @@ def main() -> int:
         if status:
             failed.append(f"{name} ({status})")
     print(*(f"== {name}: on a GPU alone" for name in options.only if name not in names), sep="\n")
-    print_table(("bound", "median", "at most", ""), bounds(options.folder, names))
+    print_table(("bound", "median", "at most", ""), bounds(folder, names))
     if find_spec("matplotlib") is None:
         print("nothing is drawn: matplotlib is not installed")
     else:
-        subprocess.run([sys.executable, str(HERE / "draw.py"), str(options.folder)], check=True)
+        subprocess.run([sys.executable, str(HERE / "draw.py"), str(folder)], check=True)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return bool(failed)

@@ -8,7 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from common import arguments, conditions, parse, print_table, progress
+from common import conditions, print_table, progress
+from options import arguments, parse
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "gpu"))
 

@@ -5,7 +5,8 @@ Imported first by every script: it makes the checkout's own handlepool the one t
 Two ways of timing. `interleaved` times a statement in a loop: host time alone, which a call takes to queue its work; what is
 queued is waited for between samples, outside of the timed part. `regions` times a region of GPU work call by call by three clocks
 at once: *host*, until the call returns; *device*, between an event before it and one after it on the caller's stream; *wall*,
-until the host knows that it is done. The stream is idle when a region begins.
+until the host knows that it is done. Host and wall begin with the call: the event before it is recorded by then. The stream is
+idle when a region begins.
 """
 
 import argparse
@@ -69,8 +70,8 @@ def regions(
                 synchronize(pointer)
                 taken = []
                 for _ in range(calls):
-                    before = perf_counter_ns()
                     record(start, pointer)
+                    before = perf_counter_ns()
                     region()
                     returned = perf_counter_ns()
                     record(end, pointer)
@@ -157,49 +158,20 @@ class Ratios:
         return found
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The options of every script."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results there")
-    parser.add_argument("--repeats", type=positive, default=15, help="samples of each case (default: %(default)s)")
-    parser.add_argument("--driver", choices=("cuda", "host"), help="handlepool's driver (default: as handlepool chooses)")
-    parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that the script runs, and nothing else")
-    return parser
-
-
-def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
-    """The options; ``quick`` are the defaults under ``--quick``."""
-    if parser.parse_known_args()[0].quick:
-        parser.set_defaults(repeats=2, **quick)
-    return parser.parse_args()
-
-
-def positive(text: str) -> int:
-    """An option's value: 1 or more."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}; it must be 1 or more")
-    return value
-
-
 @contextmanager
-def pool_on_a_stream(parser: argparse.ArgumentParser, driver: str | None) -> Iterator[tuple[Any, Any]]:
+def pool_on_a_stream(driver: str | None) -> Iterator[tuple[Any, Any]]:
     """The default pool, on the driver that was asked for, with a stream of the script's own in use."""
     if driver is not None:
         os.environ["HANDLEPOOL_DRIVER"] = driver
     import handlepool
 
     pool = handlepool.default_pool()
-    try:
-        loaded = pool.driver
-    except handlepool.DriverNotAvailableError as error:
-        parser.error(str(error))
-    stream = loaded.create_stream()
+    stream = pool.driver.create_stream()
     with stream:
         try:
             yield pool, stream
         finally:
-            loaded.synchronize_stream(stream.ptr)
+            pool.driver.synchronize_stream(stream.ptr)
             pool.close()
 
 

@@ -11,7 +11,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common import arguments, conditions, parse, positive, print_table, progress
+from common import conditions, print_table, progress
+from options import arguments, loaded, parse, positive
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path.insert(0, str(TESTS))
@@ -40,9 +41,7 @@ def main() -> int:
     parser.add_argument("--at-a-time", type=positive, default=8, help="processes beside each other (default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="NAME", help="some programs")
     options = parse(parser, runs=3)
-    from handlepool import drivers
-
-    driver, _ = drivers.choose(options.driver)
+    driver = loaded(parser, options.driver)
     chosen = [options.only[number % len(options.only)] for number in range(options.runs)]
     outcomes = []
     with ThreadPoolExecutor(options.at_a_time) as threads:

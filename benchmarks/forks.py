@@ -9,7 +9,8 @@ again. What is bounded is a fork of all states without any branch, which starts 
 import sys
 from typing import Any
 
-from common import Case, Ratios, arguments, interleaved, paired, parse, pool_on_a_stream, positive, publish, summary, synchronised
+from common import Case, Ratios, interleaved, paired, pool_on_a_stream, publish, summary, synchronised
+from options import arguments, parse, positive, side_streams
 from work import SMALL, TINY, Shape, graph_function
 
 MOST_OF_THE_EVENTS = 1.5
@@ -46,11 +47,11 @@ def bare_events(driver: Any, stream: Any, count: int, names: dict[str, Any]) -> 
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--calls", type=positive, default=50, help="forks in one sample (default: %(default)s)")
-    parser.add_argument("--states", type=positive, default=4, help="states of a fork (default: %(default)s)")
+    parser.add_argument("--states", type=side_streams, default=4, help="states of a fork (default: %(default)s)")
     parser.add_argument("--shape", type=Shape.parse, default=SMALL, help="the branches' convolution (default: %(default)s)")
-    options = parse(parser, calls=2, shape=TINY)
+    options = parse(parser, {"shape": TINY}, calls=2)
     count, shape = options.states, options.shape
-    with pool_on_a_stream(parser, options.driver) as (pool, stream):
+    with pool_on_a_stream(options.driver) as (pool, stream):
         import numpy as np
 
         from handlepool import ParallelStates

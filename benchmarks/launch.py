@@ -9,7 +9,8 @@ import array
 import sys
 from typing import Any
 
-from common import Case, Ratios, arguments, interleaved, parse, pool_on_a_stream, positive, publish, summary, synchronised
+from common import Case, Ratios, interleaved, pool_on_a_stream, publish, summary, synchronised
+from options import arguments, parse, positive
 from peers import array_of, tensor, torch_beside
 from work import SMALL, TINY, Shape, check, graph_function
 
@@ -70,9 +71,9 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--calls", type=positive, default=200, help="calls in one sample (default: %(default)s)")
     parser.add_argument("--shape", type=Shape.parse, default=SMALL, help="the convolution (default: %(default)s)")
-    options = parse(parser, calls=2, shape=TINY)
+    options = parse(parser, {"shape": TINY}, calls=2)
     shape: Shape = options.shape
-    with pool_on_a_stream(parser, options.driver) as (pool, stream):
+    with pool_on_a_stream(options.driver) as (pool, stream):
         import numpy as np
 
         import handlepool

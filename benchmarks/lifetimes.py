@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from common import arguments, conditions, parse, pool_on_a_stream, positive, print_table, progress
+from common import conditions, pool_on_a_stream, print_table, progress
+from options import arguments, parse, positive
 
 MOST_HANDLES = 2
 HANDLES = 16
@@ -50,7 +51,7 @@ def main() -> int:
     parser.add_argument("--turns", type=positive, default=10_000, help="threads, and streams (default: %(default)s)")
     parser.add_argument("--default-turns", type=positive, default=500, help="of the frontend's loop (default: %(default)s)")
     options = parse(parser, turns=20, default_turns=5)
-    with pool_on_a_stream(parser, options.driver) as (pool, stream):
+    with pool_on_a_stream(options.driver) as (pool, stream):
         import numpy as np
 
         import handlepool

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import Ratios, arguments, parse, pool_on_a_stream, positive, print_table, progress, publish
+from common import Ratios, pool_on_a_stream, print_table, progress, publish
+from options import arguments, parse, positive
 
 AT_ONCE, ONE_AFTER_ANOTHER, KEPT = "pool, at once", "pool, one after another", "a handle for each key, kept"
 DEFAULT_HANDLE = "the frontend's default handle, one after another"
@@ -139,7 +140,7 @@ def main() -> int:
     parser.add_argument("--way", choices=WAYS, help="measure one way in this process, and print bytes as JSON")
     options = parse(parser, keys=[(1, 1), (2, 2)], many=20)
     keys = sorted(options.keys, key=lambda key: key[0] * key[1])
-    with pool_on_a_stream(parser, options.driver) as (pool, _):
+    with pool_on_a_stream(options.driver) as (pool, _):
         if options.way is not None:
             print(json.dumps(measure(options.way, pool, keys, options.many)))
             return 0

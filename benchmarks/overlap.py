@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import CLOCKS, Ratios, arguments, parse, pool_on_a_stream, positive, publish, regions, summary
+from common import CLOCKS, Ratios, pool_on_a_stream, publish, regions, summary
+from options import arguments, parse, positive, side_streams
 from peers import graph_of, over_streams, tensor, torch_beside
 from work import SMALL, TINY, Shape, check, graph_function
 
@@ -166,13 +167,13 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--calls", type=positive, default=10, help="regions in one sample (default: %(default)s)")
     parser.add_argument("--count", type=positive, default=BOUNDED, help="convolutions in a region (default: %(default)s)")
-    parser.add_argument("--states", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="(default: %(default)s)")
+    parser.add_argument("--states", type=side_streams, nargs="+", default=[1, 2, 4, 8, 16], help="(default: %(default)s)")
     parser.add_argument("--shape", type=Shape.parse, nargs="+", default=SHAPES, help="such as 1x64x14x64x3:float16:NHWC")
-    options = parse(parser, calls=2, count=3, shape=[TINY], states=[1, 2])
+    options = parse(parser, {"shape": [TINY]}, calls=2, count=3, states=[1, 2])
     times: dict[str, Any] = {}
     ratios = Ratios()
     skipped: list[str] = []
-    with pool_on_a_stream(parser, options.driver) as (pool, stream):
+    with pool_on_a_stream(options.driver) as (pool, stream):
         driver = pool.driver
         torch, why = torch_beside(driver, stream)
         for shape in options.shape:

@@ -9,19 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import (
-    CLOCKS,
-    Ratios,
-    arguments,
-    parse,
-    pool_on_a_stream,
-    positive,
-    progress,
-    publish,
-    regions,
-    summary,
-    total,
-)
+from common import CLOCKS, Ratios, pool_on_a_stream, progress, publish, regions, summary, total
+from options import arguments, parse, positive, side_streams
 from work import SMALL, TINY, Shape, capture, check, graph_function
 
 import handlepool
@@ -81,19 +70,39 @@ class Maps:
                 replay()
 
 
+def compare(
+    ratios: Ratios,
+    samples: dict[str, dict[str, list[float]]],
+    totals: dict[str, list[float]],
+    states: list[int],
+    replays: int,
+    *,
+    bounded: bool,
+) -> None:
+    """The ratios at each number of states; all are bounded, or none."""
+    for count in states:
+        at = f", {count} states"
+        most = MOST_OF_A_LAUNCH if bounded else None
+        ratios.compare(samples["host"], f"replay{at}", f"bare graph launch{at}", most, ", host")
+        ratios.compare(samples["host"], f"replay{at}", f"eager map{at}", None, ", host")
+        ratios.compare(samples["wall"], f"replay{at}", f"eager map{at}", None, ", wall")
+        most = 1.0 if bounded and replays == 100 else None
+        ratios.compare(totals, f"record and {replays} replays{at}", f"{replays} eager maps{at}", most)
+
+
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--calls", type=positive, default=50, help="replays in one sample (default: %(default)s)")
     parser.add_argument("--count", type=positive, default=16, help="convolutions in the map (default: %(default)s)")
-    parser.add_argument("--states", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="(default: %(default)s)")
+    parser.add_argument("--states", type=side_streams, nargs="+", default=[1, 2, 4, 8, 16], help="(default: %(default)s)")
     parser.add_argument("--replays", type=positive, default=100, help="replays of one recording (default: %(default)s)")
     parser.add_argument("--shape", type=Shape.parse, default=SMALL, help="the convolution (default: %(default)s)")
-    options = parse(parser, calls=2, count=3, states=[1, 2], replays=3, shape=TINY)
+    options = parse(parser, {"shape": TINY, "replays": 20}, calls=2, count=3, states=[1, 2], replays=3)
     shape, replays = options.shape, options.replays
     bounded = shape == SMALL and options.count == 16
     skipped: list[str] = []
     ratios = Ratios()
-    with pool_on_a_stream(parser, options.driver) as (pool, stream):
+    with pool_on_a_stream(options.driver) as (pool, stream):
         driver = pool.driver
         cases: dict[str, Callable[[], object]] = {}
         whole: dict[str, Callable[[], object]] = {}
@@ -114,15 +123,7 @@ def main() -> int:
                 taken = total(driver, stream, run)
                 if repeat:
                     totals[name].append(taken)
-        for count in options.states:
-            at = f", {count} states"
-            # Of fewer states the graph's launch is shorter, and the microsecond that stands around it weighs more.
-            most = MOST_OF_A_LAUNCH if bounded and count == 8 else None
-            ratios.compare(samples["host"], f"replay{at}", f"bare graph launch{at}", most, ", host")
-            ratios.compare(samples["host"], f"replay{at}", f"eager map{at}", None, ", host")
-            ratios.compare(samples["wall"], f"replay{at}", f"eager map{at}", None, ", wall")
-            most = 1.0 if bounded and replays == 100 else None
-            ratios.compare(totals, f"record and {replays} replays{at}", f"{replays} eager maps{at}", most)
+        compare(ratios, samples, totals, options.states, replays, bounded=bounded)
         times = {f"microseconds, {clock}": {name: summary(values) for name, values in samples[clock].items()} for clock in CLOCKS}
         times["microseconds in all, wall"] = {name: summary(values) for name, values in totals.items()}
         more = {"count": options.count, "states": options.states, "replays": replays, "shape": str(shape)}

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from common import CLOCKS, Ratios, arguments, parse, pool_on_a_stream, positive, publish, regions, summary
+from common import CLOCKS, Ratios, pool_on_a_stream, publish, regions, summary
+from options import arguments, parse, positive, side_streams
 from overlap import SHAPES, Work
 from work import Shape
 
@@ -38,13 +39,13 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--calls", type=positive, default=20, help="replays in one sample (default: %(default)s)")
     parser.add_argument("--count", type=positive, default=16, help="convolutions in the fork (default: %(default)s)")
-    parser.add_argument("--states", type=positive, nargs="+", default=[4, 8], help="(default: %(default)s)")
+    parser.add_argument("--states", type=side_streams, nargs="+", default=[4, 8], help="(default: %(default)s)")
     parser.add_argument("--shape", type=Shape.parse, nargs="+", default=SHAPES[:5], help="such as 1x64x14x64x3:float16:NHWC")
     options = parse(parser, calls=2, count=4, states=[4], shape=SHAPES[:1])
     times: dict[str, Any] = {}
     ratios = Ratios()
     tunings: dict[str, Any] = {}
-    with pool_on_a_stream(parser, options.driver) as (pool, stream):
+    with pool_on_a_stream(options.driver) as (pool, stream):
         driver = pool.driver
         if driver.name != "cuda":
             parser.error("plans are tuned on a GPU alone")

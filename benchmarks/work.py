@@ -35,7 +35,12 @@ class Shape:
                 f"{text!r} is not like 1x64x14x64x3:float16:NHWC (batch, channels, side, filters, …)"
             )
         *extents, dtype, layout = match.groups()
-        return cls(*map(int, extents), dtype=dtype, layout=layout)
+        shape = cls(*map(int, extents), dtype=dtype, layout=layout)
+        if not all(map(int, extents)):
+            raise argparse.ArgumentTypeError(f"{text!r} has an extent of 0")
+        if not shape.kernel % 2:
+            raise argparse.ArgumentTypeError(f"{text!r}: the kernel must be odd, so that the image keeps its size")
+        return shape
 
     def __str__(self) -> str:
         numbers = "x".join(map(str, (self.batch, self.channels, self.side, self.filters, self.kernel)))

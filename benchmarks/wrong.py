@@ -9,13 +9,15 @@ import sys
 from typing import Any
 
 import numpy as np
-from common import Ratios, arguments, parse, pool_on_a_stream, positive, print_table, progress, publish
+from common import Ratios, pool_on_a_stream, print_table, progress, publish
+from options import arguments, parse, positive, side_streams
 from work import Shape, graph_function
 
 from handlepool import ParallelStates
 from handlepool.plan import Plan
 
 NEEDY = Shape(4, 256, 14, 256, 3, "float32", "NCHW")
+NEEDY_ON_HOST = Shape(2, 16, 12, 16, 3, "float32", "NCHW")
 
 
 class ByHand:
@@ -43,13 +45,13 @@ def round_by_hand(driver: Any, caller: int, states: list[ByHand], spaces: list[i
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--states", type=positive, default=8, help="streams side by side (default: %(default)s)")
+    parser.add_argument("--states", type=side_streams, default=8, help="streams side by side (default: %(default)s)")
     parser.add_argument("--rounds", type=positive, default=40, help="times that each runs (default: %(default)s)")
     parser.add_argument("--shape", type=Shape.parse, nargs="+", default=[NEEDY, Shape(64, 256, 14, 256, 3, "float32", "NCHW")])
-    options = parse(parser, states=3, rounds=3, shape=[Shape(2, 16, 12, 16, 3, "float32", "NCHW")])
+    options = parse(parser, {"shape": [NEEDY_ON_HOST]}, states=3, rounds=3)
     counts: dict[str, dict[str, int]] = {}
     skipped = []
-    with pool_on_a_stream(parser, options.driver) as (pool, stream):
+    with pool_on_a_stream(options.driver) as (pool, stream):
         driver = pool.driver
         by_hand = [ByHand(driver) for _ in range(options.states)]
         for shape in options.shape:
