@@ -272,6 +272,28 @@ def captured_elsewhere(stream, kernels):
 
 
 @pytest.fixture(scope="session")
+def edges():
+    """Nodes of a captured graph, and pairs of nodes of which the second runs after the first: ``edges(pointer)``."""
+
+    def of(graph):
+        from cuda.bindings import driver
+
+        status, _, count = driver.cuGraphGetNodes(graph)
+        assert status == 0
+        status, nodes, _ = driver.cuGraphGetNodes(graph, count)
+        assert status == 0
+        status, *_, count = driver.cuGraphGetEdges(graph)
+        assert status == 0
+        if not count:
+            return [int(node) for node in nodes], []
+        status, begins, ends, *_ = driver.cuGraphGetEdges(graph, count)
+        assert status == 0
+        return [int(node) for node in nodes], [(int(a), int(b)) for a, b in zip(begins, ends, strict=True)]
+
+    return of
+
+
+@pytest.fixture(scope="session")
 def random_array():
     """Random normal values on the GPU: ``random_array(shape, dtype, layout, seed)``."""
     import cupy

@@ -44,24 +44,6 @@ def weights(random_array):
     return random_array((64, 64, 3, 3), "float16", "nhwc", 99) / 24
 
 
-def edges(program):
-    """Nodes of the captured graph, and pairs of nodes of which the second runs after the first."""
-    from cuda.bindings import driver
-
-    graph = program._recording.graph.pointer
-    status, _, count = driver.cuGraphGetNodes(graph)
-    assert status == 0
-    status, nodes, _ = driver.cuGraphGetNodes(graph, count)
-    assert status == 0
-    status, *_, count = driver.cuGraphGetEdges(graph)
-    assert status == 0
-    if not count:
-        return [int(node) for node in nodes], []
-    status, begins, ends, *_ = driver.cuGraphGetEdges(graph, count)
-    assert status == 0
-    return [int(node) for node in nodes], [(int(a), int(b)) for a, b in zip(begins, ends, strict=True)]
-
-
 def same(got, expected):
     return all((a == b).all() for a, b in zip(got, expected, strict=True))
 
@@ -160,10 +142,10 @@ def test_a_replay_is_one_graph_launch_and_nothing_else(pool, stream, images, wei
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
-def test_branches_are_parallel_in_the_captured_graph(pool, stream, images, weights, count):
+def test_branches_are_parallel_in_the_captured_graph(pool, stream, images, weights, edges, count):
     states = ParallelStates(count, pool=pool)
     with handlepool.record(states.map, conv, images, [weights] * 8, pool=pool) as program:
-        nodes, pairs = edges(program)
+        nodes, pairs = edges(program._recording.graph.pointer)
         assert program.nodes == len(nodes) >= 8
         assert len(set(nodes) - {after for _, after in pairs}) == count  # begin on nothing
         assert len(set(nodes) - {before for before, _ in pairs}) == count  # end in nothing but the graph's end
