@@ -263,7 +263,9 @@ def test_g12_convolutions_without_memory_are_errors_and_right_when_it_is_back(st
 # A lost context
 
 
-@pytest.mark.parametrize("first", ["conv2d", "get_handle of a new stream", "get_workspace", "trim", "submit"])
+@pytest.mark.parametrize(
+    "first", ["conv2d", "get_handle of a new stream", "get_workspace", "record", "replay", "update", "trim", "submit"]
+)
 def test_a_lost_context_is_one_clear_error_and_a_clean_exit(first):
     done = run(HERE / "poisoned.py", first)
     said = done.stdout.splitlines()
