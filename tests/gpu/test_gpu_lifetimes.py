@@ -271,7 +271,7 @@ def test_g4_ten_thousand_streams_of_every_kind_some_of_which_go_with_their_work_
             memory = pool.get_workspace(4 * N, stream).view(cupy.float32)
             with owner:
                 kernels.write(memory, i + 1)
-                kernels.spin(1)  # for so long the next stream with this pointer could strike
+                kernels.spin(1)  # not over when the stream goes
                 convolutions.launch(pool.slot(stream), i)
                 kernels.copy(memory, copies[i])
                 kernels.write(memory, -1)
