@@ -1,7 +1,8 @@
 """Which calls a CUDA-graph capture survives: mode of capture, thread and operation, the pool's beside plain calls.
 
 Survived means that the capture could be ended and its graph replays right, and for the pool's operations also that eager work
-which another thread did meanwhile is right. What is run is in tests/gpu/capture_operations.py. Needs a GPU.
+which another thread did meanwhile is right. Among those are a fork over the captured stream, whose branches are replayed, and a
+`trim(captured=True)`. What is run is in tests/gpu/capture_operations.py. Needs a GPU.
 """
 
 import json

@@ -299,7 +299,7 @@ def test_queued_work_does_not_keep_an_array_alive_and_survives_its_end(driver):
 
 
 def freed_by_another_thread_after_the_branch_began(seed, *, region):
-    """What the caller's stream reads of a block that a branch reuses (facts.md, section 2)."""
+    """What the caller's stream reads of a block that a branch reuses. CuPy on a GPU gives the former work's or the branch's."""
     driver = HostDriver(scheduler="adversarial", seed=seed)
     home, side = driver.create_stream(), driver.create_stream()
     result = driver.asarray(np.zeros(4, FLOAT))

@@ -106,6 +106,18 @@ def fork(pool, bench):
     return act, lambda: all((y == 16).all() for y in ys)
 
 
+def fork_captured(pool, bench):
+    """A fork over the captured stream: its branches become branches of the graph, whichever thread runs them."""
+    ys = [cupy.zeros_like(bench.y) for _ in range(4)]
+
+    def act():
+        with bench.stream, ParallelStates(4, pool=pool).fork() as fork:
+            for y in ys:
+                fork.run(handlepool.conv2d, bench.x, bench.w, out=y)
+
+    return act, lambda: all((y == 16).all() for y in ys)
+
+
 def trim(pool, bench):
     """Idle handles are destroyed, and idle and replaced scratch is freed."""
     in_thread(pool.get_workspace, 1 << 16, bench.other)
@@ -113,6 +125,24 @@ def trim(pool, bench):
     for size in (1 << 12, 1 << 16):
         pool.get_workspace(size, bench.other)
     return pool.trim
+
+
+def trim_captured(pool, bench):
+    """The scratch of captures that are over is freed, and what the one under way was given stays its own."""
+    earlier = cupy.cuda.Stream(non_blocking=True)
+    earlier.begin_capture()
+    pool.get_workspace(1 << 16, earlier)
+    earlier.end_capture()
+    y = bench.kernels.full(N, 0)
+
+    def act():
+        with bench.stream:
+            memory = pool.get_workspace(4 * N).view(cupy.float32)
+            bench.kernels.write(memory, 7)
+            pool.trim(captured=True)
+            bench.kernels.copy(memory, y)
+
+    return act, lambda: (y == 7).all() and pool.stats()["scratch_bytes_captured"] == 4 * N
 
 
 def close(pool, bench):
@@ -168,21 +198,26 @@ def reuse(pool, bench):
 
 
 def collect(pool, bench):
-    """The collector meets streams, forks and executors in cycles."""
-    for make in (lambda: cupy.cuda.Stream(non_blocking=True), lambda: ParallelStateExecutor(1, pool=pool)):
-        thing = [make()]
-        thing.append(thing)
-        if isinstance(thing[0], cupy.cuda.Stream):
-            pool.get_workspace(1 << 12, thing[0])
-        else:
-            with bench.other:
-                thing[0].submit(int).result()
-    del thing
+    """The collector meets streams, forks and executors in cycles, and a later fork leaves the one that nobody left."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    pool.get_workspace(1 << 12, stream)
+    fork = ParallelStates(1, pool=pool).fork()
+    executor = ParallelStateExecutor(1, pool=pool)
+    with bench.other:
+        fork.__enter__()
+        fork.run(int)
+        executor.submit(int).result()
+    for thing in (stream, fork, executor):
+        cycle = [thing]
+        cycle.append(cycle)
+    del stream, fork, executor, thing, cycle
     late = cupy.cuda.Stream(non_blocking=True)
 
     def act():
         gc.collect()
         pool.get_handle(late)
+        with bench.other, ParallelStates(1, pool=pool).fork():
+            pass
 
     return act
 
@@ -199,8 +234,8 @@ def shut_down(pool, bench):
 OURS = {
     operation.__name__.replace("_", " "): operation
     for operation in (
-        create, create_for_pointers, take_captured, grow, build, fork, trim, close, end_thread, end_stream, reuse, collect,
-        shut_down,
+        create, create_for_pointers, take_captured, grow, build, fork, fork_captured, trim, trim_captured, close, end_thread,
+        end_stream, reuse, collect, shut_down,
     )
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""Fixtures of the tests that need a GPU. Without one each is skipped, saying why; with one, none is.
+"""Fixtures of the tests that need a GPU. Without one each is skipped, saying why.
 
 Tests that need a second GPU, or another array library, are deselected where that is missing, so a skip always means a machine
-without a GPU.
+without a GPU, or one without compute-sanitizer.
 """
 
 import ctypes
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config, items):
     if not problem and os.environ.get("HANDLEPOOL_TEST_SANITIZER"):
         # With CuPy's pool in between, compute-sanitizer sees no access to an array that was freed. With the driver's
         # stream-ordered allocations it sees those that are not ordered, too. It waits for each kernel, so that a stream which
-        # the host holds back would hold the host.
+        # the host holds back would hold the host; one that a kernel keeps busy does not.
         import cupy
 
         cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
@@ -269,6 +269,28 @@ def captured_elsewhere(stream, kernels):
         assert (array.get() == 3).all()
 
     return capturing
+
+
+@pytest.fixture(scope="session")
+def edges():
+    """Nodes of a captured graph, and pairs of nodes of which the second runs after the first: ``edges(pointer)``."""
+
+    def of(graph):
+        from cuda.bindings import driver
+
+        status, _, count = driver.cuGraphGetNodes(graph)
+        assert status == 0
+        status, nodes, _ = driver.cuGraphGetNodes(graph, count)
+        assert status == 0
+        status, *_, count = driver.cuGraphGetEdges(graph)
+        assert status == 0
+        if not count:
+            return [int(node) for node in nodes], []
+        status, begins, ends, *_ = driver.cuGraphGetEdges(graph, count)
+        assert status == 0
+        return [int(node) for node in nodes], [(int(a), int(b)) for a, b in zip(begins, ends, strict=True)]
+
+    return of
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ def main():
     states.map(lambda _: pool.get_workspace(100), range(2))
     executor = ParallelStateExecutor(2, pool=pool)
     executor.submit(pool.get_handle).result()
+    program, z = handlepool.record(handlepool.conv2d, x, w, pool=pool), x.copy()
+    program.replay()
     fork = states.fork()
     fork.__enter__()
     fork.run(pool.get_handle)
@@ -42,6 +44,9 @@ def main():
         "get_workspace": lambda: pool.get_workspace(1 << 20),
         "map": lambda: states.map(int, [1]),
         "submit": lambda: executor.submit(int),
+        "record": lambda: handlepool.record(handlepool.conv2d, x, w, pool=pool),
+        "replay": program.replay,
+        "update": lambda: program.update(z, None),
         "trim": pool.trim,
         "fork": lambda: fork.__exit__(None, None, None),
     }

@@ -111,7 +111,9 @@ def test_g9_a_plan_can_be_built_while_a_stream_is_captured(pool, stream, random_
     assert cupy.allclose(z, y[:, :, 1:-1, 1:-1], rtol=1e-2, atol=1e-2)
 
 
-def test_g9_a_captured_fork_replays_right_and_keeps_its_side_slots_until_the_capture_ends(pool, stream, random_array):
+def test_g9_a_captured_fork_is_parallel_in_the_graph_replays_right_and_keeps_its_side_slots_to_the_captures_end(
+    pool, stream, random_array, edges, mode
+):
     w = random_array((64, 64, 3, 3))
     images = [random_array((1, 64, 14, 14), seed=seed) for seed in range(8)]
     expected = [handlepool.conv2d(x, w, padding=1, pool=pool) for x in images]
@@ -124,8 +126,12 @@ def test_g9_a_captured_fork_replays_right_and_keeps_its_side_slots_until_the_cap
                 fork.run(handlepool.conv2d, x, w, padding=1, out=y)
         return pool.stats()["handles_captured"]
 
-    graph, held = capture(stream, MODES["global"], body)
+    graph, held = capture(stream, mode, body)
     assert held == 4
+    nodes, pairs = edges(graph.graph)
+    assert len(nodes) >= 8
+    assert len(set(nodes) - {after for _, after in pairs}) == 4  # begin on nothing
+    assert len(set(nodes) - {before for before, _ in pairs}) == 4  # end in nothing but the graph's end
     for shift in range(3):
         for x, image in zip(inputs, images[shift:] + images[:shift], strict=True):
             x[...] = image

@@ -190,6 +190,105 @@ def test_g4_streams_by_the_thousands_each_have_a_handle_that_is_truly_bound(pool
     assert pool.stats()["handles_created"] <= (2 if form == "object" else 66)
 
 
+# 4, 11. Ten thousand, one after the other
+
+
+MANY, EVERY = 10_000, 50
+"""Threads, and streams; and of how many one launches."""
+
+HANDLE = 8.8 * 2**20
+"""Bytes of device memory that a handle takes, as measured on an H200."""
+
+
+def used():
+    """Bytes of device memory that are in use, by anybody."""
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return total - free
+
+
+class Sixteenfold:
+    """Convolutions with ones, each of an image of its own number, which come out as 16 times that: integers that TF32 holds."""
+
+    def __init__(self, pool):
+        count = MANY // EVERY
+        self.w = cupy.ones((16, 16, 1, 1), cupy.float32)
+        self.xs = cupy.empty((count, 1, 16, 8, 8), cupy.float32)
+        self.xs[...] = cupy.arange(1, count + 1, dtype=cupy.float32).reshape(-1, 1, 1, 1, 1)
+        self.ys = cupy.zeros_like(self.xs)
+        self.plan = conv2d_plan(self.xs[0], self.w, out=self.ys[0], pool=pool)
+        cupy.cuda.Device().synchronize()
+
+    def launch(self, slot, i):
+        """The i-th, on the stream of a slot."""
+        self.plan.executable.launch(slot.handle, (self.xs[i], self.w, self.ys[i]), slot.reserve(self.plan.workspace_size))
+
+    def wrong(self):
+        """How many came out wrong."""
+        cupy.cuda.Device().synchronize()
+        return int((self.ys != 16 * self.xs).any(axis=(1, 2, 3, 4)).sum())
+
+
+@pytest.mark.alone
+def test_g11_ten_thousand_threads_take_the_memory_of_two_handles_at_most(pool, in_thread):
+    convolutions = Sixteenfold(pool)
+    bound = []
+
+    def body(number):
+        with cupy.cuda.Stream(non_blocking=True) as own:
+            bound.append(pool.get_handle().stream == own.ptr)
+            if number % EVERY == 0:
+                convolutions.launch(pool.slot(), number // EVERY)
+                own.synchronize()
+
+    in_thread(body, 0)  # what a first launch loads
+    before = used()
+    for number in range(MANY):
+        in_thread(body, number)
+    assert used() - before <= 2 * HANDLE
+    assert len(bound) == MANY + 1
+    assert all(bound)
+    assert convolutions.wrong() == 0
+    assert pool.stats()["handles_created"] <= 3  # with the one that plans are built with
+
+
+@pytest.mark.alone
+def test_g4_ten_thousand_streams_of_every_kind_some_of_which_go_with_their_work_pending(pool, kernels, backend_stream):
+    convolutions, copies = Sixteenfold(pool), cupy.zeros((MANY // EVERY, N), cupy.float32)
+    pointers, pending, before = set(), 0, 0
+    for number in range(MANY):
+        owner = cupy.cuda.Stream(non_blocking=True, priority=(0, -1)[number // 3 % 2])
+        pointer = owner.ptr
+        if number % 3 == 0:
+            stream = owner
+        elif number % 3 == 1:
+            stream = cupy.cuda.Stream.from_external(Foreign(pointer))
+        else:
+            stream = pointer
+        handle = pool.get_handle(stream)
+        assert handle.stream == backend_stream(handle) == pointer
+        if number % EVERY == 0:
+            i = number // EVERY
+            memory = pool.get_workspace(4 * N, stream).view(cupy.float32)
+            with owner:
+                kernels.write(memory, i + 1)
+                kernels.spin(1)  # not over when the stream goes
+                convolutions.launch(pool.slot(stream), i)
+                kernels.copy(memory, copies[i])
+                kernels.write(memory, -1)
+                pending += not owner.done
+            del memory
+        pointers.add(pointer)
+        del owner, stream, handle
+        if number == MANY // 10:  # by then, as many bare pointers have handles as may
+            before = used()
+    assert used() - before <= 2 * HANDLE
+    assert pending, "no stream was destroyed with work pending: this test shows nothing"
+    assert len(pointers) < MANY, "no pointer was used again: this test shows nothing"
+    assert convolutions.wrong() == 0
+    assert (copies == cupy.arange(1, MANY // EVERY + 1, dtype=cupy.float32).reshape(-1, 1)).all()
+    assert pool.stats()["handles_created"] <= 66
+
+
 # 12. Memory
 
 
@@ -263,7 +362,9 @@ def test_g12_convolutions_without_memory_are_errors_and_right_when_it_is_back(st
 # A lost context
 
 
-@pytest.mark.parametrize("first", ["conv2d", "get_handle of a new stream", "get_workspace", "trim", "submit"])
+@pytest.mark.parametrize(
+    "first", ["conv2d", "get_handle of a new stream", "get_workspace", "record", "replay", "update", "trim", "submit"]
+)
 def test_a_lost_context_is_one_clear_error_and_a_clean_exit(first):
     done = run(HERE / "poisoned.py", first)
     said = done.stdout.splitlines()

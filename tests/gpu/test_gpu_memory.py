@@ -119,10 +119,10 @@ def drop_an_argument_of_a_nested_fork(pool, fork, kernels, late_copy):
     return fork.run(nested)
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [drop_an_argument, rebind_a_closure, rebind_a_method, drop_a_temporary, drop_an_argument_of_a_nested_fork],
-)
+SCENARIOS = [drop_an_argument, rebind_a_closure, rebind_a_method, drop_a_temporary, drop_an_argument_of_a_nested_fork]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_g8_what_a_branch_reads_late_is_kept_to_the_join(pool, stream, kernels, latch, scenario):
     y = kernels.full(N, 0)
     cupy.get_default_memory_pool().free_all_blocks()
@@ -136,6 +136,25 @@ def test_g8_what_a_branch_reads_late_is_kept_to_the_join(pool, stream, kernels, 
         taken = overwrite_what_is_free(kernels)
     taken += overwrite_what_is_free(kernels)  # ordered after the join, so it may take anything
     latch.release()
+    assert result is y
+    assert (y.get() == 1).all()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_g8_what_a_branch_reads_after_a_kernel_that_spins_is_kept_to_the_join(pool, stream, kernels, scenario):
+    """As above, without a latch: compute-sanitizer can wait for it."""
+    pool.prewarm(states=4)
+    y = kernels.full(N, 0)
+    cupy.get_default_memory_pool().free_all_blocks()
+
+    def late_copy(x):
+        kernels.spin(20)
+        return kernels.copy(x, y)
+
+    with ParallelStates(2, pool=pool).fork() as fork:
+        result = scenario(pool, fork, kernels, late_copy)
+        taken = overwrite_what_is_free(kernels)
+    taken += overwrite_what_is_free(kernels)
     assert result is y
     assert (y.get() == 1).all()
 

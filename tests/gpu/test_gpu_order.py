@@ -1,6 +1,7 @@
 """Guarantees 6 and 7 on a GPU: a fork orders, and its branches are concurrent."""
 
 import threading
+from itertools import count
 
 import pytest
 
@@ -10,6 +11,9 @@ from handlepool import HandlePool, ParallelStateExecutor, ParallelStates
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
 N = 1 << 16
+SPIN = 20  # milliseconds
+
+_values = count(1001)
 
 
 class BranchError(Exception):
@@ -147,6 +151,126 @@ def test_g6_branches_of_one_state_run_in_order(pool, stream, kernels):
         for value in (1, 2, 3):
             fork.run(add, value)
     assert (x.get() == ((1 * 2 + 2) * 2 + 3) * 2).all()
+
+
+# The same, held back by a kernel that spins, which compute-sanitizer can wait for. It sees an access that no order puts after the
+# allocation, so arrays are used on other streams than their own, and the host waits for nothing in between. What is written is a
+# value that no memory holds yet.
+
+
+def empty():
+    return cupy.empty(N, cupy.float32)
+
+
+def read(kernels, x, y):
+    """Copy; gives an event after it."""
+    kernels.copy(x, y)
+    return cupy.cuda.get_current_stream().record()
+
+
+def a_branch_reads(pool, kernels, hold, value):
+    x, y = empty(), empty()
+    hold()
+    kernels.write(x, value)
+    with ParallelStates(2, pool=pool).fork() as fork:
+        done = fork.run(read, kernels, x, y)
+    return y, done
+
+
+def a_branch_in_a_branch_reads(pool, kernels, hold, value):
+    x, y = empty(), empty()
+    hold()
+    kernels.write(x, value)
+
+    def outer():
+        with ParallelStates(1, pool=pool).fork() as fork:
+            return fork.run(read, kernels, x, y)
+
+    with ParallelStates(1, pool=pool).fork() as fork:
+        done = fork.run(outer)
+    return y, done
+
+
+def a_task_reads(pool, kernels, hold, value):
+    x, y = empty(), empty()
+    hold()
+    kernels.write(x, value)
+    with ParallelStateExecutor(1, pool=pool) as executor:
+        return y, executor.submit(read, kernels, x, y).result()
+
+
+def a_branch_writes(pool, kernels, hold, value):
+    y = empty()
+
+    def branch():
+        x = empty()
+        hold()
+        kernels.write(x, value)
+        return x
+
+    with ParallelStates(2, pool=pool).fork() as fork:
+        x = fork.run(branch)
+    return y, read(kernels, x, y)
+
+
+def a_branch_that_raises_writes(pool, kernels, hold, value):
+    x, y = empty(), empty()
+
+    def branch():
+        hold()
+        kernels.write(x, value)
+        raise BranchError
+
+    with pytest.raises(BranchError), ParallelStates(2, pool=pool).fork() as fork:
+        fork.run(branch)
+    return y, read(kernels, x, y)
+
+
+def an_explicit_state_writes(pool, kernels, hold, value):
+    x, y = empty(), empty()
+
+    def late(state):
+        hold()
+        kernels.write(x, value)
+
+    ParallelStates(2, pool=pool).with_state(1, late)
+    return y, read(kernels, x, y)
+
+
+SCENES = [
+    a_branch_reads,
+    a_branch_in_a_branch_reads,
+    a_task_reads,
+    a_branch_writes,
+    a_branch_that_raises_writes,
+    an_explicit_state_writes,
+]
+
+
+@pytest.fixture(params=["a stream", "the null stream"])
+def caller(request, stream):
+    """The stream that is current, and that the scene's arrays are allocated on."""
+    return stream if request.param == "a stream" else cupy.cuda.Stream.null
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_g6_what_is_written_late_is_read_after_it(pool, stream, kernels, caller, scene):
+    pool.prewarm(states=4)
+    value = next(_values)
+    with caller:
+        y, _ = scene(pool, kernels, lambda: kernels.spin(SPIN), value)
+        assert (y.get() == value).all()
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_g6_control_without_the_waits_it_is_read_before(careless_pool, kernels, latch, comes_to_pass, caller, scene):
+    value = next(_values)
+    with caller:
+        y, done = scene(careless_pool, kernels, latch.hold, value)
+        assert comes_to_pass(done)
+        latch.release()
+    cupy.cuda.Device().synchronize()
+    assert (y.get() != value).all()
 
 
 # 7. Branches are concurrent

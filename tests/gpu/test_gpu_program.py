@@ -44,24 +44,6 @@ def weights(random_array):
     return random_array((64, 64, 3, 3), "float16", "nhwc", 99) / 24
 
 
-def edges(program):
-    """Nodes of the captured graph, and pairs of nodes of which the second runs after the first."""
-    from cuda.bindings import driver
-
-    graph = program._recording.graph.pointer
-    status, _, count = driver.cuGraphGetNodes(graph)
-    assert status == 0
-    status, nodes, _ = driver.cuGraphGetNodes(graph, count)
-    assert status == 0
-    status, *_, count = driver.cuGraphGetEdges(graph)
-    assert status == 0
-    if not count:
-        return [int(node) for node in nodes], []
-    status, begins, ends, *_ = driver.cuGraphGetEdges(graph, count)
-    assert status == 0
-    return [int(node) for node in nodes], [(int(a), int(b)) for a, b in zip(begins, ends, strict=True)]
-
-
 def same(got, expected):
     return all((a == b).all() for a, b in zip(got, expected, strict=True))
 
@@ -125,46 +107,92 @@ def test_a_recording_from_the_null_stream_replays_there_and_elsewhere(pool, imag
         assert cupy.cuda.get_current_stream() == cupy.cuda.Stream.null
 
 
+BYTE = 0xEE
+
+
+def fill(counts):
+    """Overwrite blocks, as any eager work may: so many of each size in bytes."""
+    return [cupy.full(size, BYTE, np.uint8) for size, count in counts.items() for _ in range(count)]
+
+
+def overwritten(blocks):
+    """How many blocks no longer hold what `fill` wrote."""
+    return sum(int((block != BYTE).any()) for block in blocks)
+
+
 def churn(images, weights, shift):
-    """Eager work that allocates and frees blocks of every size that the recording used, and overwrites them."""
-    for image in images:
-        tower(image + shift, weights)
-    for size in (512, 6272, 12544, 25088, 50176, 100352, 1 << 20):
-        for _ in range(4):
-            cupy.full(size, 0xEE, np.uint8)
+    """Eager work that allocates and frees blocks of every size that the recording used, and overwrites them; its results."""
+    results = [tower(image + shift, weights) for image in images]
+    return results, fill(dict.fromkeys((512, 6272, 12544, 25088, 50176, 100352, 1 << 20), 4))
 
 
-def test_a_thousand_replays_beside_allocation_heavy_eager_work_stay_right(pool, stream, images, weights):
+def different(arrays, truths):
+    return sum(int((array.get() != truth).any()) for array, truth in zip(arrays, truths, strict=True))
+
+
+def test_a_thousand_replays_and_allocation_heavy_eager_work_beside_them_stay_right(pool, stream, images, weights):
     states = ParallelStates(4, pool=pool)
     expected = [array.get() for array in states.map(tower, images, [weights] * 8)]
+    of_churn = {shift: [array.get() for array in churn(images, weights, shift)[0]] for shift in (1, 2)}
+    truths = [cupy.asarray(truth) for truth in expected]
     program = handlepool.record(states.map, tower, images, [weights] * 8, pool=pool)
-    stop, failures = threading.Event(), []
+    begun, stop, rounds, failures = threading.Event(), threading.Event(), [], []
 
     def beside():
         try:
-            with cupy.cuda.Stream(non_blocking=True) as own:
+            with cupy.cuda.Stream(non_blocking=True):
                 while not stop.is_set():
-                    churn(images, weights, 1)
-                    own.synchronize()
+                    results, blocks = churn(images, weights, 1)
+                    rounds.append(different(results, of_churn[1]) + overwritten(blocks))
+                    begun.set()
         except BaseException as error:
             failures.append(error)
+            begun.set()
 
     thread = threading.Thread(target=beside)
     thread.start()
-    wrong = 0
+    wrong, wrong_eager = cupy.zeros((), np.int64), 0
     try:
+        assert begun.wait(ALL)
+        before = len(rounds)
         for turn in range(1000):
+            results, blocks = churn(images, weights, 2) if turn % 10 == 0 else ([], [])
             poison(program.outputs)
             program.replay()
-            if turn % 10 == 0:
-                churn(images, weights, 2)
-                wrong += sum((array.get() != truth).any() for array, truth in zip(program.outputs, expected, strict=True))
+            for array, truth in zip(program.outputs, truths, strict=True):
+                wrong += (array != truth).any()
+            if results:  # what eager work made before a replay, and has still
+                wrong_eager += different(results, of_churn[2]) + overwritten(blocks)
     finally:
         stop.set()
         thread.join(ALL)
     assert not failures
-    assert not wrong
+    assert not int(wrong)
+    assert not wrong_eager
+    assert len(rounds) > before  # it did not wait for the replays
+    assert not sum(rounds)
     program.close()
+
+
+def test_control_a_graph_captured_by_hand_reads_and_writes_what_eager_work_has(pool, stream, images, weights):
+    states = ParallelStates(4, pool=pool)
+    cupy.get_default_memory_pool().free_all_blocks()
+    inputs = [image.copy(order="K") for image in images]
+    expected = [array.get() for array in states.map(tower, inputs, [weights] * 8)]  # leaves blocks for the capture
+    freed = {array.data.ptr for array in inputs}
+    stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
+    try:
+        outputs = states.map(tower, inputs, [weights] * 8)
+    finally:
+        graph = stream.end_capture()
+    graph.launch(stream)
+    assert not different(outputs, expected)  # as long as nobody else has its memory
+    del inputs
+    blocks = fill({images[0].nbytes: 200})
+    assert freed & {block.data.ptr for block in blocks}, "CuPy's pool did not reuse a block, so this test shows nothing"
+    graph.launch(stream)
+    assert different(outputs, expected)  # read eager work's bytes
+    assert overwritten(blocks)  # some of which the graph has its temporaries in
 
 
 def test_a_replay_is_one_graph_launch_and_nothing_else(pool, stream, images, weights, monkeypatch):
@@ -183,10 +211,10 @@ def test_a_replay_is_one_graph_launch_and_nothing_else(pool, stream, images, wei
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
-def test_branches_are_parallel_in_the_captured_graph(pool, stream, images, weights, count):
+def test_branches_are_parallel_in_the_captured_graph(pool, stream, images, weights, edges, count):
     states = ParallelStates(count, pool=pool)
     with handlepool.record(states.map, conv, images, [weights] * 8, pool=pool) as program:
-        nodes, pairs = edges(program)
+        nodes, pairs = edges(program._recording.graph.pointer)
         assert program.nodes == len(nodes) >= 8
         assert len(set(nodes) - {after for _, after in pairs}) == count  # begin on nothing
         assert len(set(nodes) - {before for before, _ in pairs}) == count  # end in nothing but the graph's end
