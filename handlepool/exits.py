@@ -6,6 +6,7 @@ Where daemon threads keep a pool or a program alive, cuDNN's binding would print
 import atexit
 import itertools
 import weakref
+from collections.abc import Callable
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -35,13 +36,15 @@ def _at_exit() -> None:
     ends += [getattr(entry, "_end_at_exit", None) for entry in list(parked)]  # the collector clears references before
     under_way.append(True)
     deadline = monotonic() + SECONDS
-    try:
-        # Those that nobody uses just now come first: one that does not return from a launch takes the time of all.
-        busy = [end for end in ends if end is not None and not end(0.0)]
-        do_all(partial(end, deadline) for end in busy)
-    finally:  # whatever interrupts that
-        for pool in pools():
-            pool.plans.drop()
+    busy: list[Callable[[], object]] = []
+
+    def end_now(end: Callable[[float], bool]) -> None:
+        if not end(0.0):
+            busy.append(partial(end, deadline))
+
+    # Those that nobody uses just now come first: one that does not return from a launch takes the time of all.
+    first = [partial(end_now, end) for end in ends if end is not None]
+    do_all([*first, lambda: do_all(busy), *[pool.plans.drop for pool in pools()]])
 
 
 atexit.register(_at_exit)

@@ -274,35 +274,36 @@ class Program:
         if pool._forked or pool._poison is not None:
             keep_for_good(self._let_go(park=False))
             return True
-        held = self._use("closed", self._give_back, wait)
-        done = held is not None
+        held: list[Any] = []
+        recording = self._recording
         try:
-            with self._driver.relaxed():
-                held = None  # after the program's turn: what goes here may close another program, or this one
-        finally:
-            held = None  # or an error's traceback would keep it
-        return done
-
-    def _give_back(self, wait: bool) -> Sequence[Any] | None:
-        """What is to be let go of, once it was given back; None where it is too early."""
-        with self._pool.on_device(self.device):
-            recording = self._recording
-            if recording is None:
-                return ()
-            if recording.event is None:  # an interrupt came when it had just been made: it was freed
-                return self._let_go(park=False)
-            if not self._passed(wait=wait):
-                return None
-            held = [self._let_go(park=True), recording.kept.take()]
-            try:
-                with self._driver.relaxed():
+            if not self._use("closed", self._take_out, held, wait):
+                return False
+            # After the program's turn: what goes here may close another program, or this one.
+            if held and recording is not None:
+                with pool.on_device(self.device), self._driver.relaxed():
+                    held.clear()
                     if recording.free():
                         with suppress(ValueError):  # another thread has it in hand
                             parked.remove(recording)
-            except BaseException:
-                held.clear()  # or the error's traceback would keep it
-                raise
-        return held
+        finally:
+            held.clear()  # or an error's traceback would keep it
+        return True
+
+    def _take_out(self, held: list[Any], wait: bool) -> bool:
+        """Take all from the program once its last use has passed, and leave the recording parked; whether that is so by now."""
+        recording = self._recording
+        if recording is None:
+            return True
+        with self._pool.on_device(self.device):
+            if recording.event is None:  # an interrupt came when it had just been made: it was freed
+                held.append(self._let_go(park=False))
+            elif self._passed(wait=wait):
+                held.append(self._let_go(park=True))
+                held.append(recording.kept.take())
+            else:
+                return False
+        return True
 
     def _let_go(self, *, park: bool) -> tuple[Any, ...]:
         recording = self._recording

@@ -15,7 +15,7 @@ import warnings
 from concurrent.futures import wait
 
 import handlepool
-from handlepool import ForkedProcessError, ParallelStateExecutor, ParallelStates
+from handlepool import ForkedProcessError, ParallelStateExecutor, ParallelStates, PoolClosedError
 
 ASKING = {"current_device", "current_stream", "owns_stream"}
 """Driver calls that only read what this process knows."""
@@ -167,6 +167,39 @@ def programs_of_daemon_threads():
         threading.Thread(target=body, daemon=True).start()
     ready.wait(TIMEOUT)
     close_late(common)
+    return 0
+
+
+def joined_late():
+    """A daemon thread that replays a program, and that a function which runs last at exit waits for."""
+    import atexit
+
+    from handlepool import exits
+
+    stop, begun = threading.Event(), threading.Event()
+    program = handlepool.record(convolve, *arrays(handlepool.default_pool().driver))
+
+    def body():
+        try:
+            while not stop.is_set():
+                program.replay()
+                begun.set()
+        except PoolClosedError:
+            pass
+
+    thread = threading.Thread(target=body, daemon=True)
+
+    def stop_and_join():
+        stop.set()
+        thread.join(TIMEOUT)
+        if thread.is_alive():
+            print("the thread waits for ever", file=sys.stderr)
+
+    atexit.unregister(exits._at_exit)
+    atexit.register(stop_and_join)
+    atexit.register(exits._at_exit)  # the last is the first to run
+    thread.start()
+    begun.wait(TIMEOUT)
     return 0
 
 
@@ -373,6 +406,7 @@ PROGRAMS = {
         (return_code, 7),
         (closed_late, 0),
         (programs_of_daemon_threads, 0),
+        (joined_late, 0),
         (cycles, 0),
         (forked, 0),
         (multiprocessing_fork, 0),

@@ -9,8 +9,8 @@ PACKAGE = os.path.dirname(handlepool.__file__) + os.sep
 DRIVERS = os.path.join(PACKAGE, "drivers")
 
 
-def at_line(k, function, happens):
-    """Call a function, and another one at its k-th line inside the package; where that was, None where there are fewer.
+def at_line(k, function, happens, modules=None):
+    """Call a function, and another one at its k-th line inside the package or some modules; where that was, None beyond the last.
 
     A driver's own lines do not count, nor what they lead to: a real driver is not written in Python.
     """
@@ -23,7 +23,7 @@ def at_line(k, function, happens):
             while caller is not None and not caller.f_code.co_filename.startswith(DRIVERS):
                 caller = caller.f_back
             return trace if caller is None and frame.f_code.co_filename.startswith(PACKAGE) else None
-        if event == "line":
+        if event == "line" and (modules is None or os.path.basename(frame.f_code.co_filename) in modules):
             left -= 1
             if left == 0:
                 where = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"

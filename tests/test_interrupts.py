@@ -11,6 +11,7 @@ import itertools
 import linecache
 import os
 import signal
+from collections import deque
 
 import pytest
 from lines import PACKAGE, at_line
@@ -249,3 +250,22 @@ def test_g8_control_where_an_interrupted_inner_fork_lets_its_region_go_on(monkey
     with pytest.raises(ContractError, match="not ordered"):
         for _ in itertools.takewhile(interrupted_at, itertools.count(1)):
             pass
+
+
+def test_an_interrupt_at_every_line_of_a_reclaim_of_what_was_left_behind_loses_none_of_it():
+    class Left:
+        settled = False
+
+        def _settle(self):
+            self.settled = True
+            return True
+
+    for k in itertools.count(1):
+        things = [Left(), Left()]
+        left = deque(things)
+        where = None
+        with contextlib.suppress(KeyboardInterrupt):
+            where = at_line(k, lambda left=left: regions.settle(left), interrupt)
+            break
+        assert all(thing.settled or thing in left for thing in things), (k, where)
+    assert k > 10
