@@ -36,7 +36,7 @@ class Maps:
         self._check("replay", self.program.outputs)
         self.launch: Callable[[], object] | None = None
         if driver.name == "cuda":
-            self.launch, self._graph = capture(self._given, stream)
+            self.launch, self.graph = capture(self._given, stream)
             self.launch()
             self._check("graph captured by hand", self.outs)
 
@@ -112,6 +112,7 @@ def main() -> int:
             cases |= {f"eager map{at}": maps.eager, f"replay{at}": maps.program.replay}
             if maps.launch is not None:
                 cases[f"bare graph launch{at}"] = maps.launch
+                cases[f"CuPy's Graph.launch{at}"] = maps.graph.launch
             whole |= {f"{replays} eager maps{at}": maps.eager_maps, f"record and {replays} replays{at}": maps.recorded}
             whole[f"record{at}"] = lambda maps=maps: maps.record().close()
         if driver.name != "cuda":

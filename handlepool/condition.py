@@ -6,6 +6,7 @@ A hit asks none of this. Whatever makes a pool unusable ends its slots, so that 
 
 import logging
 import os
+from copy import copy
 from typing import Any
 
 from handlepool.errors import ForkedProcessError, HandlePoolError, PoisonedContextError, PoolClosedError
@@ -99,7 +100,12 @@ def lost(pool: Any, error: BaseException | None, *, ask: bool = True) -> BaseExc
 
 def _poison(pool: Any, cause: BaseException) -> None:
     if pool._poison is None:
-        pool._poison = cause
+        # Without the traceback, whose frames would keep the caller's arrays to the end of the process, where they complain of the
+        # lost context. (An error that cannot be copied is kept as it is.)
+        try:
+            pool._poison = copy(cause)
+        except Exception:
+            pool._poison = cause
         pool.unusable = True
         _end_hits(pool)
         _log.debug("the context is lost: %s", cause)

@@ -13,7 +13,7 @@ from typing import Any
 
 from handlepool.cleanup import do_all
 from handlepool.condition import pools
-from handlepool.regions import parked
+from handlepool.regions import keep_for_good, parked
 
 SECONDS = 1.0
 """For threads that are inside a use of a program to come out of it."""
@@ -45,6 +45,7 @@ def _at_exit() -> None:
     # Those that nobody uses just now come first: one that does not return from a launch takes the time of all.
     first = [partial(end_now, end) for end in ends if end is not None]
     do_all([*first, lambda: do_all(busy), *[pool.plans.drop for pool in pools()]])
+    keep_for_good(list(parked))  # its memory would go with the module, and complain where the context is lost
 
 
 atexit.register(_at_exit)

@@ -6,6 +6,7 @@ stream waits for the branch, and what it allocates comes from the *outermost* ca
 the join.
 """
 
+import ctypes
 import functools
 import os
 import threading
@@ -186,6 +187,7 @@ class Parked(Protocol):
 
 parked: deque[Parked] = deque()  # appends and pops are atomic
 _abandoned: list[object] = []
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_abandoned))  # or Python would take it down with its modules
 keep_for_good = _abandoned.append
 """Let something live as long as the process, since its end would call CUDA when that must not be called any more."""
 

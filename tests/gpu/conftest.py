@@ -31,6 +31,7 @@ _needs = {
 }
 collect_ignore = [name for name, module in _needs.items() if not find_spec(module)]
 
+_streams = []  # kept to the end, under the sanitizer
 _here = Path(__file__).parent
 _kernels = r"""
 extern "C" __global__ void spin(long long nanoseconds) {
@@ -64,7 +65,12 @@ def pytest_collection_modifyitems(config, items):
         # the host holds back would hold the host; one that a kernel keeps busy does not.
         import cupy
 
+        from handlepool.drivers.cuda import CudaDriver
+
         cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
+        # It tells streams apart by their addresses, so that a new one at an old address would stand for both.
+        create = CudaDriver.create_stream
+        CudaDriver.create_stream = lambda driver: _streams.append(create(driver)) or _streams[-1]
         surplus = [item for item in mine if "latch" in item.fixturenames]
     if not problem and drivers.load("cuda").device_count() < 2:
         surplus += [item for item in mine if item.get_closest_marker("two_gpus")]
@@ -86,6 +92,8 @@ def stream():
     import cupy
 
     with cupy.cuda.Stream(non_blocking=True) as stream:
+        if os.environ.get("HANDLEPOOL_TEST_SANITIZER"):
+            _streams.append(stream)
         yield stream
         stream.synchronize()
 

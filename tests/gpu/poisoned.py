@@ -8,11 +8,14 @@ import cupy
 import handlepool
 from handlepool import ParallelStateExecutor, ParallelStates, PoisonedContextError
 
+_kept = []
+
 
 def main():
     pool = handlepool.HandlePool(driver="cuda")
     late = cupy.cuda.Stream(non_blocking=True)
     side = cupy.cuda.Stream(non_blocking=True)
+    _kept.extend([late, side])  # or CuPy would complain of them when they go
     x, w = cupy.ones((1, 16, 8, 8), "float32"), cupy.ones((16, 16, 1, 1), "float32")
     y = handlepool.conv2d(x, w, pool=pool)
     pool.get_workspace(1 << 16, side)
@@ -20,7 +23,7 @@ def main():
     states.map(lambda _: pool.get_workspace(100), range(2))
     executor = ParallelStateExecutor(2, pool=pool)
     executor.submit(pool.get_handle).result()
-    program, z = handlepool.record(handlepool.conv2d, x, w, pool=pool), x.copy()
+    program, z = handlepool.record(handlepool.conv2d, x, w, pool=pool), cupy.ones((1, 16, 8, 8), "float32")
     program.replay()
     fork = states.fork()
     fork.__enter__()
