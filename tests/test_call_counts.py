@@ -173,7 +173,7 @@ def count_cuda() -> dict[str, tuple[int, int]]:
             return SimpleNamespace(nodes=1, launch=nothing, upload=nothing, destroy=nothing)
 
         def recording_memory(self):
-            return SimpleNamespace(allocator=None, nbytes=0, release=lambda: True)
+            return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: False, release=lambda: True)
 
     with World(driver=Recording()) as world, pytest.MonkeyPatch.context() as patch:
         patch.setattr("handlepool.defaults._default", world.pool)
