@@ -1,6 +1,8 @@
 """What a launch on the cuda driver hands to cuDNN, with CuPy's arrays over made-up addresses: needs CuPy, and no GPU."""
 
+import contextlib
 import ctypes
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,3 +101,48 @@ def test_g10_a_launch_that_fails_leaves_the_slot_its_buffer(executable, make_poo
     with pytest.raises(ArrayTypeError):
         calls.launch(slot.pool, plan, slot, (np.zeros(8, np.float32),), False)
     assert slot.buffer is buffer
+
+
+class CountingEvents(cuda.CudaDriver):
+    """Makes numbers for events, and orders nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = 0
+
+    relaxed = staticmethod(contextlib.nullcontext)
+    current_device = staticmethod(int)
+    record_event = wait_event = staticmethod(lambda *_: None)
+
+    def create_event(self, *, timing=False):
+        self.made += 1
+        return self.made
+
+
+class Placed(SimpleNamespace):
+    """A stream at an address, to be made current."""
+
+    def use(self):
+        CURRENT[:] = [self]
+
+
+CURRENT = []
+
+
+def test_g11_threads_that_allocate_in_branches_leave_no_event_each(monkeypatch, in_thread):
+    driver, caller, side = CountingEvents(), Placed(ptr=0), Placed(ptr=0x20)
+    monkeypatch.setattr(cuda.cupy.cuda, "get_current_stream", lambda: CURRENT[-1])
+    monkeypatch.setattr(cuda.cupy.cuda, "get_allocator", lambda: lambda nbytes: SimpleNamespace(mem=nbytes))
+    monkeypatch.setattr(cuda, "runtime", SimpleNamespace(getDevice=int))
+    kept = []
+
+    def branch():
+        allocate = driver.region_allocator(caller, kept.append)
+        side.use()
+        allocate(100)
+        allocate(200)
+
+    for _ in range(20):
+        in_thread(branch)
+    assert kept == [100, 200] * 20
+    assert driver.made == 1
