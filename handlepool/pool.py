@@ -38,6 +38,7 @@ from handlepool.streams import StreamReference, check_foreign, resolve
 from handlepool.threads import LiveSlots
 
 CHECK_VARIABLE = "HANDLEPOOL_CHECK"
+_OFF = ("", "0", "off", "no", "false")
 
 _log = logging.getLogger("handlepool")
 _numbers = itertools.count()
@@ -59,7 +60,8 @@ class HandlePool:
     check : bool, optional
         Whether to check what cuDNN and CuPy leave unchecked: that a handle is used by the thread that owns it, a workspace on its
         own stream, and ``cupy.fft`` and ``cupy.random`` not in branches that run beside each other. Off by default; where it is
-        not given, the environment variable ``HANDLEPOOL_CHECK`` decides. Calls cost more with it, and nothing without.
+        not given, the environment variable ``HANDLEPOOL_CHECK`` decides: unset, ``0``, ``off``, ``no`` and ``false`` are off.
+        Calls cost more with it, and nothing without.
 
     Notes
     -----
@@ -81,7 +83,7 @@ class HandlePool:
         self._driver: Driver | None = None
         self._scratch_limit = None if scratch_limit is None else at_least(0, "scratch_limit", scratch_limit, " bytes")
         self._idle_limit = at_least(0, "idle_limit", idle_limit, " handles")
-        self.checked = os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") if check is None else bool(check)
+        self.checked = os.environ.get(CHECK_VARIABLE, "").lower() not in _OFF if check is None else bool(check)
         self.slot_type: type[Slot] = CheckedSlot if self.checked else Slot
         self.plans = PlanCache(at_least(1, "plan_limit", plan_limit, " plan"))
         self._devices: dict[int, DeviceSlots] = {}

@@ -16,7 +16,7 @@ from handlepool.condition import diagnose
 from handlepool.defaults import current_pool
 from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.drivers.objects import RecordedGraph
-from handlepool.errors import ArgumentError, CaptureError, StateBusyError
+from handlepool.errors import ArgumentError, CaptureError, OutOfMemoryError, StateBusyError
 from handlepool.inputs import Inputs
 from handlepool.kept import Kept
 from handlepool.pool import HandlePool
@@ -175,6 +175,11 @@ class Recording:
             if not isinstance(first, Exception):  # an interrupt
                 raise first
             diagnose(self.pool, first)
+            if error is None and isinstance(ending, MemoryError):
+                raise OutOfMemoryError(
+                    f"the graph of {self._name} finds no memory on device {self.device} ({ending}): free arrays, close programs, "
+                    f"call HandlePool.trim() and CuPy's free_all_blocks(), and record it again"
+                ) from ending
             causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
             cause = next(filter(None, causes), None)
             if cause is None and error is not None:
@@ -256,6 +261,8 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
         For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded.
     ArgumentError
         For a function that returns nothing, and for iterators as arguments, which the first call would use up.
+    OutOfMemoryError
+        When there is no memory for the graph.
     StateBusyError
         When every side stream of the device is in use.
     """

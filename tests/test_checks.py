@@ -176,7 +176,9 @@ def test_without_checks_nothing_is_wrapped_or_watched(make_pool, in_thread):
     in_thread(driver.use_handle, handle, int)
 
 
-@pytest.mark.parametrize(("value", "checked"), [(None, False), ("", False), ("0", False), ("1", True)])
+@pytest.mark.parametrize(
+    ("value", "checked"), [*dict.fromkeys((None, "", "0", "off", "No", "FALSE"), False).items(), ("1", True), ("on", True)]
+)
 def test_the_environment_decides_where_nothing_is_said(monkeypatch, value, checked):
     monkeypatch.delenv("HANDLEPOOL_CHECK", raising=False)
     if value is not None:

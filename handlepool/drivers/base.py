@@ -155,7 +155,10 @@ class Driver(Protocol):
         """Capture, in thread-local mode, what a stream is given from now on, and what the streams are that wait for it."""
 
     def end_capture(self, pointer: int) -> RecordedGraph:
-        """End the capture that began on a stream, also where this raises what was wrong with it; called inside `relaxed`."""
+        """End the capture that began on a stream, also where this raises what was wrong with it; called inside `relaxed`.
+
+        Raises `MemoryError` where the device has no memory for the graph.
+        """
 
     def capture_failure(self, error: BaseException) -> str | None:
         """What in an error, or in what it came from, a capture could not take, in words; None where it was something else."""

@@ -55,8 +55,10 @@ class CudaGraph:
             if status != cu.CUresult.CUDA_SUCCESS:
                 raise RuntimeError(f"CUDA driver error: {status.name}")
             self._executable = int(runtime.graphInstantiate(pointer))
-        except BaseException:
+        except BaseException as error:
             self.destroy()
+            if getattr(error, "status", 0) == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                raise MemoryError(str(error)) from error
             raise
         self.launch: Callable[[int], None] = partial(runtime.graphLaunch, self._executable)
 

@@ -96,22 +96,19 @@ def build(pool, bench):
 
 def fork(pool, bench):
     """A fork makes and leases side slots, runs branches and is joined."""
-    ys = [cupy.zeros_like(bench.y) for _ in range(4)]
-
-    def act():
-        with bench.other, ParallelStates(4, pool=pool).fork() as fork:
-            for y in ys:
-                fork.run(handlepool.conv2d, bench.x, bench.w, out=y)
-
-    return act, lambda: all((y == 16).all() for y in ys)
+    return _fork(pool, bench, bench.other)
 
 
 def fork_captured(pool, bench):
     """A fork over the captured stream: its branches become branches of the graph, whichever thread runs them."""
+    return _fork(pool, bench, bench.stream)
+
+
+def _fork(pool, bench, stream):
     ys = [cupy.zeros_like(bench.y) for _ in range(4)]
 
     def act():
-        with bench.stream, ParallelStates(4, pool=pool).fork() as fork:
+        with stream, ParallelStates(4, pool=pool).fork() as fork:
             for y in ys:
                 fork.run(handlepool.conv2d, bench.x, bench.w, out=y)
 
@@ -222,6 +219,41 @@ def collect(pool, bench):
     return act
 
 
+def forget(pool, bench):
+    """Plans go, one of which cuDNN compiled for its graph alone, with the functions that launched them."""
+    size = next(_sizes)
+    x, w = (cupy.ones(shape, cupy.float16).transpose(0, 3, 1, 2) for shape in ((1, size, size, 16), (16, 1, 1, 16)))
+    for _ in range(3):
+        bench.convolve(pool)
+        with bench.other:
+            handlepool.conv2d(x, w, activation="gelu", pool=pool)
+    bench.other.synchronize()
+
+    def act():
+        pool.cache_clear()
+        gc.collect()
+
+    return act
+
+
+def drop_program(pool, bench):
+    """A program that nobody closed goes, and its graph and memory with it."""
+    with bench.other:
+        program = handlepool.record(lambda: handlepool.conv2d(bench.x, bench.w, pool=pool), pool=pool)
+        program.replay()
+        bench.other.synchronize()
+    programs = [program]
+    del program
+    late = cupy.cuda.Stream(non_blocking=True)
+
+    def act():
+        programs.clear()
+        gc.collect()
+        pool.get_handle(late)
+
+    return act
+
+
 def shut_down(pool, bench):
     """An executor is shut down."""
     executor = ParallelStateExecutor(2, pool=pool)
@@ -235,7 +267,7 @@ OURS = {
     operation.__name__.replace("_", " "): operation
     for operation in (
         create, create_for_pointers, take_captured, grow, build, fork, fork_captured, trim, trim_captured, close, end_thread,
-        end_stream, reuse, collect, shut_down,
+        end_stream, reuse, collect, forget, drop_program, shut_down,
     )
 }  # fmt: skip
 
