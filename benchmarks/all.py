@@ -88,7 +88,7 @@ def main() -> int:
     print_table(("bound", "median", "at most", ""), bounds(folder, names))
     if find_spec("matplotlib") is None:
         print("nothing is drawn: matplotlib is not installed")
-    else:
+    elif len(failed) < len(names):
         subprocess.run([sys.executable, str(HERE / "draw.py"), str(folder)], check=True)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

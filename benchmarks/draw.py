@@ -352,10 +352,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="where the JSON is, and the pictures go")
     parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES), metavar="NAME", help="a selection of them")
     options = parser.parse_args(arguments)
-    for name in options.only:
-        path = options.folder / f"{name}.json"
-        if path.exists():
-            print(*draw(json.loads(path.read_text()), options.folder), sep="\n")
+    paths = [path for name in options.only if (path := options.folder / f"{name}.json").exists()]
+    if not paths:
+        parser.error(f"{options.folder} has none of {', '.join(f'{name}.json' for name in options.only)}")
+    for path in paths:
+        print(*draw(json.loads(path.read_text()), options.folder), sep="\n")
     return 0
 
 

@@ -51,7 +51,8 @@ def _run() -> int:
     """Run the command of this process. A reader of standard output that has had enough, as ``head``, is no error."""
     try:
         status = main()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever started us
+            sys.stdout.flush()
         return status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains as it flushes at its end

@@ -1,5 +1,6 @@
 """Two-dimensional convolution with bias and activation, as a graph function."""
 
+from inspect import signature
 from typing import Any
 
 from handlepool.activations import ACTIVATIONS, activate, activation_call
@@ -149,7 +150,11 @@ def _prepare_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _hit_branch(pool: HandlePool, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _hit(pool, begin, *args, **kwargs)
+    try:
+        return _hit(pool, begin, *args, **kwargs)
+    except TypeError:
+        signature(conv2d).bind(*args, **kwargs)  # says what is wrong with the arguments, where that was it
+        raise
 
 
 def _hit(

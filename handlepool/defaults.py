@@ -4,6 +4,7 @@ import os
 import threading
 
 from handlepool import condition
+from handlepool.errors import ArgumentError
 from handlepool.pool import HandlePool
 from handlepool.regions import elsewhere, thread
 
@@ -23,6 +24,12 @@ def default_pool() -> HandlePool:
                 if _default is not made:  # but what such a finaliser got meanwhile
                     condition.forget(made)
     return _default
+
+
+def check_pool(who: str, pool: object) -> None:
+    """Raise `ArgumentError` for what was passed as a pool and is none."""
+    if not isinstance(pool, HandlePool):
+        raise ArgumentError(f"{who} was given pool={pool!r}; pass a HandlePool, or None for the default pool")
 
 
 def current_pool() -> HandlePool:

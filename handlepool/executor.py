@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from handlepool.callers import in_torch, order, torch_among
 from handlepool.condition import diagnose, lost
-from handlepool.defaults import default_pool
+from handlepool.defaults import check_pool, default_pool
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError
@@ -67,6 +67,7 @@ class ParallelStateExecutor(Executor):
             raise ArgumentError(f"ParallelStateExecutor({max_workers!r}): 1 worker or more")
         if pool is None:
             pool = default_pool()
+        check_pool("ParallelStateExecutor", pool)
         self._pool = pool
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix, initializer or _nothing, initargs)
         self._leases = _Leases()
@@ -113,6 +114,8 @@ class ParallelStateExecutor(Executor):
         reference = resolve(driver)
         check_foreign(driver, reference)
         stream = reference.stream or driver.wrap_stream(reference.pointer, reference.owner)
+        if thread.recording is not None:
+            thread.recording.check("a task", reference.pointer)
         outer = thread.region
         if outer is not None and (outer.device != reference.device or outer.driver is not driver):
             outer = None

@@ -20,7 +20,7 @@ from handlepool.joins import given_up, join
 from handlepool.joins import settle as settle_fork
 from handlepool.maps import over
 from handlepool.pool import HandlePool
-from handlepool.regions import Region, parked, run_on, settle, thread
+from handlepool.regions import Region, parked, recordings, run_on, settle, thread
 from handlepool.slots import Slot, disown, own
 from handlepool.streams import check_foreign, resolve
 
@@ -128,6 +128,8 @@ class Fork:
             result: T = hit(pool, self._begin, args, kwargs)
             if result is not MISSED:
                 return result
+        if recordings and thread.recording is not None:
+            thread.recording.check("a fork", self._pointer)
         prepare = getattr(function, "__handlepool_prepare__", None)
         if prepare is None:
             torch = torch_among(function, args, kwargs) if "torch" in modules else None

@@ -9,7 +9,7 @@ from handlepool.arrays import Adapted, adapt, layout_of
 from handlepool.building import build
 from handlepool.calls import MISSED, AnyCall, GraphCall, check_arrays, check_hashable, hit, marks_of, new_outputs, shortcut
 from handlepool.condition import diagnose
-from handlepool.defaults import current_pool
+from handlepool.defaults import check_pool, current_pool
 from handlepool.drafts import Request
 from handlepool.errors import ArgumentError
 from handlepool.layouts import Layout
@@ -179,6 +179,7 @@ class GraphFunction(partial[Any]):
 
         ``marks`` stand for options and settings in the key of a shortcut to the plan: whatever tells them from others.
         """
+        check_pool(self._name, pool)
         try:
             outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
             if out is not None and not outs:

@@ -67,8 +67,8 @@ class Inputs:
         """
         if len(args) > len(self._positional):
             raise ArgumentError(
-                f"{name} was recorded with {len(self._positional)} positional arguments that hold arrays, and update was given "
-                f"{len(args)}; leave arguments without arrays out"
+                f"{name} was recorded with {len(self._positional)} positional arguments that hold arrays (or lists, tuples and "
+                f"dictionaries of them), and update was given {len(args)}; leave arguments without arrays out"
             )
         if len(args) < len(self._positional) and not kwargs:
             raise ArgumentError(
@@ -77,7 +77,8 @@ class Inputs:
             )
         unknown = [key for key in kwargs if key not in self._named]
         if unknown:
-            raise ArgumentError(f"{name} was not recorded with an array for {unknown[0]!r}; there is: {', '.join(self._named)}")
+            there = ", ".join(self._named) or "none by keyword, so pass what was positional by position"
+            raise ArgumentError(f"{name} was not recorded with an array for {unknown[0]!r}; there is: {there}")
         places = [(f"argument {place}", old, new) for place, (old, new) in enumerate(zip(self._positional, args, strict=False))]
         places += [(key, self._named[key], new) for key, new in kwargs.items()]
         copies = [copy for place, old, new in places for copy in _copies(driver, f"{name}: {place}", device, old, new)]
@@ -168,6 +169,8 @@ def _check_alike(driver: Driver, place: str, device: int, target: Any, source: A
     if not isinstance(source, kind):
         advice = f"; convert it, as by {_converters(kind)}" if _is_foreign(source) else ""
         raise ArrayTypeError(f"{place} is a {_kind(type(source))}; the {driver.name} driver takes {_kind(kind)}{advice}")
+    if not getattr(target.flags, "writeable", True):  # CuPy's are never read-only
+        raise ArgumentError(f"{place} was recorded as a read-only array, which update cannot write to; pass None for it")
     found: Any = source
     for what, recorded, given in (
         ("shape", target.shape, found.shape),

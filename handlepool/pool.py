@@ -30,6 +30,7 @@ from handlepool.cleanup import do_all
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Handle
+from handlepool.errors import ArgumentError
 from handlepool.integers import at_least
 from handlepool.plan_cache import PlanCache
 from handlepool.slots import Slot, hits, place, placed, unplace
@@ -79,6 +80,9 @@ class HandlePool:
         check: bool | None = None,
     ) -> None:
         self.is_default = False  # known to be
+        made = hasattr(driver, "current_device") and not isinstance(driver, type)
+        if not (driver is None or isinstance(driver, str) or made):
+            raise ArgumentError(f"HandlePool(driver={driver!r}): pass 'cuda', 'host', a driver object, or None")
         self._choice = driver
         self._driver: Driver | None = None
         self._scratch_limit = None if scratch_limit is None else at_least(0, "scratch_limit", scratch_limit, " bytes")

@@ -13,7 +13,8 @@ from handlepool.condition import diagnose
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, PoolClosedError
 from handlepool.inputs import Inputs, copy_all
-from handlepool.regions import keep_for_good, parked
+from handlepool.regions import keep_for_good, parked, recordings, thread
+from handlepool.slots import SIDE
 from handlepool.streams import StreamReference, check_foreign, resolve
 from handlepool.turns import Turns
 
@@ -62,6 +63,7 @@ class Program:
         # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
         # None for any other stream, which may be gone by then: the event is recorded after each use.
         self._last: Any = None
+        self._lent: Any = None  # a side stream in its place: recorded on after each use, and again when another follows
         self._pointer = home.pointer
         self._owner = home.owner
         self._bound = False
@@ -122,7 +124,7 @@ class Program:
         current = self._current_stream() if stream is None else stream
         turns = self._turns
         bias = turns.bias
-        if bias is not None and bias.thread == get_ident() and not bias.launching:
+        if bias is not None and bias.thread == get_ident() and not bias.launching and not recordings:
             try:
                 bias.launching = True
                 # While the bias is this one, no other thread changes what follows. A closed program has no last stream.
@@ -221,6 +223,8 @@ class Program:
                 f"{self._name} was recorded on device {self.device} and the current device is {device}; make device "
                 f"{self.device} current, as in `with cupy.cuda.Device({self.device}):`"
             )
+        if thread.recording is not None:
+            thread.recording.check(f"a use of {self._name}", resolve(driver, stream).pointer)
         last = self._last
         if last is not None and last is (driver.current_stream(device) if stream is None else stream):
             return
@@ -232,6 +236,7 @@ class Program:
         for each in (pointer, LEGACY_STREAM if last is None else last.ptr):
             if each != LEGACY_STREAM and driver.is_capturing(each):
                 raise _capturing(each)
+        self._record_lent()
         if last is not None:
             driver.record_event(self._event, last.ptr)
         driver.wait_event(pointer, self._event)
@@ -239,13 +244,25 @@ class Program:
             self._used_by(reference)
             del last
 
+    def _record_lent(self) -> None:
+        """Have the event say what a side stream was given by now, readers of the outputs included.
+
+        Unless it is being captured: then it was lent to another region since, and what it had been given was joined.
+        """
+        lent = self._lent
+        if lent is not None and not self._is_capturing(lent.ptr):
+            self._record_event(self._event, lent.ptr)
+
     def _used_by(self, reference: StreamReference) -> None:
         last = None if reference.pointer == PER_THREAD_STREAM else reference.stream
+        lent = None
+        if getattr(last, SIDE, False):
+            lent, last = last, None
         # A stream of one device is current on no other: that it is current says which device is.
         bound = getattr(last, "device_id", -1) == self.device
         launch = partial(self._launch_on, reference.pointer)  # quicker to call than to be given the pointer each time
         # No call in between, after which an interrupt could come.
-        self._last, self._pointer, self._owner = last, reference.pointer, reference.owner
+        self._last, self._lent, self._pointer, self._owner = last, lent, reference.pointer, reference.owner
         self._bound, self._launch = bound, launch
 
     # The end
@@ -307,8 +324,8 @@ class Program:
 
     def _let_go(self, *, park: bool) -> tuple[Any, ...]:
         recording = self._recording
-        held = recording, self._inputs, self._outputs, self._last, self._owner, self._launch, self._launch_on
-        self._recording = self._last = self._owner = None
+        held = recording, self._inputs, self._outputs, self._last, self._lent, self._owner, self._launch, self._launch_on
+        self._recording = self._last = self._lent = self._owner = None
         self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
         if park and recording is not None:
             parked.append(recording)  # what an interrupt or a failing call leaves, whoever finds it there gives back
@@ -328,6 +345,7 @@ class Program:
     def _passed(self, *, wait: bool) -> bool:
         """Whether the last use of the memory has, waiting for it if need be."""
         driver, last = self._driver, self._last
+        self._record_lent()
         if last is not None:
             if last.ptr != LEGACY_STREAM and driver.is_capturing(last.ptr):
                 if wait:
@@ -350,6 +368,10 @@ class Program:
     def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
         if self._recording is not None:
             _park(self)
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied, also by `copy.copy`: two would end one graph."""
+        raise TypeError(f"the program {self._name} owns a graph and memory and cannot be copied or pickled; record it again")
 
     def __enter__(self) -> "Program":
         return self

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from handlepool.callers import in_torch, torch_among
 from handlepool.cleanup import do_all
 from handlepool.condition import diagnose
-from handlepool.defaults import current_pool
+from handlepool.defaults import check_pool, current_pool
 from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.drivers.objects import RecordedGraph
 from handlepool.errors import ArgumentError, CaptureError, OutOfMemoryError, StateBusyError
@@ -66,6 +66,14 @@ class Recording:
     def keep(self, plan: Any) -> None:
         """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
         self._plans[id(plan)] = plan
+
+    def check(self, what: str, pointer: int) -> None:
+        """Raise for work on a stream that is no part of what is recorded: it would be done now, and at no replay."""
+        if pointer == LEGACY_STREAM or not self.pool.driver.is_capturing(pointer):
+            raise CaptureError(
+                f"{what} on stream {pointer:#x} inside the recording of {self._name}, of which that stream is no part, so that "
+                f"replays would go without it: use the current stream there, and open forks inside the function that is recorded"
+            )
 
     def drop_plans(self) -> None:
         """Let go of the plans; the graph is not launched any more."""
@@ -269,6 +277,7 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
     if pool is None:
         owner = getattr(function, "__self__", None)
         pool = owner.pool if isinstance(owner, ParallelStates) else current_pool()
+    check_pool("record", pool)
     pool._check_usable()
     name = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or type(function).__name__)
     home = _check(pool, name, function, args, kwargs)
@@ -300,8 +309,8 @@ def _check(pool: HandlePool, name: str, function: Any, args: tuple[Any, ...], kw
     if thread.region is not None:
         raise CaptureError(f"{name} cannot be recorded inside a branch or a task: record it outside, and replay it there")
     for argument in (*args, *kwargs.values()):
-        if isinstance(argument, Iterator):
-            raise ArgumentError(f"{name} was given the iterator {argument!r}, which its first call would use up; pass a list")
+        for iterator in _iterators(argument):
+            raise ArgumentError(f"{name} was given the iterator {iterator!r}, which its first call would use up; pass a list")
     if parked:
         settle()
     driver = pool.driver
@@ -310,6 +319,15 @@ def _check(pool: HandlePool, name: str, function: Any, args: tuple[Any, ...], kw
     if home.pointer != LEGACY_STREAM and driver.capture_id(home.pointer):
         raise CaptureError(f"{name} cannot be recorded while the current stream is being captured: record it before")
     return home
+
+
+def _iterators(argument: Any) -> Iterator[Any]:
+    """Those in an argument, also in lists, tuples and dictionaries."""
+    if isinstance(argument, Iterator):
+        yield argument
+    elif isinstance(argument, (list, tuple, dict)):
+        for entry in argument.values() if isinstance(argument, dict) else argument:
+            yield from _iterators(entry)
 
 
 def _nothing(name: str) -> ArgumentError:

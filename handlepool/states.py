@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from handlepool.defaults import default_pool
+from handlepool.defaults import check_pool, default_pool
 from handlepool.errors import ArgumentError, StateBusyError, StateIndexError
 from handlepool.forks import Fork
 from handlepool.integers import as_integer
@@ -50,6 +50,7 @@ class ParallelStates:
             raise ArgumentError(f"ParallelStates({count!r}): 1 to {MOST_SIDE_SLOTS} states, as many as the GPU has queues")
         if pool is None:
             pool = default_pool()
+        check_pool("ParallelStates", pool)
         self.pool = pool
         self._locks: dict[tuple[int, int], threading.Lock] = {}
 

@@ -96,6 +96,11 @@ def test_every_script_has_a_picture_in_two_forms(name, written):
     assert sorted(done.stdout.split()) == [str(path.with_name(f"{name}-{form}.png")) for form in ("dark", "light")]
 
 
+def test_a_folder_without_results_is_refused(tmp_path):
+    pytest.importorskip("matplotlib", reason="the pictures need matplotlib, and it is not installed")
+    refused(run("draw", tmp_path), "has none of")
+
+
 @pytest.mark.parametrize("page", ["performance", "when-it-pays"])
 def test_the_pages_have_the_figures_that_were_committed(page):
     root = FOLDER.parent

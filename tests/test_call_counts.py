@@ -134,6 +134,7 @@ def counted(path: Callable[[], object]) -> tuple[int, int]:
 
 def count_each(paths: dict[str, Callable[[], object]]) -> dict[str, tuple[int, int]]:
     """The counts of every path once it is warm, with nothing left of other tests that a fork would give back."""
+    gc.collect()
     while regions.parked:
         regions.settle()
     for path in paths.values():
@@ -164,12 +165,21 @@ def count_cuda() -> dict[str, tuple[int, int]]:
         pass
 
     class Recording(NoGpuDriver):
-        """What it captures is a graph of one node."""
+        """What it captures is a graph of one node, of which every stream is a part."""
+
+        capturing = False
+
+        def is_capturing(self, pointer):
+            return self.capturing
+
+        def capture_id(self, pointer):
+            return int(self.capturing)
 
         def begin_capture(self, pointer):
-            pass
+            self.capturing = True
 
         def end_capture(self, pointer):
+            self.capturing = False
             return SimpleNamespace(nodes=1, launch=nothing, upload=nothing, destroy=nothing)
 
         def recording_memory(self):

@@ -122,3 +122,15 @@ def test_bad_commands_are_one_line_and_exit_status_2(arguments):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "--help" in done.stderr
+
+
+@pytest.mark.parametrize("more", ["", "--json"])
+def test_a_closed_standard_output_is_no_error(more):
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m handlepool info {more} >&-"],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

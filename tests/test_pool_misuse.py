@@ -1,13 +1,14 @@
 """Misuse of a pool: a typed error that names the value and the remedy, after which everything goes on."""
 
+import functools
+
+import numpy as np
 import pytest
 from uses import EFFECTS, STREAMS, assert_usable, calls, fails_at
 
-from handlepool import (
-    ArgumentError,
-    HandlePool,
-    StreamError,
-)
+import handlepool
+from handlepool import ArgumentError, HandlePool, ParallelStateExecutor, ParallelStates, StreamError
+from handlepool.drivers.host import HostDriver
 
 
 class Speaks:
@@ -187,3 +188,29 @@ def test_nothing_is_lost_or_broken_by_any_call_that_fails(make_pool, in_thread, 
         assert (stats["handles_live"], stats["handles_idle"], stats["scratch_bytes"]) == (0, 0, 0), k
         assert pool.driver.memory_info()[0] == pool.driver.memory_info()[1], k
     assert k > 1
+
+
+@pytest.mark.parametrize("driver", [HostDriver, object(), 5, b"host", True])
+def test_what_is_no_driver_is_refused(driver):
+    with pytest.raises(ArgumentError, match=r"HandlePool\(driver=.*\): pass 'cuda', 'host', a driver object, or None"):
+        HandlePool(driver=driver)
+
+
+X, W = np.ones((1, 1, 4, 4), np.float32), np.ones((1, 1, 3, 3), np.float32)
+TAKE_A_POOL = {
+    "ParallelStates": lambda pool: ParallelStates(2, pool=pool),
+    "ParallelStateExecutor": lambda pool: ParallelStateExecutor(2, pool=pool),
+    "record": lambda pool: handlepool.record(int, pool=pool),
+    "conv2d": lambda pool: handlepool.conv2d(X, W, pool=pool),
+    "relu": lambda pool: handlepool.ops.relu(X, pool=pool),
+    "conv2d_input_grad": lambda pool: handlepool.ops.conv2d_input_grad(X, W, X.shape, padding=1, pool=pool),
+    "in a branch": lambda pool: ParallelStates(2).map(functools.partial(handlepool.conv2d, pool=pool), [X], [W]),
+}
+
+
+@pytest.mark.parametrize("function", TAKE_A_POOL)
+@pytest.mark.parametrize("pool", [5, "host", ParallelStates])
+def test_what_is_no_pool_is_refused(make_pool, monkeypatch, function, pool):
+    monkeypatch.setattr("handlepool.defaults._default", make_pool())
+    with pytest.raises(ArgumentError, match=r"was given pool=.*; pass a HandlePool, or None for the default pool"):
+        TAKE_A_POOL[function](pool)

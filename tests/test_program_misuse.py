@@ -1,9 +1,11 @@
 """What cannot be recorded, replayed or updated: each a typed error, and afterwards all is as it was."""
 
 import contextlib
+import copy
 import functools
 import itertools
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -245,6 +247,87 @@ def test_no_function_is_refused(scene):
 def test_an_iterator_among_the_arguments_is_refused(scene):
     with pytest.raises(ArgumentError, match="pass a list"):
         handlepool.record(scene.states.map, work(scene), iter([scene.array(1)]))
+
+
+@pytest.mark.parametrize("wrap", [lambda each: [each], lambda each: (1, each), lambda each: {"xs": [each]}])
+@pytest.mark.parametrize("by", ["position", "keyword"])
+def test_an_iterator_in_a_container_is_refused_and_not_used_up(scene, wrap, by):
+    xs = map(scene.array, [1, 2])
+    args, kwargs = ((wrap(xs),), {}) if by == "position" else ((), {"given": wrap(xs)})
+    with pytest.raises(ArgumentError, match=r"iterator <map .* pass a list"):
+        handlepool.record(lambda *given, **more: scene.array(1), *args, **kwargs)
+    assert len(list(xs)) == 2
+
+
+IMAGE, FILTER = np.ones((1, 1, 4, 4), np.float32), np.ones((1, 1, 3, 3), np.float32)
+
+
+def in_a_fork_from_outside(do):
+    def apart(scene, x, w, stack):
+        fork = stack.enter_context(scene.states.fork())
+        return lambda: do(scene, fork, x, w)
+
+    return apart
+
+
+def in_a_fork_of_another_stream(scene, x, w, stack):
+    other = scene.driver.create_stream()
+
+    def act():
+        with scene.states.fork(stream=other) as fork:
+            return fork.run(handlepool.conv2d, x, w)
+
+    return act
+
+
+def on_another_stream(do):
+    def apart(scene, x, w, stack):
+        other = scene.driver.create_stream()
+        program = stack.enter_context(handlepool.record(scene.states.map, handlepool.conv2d, [x], [w]))
+        executor = stack.enter_context(ParallelStateExecutor(1, pool=scene.pool))
+
+        def act():
+            with other:
+                return do(program, executor, x, w)
+
+        return act
+
+    return apart
+
+
+def replayed_on_another_stream(scene, x, w, stack):
+    other = scene.driver.create_stream()
+    program = stack.enter_context(handlepool.record(scene.states.map, handlepool.conv2d, [x], [w]))
+    return lambda: program.replay(stream=other)
+
+
+APART = {
+    "branch of a graph function": in_a_fork_from_outside(lambda scene, fork, x, w: fork.run(handlepool.conv2d, x, w)),
+    "branch of Python": in_a_fork_from_outside(lambda scene, fork, x, w: fork.run(scene.array, 3)),
+    "map": in_a_fork_from_outside(lambda scene, fork, x, w: fork.map(handlepool.conv2d, [x, x], [w, w])),
+    "fork": in_a_fork_of_another_stream,
+    "launch": on_another_stream(lambda program, executor, x, w: handlepool.conv2d(x, w)),
+    "replay of another program": on_another_stream(lambda program, executor, x, w: program.replay()),
+    "replay with a stream": replayed_on_another_stream,
+    "update of another program": on_another_stream(lambda program, executor, x, w: program.update([None], [w])),
+    "task": on_another_stream(lambda program, executor, x, w: executor.submit(handlepool.conv2d, x, w).result()),
+}
+
+
+@pytest.mark.parametrize("apart", APART)
+def test_work_on_a_stream_that_is_not_recorded_is_refused_and_not_left_out_of_replays(scene, apart):
+    x, w = map(scene.driver.asarray, (IMAGE, FILTER))
+    scene.stream.synchronize()
+    with contextlib.ExitStack() as stack:
+        act = APART[apart](scene, x, w, stack)
+
+        def function(x):
+            act()
+            return handlepool.conv2d(x, w)
+
+        with pytest.raises(CaptureError, match=r"of which that stream is no part.*use the current stream there, and open forks"):
+            handlepool.record(function, x)
+        act()
 
 
 def test_a_recording_inside_a_capture_is_refused_and_the_capture_lives(scene):
@@ -706,3 +789,34 @@ def test_recordings_of_two_threads_know_their_own(scene):
 
     threads = [Thread(body, value) for value in range(4)]
     assert [thread.finish() for thread in threads] == [110, 111, 112, 113]
+
+
+@pytest.mark.parametrize("make", [np.broadcast_to, lambda values, shape: np.frombuffer(values.tobytes()), None])
+def test_an_update_of_an_array_that_cannot_be_written_is_refused(make_driver, make):
+    with Scene(make_driver(scheduler="adversarial")) as scene:
+        array = np.arange(8.0)
+        if make is None:
+            array.flags.writeable = False
+        else:
+            array = make(array, (8,))
+        y = scene.array(1)
+        with handlepool.record(lambda x, y: scene.put(scene.array(), np.add, x, y), array, y, pool=scene.pool) as program:
+            with pytest.raises(ArgumentError, match="argument 0 was recorded as a read-only array"):
+                program.update(np.zeros(8), scene.array(5))
+            program.update(None, scene.array(2))
+            program.replay()
+            assert (scene.driver.asnumpy(program.outputs) == np.arange(8) + 2).all()
+
+
+def test_an_update_by_a_keyword_that_was_positional_says_so(scene):
+    program = handlepool.record(work(scene), scene.array(1))
+    with program, pytest.raises(ArgumentError, match="not recorded with an array for 'x'; there is: none by keyword, so pass"):
+        program.update(x=scene.array(2))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_program_cannot_be_copied(scene, duplicate):
+    with handlepool.record(work(scene), scene.array(1)) as program:
+        with pytest.raises(TypeError, match="owns a graph and memory and cannot be copied or pickled"):
+            duplicate(program)
+        program.replay()
