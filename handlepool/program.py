@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from handlepool import exits
 from handlepool.condition import diagnose
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
-from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, PoolClosedError
+from handlepool.errors import CaptureError, HandlePoolError, PoolClosedError
 from handlepool.inputs import Inputs, copy_all
-from handlepool.regions import keep_for_good, parked, recordings, thread
-from handlepool.slots import SIDE
-from handlepool.streams import StreamReference, check_foreign, resolve
+from handlepool.last_use import LastUse, capturing
+from handlepool.regions import keep_for_good, parked, recordings
+from handlepool.streams import StreamReference
 from handlepool.turns import Turns
 
 if TYPE_CHECKING:
     from handlepool.recording import Recording
 
 
-class Program:
+class Program(LastUse):
     """Recorded work, made by `record`.
 
     It owns what it needs: its inputs, its outputs, scratch, plans and every allocation made while it was recorded live as long as
@@ -45,34 +44,19 @@ class Program:
 
     def __init__(self, name: str, recording: "Recording", inputs: Inputs, outputs: Any, home: StreamReference) -> None:
         pool = self._pool = recording.pool
-        driver = self._driver = pool.driver
+        driver = pool.driver
         graph = recording.graph
         assert graph is not None
-        self.device = recording.device
         self.nodes = graph.nodes
-        self._name = name
         self._inputs = inputs
         self._outputs = outputs
         self._turns = Turns(name)
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Any] = driver.current_stream
-        self._is_capturing = driver.is_capturing
-        self._record_event = driver.record_event
-        self._launch_on = graph.launch
-        self._launch: Callable[[], None] = partial(graph.launch, home.pointer)
-        # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
-        # None for any other stream, which may be gone by then: the event is recorded after each use.
-        self._last: Any = None
-        self._lent: Any = None  # a side stream in its place: recorded on after each use, and again when another follows
-        self._pointer = home.pointer
-        self._owner = home.owner
-        self._bound = False
         with driver.relaxed():
-            recording.event = self._event = driver.create_event()
+            recording.event = driver.create_event()
         graph.upload(home.pointer)
-        self._used_by(home)
-        if self._last is None:
-            driver.record_event(self._event, home.pointer)
+        super().__init__(driver, recording.device, name, graph.launch, recording.event, home)
         exits.remember(self)
         self._recording = recording
 
@@ -135,7 +119,7 @@ class Program:
                 ):
                     pointer = self._pointer
                     if pointer and self._is_capturing(pointer):
-                        raise _capturing(pointer)
+                        raise capturing(pointer)
                     self._launch()
                     return
             except Exception as error:
@@ -168,6 +152,8 @@ class Program:
         self._use("updated", self._update, args, kwargs)
 
     def _replay(self, stream: Any) -> None:
+        if self._recording is None:
+            self._refuse()
         self._follow(stream)
         self._enqueue([self._launch])
 
@@ -181,7 +167,7 @@ class Program:
     def _enqueue(self, steps: Sequence[Callable[[], object]]) -> None:
         """Give the stream that `_follow` made the program's something that uses the memory."""
         if self._pointer and self._is_capturing(self._pointer):
-            raise _capturing(self._pointer)
+            raise capturing(self._pointer)
         try:
             for step in steps:
                 step()
@@ -209,61 +195,6 @@ class Program:
 
     def _refuse(self) -> None:
         raise PoolClosedError(f"the program {self._name} was closed; record it again")
-
-    # Order
-
-    def _follow(self, stream: Any) -> None:
-        """Make another stream the one that uses the memory, after all that the last one was given by now."""
-        if self._recording is None:
-            self._refuse()
-        driver = self._driver
-        device = driver.current_device()
-        if device != self.device:
-            raise DeviceMismatchError(
-                f"{self._name} was recorded on device {self.device} and the current device is {device}; make device "
-                f"{self.device} current, as in `with cupy.cuda.Device({self.device}):`"
-            )
-        if thread.recording is not None:
-            thread.recording.check(f"a use of {self._name}", resolve(driver, stream).pointer)
-        last = self._last
-        if last is not None and last is (driver.current_stream(device) if stream is None else stream):
-            return
-        reference = resolve(driver, stream)
-        check_foreign(driver, reference)
-        pointer = reference.pointer
-        if last is not None and last is reference.stream:
-            return
-        for each in (pointer, LEGACY_STREAM if last is None else last.ptr):
-            if each != LEGACY_STREAM and driver.is_capturing(each):
-                raise _capturing(each)
-        self._record_lent()
-        if last is not None:
-            driver.record_event(self._event, last.ptr)
-        driver.wait_event(pointer, self._event)
-        with driver.relaxed():  # the last reference to the former stream may go
-            self._used_by(reference)
-            del last
-
-    def _record_lent(self) -> None:
-        """Have the event say what a side stream was given by now, readers of the outputs included.
-
-        Unless it is being captured: then it was lent to another region since, and what it had been given was joined.
-        """
-        lent = self._lent
-        if lent is not None and not self._is_capturing(lent.ptr):
-            self._record_event(self._event, lent.ptr)
-
-    def _used_by(self, reference: StreamReference) -> None:
-        last = None if reference.pointer == PER_THREAD_STREAM else reference.stream
-        lent = None
-        if getattr(last, SIDE, False):
-            lent, last = last, None
-        # A stream of one device is current on no other: that it is current says which device is.
-        bound = getattr(last, "device_id", -1) == self.device
-        launch = partial(self._launch_on, reference.pointer)  # quicker to call than to be given the pointer each time
-        # No call in between, after which an interrupt could come.
-        self._last, self._lent, self._pointer, self._owner = last, lent, reference.pointer, reference.owner
-        self._bound, self._launch = bound, launch
 
     # The end
 
@@ -342,21 +273,6 @@ class Program:
         keep_for_good(self._let_go(park=False))
         recording.drop_plans()
 
-    def _passed(self, *, wait: bool) -> bool:
-        """Whether the last use of the memory has, waiting for it if need be."""
-        driver, last = self._driver, self._last
-        self._record_lent()
-        if last is not None:
-            if last.ptr != LEGACY_STREAM and driver.is_capturing(last.ptr):
-                if wait:
-                    raise _capturing(last.ptr)
-                return False
-            driver.record_event(self._event, last.ptr)
-        with driver.relaxed():
-            if wait:
-                driver.synchronize_event(self._event)
-            return wait or driver.event_done(self._event)
-
     def _settle(self) -> bool:
         """Close a program that nobody closed, once its last replay has passed."""
         try:
@@ -378,10 +294,3 @@ class Program:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _capturing(pointer: int) -> CaptureError:
-    return CaptureError(
-        f"stream {pointer:#x} is being captured: a program can be neither used in a capture, nor be ordered after the last use "
-        f"there. Use it before the capture, or after"
-    )

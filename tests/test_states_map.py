@@ -771,3 +771,18 @@ def test_maps_of_several_threads_at_a_time(make_driver):
         for number, thread in enumerate(threads):
             assert thread.finish() == [[2 * value for value in range(number, number + 9)]] * 10
         assert in_order(scene)
+
+
+CALLS = {
+    "an argument missing": ((["x"],), {}, r"missing a required argument: 'w'"),
+    "an argument too many": ((["x"], ["w"], [1]), {}, r"too many positional arguments"),
+    "an unknown option": ((["x"], ["w"]), {"pad": 1}, r"got an unexpected keyword argument 'pad'"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_wrong_arguments_of_a_convolution_are_said_in_its_own_terms(make_driver, call):
+    iterables, options, message = CALLS[call]
+    with Scene(make_driver()) as scene, pytest.raises(TypeError, match=message) as info:
+        scene.states.map(functools.partial(conv2d, **options), *iterables)
+    assert "_hit" not in str(info.value)

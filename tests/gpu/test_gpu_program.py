@@ -13,6 +13,7 @@ from handlepool import (
     DeviceMismatchError,
     HandlePool,
     OwnershipError,
+    ParallelStateExecutor,
     ParallelStates,
     PoolClosedError,
 )
@@ -481,3 +482,81 @@ def test_programs_of_a_closed_pool_are_refused_and_can_be_closed(stream, images,
     with pytest.raises(PoolClosedError):
         program.replay()
     program.close()
+
+
+# Side streams that are lent to others, and streams that are no part of a recording
+
+
+@pytest.mark.parametrize("how", ["branch", "task"])
+def test_a_program_that_was_used_in_a_branch_or_a_task_is_usable_while_another_thread_records(pool, stream, kernels, how):
+    x = kernels.full(N, 1)
+    program = handlepool.record(lambda x: x * 2, x, pool=pool)
+    if how == "branch":
+        with ParallelStates(1, pool=pool).fork() as fork:
+            fork.run(program.replay)
+    else:
+        with ParallelStateExecutor(1, pool=pool) as executor:
+            executor.submit(program.replay).result()
+    inside, go = threading.Event(), threading.Event()
+    programs = []
+
+    def record():
+        calls = []
+
+        def body(x):
+            parts = ParallelStates(8, pool=pool).map(lambda i: x + i, range(8))
+            calls.append(1)
+            if len(calls) == 2:
+                inside.set()
+                go.wait(ALL)
+            return parts
+
+        with cupy.cuda.Stream(non_blocking=True) as own:
+            programs.append(handlepool.record(body, kernels.full(N, 3), pool=pool))
+            programs[0].replay()
+            own.synchronize()
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    try:
+        assert inside.wait(ALL)
+        program.update(kernels.full(N, 5))
+        program.replay()
+        assert (program.outputs == 10).all()
+        program.close()
+    finally:
+        go.set()
+        thread.join(ALL)
+    assert [int(part[0]) for part in programs[0].outputs] == list(range(3, 11))
+    programs[0].close()
+
+
+def test_what_replays_would_leave_out_is_refused(pool, stream, images, weights):
+    other = cupy.cuda.Stream(non_blocking=True)
+    stream.synchronize()
+    states = ParallelStates(2, pool=pool)
+
+    def elsewhere(x):
+        with other:
+            conv(x, weights)
+        return x * 2
+
+    def over_another(x):
+        with states.fork(stream=other) as fork:
+            fork.run(conv, x, weights)
+        return x * 2
+
+    with states.fork() as outside, handlepool.record(conv, images[1], weights, pool=pool) as program:
+        for function in (
+            elsewhere,
+            over_another,
+            lambda x: outside.run(conv, x, weights),
+            lambda x: outside.run(lambda: x * 3),
+            lambda x: (program.replay(stream=other), x * 2)[1],
+        ):
+            with pytest.raises(CaptureError, match="of which that stream is no part"):
+                handlepool.record(function, images[0], pool=pool)
+        other.synchronize()
+    with handlepool.record(conv, images[0], weights, pool=pool) as again:
+        again.replay()
+        assert same([again.outputs], [conv(images[0], weights)])
