@@ -29,9 +29,9 @@ class Program(LastUse):
 
     Replays write the same memory, so no two of one program run side by side: a replay on another stream than the last starts
     after all that the other stream has been given by then, readers of the outputs included (of a per-thread default stream, a
-    bare pointer or another library's stream, after the last replay there). Consecutive replays on one stream cost no such care, but
-    in a branch or a task, whose stream may be lent to others next.
-    Different programs may be replayed by different threads at once.
+    bare pointer or another library's stream, after the last replay there). Consecutive replays on one stream cost no such care,
+    but in a branch or a task, whose stream may be lent to others next. Different programs may be replayed by different threads at
+    once.
 
     Attributes
     ----------
