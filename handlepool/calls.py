@@ -136,7 +136,7 @@ def launch(pool: HandlePool, plan: Plan, slot: Slot, operands: tuple[Any, ...], 
             handle = pool.sound(slot).handle
         executable = plan.executable
         if thread.recording is not None:
-            thread.recording.check(f"a launch of {plan.name}", slot.pointer)
+            thread.recording.check(f"a launch of {plan.name}", slot.pointer, pool.driver)
             thread.recording.keep(plan)
         size = executable.workspace_size
         check = plan.check_apart if given else None

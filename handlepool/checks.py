@@ -148,7 +148,7 @@ class CheckedDriver:
     """A driver with checks around the calls that need them; everything else is the driver's own."""
 
     def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+        self.checked_driver = self._driver = driver
         self._slots: dict[int, weakref.ref[CheckedSlot]] = {}  # by identity; each change and each copy is one atomic step
         self._mine = threading.local()  # this thread's last use of what it shares between its streams
         self._everybodys: dict[str, weakref.ref[_Use]] = {}

@@ -24,7 +24,7 @@ from handlepool.errors import ArgumentError, CaptureError
 from handlepool.events import Events
 from handlepool.integers import as_integer
 from handlepool.pool import HandlePool
-from handlepool.regions import keep_for_good, parked, run_on, settle, thread
+from handlepool.regions import inherited, keep_for_good, parked, run_on, settle, thread
 from handlepool.slots import Slot, own
 from handlepool.streams import check_foreign, resolve
 from handlepool.tasks import StreamFuture, Task
@@ -115,10 +115,8 @@ class ParallelStateExecutor(Executor):
         check_foreign(driver, reference)
         stream = reference.stream or driver.wrap_stream(reference.pointer, reference.owner)
         if thread.recording is not None:
-            thread.recording.check("a task", reference.pointer)
-        outer = thread.region
-        if outer is not None and (outer.device != reference.device or outer.driver is not driver):
-            outer = None
+            thread.recording.check("a task", reference.pointer, driver)
+        outer = inherited(driver, reference.device, reference.pointer, stream)
         if reference.pointer == PER_THREAD_STREAM or (outer is not None and outer.stream.ptr == PER_THREAD_STREAM):
             raise ArgumentError(
                 "the current stream is the per-thread default stream, which is another stream in each thread, so a worker cannot "

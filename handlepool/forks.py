@@ -20,7 +20,7 @@ from handlepool.joins import given_up, join
 from handlepool.joins import settle as settle_fork
 from handlepool.maps import over
 from handlepool.pool import HandlePool
-from handlepool.regions import Region, parked, recordings, run_on, settle, thread
+from handlepool.regions import Region, inherited, parked, recordings, run_on, settle, thread
 from handlepool.slots import Slot, disown, own
 from handlepool.streams import check_foreign, resolve
 
@@ -82,13 +82,10 @@ class Fork:
         self._pointer: int = stream.ptr
         self._ordinal = ordinal
         self._sides = (pool._devices.get(ordinal) or pool.device(ordinal)).sides
-        outer = thread.region
-        if outer is None or outer.device != ordinal or outer.driver is not driver:
-            self._inherited = False
-            self._region: Region | None = None  # made when a branch runs Python
-        else:
-            self._inherited = True
-            self._region = outer
+        # One that is not inherited is made when a branch runs Python.
+        outer = self._region = None if thread.region is None else inherited(driver, ordinal, self._pointer, stream)
+        self._inherited = outer is not None
+        if outer is not None:
             outer.enter(self)
         self._thread = get_ident()
         return self
@@ -129,7 +126,7 @@ class Fork:
             if result is not MISSED:
                 return result
         if recordings and thread.recording is not None:
-            thread.recording.check("a fork", self._pointer)
+            thread.recording.check("a fork", self._pointer, driver)
         prepare = getattr(function, "__handlepool_prepare__", None)
         if prepare is None:
             torch = torch_among(function, args, kwargs) if "torch" in modules else None

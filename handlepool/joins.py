@@ -3,6 +3,7 @@
 What fails here is never passed over: a branch that nobody waits for may still read what was kept, so that is kept for good.
 """
 
+import gc
 from typing import TYPE_CHECKING
 
 from handlepool.callers import order
@@ -126,7 +127,8 @@ def settle(fork: "Fork") -> bool:
     try:
         with fork._pool.on_device(fork._ordinal):
             capturing = fork._driver.capture_id
-            if fork._pointer == PER_THREAD_STREAM:  # here it means another stream, for which the branches are nothing
+            # Here the first means another stream; the other was destroyed by the collector in one go with the fork.
+            if fork._pointer == PER_THREAD_STREAM or gc.is_finalized(fork._stream):
                 fork._own_region().abandon()
                 while fork._leased:
                     captured = capturing(fork._leased[-1].pointer) != 0

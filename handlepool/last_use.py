@@ -2,13 +2,18 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, SIDE, Driver
 from handlepool.errors import CaptureError, DeviceMismatchError
 from handlepool.regions import thread
-from handlepool.slots import SIDE
 from handlepool.streams import StreamReference, check_foreign, resolve
+
+_streams: dict[int, Any] = {}
+"""By number, the last streams of programs. The collector runs the destructors of all that goes at a time, also of a stream that a
+program has which parks itself there: this keeps the stream, whatever cycle it is in, until the program is given back."""
+_numbers = count()
 
 
 class LastUse:
@@ -34,6 +39,7 @@ class LastUse:
     def __init__(
         self, driver: Driver, device: int, name: str, launch_on: Callable[[int], None], event: Any, home: StreamReference
     ) -> None:
+        self._number = next(_numbers)
         self._driver = driver
         self.device = device
         self._name = name
@@ -42,8 +48,8 @@ class LastUse:
         self._launch_on = launch_on
         # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
         # None for any other stream, which may be gone by then: the event is recorded after each use.
+        # So it is for a side stream, which is lent to others, who may have it captured: nobody else records or waits there.
         self._last: Any = None
-        self._lent: Any = None  # a side stream in its place: recorded on after each use, and again when another follows
         self._event = event
         self._used_by(home)
         if self._last is None:
@@ -59,7 +65,7 @@ class LastUse:
                 f"{self.device} current, as in `with cupy.cuda.Device({self.device}):`"
             )
         if thread.recording is not None:
-            thread.recording.check(f"a use of {self._name}", resolve(driver, stream).pointer)
+            thread.recording.check(f"a use of {self._name}", resolve(driver, stream).pointer, driver)
         last = self._last
         if last is not None and last is (driver.current_stream(device) if stream is None else stream):
             return
@@ -71,7 +77,6 @@ class LastUse:
         for each in (pointer, LEGACY_STREAM if last is None else last.ptr):
             if each != LEGACY_STREAM and driver.is_capturing(each):
                 raise capturing(each)
-        self._record_lent()
         if last is not None:
             driver.record_event(self._event, last.ptr)
         driver.wait_event(pointer, self._event)
@@ -79,37 +84,34 @@ class LastUse:
             self._used_by(reference)
             del last
 
-    def _record_lent(self) -> None:
-        """Have the event say what a side stream was given by now, readers of the outputs included.
-
-        Unless it is being captured: then it was lent to another region since, and what it had been given was joined.
-        """
-        lent = self._lent
-        if lent is not None and not self._is_capturing(lent.ptr):
-            self._record_event(self._event, lent.ptr)
-
     def _used_by(self, reference: StreamReference) -> None:
-        last = None if reference.pointer == PER_THREAD_STREAM else reference.stream
-        lent = None
-        if getattr(last, SIDE, False):
-            lent, last = last, None
+        last = None if reference.pointer == PER_THREAD_STREAM or getattr(reference.stream, SIDE, False) else reference.stream
         # A stream of one device is current on no other: that it is current says which device is.
         bound = getattr(last, "device_id", -1) == self.device
         launch = partial(self._launch_on, reference.pointer)  # quicker to call than to be given the pointer each time
+        if last is None:
+            _streams.pop(self._number, None)
+        else:
+            _streams[self._number] = last
         # No call in between, after which an interrupt could come.
-        self._last, self._lent, self._pointer, self._owner = last, lent, reference.pointer, reference.owner
+        self._last, self._pointer, self._owner = last, reference.pointer, reference.owner
         self._bound, self._launch = bound, launch
+
+    def _forget_stream(self) -> Any:
+        """Let go of the last stream; what is returned may destroy it as it goes."""
+        last, self._last = self._last, None
+        return last, _streams.pop(self._number, None)
 
     def _passed(self, *, wait: bool) -> bool:
         """Whether the last use of the memory has, waiting for it if need be."""
         driver, last = self._driver, self._last
-        self._record_lent()
         if last is not None:
             if last.ptr != LEGACY_STREAM and driver.is_capturing(last.ptr):
                 if wait:
                     raise capturing(last.ptr)
                 return False
             driver.record_event(self._event, last.ptr)
+            self._last = None  # or the next time it is asked, the event would move on to what the stream was given since
         with driver.relaxed():
             if wait:
                 driver.synchronize_event(self._event)

@@ -28,10 +28,9 @@ class Program(LastUse):
     it does, and are used by nothing else. `close` gives them back, as does the end of a ``with`` statement over it.
 
     Replays write the same memory, so no two of one program run side by side: a replay on another stream than the last starts
-    after all that the other stream has been given by then, readers of the outputs included (of a per-thread default stream, a
-    bare pointer or another library's stream, after the last replay there). Consecutive replays on one stream cost no such care,
-    but in a branch or a task, whose stream may be lent to others next. Different programs may be replayed by different threads at
-    once.
+    after all that the other stream has been given by then, readers of the outputs included (of a branch or a task, a per-thread
+    default stream, a bare pointer or another library's stream, after the last replay there). Consecutive replays on one stream
+    cost no such care, but on those. Different programs may be replayed by different threads at once.
 
     Attributes
     ----------
@@ -256,8 +255,8 @@ class Program(LastUse):
 
     def _let_go(self, *, park: bool) -> tuple[Any, ...]:
         recording = self._recording
-        held = recording, self._inputs, self._outputs, self._last, self._lent, self._owner, self._launch, self._launch_on
-        self._recording = self._last = self._lent = self._owner = None
+        held = recording, self._inputs, self._outputs, self._forget_stream(), self._owner, self._launch, self._launch_on
+        self._recording = self._owner = None
         self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
         if park and recording is not None:
             parked.append(recording)  # what an interrupt or a failing call leaves, whoever finds it there gives back

@@ -14,14 +14,14 @@ from handlepool.callers import in_torch, torch_among
 from handlepool.cleanup import do_all
 from handlepool.condition import diagnose
 from handlepool.defaults import check_pool, current_pool
-from handlepool.drivers.base import LEGACY_STREAM
+from handlepool.drivers.base import LEGACY_STREAM, Driver
 from handlepool.drivers.objects import RecordedGraph
 from handlepool.errors import ArgumentError, CaptureError, OutOfMemoryError, StateBusyError
 from handlepool.inputs import Inputs
 from handlepool.kept import Kept
 from handlepool.pool import HandlePool
 from handlepool.program import Program
-from handlepool.regions import keep_for_good, parked, recordings, run_on, settle, thread
+from handlepool.regions import keep_for_good, parked, recordings, run_on, settle, thread, underneath
 from handlepool.slots import Slot, disown, own
 from handlepool.states import ParallelStates
 from handlepool.streams import StreamReference, check_foreign, resolve
@@ -67,9 +67,11 @@ class Recording:
         """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
         self._plans[id(plan)] = plan
 
-    def check(self, what: str, pointer: int) -> None:
+    def check(self, what: str, pointer: int, driver: Driver) -> None:
         """Raise for work on a stream that is no part of what is recorded: it would be done now, and at no replay."""
-        if pointer == LEGACY_STREAM or not self.pool.driver.is_capturing(pointer):
+        if underneath(driver) is not underneath(self.pool.driver):  # another driver's work is no part of anything here
+            return
+        if pointer == LEGACY_STREAM or not driver.is_capturing(pointer):
             raise CaptureError(
                 f"{what} on stream {pointer:#x} inside the recording of {self._name}, of which that stream is no part, so that "
                 f"replays would go without it: use the current stream there, and open forks inside the function that is recorded"

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from handlepool.drivers.base import Driver
+from handlepool.drivers.base import SIDE, Driver
 from handlepool.drivers.objects import Stream
 
 T = TypeVar("T")
@@ -112,6 +112,23 @@ def content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
+
+
+def inherited(driver: Driver, device: int, pointer: int, stream: Any) -> "Region | None":
+    """The region of the branch or task that this thread runs, for what starts after a stream there.
+
+    None outside of any, and for another device, another driver, or a stream that the branch made current or names itself: the
+    region's join does not wait for that, so what runs over it is a region of its own.
+    """
+    region = thread.region
+    if region is None or region.device != device or underneath(region.driver) is not underneath(driver):
+        return None
+    return region if pointer == region.stream.ptr or getattr(stream, SIDE, False) else None
+
+
+def underneath(driver: Any) -> Any:
+    """The driver that a pool which checks has wrapped."""
+    return getattr(driver, "checked_driver", driver)
 
 
 class _Thread(threading.local):
@@ -213,6 +230,8 @@ def _after_fork() -> None:
     """In a forked child nothing inherited is given back or freed (guarantee 13)."""
     _abandoned.append(list(parked))
     parked.clear()
+    thread.recording = None
+    recordings.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

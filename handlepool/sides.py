@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from handlepool.cleanup import do_all, take_each
-from handlepool.drivers.base import Driver
+from handlepool.drivers.base import SIDE, Driver
 from handlepool.drivers.objects import Handle
-from handlepool.slots import SIDE, Slot
+from handlepool.slots import Slot
 from handlepool.workspace import DeviceScratch
 
 _log = logging.getLogger("handlepool")

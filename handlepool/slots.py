@@ -18,10 +18,6 @@ _ENDED = object()
 """What a slot that belongs to nobody is bound to, for a hit: no stream."""
 
 
-SIDE = "_handlepool_side"
-"""An attribute of stream objects: true for those of side slots, which are lent to one region after another."""
-
-
 def place(pool: Any, stream: Any, slot: "Slot | None") -> None:
     """Put this thread's slot where a hit of the pool finds it: on the stream object, in an attribute that is the pool's alone.
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, calls
+from handlepool.drivers.base import SIDE
 from handlepool.plan import Plan
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -130,7 +131,8 @@ CURRENT = []
 
 
 def test_g11_threads_that_allocate_in_branches_leave_no_event_each(monkeypatch, in_thread):
-    driver, caller, side = CountingEvents(), Placed(ptr=0), Placed(ptr=0x20)
+    driver, caller, side, other = CountingEvents(), Placed(ptr=0), Placed(ptr=0x20), Placed(ptr=0x30)
+    setattr(side, SIDE, True)
     monkeypatch.setattr(cuda.cupy.cuda, "get_current_stream", lambda: CURRENT[-1])
     monkeypatch.setattr(cuda.cupy.cuda, "get_allocator", lambda: lambda nbytes: SimpleNamespace(mem=nbytes))
     monkeypatch.setattr(cuda, "runtime", SimpleNamespace(getDevice=int))
@@ -140,7 +142,8 @@ def test_g11_threads_that_allocate_in_branches_leave_no_event_each(monkeypatch, 
         allocate = driver.region_allocator(caller, kept.append)
         side.use()
         allocate(100)
-        allocate(200)
+        other.use()
+        allocate(200)  # no join waits for this one: its own arena, and no edge
 
     for _ in range(20):
         in_thread(branch)

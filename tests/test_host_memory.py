@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from handlepool.drivers import frontend
+from handlepool.drivers.base import SIDE
 from handlepool.drivers.host import HostDriver, evaluator
 from handlepool.errors import ArrayTypeError, ContractError, DeviceMismatchError
 
@@ -302,6 +303,7 @@ def freed_by_another_thread_after_the_branch_began(seed, *, region):
     """What the caller's stream reads of a block that a branch reuses. CuPy on a GPU gives the former work's or the branch's."""
     driver = HostDriver(scheduler="adversarial", seed=seed)
     home, side = driver.create_stream(), driver.create_stream()
+    setattr(side, SIDE, True)
     result = driver.asarray(np.zeros(4, FLOAT))
     with home:
         held = [driver.asarray(np.full(4, 7, FLOAT))]
@@ -332,7 +334,8 @@ def test_a_region_allocators_edge_lets_the_reader_finish_first():
 
 
 def test_a_region_allocator_takes_from_its_streams_arena_and_keeps(driver):
-    home, side, kept = driver.create_stream(), driver.create_stream(), []
+    home, side, other, kept = driver.create_stream(), driver.create_stream(), driver.create_stream(), []
+    setattr(side, SIDE, True)
     with home:
         address = driver.array_pointer(floats(driver))
     with driver.device(0):
@@ -345,6 +348,8 @@ def test_a_region_allocator_takes_from_its_streams_arena_and_keeps(driver):
         assert driver.array_pointer(floats(driver)) != address  # the region keeps the first
     with driver.device(1):
         floats(driver)  # nothing to do with the region's stream
+    with other:
+        floats(driver)  # nor has what runs on a stream that no join waits for
     assert len(kept) == 2
     in_a_thread(lambda: kept.append(driver.swap_allocator(None)))
     assert kept.pop() is None  # per thread

@@ -330,6 +330,39 @@ def test_work_on_a_stream_that_is_not_recorded_is_refused_and_not_left_out_of_re
         act()
 
 
+def test_another_drivers_work_inside_a_recording_is_its_own(scene):
+    with Scene() as other:
+        stream = other.driver.create_stream()
+
+        def function(x):
+            with stream:
+                assert other.states.map(lambda i: i, range(2)) == [0, 1]
+            return scene.plus(x, 1)
+
+        with handlepool.record(function, scene.array(1)) as program:
+            program.replay()
+            assert scene.read(program.outputs) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_g13_a_child_forked_inside_a_recording_may_use_a_new_pool(scene):
+    def in_a_child(y):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                with Scene(HostDriver()) as own:
+                    assert own.states.map(lambda i: i, range(2)) == [0, 1]
+                    with handlepool.record(work(own), own.array(1), pool=own.pool) as program:
+                        program.replay()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+
+    handlepool.record(second(scene, in_a_child), scene.array(1)).close()
+
+
 def test_a_recording_inside_a_capture_is_refused_and_the_capture_lives(scene):
     x = scene.array(1)
     scene.stream.begin_capture()

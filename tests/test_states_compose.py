@@ -6,7 +6,7 @@ import pytest
 from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_starts
 
 import handlepool
-from handlepool import OwnershipError, ParallelStates
+from handlepool import OwnershipError, ParallelStateExecutor, ParallelStates, regions
 
 # Regions inside regions, with the order of all of them
 
@@ -163,6 +163,91 @@ def test_g15_regions_of_two_pools_over_two_drivers_may_nest(make_driver):
 
         with outer.states.fork(stream=outer.stream) as fork:
             assert fork.run(branch) == 2
+
+
+# Streams that a branch makes current or names itself
+
+
+def temporaries(scene, x):
+    """Work with memory that is let go of at once."""
+    scene.plus(scene.plus(x, 1), 1)
+
+
+def a_fork_over_it(scene, other, x):
+    with scene.states.fork(stream=other) as fork:
+        fork.run(temporaries, scene, x)
+
+
+def a_fork_inside_it(scene, other, x):
+    with other:
+        scene.states.map(lambda _: temporaries(scene, x), range(2))
+
+
+def itself(scene, other, x):
+    with other:
+        temporaries(scene, x)
+
+
+def in_a_fork(scene, act):
+    with scene.states.fork() as fork:
+        fork.run(act)
+
+
+def in_a_task(scene, act):
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        executor.submit(act).result()
+
+
+def in_a_state(scene, act):
+    scene.states.with_state(0, lambda _: act())
+
+
+def on_a_stream_of_its_own(run, work):
+    def scenario(scene):
+        other, x = scene.driver.create_stream(), scene.array(1)
+        scene.driver.wait_event(other.ptr, scene.stream.record())
+        run(scene, lambda: work(scene, other, x))
+        values = tuple(scene.read(y) for y in [scene.array(5) for _ in range(6)])
+        other.synchronize()
+        return values
+
+    return scenario
+
+
+WORKS, RUNS = [a_fork_over_it, a_fork_inside_it, itself], [in_a_fork, in_a_task, in_a_state]
+
+
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("run", RUNS)
+def test_g8_work_of_a_branch_on_another_stream_has_memory_of_that_stream(run, work):
+    assert set(over_seeds(on_a_stream_of_its_own(run, work), seeds=range(40))) == {(5,) * 6}
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_g8_control_memory_of_the_outer_regions_is_handed_on_while_that_stream_uses_it(monkeypatch, work):
+    monkeypatch.setattr("handlepool.forks.inherited", lambda *_: regions.thread.region)
+    monkeypatch.setattr("handlepool.drivers.host.memory.SIDE", "__class__")  # every stream is one
+    values = set(over_seeds(on_a_stream_of_its_own(in_a_fork, work), control=True, seeds=range(40)))
+    assert values - {(5,) * 6}
+
+
+@pytest.mark.parametrize("checks", [(False, True), (True, False), (True, True)])
+def test_g8_a_region_inside_a_region_of_a_pool_that_checks_is_a_part_of_it(checks):
+    def scenario(scene):
+        inner = Scene(scene.driver, check=checks[1])
+        other, x = scene.driver.create_stream(), scene.array(1)
+        with scene.states.fork() as fork:
+            ys = fork.run(lambda: inner.states.map(lambda i: scene.plus(x, i), range(2)))
+        zs = [scene.plus(y, 10) for y in ys]
+        del ys
+        with other, scene.states.fork() as fork:
+            fork.run(lambda: inner.states.map(lambda i: scene.put(scene.array(), lambda: 100), range(2)))
+        values = tuple(map(scene.read, zs))
+        other.synchronize()
+        inner.pool.close()
+        return values
+
+    assert set(over_seeds(scenario, seeds=range(30), check=checks[0])) == {(11, 12)}
 
 
 # No lock is held while user code runs

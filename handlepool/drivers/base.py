@@ -27,6 +27,8 @@ from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 
 LEGACY_STREAM = 0
 PER_THREAD_STREAM = 2
+SIDE = "_handlepool_side"
+"""An attribute of stream objects: true for side streams, on which branches and tasks run, lent to one after another."""
 TENSOR_ALIGNMENT = 16
 """Bytes that every tensor's address is a multiple of, as cuDNN assumes where a graph does not say otherwise. An address that is
 not can end in a misaligned access, which no later call of the process survives."""
@@ -142,6 +144,8 @@ class Driver(Protocol):
         What it allocates comes from the arena of ``stream`` (so that, freed after the join, it is reused in the order of
         that stream), is passed to ``keep``, and is followed by an edge from ``stream`` to the stream that is current at that
         time (so that work queued on ``stream`` before another thread freed the block has run before the branch writes to it).
+        On a stream that is no side stream, made current by the branch itself, it comes from that stream's own arena: no join
+        waits for what runs there.
         """
 
     def swap_allocator(self, allocator: Any) -> Any:

@@ -17,7 +17,7 @@ from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers import frontend, recorded, shared
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, SIDE
 from handlepool.drivers.executable import CudaExecutable, new_buffer
 from handlepool.drivers.objects import Handle, Stream
 from handlepool.drivers.views import HOST, UNKNOWN, View
@@ -217,7 +217,7 @@ class CudaDriver:
 
         def allocate(nbytes: int) -> Any:
             current = cupy.cuda.get_current_stream()
-            if current.ptr == origin or runtime.getDevice() != device:
+            if current.ptr == origin or not getattr(current, SIDE, False) or runtime.getDevice() != device:
                 memory = base(nbytes)
             else:
                 if origin != LEGACY_STREAM and runtime.streamIsCapturing(origin) != runtime.streamIsCapturing(current.ptr):

@@ -1,5 +1,6 @@
 """Recorded programs on a GPU: right results beside everything else, one launch, branches in parallel, and refusals."""
 
+import gc
 import threading
 
 import numpy as np
@@ -16,7 +17,9 @@ from handlepool import (
     ParallelStateExecutor,
     ParallelStates,
     PoolClosedError,
+    last_use,
 )
+from handlepool.regions import settle
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -560,3 +563,62 @@ def test_what_replays_would_leave_out_is_refused(pool, stream, images, weights):
     with handlepool.record(conv, images[0], weights, pool=pool) as again:
         again.replay()
         assert same([again.outputs], [conv(images[0], weights)])
+
+
+def test_a_program_and_an_open_fork_in_a_cycle_with_their_streams_are_given_back(pool, images, weights):
+    class Model:
+        def __init__(self):
+            self.itself, self.stream = self, cupy.cuda.Stream(non_blocking=True)
+            with self.stream:
+                self.program = handlepool.record(conv, images[0], weights, pool=pool)
+                self.program.replay()
+                self.fork = ParallelStates(2, pool=pool).fork()
+                self.fork.__enter__()
+                self.fork.run(conv, images[1], weights)
+                self.stream.synchronize()
+
+    before = set(last_use._streams)
+    model = Model()
+    del model
+    gc.collect()
+    settle(most=1000)
+    cupy.cuda.Device().synchronize()
+    settle(most=1000)
+    assert set(last_use._streams) == before
+    stats = pool.stats()
+    assert (stats["handles_leased"], stats["scratch_bytes_recorded"]) == (0, 0)
+
+
+@pytest.mark.parametrize("way", ["fork over it", "fork inside it", "itself"])
+def test_g8_work_of_a_branch_on_another_stream_has_memory_of_that_stream(pool, stream, kernels, latch, way):
+    other, states = cupy.cuda.Stream(non_blocking=True), ParallelStates(2, pool=pool)
+    y = kernels.full(N, 0)
+
+    def work():
+        temporary = kernels.full(N, 7)
+        kernels.copy(temporary, y)
+
+    def branch():
+        if way == "fork over it":
+            with states.fork(stream=other) as fork:
+                fork.run(work)
+        else:
+            with other:
+                states.map(lambda _: work(), range(1)) if way == "fork inside it" else work()
+
+    for held in (False, True):  # at first CuPy's pool gets the blocks that are taken later
+        stream.synchronize()
+        other.synchronize()
+        with other:
+            if held:
+                latch.hold()
+        with states.fork() as fork:
+            fork.run(branch)
+        later = [kernels.full(N, 9) for _ in range(8)]
+        stream.synchronize()
+        if held:
+            latch.release()
+        other.synchronize()
+        assert (y == 7).all()
+        assert all((array == 9).all() for array in later)
+        del later

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool.drivers.base import PER_THREAD_STREAM
+from handlepool.drivers.base import PER_THREAD_STREAM, SIDE
 from handlepool.drivers.host.blocks import ALIGNMENT, Array, Block, Lease, Owner
 from handlepool.drivers.host.operations import Scheduler
 from handlepool.drivers.host.queues import Event, Queue, StreamTable
@@ -219,6 +219,8 @@ class Memory:
         recording = allocator.recording if isinstance(allocator, RegionAllocator) else allocator
         if region is not None and region.device != thread.device:
             region = None  # another device's memory has nothing to do with the region's stream
+        if region is not None and stream.ptr != region.stream.ptr and not getattr(stream, SIDE, False):
+            region = None  # what runs there has nothing to do with the region's join
         source = stream if region is None else region.stream
         # CuPy, too, gives each thread's per-thread default stream an arena of its own.
         key = (source.ptr, threading.get_ident()) if source.ptr == PER_THREAD_STREAM else source.ptr
