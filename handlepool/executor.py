@@ -24,7 +24,7 @@ from handlepool.errors import ArgumentError, CaptureError
 from handlepool.events import Events
 from handlepool.integers import as_integer
 from handlepool.pool import HandlePool
-from handlepool.regions import inherited, keep_for_good, parked, run_on, settle, thread
+from handlepool.regions import inherited, keep_for_good, lent, parked, run_on, settle, thread
 from handlepool.slots import Slot, own
 from handlepool.streams import check_foreign, resolve
 from handlepool.tasks import StreamFuture, Task
@@ -116,7 +116,7 @@ class ParallelStateExecutor(Executor):
         stream = reference.stream or driver.wrap_stream(reference.pointer, reference.owner)
         if thread.recording is not None:
             thread.recording.check("a task", reference.pointer, driver)
-        outer = inherited(driver, reference.device, reference.pointer, stream)
+        outer = inherited(driver, reference.device, reference.pointer)
         if reference.pointer == PER_THREAD_STREAM or (outer is not None and outer.stream.ptr == PER_THREAD_STREAM):
             raise ArgumentError(
                 "the current stream is the per-thread default stream, which is another stream in each thread, so a worker cannot "
@@ -173,9 +173,13 @@ class ParallelStateExecutor(Executor):
         task.begin(pointer)
         if task.torch is not None:
             fn, args, kwargs = in_torch(task.torch, pointer, task.theirs, device.device, fn, args, kwargs)
+        if slot is not None:
+            lent[pointer] = task.region
         try:
             return run_on(pool, stream, device.device, task.region, fn, args, kwargs)
         finally:
+            if slot is not None:
+                lent.pop(pointer, None)
             task.finish(pointer)
             self._pending.append(task)
 

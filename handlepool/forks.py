@@ -20,7 +20,7 @@ from handlepool.joins import given_up, join
 from handlepool.joins import settle as settle_fork
 from handlepool.maps import over
 from handlepool.pool import HandlePool
-from handlepool.regions import Region, inherited, parked, recordings, run_on, settle, thread
+from handlepool.regions import Region, inherited, lent, parked, recordings, run_on, settle, thread
 from handlepool.slots import Slot, disown, own
 from handlepool.streams import check_foreign, resolve
 
@@ -83,7 +83,7 @@ class Fork:
         self._ordinal = ordinal
         self._sides = (pool._devices.get(ordinal) or pool.device(ordinal)).sides
         # One that is not inherited is made when a branch runs Python.
-        outer = self._region = None if thread.region is None else inherited(driver, ordinal, self._pointer, stream)
+        outer = self._region = None if thread.region is None else inherited(driver, ordinal, self._pointer)
         self._inherited = outer is not None
         if outer is not None:
             outer.enter(self)
@@ -139,6 +139,7 @@ class Fork:
                 function, args, kwargs = in_torch(torch, pointer, theirs, ordinal, function, args, kwargs)
             if slot is None:
                 return self._on_caller(function, args, kwargs)
+            lent[slot.pointer] = region
             return run_on(pool, slot.side_stream, ordinal, region, function, args, kwargs)
         # A graph function: its outputs are known, so they are allocated before the edge that starts the branch, on the caller's
         # stream, and nothing is allocated inside the branch. Arguments that it refuses cost no side slot.
@@ -245,7 +246,8 @@ class Fork:
         return pointers[-1]
 
     def _on_caller(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        return run_on(self._pool, self._stream, self._ordinal, thread.region, function, args, kwargs)
+        region = self._region if self._inherited else thread.region
+        return run_on(self._pool, self._stream, self._ordinal, region, function, args, kwargs)
 
     def _state(self) -> Slot | None:
         """The side slot for the next branch, leased when it is the first of its state; None to run inline."""

@@ -10,7 +10,7 @@ from handlepool.callers import order
 from handlepool.condition import diagnose
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import CaptureError
-from handlepool.regions import thread
+from handlepool.regions import lent, thread
 from handlepool.slots import disown
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ def join(fork: "Fork") -> None:
     if captured or failure is not None:
         failure = _join_each(fork, captured, failure)
     else:
+        if fork._region is not None:  # before they go to others
+            for slot in leased:
+                if slot.pointer in lent:
+                    del lent[slot.pointer]
         fork._leased = []  # an interrupt that came before this finds all of them here, and they are joined again later
         fork._sides.free.extend(leased)
     try:
@@ -111,6 +115,7 @@ def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> B
                 fork._own_region().abandon()
         if slot.owner is not None:
             disown(slot)
+        lent.pop(slot.pointer, None)
         fork._sides.give_back(leased.pop(0), captured=True)
     if captured and thread.recording is not None and not fork._inherited:
         thread.recording.kept.add(fork._kept if fork._region is None else fork._region.kept)
@@ -135,6 +140,7 @@ def settle(fork: "Fork") -> bool:
                     slot = fork._leased.pop()
                     if slot.owner is not None:
                         disown(slot)
+                    lent.pop(slot.pointer, None)
                     fork._sides.give_back(slot, captured=captured)
                 return True
             pointers = [slot.pointer for slot in fork._leased]

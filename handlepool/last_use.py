@@ -5,9 +5,9 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, SIDE, Driver
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver
 from handlepool.errors import CaptureError, DeviceMismatchError
-from handlepool.regions import thread
+from handlepool.regions import lent, thread
 from handlepool.streams import StreamReference, check_foreign, resolve
 
 _streams: dict[int, Any] = {}
@@ -85,7 +85,7 @@ class LastUse:
             del last
 
     def _used_by(self, reference: StreamReference) -> None:
-        last = None if reference.pointer == PER_THREAD_STREAM or getattr(reference.stream, SIDE, False) else reference.stream
+        last = None if reference.pointer == PER_THREAD_STREAM or reference.pointer in lent else reference.stream
         # A stream of one device is current on no other: that it is current says which device is.
         bound = getattr(last, "device_id", -1) == self.device
         launch = partial(self._launch_on, reference.pointer)  # quicker to call than to be given the pointer each time
@@ -111,7 +111,8 @@ class LastUse:
                     raise capturing(last.ptr)
                 return False
             driver.record_event(self._event, last.ptr)
-            self._last = None  # or the next time it is asked, the event would move on to what the stream was given since
+            if not wait:  # or the next time it is asked, the event would move on to what the stream was given since
+                self._last = None
         with driver.relaxed():
             if wait:
                 driver.synchronize_event(self._event)

@@ -56,8 +56,8 @@ class Program(LastUse):
         with driver.relaxed():
             recording.event = driver.create_event()
         graph.upload(home.pointer)
-        super().__init__(driver, recording.device, name, graph.launch, recording.event, home)
         exits.remember(self)
+        super().__init__(driver, recording.device, name, graph.launch, recording.event, home)
         self._recording = recording
 
     @property
@@ -175,7 +175,7 @@ class Program(LastUse):
             if self._last is None:
                 try:
                     self._record_event(self._event, self._pointer)
-                except Exception:  # a later use cannot be ordered after this one, but may come when it has passed
+                except BaseException:  # a later use cannot be ordered after this one, but may come when it has passed
                     with self._driver.relaxed():
                         self._driver.synchronize_stream(self._pointer)
                     raise

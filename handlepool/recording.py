@@ -71,7 +71,7 @@ class Recording:
         """Raise for work on a stream that is no part of what is recorded: it would be done now, and at no replay."""
         if underneath(driver) is not underneath(self.pool.driver):  # another driver's work is no part of anything here
             return
-        if pointer == LEGACY_STREAM or not driver.is_capturing(pointer):
+        if pointer == LEGACY_STREAM or driver.capture_id(pointer) != self._capture:
             raise CaptureError(
                 f"{what} on stream {pointer:#x} inside the recording of {self._name}, of which that stream is no part, so that "
                 f"replays would go without it: use the current stream there, and open forks inside the function that is recorded"

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from handlepool.drivers.base import SIDE, Driver
+from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Stream
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Region:
         """What branches allocate with; made when the first branch needs it."""
         allocator = self._allocator
         if allocator is None:
-            allocator = self._allocator = self.driver.region_allocator(self.stream, self.keep)
+            allocator = self._allocator = self.driver.region_allocator(self.stream, self.keep, _allocator_of)
         return allocator
 
     def keep_call(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -114,16 +114,31 @@ def content(cell: types.CellType) -> Any:
         return None
 
 
-def inherited(driver: Driver, device: int, pointer: int, stream: Any) -> "Region | None":
-    """The region of the branch or task that this thread runs, for what starts after a stream there.
+lent: dict[int, Region] = {}
+"""By pointer, the side streams on which branches and tasks run Python, and the region of each, to the join or the task's end. By
+pointer, since one stream may have several objects, and they need not be ours."""
 
-    None outside of any, and for another device, another driver, or a stream that the branch made current or names itself: the
-    region's join does not wait for that, so what runs over it is a region of its own.
+
+def _allocator_of(pointer: int) -> Any:
+    """The allocator of the region that a stream is lent in."""
+    region = lent.get(pointer)
+    return None if region is None or region.ended else region.allocator
+
+
+def inherited(driver: Driver, device: int, pointer: int) -> "Region | None":
+    """The region whose join waits for a stream, for what starts after that in a branch or task of this thread.
+
+    None outside of any, and for another device, another driver, or a stream that the branch chose itself: no join waits for that,
+    so what runs over it is a region of its own.
     """
     region = thread.region
-    if region is None or region.device != device or underneath(region.driver) is not underneath(driver):
+    if region is None:
         return None
-    return region if pointer == region.stream.ptr or getattr(stream, SIDE, False) else None
+    if pointer != region.stream.ptr:
+        region = lent.get(pointer)
+    if region is None or region.ended or region.device != device or underneath(region.driver) is not underneath(driver):
+        return None
+    return region
 
 
 def underneath(driver: Any) -> Any:
@@ -232,6 +247,7 @@ def _after_fork() -> None:
     parked.clear()
     thread.recording = None
     recordings.clear()
+    lent.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from handlepool.cleanup import do_all, take_each
-from handlepool.drivers.base import SIDE, Driver
+from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Handle
 from handlepool.slots import Slot
 from handlepool.workspace import DeviceScratch
@@ -84,7 +84,6 @@ class SideSlots:
         try:
             with self._driver.relaxed():
                 stream = slot.side_stream = self._driver.create_stream()
-                setattr(stream, SIDE, True)
                 slot.pointer = stream.ptr
                 slot.start_event = self._driver.create_event()
                 slot.end_event = self._driver.create_event()

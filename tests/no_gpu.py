@@ -200,7 +200,7 @@ class NoGpuDriver(CudaDriver):
     def swap_allocator(self, allocator):
         return None
 
-    def region_allocator(self, stream, keep):
+    def region_allocator(self, stream, keep, of):
         return None
 
     def new_graph(self, handle, **settings):

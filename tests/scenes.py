@@ -36,13 +36,13 @@ class CarelessDriver(HostDriver):
     def event_done(self, event):
         return not self.blind and super().event_done(event)
 
-    def region_allocator(self, stream, keep):
-        return _CarelessAllocator(self, stream, keep)
+    def region_allocator(self, stream, keep, of):
+        return _CarelessAllocator(self, stream, keep, of)
 
 
 class _CarelessAllocator(RegionAllocator):
-    def __init__(self, driver, stream, keep):
-        super().__init__(driver._streams, stream, keep if driver.keeps else lambda _: None)
+    def __init__(self, driver, stream, keep, of):
+        super().__init__(driver._streams, stream, keep if driver.keeps else lambda _: None, of)
         self._edges = driver.edges
 
     def settle(self, owner, current):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, calls
-from handlepool.drivers.base import SIDE
 from handlepool.plan import Plan
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -132,14 +131,13 @@ CURRENT = []
 
 def test_g11_threads_that_allocate_in_branches_leave_no_event_each(monkeypatch, in_thread):
     driver, caller, side, other = CountingEvents(), Placed(ptr=0), Placed(ptr=0x20), Placed(ptr=0x30)
-    setattr(side, SIDE, True)
     monkeypatch.setattr(cuda.cupy.cuda, "get_current_stream", lambda: CURRENT[-1])
     monkeypatch.setattr(cuda.cupy.cuda, "get_allocator", lambda: lambda nbytes: SimpleNamespace(mem=nbytes))
     monkeypatch.setattr(cuda, "runtime", SimpleNamespace(getDevice=int))
     kept = []
 
     def branch():
-        allocate = driver.region_allocator(caller, kept.append)
+        allocate = driver.region_allocator(caller, kept.append, lambda pointer: allocate if pointer == side.ptr else None)
         side.use()
         allocate(100)
         other.use()

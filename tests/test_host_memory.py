@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from handlepool.drivers import frontend
-from handlepool.drivers.base import SIDE
 from handlepool.drivers.host import HostDriver, evaluator
 from handlepool.errors import ArrayTypeError, ContractError, DeviceMismatchError
 
@@ -303,7 +302,6 @@ def freed_by_another_thread_after_the_branch_began(seed, *, region):
     """What the caller's stream reads of a block that a branch reuses. CuPy on a GPU gives the former work's or the branch's."""
     driver = HostDriver(scheduler="adversarial", seed=seed)
     home, side = driver.create_stream(), driver.create_stream()
-    setattr(side, SIDE, True)
     result = driver.asarray(np.zeros(4, FLOAT))
     with home:
         held = [driver.asarray(np.full(4, 7, FLOAT))]
@@ -313,7 +311,8 @@ def freed_by_another_thread_after_the_branch_began(seed, *, region):
         in_a_thread(held.clear)
         kept = []
         if region:
-            driver.swap_allocator(driver.region_allocator(home, kept.append))
+            allocator = driver.region_allocator(home, kept.append, lambda _: allocator)
+            driver.swap_allocator(allocator)
             driver.push_stream(side)
         temporary = floats(driver)  # in the branch: from home's arena
         driver.swap_allocator(None)
@@ -335,11 +334,10 @@ def test_a_region_allocators_edge_lets_the_reader_finish_first():
 
 def test_a_region_allocator_takes_from_its_streams_arena_and_keeps(driver):
     home, side, other, kept = driver.create_stream(), driver.create_stream(), driver.create_stream(), []
-    setattr(side, SIDE, True)
     with home:
         address = driver.array_pointer(floats(driver))
     with driver.device(0):
-        allocator = driver.region_allocator(home, kept.append)
+        allocator = driver.region_allocator(home, kept.append, lambda pointer: allocator if pointer == side.ptr else None)
     assert driver.swap_allocator(allocator) is None
     with side:
         array = floats(driver)

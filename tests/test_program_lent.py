@@ -194,3 +194,26 @@ def test_a_dropped_program_goes_once_its_replay_has_passed_however_busy_its_stre
                 assert not [each for each in parked if isinstance(each, Program)]
             finally:
                 hold.set()
+
+
+def after_a_close_that_failed(scene):
+    """What a reader saw after a close that queued work made fail, and what a replay on another stream gives then."""
+    program = handlepool.record(lambda x: scene.plus(x, 10), scene.array(1), pool=scene.pool)
+    program.replay()
+    scene.driver.enqueue(scene.stream.ptr, fails)
+    with pytest.raises(ValueError, match="queued"):
+        program.close()
+    early = scene.plus(program.outputs, 0)
+    with scene.driver.create_stream():
+        program.update(scene.array(2))
+        program.replay()
+        late = scene.read(program.outputs)
+    return scene.read(early), late
+
+
+def fails():
+    raise ValueError("queued")
+
+
+def test_a_close_that_failed_leaves_the_order_as_it_was():
+    assert set(over_seeds(after_a_close_that_failed, seeds=range(40))) == {(11, 12)}

@@ -6,12 +6,13 @@ import functools
 import itertools
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
 from accounts import RESTORES, Accounts
 from lines import at_line
-from scenes import Scene, Thread
+from scenes import TIMEOUT, Scene, Thread
 from uses import Foreign, assert_usable
 
 import handlepool
@@ -342,6 +343,33 @@ def test_another_drivers_work_inside_a_recording_is_its_own(scene):
         with handlepool.record(function, scene.array(1)) as program:
             program.replay()
             assert scene.read(program.outputs) == 2
+
+
+def test_work_on_a_stream_of_another_threads_recording_is_refused(scene):
+    begun, done, captured = threading.Event(), threading.Event(), []
+
+    def theirs(y):
+        captured.append(scene.driver.current_stream())
+        begun.set()
+        done.wait(TIMEOUT)
+
+    def record():
+        with scene.driver.create_stream():
+            x = scene.array(1)
+            handlepool.record(second(scene, theirs), x, pool=scene.pool).close()
+
+    def ours(y):
+        with captured[0]:
+            scene.states.map(scene.array, range(2))
+
+    other = Thread(record)
+    assert begun.wait(TIMEOUT)
+    try:
+        with pytest.raises(CaptureError, match="of which that stream is no part"):
+            handlepool.record(second(scene, ours), scene.array(1))
+    finally:
+        done.set()
+    other.finish()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")

@@ -226,9 +226,104 @@ def test_g8_work_of_a_branch_on_another_stream_has_memory_of_that_stream(run, wo
 @pytest.mark.parametrize("work", WORKS)
 def test_g8_control_memory_of_the_outer_regions_is_handed_on_while_that_stream_uses_it(monkeypatch, work):
     monkeypatch.setattr("handlepool.forks.inherited", lambda *_: regions.thread.region)
-    monkeypatch.setattr("handlepool.drivers.host.memory.SIDE", "__class__")  # every stream is one
+    monkeypatch.setattr("handlepool.regions._allocator_of", lambda _: regions.thread.region.allocator)
     values = set(over_seeds(on_a_stream_of_its_own(in_a_fork, work), control=True, seeds=range(40)))
     assert values - {(5,) * 6}
+
+
+class Named:
+    """A stream by another object than its own."""
+
+    def __init__(self, pointer):
+        self.pointer = pointer
+
+    def __cuda_stream__(self):
+        return 0, self.pointer
+
+
+NAMES = {
+    "pointer": lambda driver: driver.current_stream().ptr,
+    "protocol": lambda driver: Named(driver.current_stream().ptr),
+    "another object": lambda driver: driver.wrap_stream(driver.current_stream().ptr, None),
+    "itself": lambda driver: driver.current_stream(),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("run", RUNS)
+def test_g8_a_branchs_own_stream_is_its_own_by_whatever_name(name, run):
+    def scenario(scene):
+        other, x, found = scene.driver.create_stream(), scene.array(1), []
+
+        def branch(function):
+            with scene.states.fork(stream=NAMES[name](scene.driver)) as fork:
+                found.append(fork.run(function))
+
+        run(scene, lambda: branch(lambda: scene.plus(x, 1)))
+        z = scene.plus(found.pop(), 10)
+        with other:
+            run(scene, lambda: branch(lambda: scene.put(scene.array(), lambda: 100)))
+        value = scene.read(z)
+        other.synchronize()
+        return value
+
+    assert set(over_seeds(scenario, seeds=range(30))) == {12}
+
+
+def on_the_outer_branchs_stream(work):
+    def scenario(scene):
+        other, x = scene.driver.create_stream(), scene.array(1)
+        scene.driver.wait_event(other.ptr, scene.stream.record())
+
+        def outer():
+            mine = scene.driver.current_stream()
+            with scene.states.fork() as own:
+                with other, scene.states.fork() as fork:
+                    fork.run(lambda: work(scene, mine, own, x))
+                with other:
+                    return [scene.read(y) for y in [scene.array(5) for _ in range(6)]]
+
+        with scene.states.fork() as fork:
+            return tuple(fork.run(outer))
+
+    return scenario
+
+
+def made_current(scene, mine, own, x):
+    with mine:
+        temporaries(scene, x)
+
+
+def forked_over(scene, mine, own, x):
+    with scene.states.fork(stream=mine) as fork:
+        fork.run(temporaries, scene, x)
+
+
+def in_a_branch_of_its(scene, mine, own, x):
+    with mine:
+        own.run(temporaries, scene, x)
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("work", [made_current, forked_over, in_a_branch_of_its])
+def test_g8_a_branch_inside_that_goes_back_to_the_outer_ones_stream_has_memory_of_the_outer_region(work, short):
+    def scenario(scene):
+        sides = scene.pool.device(0).sides
+        hoard = [sides.lease() for _ in range(30 if short else 0)]
+        try:
+            return on_the_outer_branchs_stream(work)(scene)
+        finally:
+            for slot in hoard:
+                sides.give_back(slot, captured=False)
+
+    assert set(over_seeds(scenario, seeds=range(30))) == {(5,) * 6}
+
+
+def test_nothing_is_lent_after_the_join(make_driver):
+    with Scene(make_driver()) as scene:
+        for run in RUNS:
+            run(scene, lambda: scene.states.map(scene.array, range(3)))
+            assert not regions.lent
 
 
 @pytest.mark.parametrize("checks", [(False, True), (True, False), (True, True)])

@@ -27,8 +27,6 @@ from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 
 LEGACY_STREAM = 0
 PER_THREAD_STREAM = 2
-SIDE = "_handlepool_side"
-"""An attribute of stream objects: true for side streams, on which branches and tasks run, lent to one after another."""
 TENSOR_ALIGNMENT = 16
 """Bytes that every tensor's address is a multiple of, as cuDNN assumes where a graph does not say otherwise. An address that is
 not can end in a misaligned access, which no later call of the process survives."""
@@ -138,14 +136,16 @@ class Driver(Protocol):
     def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Any:
         """A one-dimensional uint8 array over memory from `allocate`; keeps ``owner`` alive. 0 bytes at 0 are legal."""
 
-    def region_allocator(self, stream: Stream, keep: Callable[[object], None]) -> Any:
+    def region_allocator(self, stream: Stream, keep: Callable[[object], None], of: Callable[[int], Any]) -> Any:
         """An allocator for branches of a region that was forked from ``stream``.
 
         What it allocates comes from the arena of ``stream`` (so that, freed after the join, it is reused in the order of
         that stream), is passed to ``keep``, and is followed by an edge from ``stream`` to the stream that is current at that
         time (so that work queued on ``stream`` before another thread freed the block has run before the branch writes to it).
-        On a stream that is no side stream, made current by the branch itself, it comes from that stream's own arena: no join
-        waits for what runs there.
+
+        For another stream than ``stream``, ``of(pointer)`` says whose memory it is: this allocator's, another region's where a
+        branch of that runs there, or None for a stream that the branch chose itself: it comes from that stream's own arena, since
+        no join waits for what runs there.
         """
 
     def swap_allocator(self, allocator: Any) -> Any:

@@ -17,7 +17,7 @@ from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers import frontend, recorded, shared
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, SIDE
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.drivers.executable import CudaExecutable, new_buffer
 from handlepool.drivers.objects import Handle, Stream
 from handlepool.drivers.views import HOST, UNKNOWN, View
@@ -209,7 +209,7 @@ class CudaDriver:
         memory = UnownedMemory(pointer, nbytes, owner, self.current_device())
         return cupy.ndarray((nbytes,), np.uint8, MemoryPointer(memory, 0))
 
-    def region_allocator(self, stream: Any, keep: Callable[[object], None]) -> Any:
+    def region_allocator(self, stream: Any, keep: Callable[[object], None], of: Callable[[int], Any]) -> Any:
         base = cupy.cuda.get_allocator()
         device = self.current_device()
         origin = stream.ptr
@@ -217,8 +217,11 @@ class CudaDriver:
 
         def allocate(nbytes: int) -> Any:
             current = cupy.cuda.get_current_stream()
-            if current.ptr == origin or not getattr(current, SIDE, False) or runtime.getDevice() != device:
+            pointer = current.ptr
+            if pointer == origin or runtime.getDevice() != device or (its := of(pointer)) is None:
                 memory = base(nbytes)
+            elif its is not allocate:
+                return its(nbytes)
             else:
                 if origin != LEGACY_STREAM and runtime.streamIsCapturing(origin) != runtime.streamIsCapturing(current.ptr):
                     raise CaptureError(

@@ -218,10 +218,10 @@ class HostDriver(Controls, Events, Handles, Recordings):
         self._note("scratch_array")
         return self._memory.scratch_array(pointer, nbytes, owner)
 
-    def region_allocator(self, stream: Any, keep: Callable[[object], None]) -> RegionAllocator:
+    def region_allocator(self, stream: Any, keep: Callable[[object], None], of: Callable[[int], Any]) -> RegionAllocator:
         """An allocator for branches of a region that was forked from ``stream``, on the current device."""
         self._note("region_allocator")
-        return RegionAllocator(self._streams, stream, keep)
+        return RegionAllocator(self._streams, stream, keep, of)
 
     def swap_allocator(self, allocator: Any) -> Any:
         """Make an allocator this thread's; returns the one before, None for the default."""

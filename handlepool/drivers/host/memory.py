@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool.drivers.base import PER_THREAD_STREAM, SIDE
+from handlepool.drivers.base import PER_THREAD_STREAM
 from handlepool.drivers.host.blocks import ALIGNMENT, Array, Block, Lease, Owner
 from handlepool.drivers.host.operations import Scheduler
 from handlepool.drivers.host.queues import Event, Queue, StreamTable
@@ -164,13 +164,16 @@ class ArrayMemory(Protocol):
 class RegionAllocator:
     """Allocates for the branches of a region that was forked from a stream; see `Driver.region_allocator`."""
 
-    def __init__(self, table: StreamTable, stream: Stream, keep: Callable[[object], None]) -> None:
+    def __init__(
+        self, table: StreamTable, stream: Stream, keep: Callable[[object], None], of: Callable[[int], "RegionAllocator | None"]
+    ) -> None:
         outer = table.thread.allocator
         self.recording: ArrayMemory | None = outer.recording if isinstance(outer, RegionAllocator) else outer
         self.device = table.thread.device
         self.stream = stream
         self._table = table
         self._keep = keep
+        self.of = of
 
     def settle(self, owner: Owner, current: Queue) -> None:
         """Keep what was allocated, and let the current stream write to it after what the region's stream was given so far."""
@@ -219,8 +222,8 @@ class Memory:
         recording = allocator.recording if isinstance(allocator, RegionAllocator) else allocator
         if region is not None and region.device != thread.device:
             region = None  # another device's memory has nothing to do with the region's stream
-        if region is not None and stream.ptr != region.stream.ptr and not getattr(stream, SIDE, False):
-            region = None  # what runs there has nothing to do with the region's join
+        if region is not None and stream.ptr != region.stream.ptr:
+            region = region.of(stream.ptr)
         source = stream if region is None else region.stream
         # CuPy, too, gives each thread's per-thread default stream an arena of its own.
         key = (source.ptr, threading.get_ident()) if source.ptr == PER_THREAD_STREAM else source.ptr
