@@ -75,6 +75,9 @@ class ParallelStateExecutor(Executor):
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "StreamFuture[T]":
         """Run ``fn(*args, **kwargs)`` on a side stream, after what the current stream has been given by now.
 
+        Arrays that it makes are memory of the stream that is current here: before they are let go of, that stream is to wait for
+        whoever reads them on another.
+
         Raises
         ------
         ArgumentError

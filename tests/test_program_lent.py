@@ -6,6 +6,7 @@ import weakref
 from functools import partial
 
 import pytest
+from accounts import RESTORES
 from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins
 
 import handlepool
@@ -217,3 +218,26 @@ def fails():
 
 def test_a_close_that_failed_leaves_the_order_as_it_was():
     assert set(over_seeds(after_a_close_that_failed, seeds=range(40))) == {(11, 12)}
+
+
+def interrupted_at_its_end(scene):
+    """What a replay beside a branch gives whose own was interrupted when it had been launched."""
+    program = handlepool.record(lambda x: scene.plus(x, 10), scene.array(1), pool=scene.pool)
+
+    def branch():
+        scene.driver.fail_at(2, "record_event", KeyboardInterrupt(), RESTORES)  # the first is on the former stream
+        with pytest.raises(KeyboardInterrupt):
+            program.replay()
+        scene.driver.fail_at(0)
+
+    with scene.states.fork() as fork:
+        fork.run(branch)
+        other = scene.driver.create_stream()
+        with other:
+            program.update(scene.array(2))
+            program.replay()
+            return scene.read(program.outputs)
+
+
+def test_a_replay_that_was_interrupted_at_its_end_is_waited_for():
+    assert set(over_seeds(interrupted_at_its_end, seeds=range(40))) == {12}
