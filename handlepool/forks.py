@@ -95,7 +95,8 @@ class Fork:
 
         The branch starts after everything that the caller's stream has been given by now. Branches share the states in turn;
         two that share one run one after the other. Where every side slot of the device is out, the branch runs on the caller's
-        stream, with the same result.
+        stream, with the same result. What it does on another stream of its own choice is for it to order, before and after, and
+        has memory of that stream's, as outside of branches.
 
         Returns
         -------
