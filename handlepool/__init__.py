@@ -31,7 +31,7 @@ from handlepool.layouts import ArraySpec
 from handlepool.ops import conv2d, conv2d_input_grad, conv2d_weight_grad
 from handlepool.pool import HandlePool
 from handlepool.program import Program
-from handlepool.recording import record
+from handlepool.recorder import record
 from handlepool.states import Fork, ParallelStates
 from handlepool.tasks import StreamFuture
 

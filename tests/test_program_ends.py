@@ -25,7 +25,7 @@ def abandoned():
     exits.under_way.clear()
 
 
-MODULES = ("recording.py", "program.py", "last_use.py", "exits.py", "kept.py", "inputs.py")
+MODULES = ("recorder.py", "recording.py", "program.py", "last_use.py", "exits.py", "kept.py", "inputs.py")
 SPARED = {  # where only a tracer can interrupt: nothing is called before but what returns from Python
     "try:",
     "thread.recording = None",

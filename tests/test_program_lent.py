@@ -8,26 +8,12 @@ from functools import partial
 import pytest
 from accounts import RESTORES
 from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins
+from uses import ON_A_SIDE_STREAM, in_a_branch
 
 import handlepool
-from handlepool import ParallelStateExecutor, ParallelStates, last_use, regions
+from handlepool import ParallelStates, last_use, regions
 from handlepool.program import Program
 from handlepool.regions import parked, settle
-
-
-def in_a_branch(scene, act):
-    with scene.states.fork() as fork:
-        fork.run(act)
-
-
-def in_a_task(scene, act):
-    with ParallelStateExecutor(1, pool=scene.pool) as executor:
-        executor.submit(act).result()
-
-
-def in_a_state(scene, act):
-    scene.states.with_state(0, lambda _: act())
-
 
 NOTHING = {"handles": 0, "events": 0, "scratch_bytes": 0}
 
@@ -67,7 +53,7 @@ class Recorded:
             assert self._thread.finish() == [1 + i for i in range(16)]
 
 
-@pytest.mark.parametrize("use", [in_a_branch, in_a_task, in_a_state])
+@pytest.mark.parametrize("use", ON_A_SIDE_STREAM)
 def test_it_can_be_used_and_closed_while_another_thread_records_on_that_stream(make_driver, scheduler, use):
     with Scene(make_driver(scheduler=scheduler)) as scene:
         with handlepool.record(lambda x: scene.plus(x, 10), scene.array(1), pool=scene.pool) as program:
@@ -81,7 +67,7 @@ def test_it_can_be_used_and_closed_while_another_thread_records_on_that_stream(m
         assert program.closed
 
 
-@pytest.mark.parametrize("use", [in_a_branch, in_a_task, in_a_state])
+@pytest.mark.parametrize("use", ON_A_SIDE_STREAM)
 def test_it_can_be_closed_or_dropped_right_after(make_driver, use):
     for close in (True, False):
         with Scene(make_driver(scheduler="adversarial")) as scene:

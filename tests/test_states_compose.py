@@ -4,9 +4,10 @@ import threading
 
 import pytest
 from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_starts
+from uses import FOREIGN, ON_A_SIDE_STREAM, in_a_branch
 
 import handlepool
-from handlepool import OwnershipError, ParallelStateExecutor, ParallelStates, regions
+from handlepool import OwnershipError, ParallelStates, regions
 
 # Regions inside regions, with the order of all of them
 
@@ -188,20 +189,6 @@ def itself(scene, other, x):
         temporaries(scene, x)
 
 
-def in_a_fork(scene, act):
-    with scene.states.fork() as fork:
-        fork.run(act)
-
-
-def in_a_task(scene, act):
-    with ParallelStateExecutor(1, pool=scene.pool) as executor:
-        executor.submit(act).result()
-
-
-def in_a_state(scene, act):
-    scene.states.with_state(0, lambda _: act())
-
-
 def on_a_stream_of_its_own(run, work):
     def scenario(scene):
         other, x = scene.driver.create_stream(), scene.array(1)
@@ -214,11 +201,11 @@ def on_a_stream_of_its_own(run, work):
     return scenario
 
 
-WORKS, RUNS = [a_fork_over_it, a_fork_inside_it, itself], [in_a_fork, in_a_task, in_a_state]
+WORKS = [a_fork_over_it, a_fork_inside_it, itself]
 
 
 @pytest.mark.parametrize("work", WORKS)
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", ON_A_SIDE_STREAM)
 def test_g8_work_of_a_branch_on_another_stream_has_memory_of_that_stream(run, work):
     assert set(over_seeds(on_a_stream_of_its_own(run, work), seeds=range(40))) == {(5,) * 6}
 
@@ -227,36 +214,21 @@ def test_g8_work_of_a_branch_on_another_stream_has_memory_of_that_stream(run, wo
 def test_g8_control_memory_of_the_outer_regions_is_handed_on_while_that_stream_uses_it(monkeypatch, work):
     monkeypatch.setattr("handlepool.forks.inherited", lambda *_: regions.thread.region)
     monkeypatch.setattr("handlepool.regions._allocator_of", lambda _: regions.thread.region.allocator)
-    values = set(over_seeds(on_a_stream_of_its_own(in_a_fork, work), control=True, seeds=range(40)))
+    values = set(over_seeds(on_a_stream_of_its_own(in_a_branch, work), control=True, seeds=range(40)))
     assert values - {(5,) * 6}
 
 
-class Named:
-    """A stream by another object than its own."""
-
-    def __init__(self, pointer):
-        self.pointer = pointer
-
-    def __cuda_stream__(self):
-        return 0, self.pointer
-
-
-NAMES = {
-    "pointer": lambda driver: driver.current_stream().ptr,
-    "protocol": lambda driver: Named(driver.current_stream().ptr),
-    "another object": lambda driver: driver.wrap_stream(driver.current_stream().ptr, None),
-    "itself": lambda driver: driver.current_stream(),
-}
+NAMES = FOREIGN | {"itself": lambda driver, stream: stream}
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", ON_A_SIDE_STREAM)
 def test_g8_a_branchs_own_stream_is_its_own_by_whatever_name(name, run):
     def scenario(scene):
         other, x, found = scene.driver.create_stream(), scene.array(1), []
 
         def branch(function):
-            with scene.states.fork(stream=NAMES[name](scene.driver)) as fork:
+            with scene.states.fork(stream=NAMES[name](scene.driver, scene.driver.current_stream())) as fork:
                 found.append(fork.run(function))
 
         run(scene, lambda: branch(lambda: scene.plus(x, 1)))
@@ -322,7 +294,7 @@ def test_g8_a_branch_inside_that_goes_back_to_the_outer_ones_stream_has_memory_o
 def test_nothing_is_lent_after_the_join(make_driver):
     before = set(regions.lent)  # of forks that a lost context ended, in other tests
     with Scene(make_driver()) as scene:
-        for run in RUNS:
+        for run in ON_A_SIDE_STREAM:
             run(scene, lambda: scene.states.map(scene.array, range(3)))
             assert set(regions.lent) == before
 

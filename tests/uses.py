@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from handlepool import HandlePoolError, ParallelStates
+from handlepool import HandlePoolError, ParallelStateExecutor, ParallelStates
 
 ASKING = {"current_device", "current_stream", "owns_stream"}
 """Driver calls that touch neither CUDA nor cuDNN, beside asking CuPy for the current device and stream."""
@@ -31,6 +31,23 @@ FOREIGN = {
     "wrapper": lambda driver, stream: driver.wrap_stream(stream.ptr, None),
     "protocol": lambda driver, stream: Foreign(stream.ptr),
 }
+
+
+def in_a_branch(scene, act):
+    with scene.states.fork() as fork:
+        fork.run(act)
+
+
+def in_a_task(scene, act):
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        executor.submit(act).result()
+
+
+def in_a_state(scene, act):
+    scene.states.with_state(0, lambda _: act())
+
+
+ON_A_SIDE_STREAM = [in_a_branch, in_a_task, in_a_state]
 
 
 def calls(driver, function, *args):
