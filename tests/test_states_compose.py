@@ -221,9 +221,7 @@ def test_g8_control_memory_of_the_outer_regions_is_handed_on_while_that_stream_u
 NAMES = FOREIGN | {"itself": lambda driver, stream: stream}
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("run", ON_A_SIDE_STREAM)
-def test_g8_a_branchs_own_stream_is_its_own_by_whatever_name(name, run):
+def over_its_own_stream(name, run):
     def scenario(scene):
         other, x, found = scene.driver.create_stream(), scene.array(1), []
 
@@ -239,7 +237,18 @@ def test_g8_a_branchs_own_stream_is_its_own_by_whatever_name(name, run):
         other.synchronize()
         return value
 
-    assert set(over_seeds(scenario, seeds=range(30))) == {12}
+    return scenario
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("run", ON_A_SIDE_STREAM)
+def test_g8_a_branchs_own_stream_is_its_own_by_whatever_name(name, run):
+    assert set(over_seeds(over_its_own_stream(name, run), seeds=range(30))) == {12}
+
+
+def test_g8_control_memory_of_a_region_over_a_side_stream_is_handed_on_with_it(monkeypatch):
+    monkeypatch.setattr("handlepool.forks.inherited", lambda *_: None)
+    assert set(over_seeds(over_its_own_stream("itself", in_a_branch), control=True, seeds=range(30))) - {12}
 
 
 def on_the_outer_branchs_stream(work):
@@ -291,6 +300,13 @@ def test_g8_a_branch_inside_that_goes_back_to_the_outer_ones_stream_has_memory_o
     assert set(over_seeds(scenario, seeds=range(30))) == {(5,) * 6}
 
 
+def test_g8_control_memory_of_the_inner_region_is_handed_on_while_the_outer_branch_uses_it(monkeypatch):
+    its = lambda pointer: regions.thread.region.allocator if pointer in regions.lent else None  # noqa: E731
+    monkeypatch.setattr("handlepool.regions._allocator_of", its)
+    values = over_seeds(on_the_outer_branchs_stream(made_current), control=True, seeds=range(30))
+    assert set(values) - {(5,) * 6}
+
+
 def test_nothing_is_lent_after_the_join(make_driver):
     before = set(regions.lent)  # of forks that a lost context ended, in other tests
     with Scene(make_driver()) as scene:
@@ -299,10 +315,9 @@ def test_nothing_is_lent_after_the_join(make_driver):
             assert set(regions.lent) == before
 
 
-@pytest.mark.parametrize("checks", [(False, True), (True, False), (True, True)])
-def test_g8_a_region_inside_a_region_of_a_pool_that_checks_is_a_part_of_it(checks):
+def in_two_pools(check):
     def scenario(scene):
-        inner = Scene(scene.driver, check=checks[1])
+        inner = Scene(scene.driver, check=check)
         other, x = scene.driver.create_stream(), scene.array(1)
         with scene.states.fork() as fork:
             ys = fork.run(lambda: inner.states.map(lambda i: scene.plus(x, i), range(2)))
@@ -315,7 +330,17 @@ def test_g8_a_region_inside_a_region_of_a_pool_that_checks_is_a_part_of_it(check
         inner.pool.close()
         return values
 
-    assert set(over_seeds(scenario, seeds=range(30), check=checks[0])) == {(11, 12)}
+    return scenario
+
+
+@pytest.mark.parametrize("checks", [(False, True), (True, False), (True, True)])
+def test_g8_a_region_inside_a_region_of_a_pool_that_checks_is_a_part_of_it(checks):
+    assert set(over_seeds(in_two_pools(checks[1]), seeds=range(30), check=checks[0])) == {(11, 12)}
+
+
+def test_g8_control_a_region_that_is_no_part_of_the_outer_one_lets_go_too_early(monkeypatch):
+    monkeypatch.setattr("handlepool.regions.underneath", lambda driver: driver)
+    assert set(over_seeds(in_two_pools(True), control=True, seeds=range(30), check=True)) - {(11, 12)}
 
 
 # No lock is held while user code runs
