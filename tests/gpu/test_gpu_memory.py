@@ -19,7 +19,7 @@ def pool_without_edges(stream):
     from handlepool.drivers.cuda import CudaDriver
 
     class WithoutEdges(CudaDriver):
-        def region_allocator(self, stream, keep):
+        def region_allocator(self, stream, keep, of):
             base = cupy.cuda.get_allocator()
 
             def allocate(nbytes):
