@@ -9,7 +9,7 @@ import numpy as np
 from handlepool.callers import integration
 from handlepool.calls import AnyCall
 from handlepool.dlpack import from_cuda_array, from_dlpack
-from handlepool.drivers.base import check_operands
+from handlepool.drivers.base import check_operands, operand_name
 from handlepool.drivers.views import HOST, View
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.foreign import ForeignCall
@@ -34,6 +34,8 @@ class Adapted:
         Of any kind, also mixed.
     outs : tuple of array, optional
         To be written; of any kind.
+    operand : str, optional
+        What messages call the only array, where it is not the first argument.
 
     Attributes
     ----------
@@ -59,7 +61,9 @@ class Adapted:
     __slots__ = (
         "_first",
         "_given",
+        "_inputs",
         "_name",
+        "_operand",
         "_torch",
         "arrays",
         "callers",
@@ -72,7 +76,9 @@ class Adapted:
         "wrap",
     )
 
-    def __init__(self, name: str, pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self, name: str, pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...] = (), operand: str | None = None
+    ) -> None:
         driver = pool.driver
         self.pool = pool
         self.device = driver.current_device()
@@ -82,6 +88,8 @@ class Adapted:
         self.kept: list[Any] = []
         self.wrap: Callable[[Any], Any] | None = None
         self._name = name
+        self._operand = operand
+        self._inputs = len(arrays)
         self._given = given = arrays + outs
         operands: list[Any] = list(given)
         here = driver.current_stream().ptr
@@ -106,7 +114,7 @@ class Adapted:
                     self.callers.append(here)
         if rest:
             self._adapt_rest(operands, here if self.stream is None else self.stream)
-        self.arrays, self.outs = tuple(operands[: len(arrays)]), tuple(operands[len(arrays) :])
+        self.arrays, self.outs = tuple(operands[: self._inputs]), tuple(operands[self._inputs :])
         self._first = first = arrays[0] if arrays else None
         self._torch = torch
         if isinstance(first, tensor):
@@ -131,11 +139,14 @@ class Adapted:
                 operands[place] = self._adopt(place, _from_host_array, array)
             else:
                 raise ArrayTypeError(
-                    f"{self._name}: argument {place} is a {_kind(array)}; the {self.pool.driver.name} driver takes "
+                    f"{self._name}: {self._called(place)} is a {_kind(array)}; the {self.pool.driver.name} driver takes "
                     f"{_kind_of(native)}, torch tensors, and arrays with __dlpack__ or __cuda_array_interface__"
                 )
             if type(operands[place]) is View:  # what the host driver is given holds on to its arrays by itself
                 self.kept.append(operands[place])
+
+    def _called(self, place: int) -> str:
+        return self._operand or operand_name(place, self._inputs, len(self._given) - self._inputs)
 
     def _from_cuda_array(self, array: Any) -> View:
         view, stream = from_cuda_array(array)
@@ -147,11 +158,11 @@ class Adapted:
         try:
             operand = self.pool.driver.adopt(view(array))
         except (ArrayTypeError, ArgumentError) as error:
-            raise type(error)(f"{self._name}: argument {place}, a {_kind(array)}: {error}") from error
+            raise type(error)(f"{self._name}: {self._called(place)}, a {_kind(array)}: {error}") from error
         if type(operand) is View and operand.device_id != self.device:
             raise DeviceMismatchError(
-                f"{self._name}: argument {place}, a {_kind(array)}, is on device {operand.device_id} and the current device is "
-                f"{self.device}; make device {operand.device_id} current, or copy the array"
+                f"{self._name}: {self._called(place)}, a {_kind(array)}, is on device {operand.device_id} and the current device "
+                f"is {self.device}; make device {operand.device_id} current, or copy the array"
             )
         return operand
 
@@ -189,8 +200,8 @@ class Adapted:
                 continue
             if getattr(operand, "readonly", False) or type(array).__module__.partition(".")[0] in _IMMUTABLE:
                 raise ArgumentError(
-                    f"{self._name}: argument {place}, a {_kind(array)}, is an output and cannot be written; pass another array, "
-                    f"or leave it out"
+                    f"{self._name}: {self._called(place)}, a {_kind(array)}, is an output and cannot be written; pass another "
+                    f"array, or leave it out"
                 )
 
 
@@ -200,8 +211,10 @@ def adapt(name: str, pool: HandlePool, arrays: tuple[Any, ...]) -> Adapted | Non
     return None if all(type(array) is native for array in arrays) else Adapted(name, pool, arrays)
 
 
-def layout_of(name: str, pool: HandlePool, place: int, array: Any) -> Layout:
+def layout_of(name: str, pool: HandlePool, operand: str, array: Any) -> Layout:
     """The layout of an array of any kind, or of what has a shape, strides and a type; for `GraphFunction.plan_for`.
+
+    ``operand`` is what messages call it.
 
     Raises
     ------
@@ -210,14 +223,14 @@ def layout_of(name: str, pool: HandlePool, place: int, array: Any) -> Layout:
     """
     native = isinstance(array, pool.driver.array_type)
     if not native and is_array(array):
-        (array,) = Adapted(name, pool, (array,)).arrays
+        (array,) = Adapted(name, pool, (array,), operand=operand).arrays
         native = True
     if native:
-        check_operands(pool.driver, name, pool.driver.current_device(), (array,))
+        check_operands(pool.driver, name, pool.driver.current_device(), (array,), lambda _: operand)
     elif not all(hasattr(array, attribute) for attribute in ("shape", "strides", "dtype")):
-        raise ArrayTypeError(f"{name}: argument {place} is a {type(array).__qualname__}; pass an array or an ArraySpec")
+        raise ArrayTypeError(f"{name}: {operand} is a {type(array).__qualname__}; pass an array or an ArraySpec")
     elif 0 in array.shape:
-        raise ArgumentError(f"{name}: argument {place} is empty, of shape {array.shape}")
+        raise ArgumentError(f"{name}: {operand} is empty, of shape {array.shape}")
     return Layout.of(array)
 
 

@@ -1,10 +1,11 @@
 """Calls of graph functions: what is launched, and the checks of its arrays."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from handlepool.condition import diagnose
-from handlepool.drivers.base import Driver, check_operands
+from handlepool.drivers.base import Driver, check_operands, operand_name
 from handlepool.errors import ArgumentError
 from handlepool.layouts import Layout
 from handlepool.plan import Plan
@@ -227,9 +228,9 @@ def check_hashable(name: str, options: dict[str, Any]) -> None:
             ) from None
 
 
-def check_arrays(name: str, driver: Driver, device: int, arrays: tuple[Any, ...]) -> None:
+def check_arrays(name: str, driver: Driver, device: int, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:
     """The one place where arguments are looked at; a hit has seen their like before. A `Layout` was looked at by `plan_for`."""
     if not arrays:
         raise ArgumentError(f"{name} was called without arrays")
     if type(arrays[0]) is not Layout:
-        check_operands(driver, name, device, arrays)
+        check_operands(driver, name, device, arrays + outs, partial(operand_name, inputs=len(arrays), outs=len(outs)))

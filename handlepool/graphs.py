@@ -11,6 +11,7 @@ from handlepool.calls import MISSED, AnyCall, GraphCall, check_arrays, check_has
 from handlepool.condition import diagnose
 from handlepool.defaults import check_pool, current_pool
 from handlepool.drafts import Request
+from handlepool.drivers.base import operand_name
 from handlepool.errors import ArgumentError
 from handlepool.layouts import Layout
 from handlepool.plan import Plan
@@ -222,13 +223,13 @@ class GraphFunction(partial[Any]):
             )
             plan = pool.plans.get(device, key)
         except AttributeError:
-            check_arrays(self._name, driver, device, arrays + outs)
+            check_arrays(self._name, driver, device, arrays, outs)
             raise
         except TypeError:
             check_hashable(self._name, options)
             raise
         if plan is None:
-            check_arrays(self._name, driver, device, arrays + outs)
+            check_arrays(self._name, driver, device, arrays, outs)
             plan = self._build(pool, device, key, arrays, outs, options)
         if marks is not None:
             pool.plans.shorten(device, key, (self, marks, arrays[0].shape), partial(shortcut, pool, arrays, outs))
@@ -251,7 +252,10 @@ class GraphFunction(partial[Any]):
 
     def _plan_in(self, pool: HandlePool, arrays: tuple[Any, ...], out: Any, options: dict[str, Any]) -> Plan:
         outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
-        views = [layout_of(self._name, pool, place, array) for place, array in enumerate((*arrays, *outs))]
+        views = [
+            layout_of(self._name, pool, operand_name(place, len(arrays), len(outs)), array)
+            for place, array in enumerate((*arrays, *outs))
+        ]
         return self.plan(pool, tuple(views[: len(arrays)]), tuple(views[len(arrays) :]), options)
 
     def tune(self, *arrays: Any, states: ParallelStates | None = None, out: Any = None, **options: Any) -> Tuning:

@@ -392,6 +392,30 @@ def test_a_bad_out(pool, arrays, x, w):
         unlaunched(pool, ArgumentError, match, lambda out=out: fn(x, w, out=out))
 
 
+@pytest.mark.parametrize(
+    ("out", "error", "match"),
+    [
+        (lambda a: [1.0], ArrayTypeError, "convolve: out= is a builtins.float"),
+        (lambda a: 1.0, ArrayTypeError, "convolve: out= is a builtins.float"),
+        (lambda a: a["far"], DeviceMismatchError, "convolve: out= is on device 1"),
+        (lambda a: a["x"][:0], ArgumentError, "convolve: out= is empty"),
+        (lambda a: (a["x"], a["x"][:0]), ArgumentError, r"convolve: out\[1\] is empty"),
+        (lambda a: (a["far"], a["x"]), DeviceMismatchError, r"convolve: out\[0\] is on device 1"),
+    ],
+)
+def test_an_out_that_no_graph_takes_is_called_so(pool, given, out, error, match):
+    fn = handlepool.graph(convolve)
+    unlaunched(pool, error, match, lambda: fn(given["x"], given["w"], out=out(given)))
+
+
+def test_plan_for_says_which_argument_cannot_be_taken(pool, given):
+    fn, x, w = handlepool.graph(convolve), given["x"], given["w"]
+    unlaunched(pool, ArgumentError, "convolve: argument 1 is empty", lambda: fn.plan_for(x, w[:0]))
+    unlaunched(pool, DeviceMismatchError, "convolve: argument 1 is on device 1", lambda: fn.plan_for(x, given["far"]))
+    unlaunched(pool, ArrayTypeError, "convolve: argument 1 is a float", lambda: fn.plan_for(x, 1.0))
+    unlaunched(pool, ArgumentError, "convolve: out= is empty", lambda: fn.plan_for(x, w, out=x[:0]))
+
+
 def test_a_limit_that_no_plan_meets(pool, x, w):
     error = unlaunched(
         pool,

@@ -15,6 +15,7 @@ pool. Conventions that hold for both:
 - No method waits for the device unless its name says so (`synchronize_event`, `synchronize_stream`); `free` may.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -233,8 +234,17 @@ class Driver(Protocol):
         """
 
 
-def check_operands(driver: Driver, name: str, device: int, operands: Sequence[Any]) -> None:
-    """Raise for the first array that a graph on a device cannot take.
+def operand_name(index: int, inputs: int = sys.maxsize, outs: int = 0) -> str:
+    """What messages call the operand at a place of a call with so many inputs, and so many outputs in its ``out``."""
+    if index < inputs:
+        return f"argument {index}"
+    return "out=" if outs == 1 else f"out[{index - inputs}]"
+
+
+def check_operands(
+    driver: Driver, name: str, device: int, operands: Sequence[Any], operand: Callable[[int], str] = operand_name
+) -> None:
+    """Raise for the first array that a graph on a device cannot take; ``operand`` says what messages call it.
 
     Raises
     ------
@@ -249,19 +259,19 @@ def check_operands(driver: Driver, name: str, device: int, operands: Sequence[An
         kind: Any = driver.array_type
         if not isinstance(array, (kind, View)):
             raise ArrayTypeError(
-                f"{name}: argument {index} is a {type(array).__module__}.{type(array).__qualname__}; the {driver.name} driver "
+                f"{name}: {operand(index)} is a {type(array).__module__}.{type(array).__qualname__}; the {driver.name} driver "
                 f"takes {kind.__module__}.{kind.__qualname__}"
             )
         found = driver.array_device(array)
         if found != device:
             raise DeviceMismatchError(
-                f"{name}: argument {index} is on device {found} and the current device is {device}; make device {found} "
+                f"{name}: {operand(index)} is on device {found} and the current device is {device}; make device {found} "
                 f"current, or copy the array"
             )
         if not array.size:
-            raise ArgumentError(f"{name}: argument {index} is empty, of shape {array.shape}")
+            raise ArgumentError(f"{name}: {operand(index)} is empty, of shape {array.shape}")
         if address := driver.array_pointer(array) % TENSOR_ALIGNMENT:
             raise ArgumentError(
-                f"{name}: argument {index}, of shape {array.shape}, begins {address} bytes past a multiple of "
+                f"{name}: {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of "
                 f"{TENSOR_ALIGNMENT}, which cuDNN cannot take; pass a copy of it"
             )
