@@ -16,7 +16,7 @@ from typing import Any
 from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Executable, Handle
 from handlepool.errors import ContractError, OwnershipError
-from handlepool.regions import thread
+from handlepool.regions import Region, thread
 from handlepool.slots import Slot
 from handlepool.workspace import DeviceScratch
 
@@ -126,8 +126,11 @@ class CheckedSlot(Slot):
 
     def handed_out(self, pointer: int) -> bool:
         """Whether an address lies in what `workspace` gave last, and the slot is somebody's."""
-        block = self._handed.block
-        return self.owner is not None and block.pointer <= pointer < block.pointer + block.nbytes
+        block, capture, scratch = self._handed.block, self._capture, self._scratch
+        if self.owner is None or not block.pointer <= pointer < block.pointer + block.nbytes:
+            return False
+        # What a capture was given goes when that is forgotten, or its program closed, and not when the slot is used next.
+        return not capture or any(block in known.get(capture, ()) for known in (scratch.captured, scratch.recorded))
 
     def who(self) -> str:
         """Its owner, in words."""
@@ -137,11 +140,25 @@ class CheckedSlot(Slot):
 class _Use:
     """A use of what streams share, by a branch; gone with its region's join."""
 
-    __slots__ = ("__weakref__", "stream", "who")
+    __slots__ = ("__weakref__", "_forks", "_region", "_stream", "who")
 
-    def __init__(self, stream: int, who: str) -> None:
-        self.stream = stream
-        self.who = who
+    def __init__(self, stream: int, region: Region, forks: list[Any]) -> None:
+        self._stream = stream
+        self._region = region
+        self._forks = forks
+        self.who = f"a branch of {_this_thread()} on stream {stream:#x}"
+
+    def beside(self, stream: int, forks: list[Any]) -> bool:
+        """Whether it may run beside what a stream is given now, where forks inside the region lent that, the innermost first."""
+        if self._region.ended:
+            return False
+        own = self._stream
+        for fork in self._forks:
+            if fork._leased:  # not joined
+                break
+            own = fork._pointer
+        # A branch starts after what its fork's stream had been given, and this thread is in the branch.
+        return own != stream and all(own != fork._pointer for fork in forks)
 
 
 class CheckedDriver:
@@ -197,14 +214,15 @@ class CheckedDriver:
         uses = self._everybodys if name == "cupy.random" else self._mine.__dict__
         former = uses.get(name)
         use = None if former is None else former()
-        if use is not None and use.stream != stream:
+        region = thread.region
+        forks = [] if region is None else region.lenders(stream)
+        if use is not None and use.beside(stream, forks):
             raise ContractError(
                 f"{name} is used by {_this_thread()} on stream {stream:#x} beside {use.who}, before the join: CuPy keeps one "
                 f"work area or state for both, so results would be wrong. Use it on one stream, or outside of branches"
             )
-        region = thread.region
         if region is not None:
-            use = _Use(stream, f"a branch of {_this_thread()} on stream {stream:#x}")
+            use = _Use(stream, region, forks)
             region.keep(use)
             uses[name] = weakref.ref(use)
 

@@ -9,7 +9,7 @@ from handlepool.cleanup import do_all, take_each
 from handlepool.drivers.base import PER_THREAD_STREAM, Driver
 from handlepool.events import Events
 from handlepool.handles import DeviceHandles
-from handlepool.regions import parked
+from handlepool.regions import parked, settle
 from handlepool.sides import SideSlots
 from handlepool.slots import Slot
 from handlepool.streams import StreamReference
@@ -193,7 +193,8 @@ class DeviceSlots:
         self.sides.drop_free()
 
     def reclaim_scratch(self) -> None:
-        """Give back the scratch of idle and free side slots, and what waits for its stream."""
+        """Give back the scratch of idle and free side slots, of what nobody left or closed, and what waits for its stream."""
+        settle(most=len(parked))
         self._drain()
         self.scratch.collect(wait=True)
         for slots in (self.idle, self.sides.free):
@@ -222,9 +223,10 @@ class DeviceSlots:
     def describe(self) -> str:
         """What is held, in words."""
         now = self.snapshot()
+        recorded = f", {now['scratch_bytes_recorded']:,} of them programs'" if now["scratch_bytes_recorded"] else ""
         return (
             f"{now['handles_live']} live, {now['handles_idle']} idle, {now['handles_leased']} leased handles, "
-            f"{now['scratch_bytes']:,} bytes of scratch"
+            f"{now['scratch_bytes']:,} bytes of scratch{recorded}"
         )
 
 

@@ -166,8 +166,10 @@ class ParallelStateExecutor(Executor):
         driver = pool.driver
         driver.set_device(device.device)
         slot = self._slot(device)
-        # Where every side slot is out, the task runs on the submitter's stream, with this thread's own handle for it.
-        stream, pointer = (task.stream, task.stream.ptr) if slot is None else (slot.side_stream, slot.pointer)
+        # Where every side slot is out, the task runs on the submitter's stream, with this thread's own handle for it; on that of
+        # the outermost one where a branch or a task submitted it, whose side stream is somebody else's after the join.
+        stream: Any = task.region.stream if slot is None else slot.side_stream
+        pointer = stream.ptr
         if slot is None and pointer != LEGACY_STREAM and driver.capture_id(pointer):
             raise CaptureError(
                 "every side stream is in use, and the stream that the task was submitted from is being captured by now: ask for "

@@ -37,6 +37,8 @@ def join(fork: "Fork") -> None:
             record, wait = driver.record_event, driver.wait_event
             for slot in leased:
                 event = slot.end_event
+                if slot.pointer in lent and driver.is_capturing(slot.pointer):  # Python ran there
+                    raise _left_capturing(slot.pointer)
                 record(event, slot.pointer)
                 wait(pointer, event)
                 if slot.owner is not None:
@@ -106,6 +108,8 @@ def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> B
                     f"stream {fork._pointer:#x} began to be captured inside a fork, after a branch was run: the capture "
                     f"cannot wait for the branch. Begin it before the fork, or after"
                 )
+            if not captured and slot.pointer in lent and driver.is_capturing(slot.pointer):
+                raise _left_capturing(slot.pointer)
             driver.record_event(slot.end_event, slot.pointer)
             driver.wait_event(fork._pointer, slot.end_event)
         except BaseException as trouble:
@@ -123,6 +127,14 @@ def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> B
         return failure
     finally:
         del failure
+
+
+def _left_capturing(pointer: int) -> CaptureError:
+    """The error for a branch that left its stream capturing: the join would draw the caller's stream into that capture."""
+    return CaptureError(
+        f"a branch began to capture its stream {pointer:#x} and did not end that: nothing can wait for the branch. End a "
+        f"capture where it was begun, also where something raises in between"
+    )
 
 
 def settle(fork: "Fork") -> bool:

@@ -33,6 +33,7 @@ from handlepool.drivers.objects import Handle
 from handlepool.errors import ArgumentError
 from handlepool.integers import at_least
 from handlepool.plan_cache import PlanCache
+from handlepool.regions import parked, settle
 from handlepool.slots import Slot, hits, place, placed, unplace
 from handlepool.snapshots import MEANINGS, Stats
 from handlepool.streams import StreamReference, check_foreign, resolve
@@ -220,7 +221,9 @@ class HandlePool:
         self._live.park(slot)
 
     def drain(self) -> None:
-        """Take in the slots that threads and streams have left behind."""
+        """Take in what threads and streams have left behind."""
+        if parked:
+            settle()
         do_all(partial(self._take_in, slot) for slot in self._live.left_behind())
         here = self._devices.get(self.driver.current_device()) if self._devices else None
         if here is not None:
@@ -256,6 +259,9 @@ class HandlePool:
     def trim(self, *, captured: bool = False) -> None:
         """Give back what is idle: handles and scratch that no thread, stream or fork has, and blocks that were replaced.
 
+        Also what was dropped without an end, of whatever pool: forks that nobody left, programs that nobody closed and whose last
+        replay has passed.
+
         Parameters
         ----------
         captured : bool
@@ -267,6 +273,7 @@ class HandlePool:
         """
         self._check_usable()
         condition.diagnose(self, None)
+        settle(most=len(parked))
         self.drain()
         before = self.stats()
         for device in list(self._devices.values()):
@@ -297,7 +304,8 @@ class HandlePool:
             for slot in self._live.end_all():
                 if slot.watch is not None and (stream := slot.watch()) is not None:
                     unplace(self, stream)
-            do_all([self.drain, *(partial(self._close_device, device) for device in list(self._devices.values()))])
+            forgotten = partial(settle, most=len(parked))
+            do_all([forgotten, self.drain, *(partial(self._close_device, device) for device in list(self._devices.values()))])
         if isinstance(self._driver, CheckedDriver):
             self._driver.close()
         condition.forget(self)

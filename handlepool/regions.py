@@ -84,6 +84,15 @@ class Region:
         if self.inner is not None:
             self.inner.discard(fork)
 
+    def lenders(self, pointer: int) -> list[Any]:
+        """The inner forks that a side stream was lent by, one inside the other, the innermost first."""
+        by_pointer = {slot.pointer: fork for fork in self.inner or () for slot in fork._leased}
+        lenders: list[Any] = []
+        while (fork := by_pointer.pop(pointer, None)) is not None:
+            lenders.append(fork)
+            pointer = fork._pointer
+        return lenders
+
     def release(self) -> None:
         """Let go of everything; the outermost caller's stream waits for every branch by now.
 

@@ -8,7 +8,7 @@ from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.errors import CaptureError
 from handlepool.events import Events
-from handlepool.regions import Region
+from handlepool.regions import Region, lent, thread
 
 T = TypeVar("T")
 
@@ -37,6 +37,7 @@ class Task:
         "_events",
         "_homes",
         "_joined",
+        "_lent",
         "_lock",
         "_start",
         "_users",
@@ -61,7 +62,9 @@ class Task:
         self.theirs = theirs
         self.stream = stream
         self.region = Region(device.driver, stream if outer is None else outer.stream, device.device, outer=outer)
-        self._homes = {(device.device, stream.ptr), (device.device, self.region.stream.ptr)}
+        self._homes = {(device.device, self.region.stream.ptr)}
+        # A side stream that the submitter was lent is somebody else's by the end of the branch or task that submitted.
+        self._lent = None if outer is None or outer.stream.ptr == stream.ptr else outer
         if torch is not None:
             self._homes.add((device.device, theirs))
         self._joined = False  # whether the streams of `_homes` wait for the end
@@ -116,6 +119,9 @@ class Task:
     def join(self, *, submitter_only: bool = False) -> None:
         """Let the calling thread's current stream and the submitter's wait for the end, and let go of what was kept.
 
+        The submitter's is that of the outermost one where a branch or a task submitted; and, as long as the calling thread is in
+        it, the side stream that it was submitted from, too.
+
         Raises
         ------
         CaptureError
@@ -131,6 +137,10 @@ class Task:
             if pool._forked:
                 pool._check_usable()  # raises
             streams = set() if self._joined else set(self._homes)
+            if self._lent is not None and thread.region is self._lent is lent.get(self.stream.ptr):
+                streams.add(
+                    (device, self.stream.ptr)
+                )  # inside of that still, in its thread: nobody else gets the stream meanwhile
             if not submitter_only:
                 current = {(driver.current_device(), driver.current_stream().ptr)}
                 with pool.on_device(device):
@@ -212,7 +222,8 @@ class StreamFuture(Future[T], Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Return the function's value, ready on the calling thread's current stream and on the submitter's.
 
-        Does not wait for the GPU. May be called many times, by any thread.
+        For a task that a branch or another task submitted, the submitter's is the outermost caller's stream: what goes on in the
+        branch itself asks there. Does not wait for the GPU. May be called many times, by any thread.
 
         Parameters
         ----------

@@ -12,8 +12,11 @@ from accounts import Accounts
 from scenes import TIMEOUT, Scene, Thread
 from uses import assert_usable
 
-from handlepool import ParallelStateExecutor, PoolClosedError, regions
+import handlepool
+from handlepool import OutOfMemoryError, ParallelStateExecutor, ParallelStates, PoolClosedError, regions
 from handlepool.drivers.host import HostDriver
+
+NOTHING = {"handles": 0, "events": 0, "scratch_bytes": 0}
 
 
 @pytest.fixture
@@ -25,7 +28,7 @@ def scene():
             regions.settle(most=1000)
         alive = scene.driver.alive()
         del alive["streams"]
-        assert alive == {"handles": 0, "events": 0, "scratch_bytes": 0}
+        assert alive == NOTHING
         assert not scene.driver.order.found
 
 
@@ -175,15 +178,63 @@ def test_g8_the_submitters_stream_may_be_dropped_while_a_task_runs(scene):
         assert scene.read(future.result(TIMEOUT)) == 2
 
 
-def test_g10_a_thread_that_ends_inside_a_fork_gives_its_side_slots_back(scene):
+def ends_inside_a_fork(scene):
     def enter():
         with scene.stream:
             scene.states.fork().__enter__().run(scene.array, 1)
 
     Thread(enter).finish()
-    regions.settle(most=1000)
-    Accounts(scene.pool).check()
-    assert scene.pool.stats()["handles_leased"] == 0
+    assert scene.pool.stats()["handles_leased"] == 1
+
+
+def drops_a_program(scene):
+    def work(x):
+        scene.pool.get_workspace(500_000)
+        return scene.plus(x, 1)
+
+    program = handlepool.record(work, scene.array(1), pool=scene.pool)
+    program.replay()
+    scene.stream.synchronize()
+    assert scene.pool.stats()["scratch_bytes_recorded"] == 500_224
+    del program
+    gc.collect()
+
+
+@pytest.mark.parametrize("leave", [ends_inside_a_fork, drops_a_program])
+@pytest.mark.parametrize("how", ["trim", "close", "a miss"])
+def test_g10_what_nobody_ended_is_given_back_without_a_fork_or_task(how, leave):
+    driver = HostDriver(check_order=True)
+    with Scene(driver) as scene:
+        leave(scene)
+        if how == "a miss":
+            scene.pool.get_handle(driver.create_stream())
+        else:
+            getattr(scene.pool, how)()
+        stats = scene.pool.stats()
+        assert (stats["handles_leased"], stats["scratch_bytes_recorded"]) == (0, 0)
+        Accounts(scene.pool).check()
+        scene.pool.close()
+    assert {kind: count for kind, count in driver.alive().items() if kind != "streams"} == NOTHING
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_g12_a_growth_without_memory_takes_back_what_dropped_programs_had(limited):
+    options = {"scratch_limit": 1 << 20} if limited else {}
+    with Scene(HostDriver(memory=1 << (30 if limited else 20)), **options) as scene:
+        drops_a_program(scene)
+        assert scene.pool.get_workspace(700_000).nbytes == 700_000
+
+
+def test_g12_where_programs_have_the_memory_the_error_says_so():
+    with Scene(HostDriver(memory=1 << 30), scratch_limit=1 << 20) as scene:
+        with (
+            handlepool.record(
+                lambda x: (scene.pool.get_workspace(500_000), scene.plus(x, 1))[1], scene.array(1), pool=scene.pool
+            ),
+            pytest.raises(OutOfMemoryError, match=r"500,224 bytes of scratch, 500,224 of them programs'"),
+        ):
+            scene.pool.get_workspace(700_000)
+        assert scene.pool.get_workspace(700_000).nbytes == 700_000
 
 
 @pytest.mark.parametrize("kind", ["ordinary", "daemon", "of a thread pool", "one that dies of an error"])
@@ -313,3 +364,63 @@ def test_g10_a_pool_is_used_by_finalisers_of_arrays_kept_by_a_region(scene):
         fork.run(lambda _: None, Kept())
     Accounts(scene.pool).check()
     assert np.isfinite(scene.read(scene.array(1)))
+
+
+# Guarantee 12: a create without memory
+
+
+class Crowded(HostDriver):
+    """A device with room for so many handles."""
+
+    room = 1
+
+    def create_handle(self):
+        if self.alive()["handles"] >= self.room:
+            raise RuntimeError("CUDNN_STATUS_ALLOC_FAILED")
+        return super().create_handle()
+
+
+def uses_a_handle(pool, stream):
+    pool.get_handle(stream)
+
+
+def uses_a_side_slot(pool, _):
+    ParallelStates(1, pool=pool).map(lambda _: None, [0])
+
+
+def leaves_no_fork(pool, stream):
+    with stream:
+        ParallelStates(1, pool=pool).fork().__enter__().run(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("leave", "want"),
+    [(uses_a_handle, uses_a_side_slot), (uses_a_side_slot, uses_a_handle), (leaves_no_fork, uses_a_handle)],
+)
+def test_g12_a_create_without_memory_takes_back_what_is_idle(make_pool, leave, want):
+    pool = make_pool(driver=Crowded())
+    stream = pool.driver.create_stream()
+    Thread(leave, pool, stream).finish()
+    want(pool, stream)
+    stats = pool.stats()
+    assert (stats["handles_created"], stats["handles_destroyed"]) == (2, 1)
+
+
+def test_g12_a_create_without_memory_is_an_error_with_numbers_and_works_when_it_is_back(make_pool):
+    pool = make_pool(driver=Crowded(memory=1 << 20))
+    pool.driver.room = 2
+    streams = [pool.driver.create_stream() for _ in range(3)]
+    first, second = map(pool.get_handle, streams[:2])
+    message = (
+        r"no cuDNN handle could be created on device 0 \(CUDNN_STATUS_ALLOC_FAILED\): 1,048,576 of 1,048,576 bytes are free, the "
+        r"pool holds 2 live, 0 idle, 0 leased handles, 0 bytes of scratch. A handle takes"
+    )
+    for _ in range(2):
+        with pytest.raises(OutOfMemoryError, match=message) as info:
+            pool.get_handle(streams[2])
+        assert isinstance(info.value, MemoryError)
+        assert isinstance(info.value.__cause__, RuntimeError)
+    assert list(map(pool.get_handle, streams[:2])) == [first, second]
+    pool.driver.room = 3
+    assert pool.get_handle(streams[2]).stream == streams[2].ptr
+    assert pool.stats()["handles_live"] == 3

@@ -30,7 +30,7 @@ BOUNDS = {
     "conv2d": (23, 1),
     "fork, 4 graph functions, join": (133, 49),
     "fork, 4 conv2d, join": (141, 45),
-    "fork, 4 Python functions, join": (117, 69),
+    "fork, 4 Python functions, join": (121, 69),
     "map of a graph function over 4": (111, 38),
     "replay": (4, 1),
 }
@@ -41,7 +41,7 @@ CUDA_BOUNDS = {
     "conv2d": (7, 0),
     "fork, 4 graph functions, join": (65, 45),
     "fork, 4 conv2d, join": (73, 41),
-    "fork, 4 Python functions, join": (132, 69),
+    "fork, 4 Python functions, join": (136, 69),
     "map of a graph function over 4": (49, 34),
     "replay": (4, 1),
 }

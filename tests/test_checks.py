@@ -147,6 +147,36 @@ def test_g16_what_streams_share_is_refused_in_branches_beside_each_other(make_po
         states.with_state(1, lambda state: use())
 
 
+@pytest.mark.parametrize("name", ["cupy.fft", "cupy.random"])
+@pytest.mark.parametrize("where", ["branch", "task"])
+def test_g16_what_streams_share_may_be_used_in_forks_inside_where_an_order_is(make_pool, name, where):
+    pool = make_pool(driver=Sharing(), check=True)
+    states = ParallelStates(2, pool=pool)
+    ran = []
+
+    def use(depth):
+        pool.driver.report(name)
+        if depth:
+            with states.fork() as fork:
+                fork.run(use, depth - 1)
+                with pytest.raises(ContractError, match="before the join"):
+                    fork.run(use, 0)
+                with pytest.raises(ContractError, match="before the join"):
+                    pool.driver.report(name)
+            pool.driver.report(name)  # after the join
+        ran.append(depth)
+
+    with ParallelStateExecutor(1, pool=pool) as executor, states.fork() as fork:
+        if where == "task":
+            executor.submit(use, 2).result()
+        else:
+            fork.run(use, 2)
+            with pytest.raises(ContractError, match="before the join"):
+                fork.run(use, 0)
+    use(1)
+    assert ran == [0, 1, 2, 0, 1]
+
+
 def test_g16_a_generator_is_shared_by_threads_and_plans_are_not(make_pool, in_thread):
     pool = make_pool(driver=Sharing(), check=True)
     with ParallelStates(1, pool=pool).fork() as fork:
@@ -163,6 +193,36 @@ def test_g16_the_watch_ends_with_the_pool(make_pool):
     assert driver.report is not None
     pool.close()
     assert driver.report is None
+
+
+@pytest.mark.parametrize("whose", ["a user's capture", "a program"])
+def test_memory_that_a_workspace_of_a_capture_had_may_become_an_arrays(make_pool, whose):
+    pool = make_pool(check=True)
+    stream = pool.driver.create_stream()
+    slots, given = [], []
+
+    def work():
+        slots.append(pool.slot())
+        workspace = pool.get_workspace(512)
+        given.append(pool.driver.array_pointer(workspace))
+        pool.driver.enqueue(pool.driver.current_stream().ptr, lambda given: given.fill(1), writes=[workspace], reads=[])
+        return workspace
+
+    with stream:
+        pool.get_handle()
+        if whose == "a program":
+            program = handlepool.record(work, pool=pool)
+        else:
+            stream.begin_capture("thread_local")
+            work()
+            graph = stream.end_capture()
+    assert slots[-1].handed_out(given[-1]) == (whose != "a program")  # recorded on a stream of its own, which is gone
+    if whose == "a program":
+        program.close()
+    else:
+        del graph
+        pool.trim(captured=True)
+    assert not slots[-1].handed_out(given[-1])
 
 
 def test_without_checks_nothing_is_wrapped_or_watched(make_pool, in_thread):

@@ -26,14 +26,14 @@ def executor(scene):
         yield executor
 
 
-def over_seeds_with(scenario, *, workers=2, make=None):
+def over_seeds_with(scenario, *, workers=2, make=None, control=False):
     """As `over_seeds`, for ``scenario(scene, executor)``. Tasks are waited for on the host before the caller goes on."""
 
     def run(scene):
         with ParallelStateExecutor(workers, pool=scene.pool) as executor:
             return scenario(scene, executor)
 
-    return over_seeds(run, make=make, seeds=SEEDS)
+    return over_seeds(run, make=make, control=control, seeds=SEEDS)
 
 
 def returned(*futures):
@@ -244,6 +244,87 @@ def test_g15_tasks_run_on_the_submitters_stream_where_every_side_slot_is_out():
             return tuple(scene.read(y) for _, y in results)
 
     assert set(over_seeds_with(scenario)) == {(2, 2, 2, 2)}
+
+
+def outlives_its_branch(scene, executor):
+    """A task that found every side slot out and goes on after the fork whose branch submitted it."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def task():
+        x = scene.array(5)
+        begun.set()
+        assert go_on.wait(TIMEOUT)
+        return scene.plus(x, 100)
+
+    with handlepool.ParallelStates(32, pool=scene.pool).fork() as fork:
+        for _ in range(31):
+            fork.run(lambda: None)
+        future = fork.run(executor.submit, task)
+        assert begun.wait(TIMEOUT)
+    go_on.set()
+    returned(future)
+    return scene.read(scene.array(7)), scene.read(future.result(TIMEOUT))
+
+
+def test_g8_a_task_that_outlives_the_branch_that_submitted_it_has_no_side_stream_of_the_branch():
+    assert set(over_seeds_with(outlives_its_branch)) == {(7, 105)}
+
+
+def test_g8_control_a_task_on_the_side_stream_of_a_branch_that_is_over(monkeypatch):
+    def on_the_submitters(driver, stream, device, outer=None):
+        region = handlepool.regions.Region(driver, stream, device, outer)
+        assert region.allocator is not None  # made for the outermost stream
+        region.stream = driver.current_stream()
+        return region
+
+    monkeypatch.setattr("handlepool.tasks.Region", on_the_submitters)
+    assert len(set(over_seeds_with(outlives_its_branch, control=True))) > 1
+
+
+@pytest.mark.parametrize("submitter", ["branch", "task"])
+def test_g9_a_result_does_not_ask_for_the_side_stream_that_its_submitter_was_lent(scene, submitter):
+    x = scene.array(1)
+    executor = ParallelStateExecutor(1, pool=scene.pool)
+    if submitter == "branch":
+        future = scene.states.map(executor.submit, [scene.plus], [x], [1])[0]
+    else:
+        with ParallelStateExecutor(1, pool=scene.pool) as outer:
+            future = outer.submit(executor.submit, scene.plus, x, 1).result(TIMEOUT)
+    returned(future)
+    other = scene.driver.create_stream()
+    with other:
+        outs = [scene.array() for _ in range(4)]
+        other.begin_capture("thread_local")
+        scene.states.map(lambda out: scene.put(out, lambda: 3), outs)
+    assert scene.read(future.result(TIMEOUT)) == 2
+    other.end_capture().launch(other)
+    with other:
+        assert [scene.read(out) for out in outs] == [3] * 4
+    executor.shutdown()
+
+
+def joined_by_a_shutdown(scene, _):
+    y, z = scene.array(), scene.array()
+
+    def branch():
+        with ParallelStateExecutor(1, pool=scene.pool) as executor:
+            executor.submit(scene.put, y, lambda: 3)
+        scene.put(z, lambda y: y + 1, y)
+
+    with scene.states.fork() as fork:
+        fork.run(branch)
+    return scene.read(z)
+
+
+def test_g6_a_shutdown_inside_a_branch_makes_the_branch_wait():
+    assert set(over_seeds_with(joined_by_a_shutdown)) == {4}
+
+
+def test_g6_control_a_shutdown_inside_a_branch_that_does_not_wait():
+    def make(scene):
+        scene.driver.leave_out = lambda pointer: pointer != scene.stream.ptr
+
+    assert len(set(map(str, over_seeds_with(joined_by_a_shutdown, make=make)))) > 1
 
 
 def test_g9_a_task_that_would_run_on_a_stream_under_capture_is_refused_and_the_capture_survives(scene):

@@ -148,6 +148,7 @@ def test_g6_control_without_the_join_of_the_later_fork(monkeypatch):
 
 def test_g1_side_slots_of_a_fork_that_did_not_come_to_its_join_stay_out_until_it_was_joined():
     with Scene(HostDriver(scheduler="adversarial", check_order=True), count=2) as scene:
+        scene.pool.prewarm(states=8)  # a lease that finds one free looks no further
         mine = []
         with scene.states.fork() as fork:
 

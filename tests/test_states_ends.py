@@ -129,6 +129,35 @@ def test_g9_a_branch_from_before_the_capture_cannot_be_joined_and_the_capture_su
         assert works(scene)
 
 
+@pytest.mark.parametrize("raises", [False, True])
+def test_g9_a_branch_that_leaves_a_capture_open_draws_no_other_stream_into_it(raises):
+    with Scene(count=2) as scene:
+        x, y = scene.array(1), scene.array()
+        streams = []
+
+        def branch():
+            streams.append(scene.driver.current_stream())
+            streams[0].begin_capture("relaxed")
+            if raises:
+                raise RuntimeError("the branch's own")
+
+        def body():
+            with scene.states.fork() as fork:
+                fork.run(scene.put, y, lambda x: x + 1, x)
+                fork.run(branch)
+
+        with pytest.raises(CaptureError, match=r"a branch began to capture its stream .* and did not end that") as raised:
+            body()
+        assert ("the branch's own" in repr(raised.value.__context__)) == raises
+        assert not scene.stream.is_capturing()
+        assert scene.read(y) == 2  # the other branch was joined
+        stats = scene.pool.stats()
+        assert stats["handles_captured"] + stats["handles_idle"] == 2
+        streams[0].end_capture()
+        assert [scene.read(each) for each in scene.states.map(scene.plus, [x, x], [1, 2])] == [2, 3]
+        assert scene.pool.stats()["handles_created"] == 2
+
+
 def test_g9_arguments_that_are_refused_leave_a_capture_alone():
     with Scene() as scene:
         assert works(scene)

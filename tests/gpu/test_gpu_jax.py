@@ -62,5 +62,5 @@ def test_a_map_over_arrays_of_jax(pool, stream, jax):
 
 def test_an_immutable_array_is_no_out(pool, jax):
     x, w = integers(jax, 1, 16, 8, 8), integers(jax, 16, 16, 3, 3)
-    with pytest.raises(ArgumentError, match="cannot be written"):
+    with pytest.raises(ArgumentError, match=r"conv2d: out=, an? .* cannot be written"):
         conv2d(x, w, out=jax.numpy.zeros((1, 16, 6, 6)), pool=pool)
