@@ -248,6 +248,19 @@ def record(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     axes.plot(
         counts, [(first + each * n) / 1e3 for n in counts], color=theme.recorded, label="record, then replay", linewidth=1.8
     )
+    for name, colour in (
+        (f"{replays} eager maps{at}", theme.ours),
+        (f"record and {replays} replays{at}", theme.recorded),
+    ):  # where it was timed
+        spread = [whole[name][quartile] / 1e3 for quartile in ("q1", "median", "q3")]
+        axes.errorbar(
+            [replays],
+            spread[1:2],
+            yerr=[[spread[1] - spread[0]], [spread[2] - spread[1]]],
+            color=colour,
+            capsize=4,
+            clip_on=False,
+        )
     claim = f"A replay takes {wall[f'replay{at}']['median'] / wall[f'eager map{at}']['median']:.2f} of an eager map's time"
     if eager > each:
         earned = first / (eager - each)
