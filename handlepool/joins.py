@@ -161,4 +161,4 @@ def settle(fork: "Fork") -> bool:
             join(fork)
     except Exception:
         fork._own_region().abandon()
-    return not fork._leased or fork._pool.unusable
+    return not fork._leased or given_up(fork)

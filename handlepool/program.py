@@ -278,8 +278,7 @@ class Program(LastUse):
         try:
             return self._end(wait=False)
         except Exception:
-            keep_for_good(self)
-            return True
+            return self._recording is None  # what came after that is the recording's, which is parked
 
     def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
         if self._recording is not None:

@@ -12,7 +12,7 @@ from accounts import RESTORES, Accounts
 from scenes import TIMEOUT, Thread
 from uses import assert_usable
 
-from handlepool import HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, conv2d, graph, regions
+from handlepool import HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, conv2d, graph, record, regions
 from handlepool.drivers.host import HostDriver
 
 
@@ -195,6 +195,29 @@ def a_close_of_what_only_built(world):
     return world.pool.close
 
 
+def nobody_ended(world):
+    """A fork of a dead thread, and a program that was dropped."""
+    x = world.array()
+
+    def enter():
+        world.stream.use()
+        world.states.fork().__enter__().run(world.branch, x)
+
+    Thread(enter).finish()
+    record(world.branch, x, pool=world.pool)
+    world.stream.synchronize()
+
+
+def a_trim_of_what_nobody_ended(world):
+    nobody_ended(world)
+    return world.pool.trim
+
+
+def a_close_of_what_nobody_ended(world):
+    nobody_ended(world)
+    return world.pool.close
+
+
 SCENARIOS = [
     a_miss,
     a_growth,
@@ -212,6 +235,8 @@ SCENARIOS = [
     a_trim,
     a_close,
     a_close_of_what_only_built,
+    a_trim_of_what_nobody_ended,
+    a_close_of_what_nobody_ended,
 ]
 
 
