@@ -150,15 +150,18 @@ class _Use:
 
     def beside(self, stream: int, forks: list[Any]) -> bool:
         """Whether it may run beside what a stream is given now, where forks inside the region lent that, the innermost first."""
-        if self._region.ended:
+        region = self._region
+        if region.over:
             return False
-        own = self._stream
+        own = {self._stream}
         for fork in self._forks:
-            if fork._leased:  # not joined
+            if not region.joined(fork):
                 break
-            own = fork._pointer
+            own = {fork._pointer}
+        if region.ended:  # a task that was joined, in something that was not
+            own = {*region.awaited}
         # A branch starts after what its fork's stream had been given, and this thread is in the branch.
-        return own != stream and all(own != fork._pointer for fork in forks)
+        return stream not in own and all(fork._pointer not in own for fork in forks)
 
 
 class CheckedDriver:

@@ -188,13 +188,16 @@ class DeviceSlots:
 
     def _make_room(self) -> None:
         """Destroy what is idle, its scratch first."""
-        self.reclaim_scratch()
+        self._reclaim()
         self.drop_idle()
         self.sides.drop_free()
 
     def reclaim_scratch(self) -> None:
         """Give back the scratch of idle and free side slots, of what nobody left or closed, and what waits for its stream."""
         settle(most=len(parked))
+        self._reclaim()
+
+    def _reclaim(self) -> None:
         self._drain()
         self.scratch.collect(wait=True)
         for slots in (self.idle, self.sides.free):

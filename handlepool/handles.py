@@ -13,6 +13,7 @@ from handlepool.condition import diagnose
 from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Handle
 from handlepool.errors import OutOfMemoryError
+from handlepool.regions import parked, settle
 
 # NVIDIA recommends one synchronous cudnnCreate before any that may run beside another (guarantee 14). The lock is the
 # process's, not a pool's, and is held for every create: the binding holds the GIL through the call in any case.
@@ -85,8 +86,12 @@ class DeviceHandles:
             if "handles_created" in changes:
                 counts["handles_peak"] = max(counts["handles_peak"], counts["handles_created"] - counts["handles_destroyed"])
 
-    def create(self) -> Handle:
-        """Create a handle; when that fails, give back what is idle, try once more, then say what is short (guarantee 12)."""
+    def create(self, *, forgotten: bool = True) -> Handle:
+        """Create a handle; when that fails, give back what is idle, try once more, then say what is short (guarantee 12).
+
+        With ``forgotten`` also what nobody left or closed. That lets go of objects of the users', whose finalisers may wait for
+        whatever they like: so not where a lock is held.
+        """
         if self.doomed:  # or there would be one more than the high-water mark allows
             try:
                 self.drop_doomed()
@@ -97,6 +102,8 @@ class DeviceHandles:
         except Exception as error:
             diagnose(self._pool, error)
             _log.debug("device %d: no handle could be created (%s); what is idle is given back", self._device, error)
+            if forgotten:
+                settle(most=len(parked))
             self._make_room()
             with self._driver.relaxed():
                 self._driver.release_cached()
@@ -138,7 +145,7 @@ class DeviceHandles:
         """The handle that graphs are built with; called with `build_lock` held. It lives as long as plans do: they keep it."""
         if self.builder is None:
             self._pool._check_usable()  # `close` says so first and takes the lock then, so that one of us sees it
-            made = self.create()
+            made = self.create(forgotten=False)  # whoever builds has settled before
             self.builder = made if self.builder is None else self.builder
             if self.builder is not made:  # a finaliser that the collector ran meanwhile has built, too
                 self.destroy(made)

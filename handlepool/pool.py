@@ -202,6 +202,8 @@ class HandlePool:
     def _acquire(self, reference: StreamReference) -> Slot:
         check_foreign(self.driver, reference)
         device = self.device(reference.device)
+        if parked:
+            settle()
         self.drain()
         slot = device.acquire(reference)
         self._live.add(slot, reference.stream)
@@ -221,9 +223,7 @@ class HandlePool:
         self._live.park(slot)
 
     def drain(self) -> None:
-        """Take in what threads and streams have left behind."""
-        if parked:
-            settle()
+        """Take in the slots that threads and streams have left behind."""
         do_all(partial(self._take_in, slot) for slot in self._live.left_behind())
         here = self._devices.get(self.driver.current_device()) if self._devices else None
         if here is not None:

@@ -39,7 +39,7 @@ class Region:
         What is kept already.
     """
 
-    __slots__ = ("_allocator", "_outer", "device", "driver", "ended", "inner", "keep", "kept", "stream")
+    __slots__ = ("_allocator", "_outer", "awaited", "device", "driver", "ended", "inner", "keep", "kept", "stream")
 
     def __init__(
         self, driver: Driver, stream: Stream, device: int, outer: "Region | None" = None, kept: list[object] | None = None
@@ -49,6 +49,7 @@ class Region:
         self.kept: list[object] = [] if kept is None else kept
         self.inner: set[Any] | None = None  # forks inside branches, from where they are entered to their join
         self.ended = False  # whether the outermost caller has gone on
+        self.awaited: frozenset[int] = frozenset()  # by pointer, the streams that waited for a task's end
         self.driver = driver
         self.device = device
         self.stream = stream
@@ -80,9 +81,18 @@ class Region:
         self.inner.add(fork)
 
     def leave(self, fork: Any) -> None:
-        """An inner fork was joined, or will be by whoever finds it parked."""
+        """An inner fork was joined, or will be by whoever finds it parked. One whose join failed stays known."""
         if self.inner is not None:
             self.inner.discard(fork)
+
+    @property
+    def over(self) -> bool:
+        """Whether all that ran in it is waited for by whatever is outside of regions."""
+        return self.ended and (self._outer is None or self._outer.over)
+
+    def joined(self, fork: Any) -> bool:
+        """Whether an inner fork was, so that its caller's stream waits for it."""
+        return not (fork._leased or fork in (self.inner or ()))
 
     def lenders(self, pointer: int) -> list[Any]:
         """The inner forks that a side stream was lent by, one inside the other, the innermost first."""

@@ -9,6 +9,7 @@ from typing import Any
 from handlepool.cleanup import do_all, take_each
 from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Handle
+from handlepool.regions import parked, settle
 from handlepool.slots import Slot
 from handlepool.workspace import DeviceScratch
 
@@ -62,6 +63,8 @@ class SideSlots:
             return self.free.pop()
         except IndexError:
             pass
+        if parked:
+            settle()
         self._drain()
         self.end_quarantine()
         try:

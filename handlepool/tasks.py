@@ -37,8 +37,9 @@ class Task:
         "_events",
         "_homes",
         "_joined",
-        "_lent",
         "_lock",
+        "_outer",
+        "_sides",
         "_start",
         "_users",
         "device",
@@ -62,11 +63,11 @@ class Task:
         self.theirs = theirs
         self.stream = stream
         self.region = Region(device.driver, stream if outer is None else outer.stream, device.device, outer=outer)
-        self._homes = {(device.device, self.region.stream.ptr)}
+        self._outer = outer
+        submitters = {stream.ptr} if torch is None else {stream.ptr, theirs}
         # A side stream that the submitter was lent is somebody else's by the end of the branch or task that submitted.
-        self._lent = None if outer is None or outer.stream.ptr == stream.ptr else outer
-        if torch is not None:
-            self._homes.add((device.device, theirs))
+        self._sides = set() if outer is None else {pointer for pointer in submitters if lent.get(pointer) is outer}
+        self._homes = {(device.device, pointer) for pointer in submitters - self._sides | {self.region.stream.ptr}}
         self._joined = False  # whether the streams of `_homes` wait for the end
         self._events = events
         # Guards the two events and the count of those who use the second. A finaliser of this thread may come in again.
@@ -137,10 +138,8 @@ class Task:
             if pool._forked:
                 pool._check_usable()  # raises
             streams = set() if self._joined else set(self._homes)
-            if self._lent is not None and thread.region is self._lent is lent.get(self.stream.ptr):
-                streams.add(
-                    (device, self.stream.ptr)
-                )  # inside of that still, in its thread: nobody else gets the stream meanwhile
+            if self._sides and thread.region is self._outer:  # in that still, in its thread: nobody else gets them meanwhile
+                streams |= {(device, pointer) for pointer in self._sides if lent.get(pointer) is self._outer}
             if not submitter_only:
                 current = {(driver.current_device(), driver.current_stream().ptr)}
                 with pool.on_device(device):
@@ -161,6 +160,7 @@ class Task:
         finally:
             self._put_back()
         self._joined = True
+        self.region.awaited |= {pointer for _, pointer in streams}
         self.region.release()
 
     def record(self, value: Any) -> None:

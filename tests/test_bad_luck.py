@@ -225,6 +225,48 @@ def test_g12_a_growth_without_memory_takes_back_what_dropped_programs_had(limite
         assert scene.pool.get_workspace(700_000).nbytes == 700_000
 
 
+class Locking:
+    """Something that takes a lock as it goes, while another thread builds under that."""
+
+    def __init__(self, lock, goes):
+        self.lock, self.goes = lock, goes
+
+    def __del__(self):
+        self.goes.set()
+        with self.lock:
+            pass
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 8, 8), (1, 4, 6, 6)], ids=["the same plan", "another plan"])
+def test_g15_what_is_given_back_for_room_may_wait_for_a_thread_that_builds(make_pool, shape):
+    pool = make_pool(driver=Crowded())
+    stream = pool.driver.create_stream()
+    lock, goes, held = threading.Lock(), threading.Event(), threading.Event()
+
+    def convolve(shape):
+        x, w = (np.zeros(shape, np.float32) for shape in (shape, (4, 4, 3, 3)))
+        pool.driver.room += 1
+        with pool.driver.create_stream():
+            handlepool.conv2d(x, w, pool=pool)
+
+    def builds_under_the_lock():
+        with lock:
+            held.set()
+            assert goes.wait(TIMEOUT)
+            convolve(shape)
+
+    with stream:
+        pool.driver.room = 2
+        pool.get_handle()
+        ParallelStates(1, pool=pool).fork().__enter__().run(lambda _: None, Locking(lock, goes))
+        gc.collect()
+        builder = Thread(builds_under_the_lock)
+        assert held.wait(TIMEOUT)
+        x, w = (np.zeros(shape, np.float32) for shape in ((1, 4, 8, 8), (4, 4, 3, 3)))
+        handlepool.conv2d(x, w, pool=pool)
+    builder.finish()
+
+
 def test_g12_where_programs_have_the_memory_the_error_says_so():
     with Scene(HostDriver(memory=1 << 30), scratch_limit=1 << 20) as scene:
         with (

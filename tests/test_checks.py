@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import handlepool
-from handlepool import ContractError, HandlePool, OwnershipError, ParallelStateExecutor, ParallelStates
+from handlepool import CaptureError, ContractError, HandlePool, OwnershipError, ParallelStateExecutor, ParallelStates
 from handlepool.checks import CheckedSlot
 from handlepool.drivers.host import HostDriver
 from handlepool.slots import Slot
@@ -175,6 +175,58 @@ def test_g16_what_streams_share_may_be_used_in_forks_inside_where_an_order_is(ma
                 fork.run(use, 0)
     use(1)
     assert ran == [0, 1, 2, 0, 1]
+
+
+def a_sibling_of_the_branch_that_asked(states, executor, use, _):
+    with states.fork() as inner:
+        inner.run(lambda: executor.submit(use).result())
+        inner.run(use)
+
+
+def the_body_of_the_fork_whose_branch_asked(states, executor, use, _):
+    with states.fork() as inner:
+        inner.run(lambda: executor.submit(use).result())
+        use()
+
+
+def a_branch_for_which_another_thread_asked(_, executor, use, in_thread):
+    in_thread(executor.submit(use).result)
+    use()
+
+
+def a_branch_after_a_join_that_failed(states, _, use, __):
+    def left_capturing():
+        use()
+        handlepool.defaults.current_pool().driver.current_stream().begin_capture("relaxed")
+
+    with pytest.raises(CaptureError, match="began to capture its stream"), states.fork() as inner:
+        inner.run(left_capturing)
+    use()
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        a_sibling_of_the_branch_that_asked,
+        the_body_of_the_fork_whose_branch_asked,
+        a_branch_for_which_another_thread_asked,
+        a_branch_after_a_join_that_failed,
+    ],
+)
+def test_g16_what_streams_share_is_refused_in_branches_where_nothing_waits_for_it(make_pool, in_thread, beside):
+    pool = make_pool(driver=Sharing(), check=True)
+    states = ParallelStates(2, pool=pool)
+
+    def use():
+        pool.driver.report("cupy.random")
+
+    with (
+        pool.driver.create_stream(),
+        ParallelStateExecutor(1, pool=pool) as executor,
+        states.fork() as fork,
+        pytest.raises(ContractError, match="before the join"),
+    ):
+        fork.run(beside, states, executor, use, in_thread)
 
 
 def test_g16_a_generator_is_shared_by_threads_and_plans_are_not(make_pool, in_thread):

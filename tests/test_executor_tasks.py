@@ -1,7 +1,9 @@
 """Tasks: their errors, streams that cannot submit, captures (guarantee 9), and what a task may do (guarantee 15)."""
 
 import concurrent.futures
+import sys
 import threading
+import types
 
 import pytest
 from scenes import SEEDS, TIMEOUT, Scene, over_seeds
@@ -281,10 +283,30 @@ def test_g8_control_a_task_on_the_side_stream_of_a_branch_that_is_over(monkeypat
     assert len(set(over_seeds_with(outlives_its_branch, control=True))) > 1
 
 
+class Torch:
+    """What the executor asks of torch, whose current stream is the driver's in branches and tasks."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def current_stream(self, _):
+        return self.driver.current_stream().ptr
+
+    def run_branch(self, _pointer, _theirs, _device, function, args, kwargs):
+        return function(*args, **kwargs)
+
+    def record(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("torch", [False, True])
 @pytest.mark.parametrize("submitter", ["branch", "task"])
-def test_g9_a_result_does_not_ask_for_the_side_stream_that_its_submitter_was_lent(scene, submitter):
+def test_g9_a_result_does_not_ask_for_the_side_stream_that_its_submitter_was_lent(scene, submitter, torch, monkeypatch):
     x = scene.array(1)
     executor = ParallelStateExecutor(1, pool=scene.pool)
+    if torch:
+        monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+        monkeypatch.setattr("handlepool.executor.torch_among", lambda *_: Torch(scene.driver))
     if submitter == "branch":
         future = scene.states.map(executor.submit, [scene.plus], [x], [1])[0]
     else:
