@@ -6,13 +6,10 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from scenes import SEEDS, TIMEOUT, Scene, Thread, over_seeds
+from scenes import TIMEOUT, Scene, Thread
+from submitting import TaskError, over_seeds_with, returned
 
 from handlepool import ArgumentError, ParallelStateExecutor, StreamFuture
-
-
-class TaskError(Exception):
-    pass
 
 
 @pytest.fixture
@@ -25,21 +22,6 @@ def scene(make_driver):
 def executor(scene):
     with ParallelStateExecutor(4, pool=scene.pool) as executor:
         yield executor
-
-
-def over_seeds_with(scenario, *, workers=2, make=None, control=False):
-    """As `over_seeds`, for ``scenario(scene, executor)``. Tasks are waited for on the host before the caller goes on."""
-
-    def run(scene):
-        with ParallelStateExecutor(workers, pool=scene.pool) as executor:
-            return scenario(scene, executor)
-
-    return over_seeds(run, make=make, control=control, seeds=SEEDS)
-
-
-def returned(*futures):
-    """Wait until the functions have returned."""
-    assert not concurrent.futures.wait(futures, TIMEOUT).not_done
 
 
 # A task starts after what the submitter's stream had been given at submit

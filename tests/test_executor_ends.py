@@ -1,6 +1,5 @@
 """The executor's ends: shutdown, threads, and handles and events that go back (guarantee 11)."""
 
-import concurrent.futures
 import gc
 import os
 import threading
@@ -9,31 +8,15 @@ from concurrent.futures.thread import BrokenThreadPool
 
 import pytest
 from scenes import TIMEOUT, Scene, over_seeds
+from submitting import TaskError, busy, returned
 
 from handlepool import ForkedProcessError, ParallelStateExecutor, regions
-
-
-class TaskError(Exception):
-    pass
 
 
 @pytest.fixture
 def scene(make_driver):
     with Scene(make_driver()) as scene:
         yield scene
-
-
-def returned(*futures):
-    """Wait until the functions have returned."""
-    assert not concurrent.futures.wait(futures, TIMEOUT).not_done
-
-
-def busy(executor):
-    """Occupy the one worker of an executor until the event that is returned is set."""
-    started, go_on = threading.Event(), threading.Event()
-    executor.submit(lambda: started.set() or go_on.wait(TIMEOUT))
-    assert started.wait(TIMEOUT)
-    return go_on
 
 
 # Shutdown

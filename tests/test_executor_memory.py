@@ -1,22 +1,17 @@
 """Guarantee 8 for tasks: what one was given and made is kept to a join, or until its end has passed. Controls must go wrong."""
 
-import concurrent.futures
 import gc
-import threading
 import weakref
 
 import pytest
 from scenes import TIMEOUT, Scene, over_seeds
+from submitting import TaskError, busy, returned
 
 from handlepool import ContractError, ParallelStateExecutor, regions
 
 
 class Held:
     """Something that takes weak references."""
-
-
-class TaskError(Exception):
-    pass
 
 
 @pytest.fixture
@@ -30,19 +25,6 @@ def unchecked(make_driver):
     """A scene for a control that shows what goes wrong; the checker would stop it."""
     with Scene(make_driver(check_order=False)) as scene:
         yield scene
-
-
-def returned(*futures):
-    """Wait until the functions have returned."""
-    assert not concurrent.futures.wait(futures, TIMEOUT).not_done
-
-
-def busy(executor):
-    """Occupy the one worker of an executor until the event that is returned is set."""
-    started, go_on = threading.Event(), threading.Event()
-    executor.submit(lambda: started.set() or go_on.wait(TIMEOUT))
-    assert started.wait(TIMEOUT)
-    return go_on
 
 
 # Memory is kept to a join, or until the task's end has passed

@@ -1,19 +1,15 @@
 """Tasks: their errors, streams that cannot submit, captures (guarantee 9), and what a task may do (guarantee 15)."""
 
-import concurrent.futures
 import sys
 import threading
 import types
 
 import pytest
-from scenes import SEEDS, TIMEOUT, Scene, over_seeds
+from scenes import TIMEOUT, Scene
+from submitting import TaskError, over_seeds_with, returned
 
 import handlepool
 from handlepool import ArgumentError, CaptureError, HandlePool, ParallelStateExecutor, PoolClosedError
-
-
-class TaskError(Exception):
-    pass
 
 
 @pytest.fixture
@@ -26,21 +22,6 @@ def scene(make_driver):
 def executor(scene):
     with ParallelStateExecutor(4, pool=scene.pool) as executor:
         yield executor
-
-
-def over_seeds_with(scenario, *, workers=2, make=None, control=False):
-    """As `over_seeds`, for ``scenario(scene, executor)``. Tasks are waited for on the host before the caller goes on."""
-
-    def run(scene):
-        with ParallelStateExecutor(workers, pool=scene.pool) as executor:
-            return scenario(scene, executor)
-
-    return over_seeds(run, make=make, control=control, seeds=SEEDS)
-
-
-def returned(*futures):
-    """Wait until the functions have returned."""
-    assert not concurrent.futures.wait(futures, TIMEOUT).not_done
 
 
 def held_back(scene, latches, value):
