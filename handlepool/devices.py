@@ -9,7 +9,7 @@ from handlepool.cleanup import do_all, take_each
 from handlepool.drivers.base import PER_THREAD_STREAM, Driver
 from handlepool.events import Events
 from handlepool.handles import DeviceHandles
-from handlepool.regions import parked, settle
+from handlepool.regions import parked, settle_all
 from handlepool.sides import SideSlots
 from handlepool.slots import Slot
 from handlepool.streams import StreamReference
@@ -194,7 +194,7 @@ class DeviceSlots:
 
     def reclaim_scratch(self) -> None:
         """Give back the scratch of idle and free side slots, of what nobody left or closed, and what waits for its stream."""
-        settle(most=len(parked))
+        settle_all()
         self._reclaim()
 
     def _reclaim(self) -> None:

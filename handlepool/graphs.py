@@ -17,7 +17,7 @@ from handlepool.layouts import Layout
 from handlepool.plan import Plan
 from handlepool.pool import HandlePool
 from handlepool.recipes import Recipe, Signature, as_references
-from handlepool.regions import parked, settle
+from handlepool.regions import settle_all
 from handlepool.settings import Settings, normalise
 from handlepool.states import ParallelStates
 from handlepool.tuning import Tuning, tune
@@ -329,7 +329,7 @@ class GraphFunction(partial[Any]):
                 pool.plans.put(device, key, plan)
             return plan
 
-        settle(most=len(parked))  # before locks are taken: a handle to build with may need the room
+        settle_all()  # before locks are taken: a handle to build with may need the room
         return pool.plans.get_or_build(device, key, lambda: build(recipe, request, pool.device(device), pool.driver, choose))
 
     # Variants

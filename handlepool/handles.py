@@ -13,7 +13,7 @@ from handlepool.condition import diagnose
 from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Handle
 from handlepool.errors import OutOfMemoryError
-from handlepool.regions import parked, settle
+from handlepool.regions import settle_all
 
 # NVIDIA recommends one synchronous cudnnCreate before any that may run beside another (guarantee 14). The lock is the
 # process's, not a pool's, and is held for every create: the binding holds the GIL through the call in any case.
@@ -89,8 +89,7 @@ class DeviceHandles:
     def create(self, *, forgotten: bool = True) -> Handle:
         """Create a handle; when that fails, give back what is idle, try once more, then say what is short (guarantee 12).
 
-        With ``forgotten`` also what nobody left or closed. That lets go of objects of the users', whose finalisers may wait for
-        whatever they like: so not where a lock is held.
+        With ``forgotten`` also what nobody left or closed; without it where a lock is held, see `settle_all`.
         """
         if self.doomed:  # or there would be one more than the high-water mark allows
             try:
@@ -103,7 +102,7 @@ class DeviceHandles:
             diagnose(self._pool, error)
             _log.debug("device %d: no handle could be created (%s); what is idle is given back", self._device, error)
             if forgotten:
-                settle(most=len(parked))
+                settle_all()
             self._make_room()
             with self._driver.relaxed():
                 self._driver.release_cached()

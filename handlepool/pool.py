@@ -33,7 +33,7 @@ from handlepool.drivers.objects import Handle
 from handlepool.errors import ArgumentError
 from handlepool.integers import at_least
 from handlepool.plan_cache import PlanCache
-from handlepool.regions import parked, settle
+from handlepool.regions import parked, settle, settle_all
 from handlepool.slots import Slot, hits, place, placed, unplace
 from handlepool.snapshots import MEANINGS, Stats
 from handlepool.streams import StreamReference, check_foreign, resolve
@@ -273,7 +273,7 @@ class HandlePool:
         """
         self._check_usable()
         condition.diagnose(self, None)
-        settle(most=len(parked))
+        settle_all()
         self.drain()
         before = self.stats()
         for device in list(self._devices.values()):
@@ -304,8 +304,7 @@ class HandlePool:
             for slot in self._live.end_all():
                 if slot.watch is not None and (stream := slot.watch()) is not None:
                     unplace(self, stream)
-            forgotten = partial(settle, most=len(parked))
-            do_all([forgotten, self.drain, *(partial(self._close_device, device) for device in list(self._devices.values()))])
+            do_all([settle_all, self.drain, *(partial(self._close_device, device) for device in list(self._devices.values()))])
         if isinstance(self._driver, CheckedDriver):
             self._driver.close()
         condition.forget(self)

@@ -260,6 +260,11 @@ def settle(left: deque[Any] = parked, most: int = 8) -> None:
                 left.append(held[0])
 
 
+def settle_all() -> None:
+    """Do what can be done about all that was left behind; not where a lock is held, since finalisers of the users' may run."""
+    settle(most=len(parked))
+
+
 def _after_fork() -> None:
     """In a forked child nothing inherited is given back or freed (guarantee 13)."""
     _abandoned.append(list(parked))

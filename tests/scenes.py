@@ -132,6 +132,19 @@ def without_joins(scene):
     scene.driver.leave_out = lambda pointer: pointer == scene.stream.ptr
 
 
+def without_waits_of_the_last(scene):
+    """The stream of the scenario's own that was made last waits for nothing."""
+    create = scene.driver.create_stream
+
+    def create_stream():
+        stream = create()
+        scene.driver.leave_out = lambda pointer: pointer == stream.ptr
+        return stream
+
+    scene.pool.prewarm(states=4)
+    scene.driver.create_stream = create_stream
+
+
 class Thread(threading.Thread):
     """Runs a function; `finish` gives its value, or raises its error."""
 

@@ -6,7 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
-from scenes import TIMEOUT, CarelessDriver, Scene, Thread, over_seeds
+from scenes import TIMEOUT, CarelessDriver, Scene, Thread, over_seeds, without_waits_of_the_last
 from uses import EFFECTS, FOREIGN, STREAMS, assert_usable, calls
 
 import handlepool
@@ -308,18 +308,7 @@ def test_a_replay_on_another_stream_starts_after_the_readers_of_the_last():
 
 
 def test_control_without_that_wait_readers_are_overtaken():
-    def without_waits(scene):
-        create = scene.driver.create_stream
-
-        def create_stream():
-            stream = create()
-            scene.driver.leave_out = lambda pointer: pointer == stream.ptr
-            return stream
-
-        scene.pool.prewarm(states=4)
-        scene.driver.create_stream = create_stream
-
-    assert set(over_seeds(replays_on_two_streams, make=without_waits)) != {(111, 112)}
+    assert set(over_seeds(replays_on_two_streams, make=without_waits_of_the_last)) != {(111, 112)}
 
 
 def test_replays_of_a_fork_hold_its_order():

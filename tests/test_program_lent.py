@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from accounts import RESTORES
-from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins
+from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_waits_of_the_last
 from uses import ON_A_SIDE_STREAM, in_a_branch
 
 import handlepool
@@ -123,18 +123,7 @@ def test_a_replay_beside_the_branch_starts_after_the_one_there():
 
 
 def test_control_without_that_wait_the_two_overtake_each_other():
-    def without_waits(scene):
-        create = scene.driver.create_stream
-
-        def create_stream():
-            stream = create()
-            scene.driver.leave_out = lambda pointer: pointer == stream.ptr
-            return stream
-
-        scene.pool.prewarm(states=4)
-        scene.driver.create_stream = create_stream
-
-    assert set(over_seeds(replayed_beside_the_last_use, make=without_waits)) != {12}
+    assert set(over_seeds(replayed_beside_the_last_use, make=without_waits_of_the_last)) != {12}
 
 
 # What the collector destroys in one go
