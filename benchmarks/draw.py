@@ -272,7 +272,7 @@ def record(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.grid(axis="y")
-    legend = axes.legend(frameon=False, fontsize=10)
+    legend = axes.legend(frameon=False, fontsize=10, loc="upper center")  # between the two vertical lines
     for text in legend.get_texts():
         text.set_color(theme.ink)
     return figure, claim, f"{results['count']} convolutions {shape_of(results['shape'])} over {states} states"
