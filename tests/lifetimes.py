@@ -99,6 +99,7 @@ class Lifetimes(RuleBasedStateMachine):
         self.streams = []
         self.watches = []  # weak references to all streams that were made
         self.recordings, self.graphs = [], []
+        self.gone = []  # what graphs wrote to that nobody replays again
         self.old = []
         self.squeezed = [0] * DEVICES
         self.kept = []
@@ -493,6 +494,8 @@ class Lifetimes(RuleBasedStateMachine):
         if what == "trim":
             self.do(actor, self.pool.trim)
         elif what == "trim captured" and not any(recording.foreign for recording in self.recordings):
+            # CuPy's arena would pass it on while a replay is pending on another stream; scratch is what must be safe by itself.
+            self.gone += [graph.kept for graph, _ in self.graphs]
             self.graphs.clear()
             self.do(actor, lambda: self.pool.trim(captured=True))
         elif what == "fork" and hasattr(os, "fork") and not self.forked:

@@ -53,3 +53,19 @@ def test_the_machine_tells_captures_apart_that_python_keeps_at_one_address():
             machine.all_is_accounted_for()
         assert machine.most_keys == [1, 1]
         machine.teardown()
+
+
+def test_the_machine_keeps_what_a_graph_writes_to_while_a_replay_is_pending():
+    machine = Lifetimes()
+    machine.begin(schedule=0, idle=32, limit=None)
+    for _ in range(2):
+        machine.a_stream_comes(0)
+    machine.a_capture_begins(0, 0, "relaxed")
+    machine.a_fork_runs(0, 0, [(0, 0, 0, [])])
+    machine.a_capture_ends(0)
+    machine.a_graph_is_replayed(0, 1, 0)
+    machine.a_driver_call_will_fail(1)  # so that nothing waits for the device
+    machine.all_changes(0, "trim captured")
+    machine.a_fork_runs(0, 0, [(0, 0, 0, [])])
+    machine.all_is_accounted_for()
+    machine.teardown()
