@@ -96,7 +96,7 @@ def _preparer(kind: str) -> Callable[[HandlePool, tuple[Any, ...], dict[str, Any
     return prepare
 
 
-_functions = {kind: GraphFunction(_builder(kind), check=_checker(kind), elementwise=True, name=kind) for kind in ACTIVATIONS}
+_functions = {kind: GraphFunction(_builder(kind), check=_checker(kind), name=kind) for kind in ACTIVATIONS}
 for _kind, _function in (("relu", relu), ("sigmoid", sigmoid), ("tanh", tanh), ("gelu", gelu), ("swish", swish)):
     # In a fork the output is allocated before the branch starts, as for any graph function.
     _function.__handlepool_prepare__ = _preparer(_kind)  # type: ignore[attr-defined]

@@ -5,13 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from handlepool.declarations import check_alike, check_out, element_strides, layout_of
+from handlepool.declarations import check_out, element_strides, layout_of
 from handlepool.devices import DeviceSlots
 from handlepool.drafts import Request, draft
 from handlepool.drivers import frontend
 from handlepool.drivers.base import Driver
+from handlepool.drivers.objects import scratch_of
 from handlepool.errors import GraphNotSupportedError
+from handlepool.forms import conform
 from handlepool.inference import infer
+from handlepool.layouts import Layout
 from handlepool.plan import Plan
 from handlepool.recipes import Recipe
 from handlepool.refusals import refusal
@@ -27,14 +30,17 @@ def build(
     driver: Driver,
     choose: Callable[[int, bool], Plan],
     index: int | None = None,
+    compare: Callable[[Plan, Any, list[Any]], None] | None = None,
 ) -> Plan:
-    """Build one plan on the current device; ``index`` chooses among the candidates, ``choose`` is the plan's own."""
+    """Build one plan on the current device.
+
+    ``index`` chooses among the candidates, ``choose`` is the plan's own, and ``compare`` is called with the plan, its graph and
+    the graph's real tensors, to raise where the plan is wrong.
+    """
     name = recipe.name
     if recipe.check is not None:
         recipe.check(request.layouts, request.outs, **request.options)
     recipe.signature.check_options(name, request.options)
-    if recipe.elementwise:
-        check_alike(name, request.layouts + request.outs)
     settings = DEFAULTS | dict(recipe.settings) | dict(normalise(dict(request.settings)))
     with device.handles.build_lock:
         handle = device.handles.for_building()
@@ -46,28 +52,30 @@ def build(
     io_dtype = frontend.data_type(settings.get("io_dtype") or frontend.numpy_dtype(inputs[0].data_type))
     graph.context.io_data_type = io_dtype
     try:
-        infer(graph, outputs, io_dtype=io_dtype)
-        if recipe.elementwise:
-            for tensor in outputs:  # axes of extent 1 say nothing to `infer`; to cuDNN their strides say which layout this is
-                tensor.set_stride(list(inputs[0].stride))
-        taken = request.layouts[:1] if recipe.elementwise else ()
-        layouts = taken * len(outputs) or tuple(layout_of(tensor) for tensor in outputs)
+        shapes = infer(graph, outputs, io_dtype=io_dtype)
+        scalar = all(not layout.shape for layout in request.layouts)  # declared as one element along one axis
         for place, array in enumerate(given):
             if array is not None:
-                check_out(name, layouts[place], array)
-                if not recipe.elementwise:
-                    outputs[place].set_stride(element_strides(f"out of {name}", array))
-        layouts = taken * len(outputs) or tuple(layout_of(tensor) for tensor in outputs)
+                check_out(name, _layout(outputs[place], scalar), array)
+                outputs[place].set_stride(element_strides(f"out of {name}", array) or [1])
+        layouts = tuple(_layout(tensor, scalar) for tensor in outputs)
         operands = [*inputs, *outputs]
+        count = len(inputs)
+        copies = conform(graph, operands, count, shapes, lambda place: drafted.called(place, count), recipe.copies)
         _number(operands)
         asked = {key: value for key, value in settings.items() if key in COMPILE_SETTINGS}
         if index is not None:
             asked["plan_index"] = index
+        if (limit := asked.get("workspace_limit")) is not None:
+            taken = scratch_of(copies)
+            if taken > limit:
+                raise GraphNotSupportedError(f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}")
+            asked["workspace_limit"] = limit - taken
         with device.handles.build_lock, driver.relaxed():
-            executable = driver.compile(graph, operands, **asked)
+            executable = driver.compile(graph, operands, copies=copies, **asked)
     except GraphNotSupportedError as error:
         raise refusal(name, graph, [*inputs, *outputs], error) from error
-    return Plan(
+    plan = Plan(
         name,
         device.device,
         executable,
@@ -79,7 +87,16 @@ def build(
         drafted.keys,
         drafted.places(),
         choose,
+        copies,
     )
+    if compare is not None:
+        compare(plan, graph, operands)
+    return plan
+
+
+def _layout(tensor: Any, scalar: bool) -> Layout:
+    layout = layout_of(tensor)
+    return Layout((), (), layout.dtype) if scalar and layout.size == 1 else layout
 
 
 def _number(operands: list[Any]) -> None:

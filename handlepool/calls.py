@@ -146,6 +146,8 @@ def launch(pool: HandlePool, plan: Plan, slot: Slot, operands: tuple[Any, ...], 
         else:
             with slot.apart(size) as workspace:
                 executable.launch(handle, operands, workspace, check)
+        if plan.copies:
+            pool.plans.count_copies(plan)
     except Exception as error:
         diagnose(pool, error)
         raise

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from handlepool.drivers.base import Driver
-from handlepool.drivers.objects import Executable, Handle
+from handlepool.drivers.objects import Copy, Executable, Handle
 from handlepool.errors import ContractError, OwnershipError
 from handlepool.regions import Region, thread
 from handlepool.slots import Slot
@@ -192,9 +192,9 @@ class CheckedDriver:
         _claim(handle)
         self._driver.destroy_handle(handle)
 
-    def compile(self, graph: Any, operands: Sequence[Any], **settings: Any) -> Executable:
+    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
         """As `Driver.compile`; launches check their arrays."""
-        executable: Executable = CheckedExecutable(self, self._driver.compile(graph, operands, **settings))
+        executable: Executable = CheckedExecutable(self, self._driver.compile(graph, operands, copies=copies, **settings))
         return executable
 
     def check_workspaces(self, name: str, handle: Handle, operands: Sequence[Any]) -> None:

@@ -80,7 +80,8 @@ def conv2d(
     """
     chosen = current_pool() if pool is None else pool
     marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
-    result = hit(_conv2d, chosen, None, (x, w) if bias is None else (x, w, bias), out, marks)
+    function = _conv2d if activation is None else _fused
+    result = hit(function, chosen, None, (x, w) if bias is None else (x, w, bias), out, marks)
     if result is not MISSED:
         return result
     call = _prepare(
@@ -133,13 +134,15 @@ def _prepare(
     if mode != "cross_correlation":  # a part of the key where it says something
         options["mode"] = mode
     settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
-    try:
-        marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
+    marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
+    if activation is None:
         return _conv2d.prepare(pool, arrays, out, options, settings, marks=marks)
+    try:
+        return _fused.prepare(pool, arrays, out, options, settings, marks=marks)
     except GraphNotSupportedError:
-        if activation is None:
-            raise
-    # cuDNN fuses some activations for channels-last arrays alone: elsewhere the activation is a launch of its own.
+        pass
+    # cuDNN fuses activations for arrays of one layout alone, and some for channels-last arrays: elsewhere the activation is a
+    # launch of its own.
     plain = _conv2d.prepare(pool, arrays, out, options | {"activation": None}, settings)
     return plain.then(lambda result: activation_call(pool, activation, result, result))
 
@@ -177,7 +180,8 @@ def _hit(
     pool: HandlePool | None = None,
 ) -> Any:
     marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
-    return hit(_conv2d, pool or default, begin, (x, w) if bias is None else (x, w, bias), out, marks)
+    function = _conv2d if activation is None else _fused
+    return hit(function, pool or default, begin, (x, w) if bias is None else (x, w, bias), out, marks)
 
 
 # In a fork the output is allocated before the branch starts, as for any graph function.
@@ -243,3 +247,5 @@ def _check(
 
 
 _conv2d = GraphFunction(_convolution, check=_check, name="conv2d")
+_fused = GraphFunction(_convolution, check=_check, name="conv2d", copies=False)
+"""With an activation: where that would take copies of the operands, it is a launch of its own instead."""

@@ -1,6 +1,5 @@
 """Declares arrays as graph tensors, and checks arrays against tensors that are declared."""
 
-import math
 from typing import Any
 
 from handlepool.drivers import frontend
@@ -12,29 +11,8 @@ from handlepool.layouts import Layout
 def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
     """A graph tensor for an array; ``title`` is what messages call the array."""
     return graph.tensor(
-        dim=list(layout.shape),
-        stride=element_strides(title, layout),
-        data_type=frontend.data_type(layout.dtype),
-        name=name,
-    )
-
-
-def declare_flat(graph: Any, name: str, layout: Layout, title: str) -> Any:
-    """A graph tensor of two axes for an array without gaps, whatever its own axes are."""
-    size, shape = layout.size, layout.shape
-    strides = element_strides(title, layout)
-    if sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True)) + 1 != size or 0 in strides:
-        raise ArgumentError(
-            f"{title} of shape {shape} has strides {layout.strides} bytes: an elementwise operation takes arrays without "
-            f"gaps; pass a contiguous copy"
-        )
-    # Rows of a length that vector loads and the kernel's tiles divide, where the size has such a divisor.
-    row = math.gcd(size, 256)
-    if row < 8:
-        row = next((extent for extent, step in zip(shape, strides, strict=True) if step == 1 and extent > 1), 1)
-    return graph.tensor(
-        dim=[size // row, row, 1, 1],
-        stride=[row, 1, row, row],
+        dim=list(layout.shape) or [1],
+        stride=element_strides(title, layout) or [1],
         data_type=frontend.data_type(layout.dtype),
         name=name,
     )
@@ -95,14 +73,3 @@ def check_out(name: str, layout: Layout, out: Layout) -> None:
         if step < reach:
             raise ArgumentError(f"out= of {name} has strides {out.strides} bytes: its elements overlap")
         reach = step * extent
-
-
-def check_alike(name: str, layouts: tuple[Layout, ...]) -> None:
-    """Raise where arrays of an elementwise operation do not lie alike."""
-    first = layouts[0]
-    for layout in layouts:
-        if (layout.shape, layout.strides) != (first.shape, first.strides):
-            raise ArgumentError(
-                f"{name} was given arrays of shape {first.shape} with strides {first.strides} bytes and of shape {layout.shape} "
-                f"with strides {layout.strides}; an elementwise operation takes arrays that lie alike"
-            )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool.declarations import declare, declare_flat, match
+from handlepool.declarations import declare, match
 from handlepool.errors import ArgumentError, HandlePoolError
 from handlepool.layouts import Layout
 from handlepool.recipes import Recipe, as_references
@@ -99,11 +99,10 @@ class Draft:
         self._recipe = recipe
         self._request = request
         self._parameters: dict[str, Any] = {}
-        declared = declare_flat if recipe.elementwise else declare
         for parameter, place in assignment.items():
             layout = next(iter(request.layouts), UNKNOWN) if place is None else request.layouts[place]
             title = f"{recipe.name}: {parameter}" if place is None else self._title(place, parameter)
-            self._parameters[parameter] = declared(graph, parameter, layout, title)
+            self._parameters[parameter] = declare(graph, parameter, layout, title)
         returned = self._run()
         self._references = References(graph, self._parameters)
         self._made = made_by_nodes(graph)
@@ -289,6 +288,14 @@ class Draft:
         if references is not None:
             return f"{name}: the array for {self._shown(references[place])}"
         return f"{name} argument {place}" + (f" ({parameter})" if parameter else "")
+
+    def called(self, operand: int, inputs: int) -> str:
+        """What messages call an operand, by its place among inputs and outputs."""
+        if operand < inputs:
+            place = self._inputs()[operand][0]
+            parameter = next((name for name, tensor in self._parameters.items() if tensor is self._sources[place]), None)
+            return self._title(place, parameter)
+        return f"{self._recipe.name}: output {operand - inputs}" if len(self.outputs) > 1 else f"{self._recipe.name}: the output"
 
     @staticmethod
     def _shown(reference: Any) -> str:

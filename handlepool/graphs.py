@@ -8,6 +8,7 @@ from typing import Any
 from handlepool.arrays import Adapted, adapt, layout_of
 from handlepool.building import build
 from handlepool.calls import MISSED, AnyCall, GraphCall, check_arrays, check_hashable, hit, marks_of, new_outputs, shortcut
+from handlepool.comparison import compare
 from handlepool.condition import diagnose
 from handlepool.defaults import check_pool, current_pool
 from handlepool.drafts import Request
@@ -37,9 +38,9 @@ class GraphFunction(partial[Any]):
         As in `graph`.
     check : callable, optional
         ``check(layouts, outs, **options)`` is called before a build, to raise what the graph could not say as clearly.
-    elementwise : bool
-        Whether the graph knows no axes: arrays of any shape and layout, without gaps and alike, are declared as two axes that
-        cuDNN takes. (It takes a pointwise operation alone for channels-last arrays only.)
+    copies : bool
+        Whether operands that lie in no form which cuDNN is known to compute rightly are copied (`handlepool.forms`). Without that
+        the graph is refused, with `GraphNotSupportedError`.
     **settings
         As in `graph`.
 
@@ -78,7 +79,7 @@ class GraphFunction(partial[Any]):
         inputs: Any = None,
         outputs: Any = None,
         check: Callable[..., None] | None = None,
-        elementwise: bool = False,
+        copies: bool = True,
         **settings: Any,
     ) -> None:
         checked = normalise(settings)
@@ -91,7 +92,7 @@ class GraphFunction(partial[Any]):
                 as_references("outputs", outputs),
                 checked,
                 check,
-                elementwise,
+                copies,
             )
         )
         self._root: GraphFunction = self
@@ -321,16 +322,20 @@ class GraphFunction(partial[Any]):
         # Layouts, not arrays: a plan that can be built anew keeps no memory of anybody's.
         request = Request(tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), references, dict(options), settings)
         recipe = self._recipe
+        against = partial(compare, pool) if pool.checked else None
 
         def choose(index: int, keep: bool) -> Plan:
             with pool.on_device(device):
-                plan = build(recipe, request, pool.device(device), pool.driver, choose, index)
+                plan = build(recipe, request, pool.device(device), pool.driver, choose, index, against)
             if keep:
                 pool.plans.put(device, key, plan)
             return plan
 
         settle_all()  # before locks are taken: a handle to build with may need the room
-        return pool.plans.get_or_build(device, key, lambda: build(recipe, request, pool.device(device), pool.driver, choose))
+        device_slots = pool.device(device)
+        return pool.plans.get_or_build(
+            device, key, lambda: build(recipe, request, device_slots, pool.driver, choose, compare=against)
+        )
 
     # Variants
 

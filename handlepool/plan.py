@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from handlepool.drivers.objects import Executable
+from handlepool.drivers.objects import Copy, Executable
 from handlepool.errors import ArgumentError
 from handlepool.integers import as_integer
 from handlepool.layouts import Layout
@@ -38,6 +38,8 @@ class Plan:
         What `GraphFunction.run` calls the outputs.
     places : tuple of int
         For each operand the place of its array in the arguments; -1 for an output that is to be allocated.
+    copies : tuple of Copy
+        Operands that each launch copies, since cuDNN is not known to compute rightly from where they lie: see `handlepool.forms`.
     apart : tuple of tuple
         Of each output and each operand before it: their places, how far they reach in bytes, and whether they may be the same.
     """
@@ -53,6 +55,7 @@ class Plan:
     keys: tuple[str | int, ...] = ()
     places: tuple[int, ...] = ()
     _choose: "Callable[[int, bool], Plan] | None" = field(repr=False, compare=False, default=None)
+    copies: tuple[Copy, ...] = ()
     apart: tuple[tuple[int, int, int, int, bool], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

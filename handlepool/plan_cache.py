@@ -223,6 +223,13 @@ class PlanCache:
             for refused in [refused for refused in list(self._refusals) if match(refused[1])]:
                 self._refusals.pop(refused, None)
 
+    def count_copies(self, plan: Plan) -> None:
+        """Count the operands that a launch of a plan copied."""
+        with self._lock:
+            self._counts[plan.device].update(
+                operands_copied=len(plan.copies), bytes_copied=sum(copy.nbytes for copy in plan.copies)
+            )
+
     def snapshot(self, device: int) -> dict[str, int]:
         """What happened on a device so far, by the flat names of `HandlePool.stats`."""
         return {**self._counts.get(device, {}), "plans_cached": len(self._plans.get(device, ()))}

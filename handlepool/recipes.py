@@ -107,8 +107,8 @@ class Recipe:
         As in `graph`.
     check : callable or None
         ``check(layouts, outs, **options)`` is called before a build, to raise what the graph could not say as clearly.
-    elementwise : bool
-        Whether the graph knows no axes; see `GraphFunction`.
+    copies : bool
+        Whether operands may be copied; see `GraphFunction`.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Recipe:
     outputs: References | None = None
     settings: Settings = ()
     check: Callable[..., None] | None = None
-    elementwise: bool = False
+    copies: bool = True
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Snapshots of what a pool holds and has done."""
 
 MEANINGS = {
+    "bytes_copied": "what was copied of operands for cuDNN's sake; see `handlepool.Plan.copies`",
     "captures_met": "CUDA-graph captures that a slot's scratch was asked for in",
     "create_microseconds": "host time in cudnnCreate",
     "handles_building": "handles that graphs are built with, one a device at most",
@@ -14,6 +15,7 @@ MEANINGS = {
     "handles_rebound": "handles bound to a stream after another one: those reused and those repaired",
     "handles_repaired": "handles made right that their caller had destroyed or bound elsewhere",
     "handles_reused": "idle handles given to a new owner",
+    "operands_copied": "operands that launches copied, since cuDNN is not known to compute rightly from where they lay",
     "plan_build_microseconds": "host time in building plans",
     "plans_built": "plans built",
     "plans_cached": "plans kept now",

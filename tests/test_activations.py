@@ -78,9 +78,8 @@ def test_bad_input_is_a_typed_error(each_pool):
     flat = arrays.random(128)
     for match, call in {
         "it must be one of": lambda: ops.relu(each_pool.driver.asarray(arrays.take(x))),
-        "without gaps": lambda: ops.sigmoid(x[:, :, ::2]),
         "negative": lambda: ops.tanh(x[:, :, ::-1]),
-        "lie alike": lambda: ops.gelu(x, out=arrays.random(2, 8, 6, 8, layout="NHWC")),
+        "the output is float32 of shape": lambda: ops.gelu(x, out=arrays.random(2, 8, 6, 4)),
         "empty": lambda: ops.swish(x[:0]),
         "shares memory": lambda: ops.relu(flat[:64], out=flat[16:80]),
     }.items():

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool.drivers.objects import Executable, Handle, RecordedGraph, RecordingMemory, Stream
+from handlepool.drivers.objects import Copy, Executable, Handle, RecordedGraph, RecordingMemory, Stream
 from handlepool.drivers.views import View
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 
@@ -215,7 +215,7 @@ class Driver(Protocol):
     def new_graph(self, handle: Handle, **settings: Any) -> Any:
         """An empty `cudnn.pygraph`. ``handle`` is the device's builder handle and must outlive the graph."""
 
-    def compile(self, graph: Any, operands: Sequence[Any], **settings: Any) -> Executable:
+    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
         """Plan and build a graph whose real tensors all have shape, strides and type.
 
         Parameters
@@ -224,6 +224,9 @@ class Driver(Protocol):
             From `new_graph`, with its nodes.
         operands : sequence of graph tensor
             The graph's real tensors in the order in which `Executable.launch` will get the arrays: inputs, then outputs.
+        copies : sequence of Copy
+            The operands that a launch copies, on its stream, in scratch that ``Executable.workspace_size`` counts, too. The
+            graph's tensor is the copy.
         **settings
             ``workspace_limit`` (bytes or None), ``allow_tf32``, ``deterministic``, ``heuristics``.
 

@@ -19,7 +19,7 @@ from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 from handlepool.drivers import frontend, recorded, shared
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.drivers.executable import CudaExecutable, new_buffer
-from handlepool.drivers.objects import Handle, Stream
+from handlepool.drivers.objects import Copy, Handle, Stream
 from handlepool.drivers.views import HOST, UNKNOWN, View
 from handlepool.errors import ArrayTypeError, CaptureError
 from handlepool.events import Events
@@ -324,8 +324,8 @@ class CudaDriver:
     def new_graph(self, handle: Handle, **settings: Any) -> Any:
         return frontend.new_graph(handle, **settings)
 
-    def compile(self, graph: Any, operands: Sequence[Any], **settings: Any) -> CudaExecutable:
-        return CudaExecutable(self, graph, operands, **settings)
+    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> CudaExecutable:
+        return CudaExecutable(self, graph, operands, copies, **settings)
 
 
 def _check_all(result: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import cudnn
+import cupy
+import numpy as np
+from cupy.cuda.memory import MemoryPointer, UnownedMemory
 
 from handlepool.drivers import shortcuts
 from handlepool.drivers.base import Driver, check_operands
-from handlepool.drivers.objects import Handle
+from handlepool.drivers.objects import ALIGNMENT, Copy, Handle, scratch_of
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 
 MOST_OPERANDS = 64
@@ -28,6 +31,7 @@ class CudaExecutable:
         driver: Driver,
         graph: Any,
         operands: Sequence[Any],
+        copies: Sequence[Copy] = (),
         *,
         workspace_limit: int | None = None,
         allow_tf32: bool = True,
@@ -59,7 +63,9 @@ class CudaExecutable:
         self.graph = graph
         self._driver = driver
         self._device = driver.current_device()
-        self.workspace_size = int(graph.get_workspace_size())
+        self._copies = copies
+        self._copies_at = -(-int(graph.get_workspace_size()) // ALIGNMENT) * ALIGNMENT
+        self.workspace_size = self._copies_at + scratch_of(copies) if copies else int(graph.get_workspace_size())
         self.engine = str(graph.get_plan_name_at_index(graph._plan_index))
         self.candidates = int(graph.get_execution_plan_count())
         self._uids = [int(tensor.get_uid()) for tensor in operands]
@@ -94,6 +100,10 @@ class CudaExecutable:
         addresses = buffer("Q", [array.data.ptr for array in operands])
         if check is not None:
             check(addresses)
+        if self._copies:
+            self._copy(handle, operands, workspace, False)
+            for copy in self._copies:
+                addresses[copy.operand] = workspace + self._copies_at + copy.offset
         raw = self._raw
         if raw is None:
             self.graph.execute(dict(zip(self._uids, addresses, strict=True)), workspace or None, handle=handle)
@@ -101,6 +111,29 @@ class CudaExecutable:
             # Not from the slot's buffer: a finaliser that the collector runs in the call of `raw` may launch on this slot, too.
             location, count = addresses.buffer_info()
             raw(location, count, workspace, handle.backend_handle, self._index)
+        if self._copies:
+            self._copy(handle, operands, workspace, True)
+
+    def _copy(self, handle: Handle, operands: Sequence[Any], workspace: int, output: bool) -> None:
+        """Copy inputs into scratch, or outputs out of it, on the handle's stream."""
+        driver, pointer = self._driver, handle.stream
+        assert pointer is not None
+        previous, stream = driver.current_stream(), driver.wrap_stream(pointer, None)
+        driver.push_stream(stream)
+        try:
+            with driver.relaxed():  # CuPy may load its kernel, and the stream may be capturing
+                for copy in self._copies:
+                    if copy.output is output:
+                        array = operands[copy.operand]
+                        theirs = self._at(array.data.ptr, copy.shape, copy.strides, array.dtype)
+                        ours = self._at(workspace + self._copies_at + copy.offset, copy.shape, None, array.dtype)
+                        cupy.copyto(theirs, ours) if output else cupy.copyto(ours, theirs)
+        finally:
+            driver.pop_stream(stream, previous)
+
+    def _at(self, address: int, shape: Sequence[int], strides: Sequence[int] | None, dtype: np.dtype[Any]) -> Any:
+        memory = UnownedMemory(address, 0, None, self._device)  # the operands and the slot keep it
+        return cupy.ndarray(shape, dtype, MemoryPointer(memory, 0), strides)
 
     def shortcut(
         self,
@@ -111,7 +144,7 @@ class CudaExecutable:
         names: dict[str, Any],
     ) -> Callable[..., Any] | None:
         """See `Executable.shortcut`."""
-        if self._raw is None:
+        if self._raw is None or self._copies:
             return None
         device = self._device if self._driver.device_count() > 1 else None
         names = names | {"raw": self._raw, "index": self._index}

@@ -1,7 +1,11 @@
 """What drivers hand out: streams, handles, compiled graphs and recorded ones, as far as the rest of handlepool knows them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+ALIGNMENT = 256
+"""Bytes that scratch begins at multiples of."""
 
 
 class Stream(Protocol):
@@ -18,6 +22,37 @@ class Handle(Protocol):
 
     backend_handle: int | None
     stream: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """An operand that a launch copies into scratch before, or, of an output, out of it afterwards.
+
+    Attributes
+    ----------
+    operand : int
+        Its place among the operands.
+    output : bool
+        Whether it is written.
+    shape : tuple of int
+        Axes of the dense copy, from the outermost to the innermost.
+    strides : tuple of int
+        Of the operand's memory along them, in bytes; 0 where the operand repeats.
+    offset, nbytes : int
+        Where the copy lies in the scratch of copies, and how large it is.
+    """
+
+    operand: int
+    output: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def scratch_of(copies: Iterable[Copy]) -> int:
+    """Bytes of scratch that copies take."""
+    return max((copy.offset + -(-copy.nbytes // ALIGNMENT) * ALIGNMENT for copy in copies), default=0)
 
 
 class Executable(Protocol):

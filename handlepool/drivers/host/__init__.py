@@ -24,6 +24,7 @@ from handlepool.drivers.host.ordering import Order
 from handlepool.drivers.host.queues import Event, Latch, StreamTable
 from handlepool.drivers.host.recorded import Recordings
 from handlepool.drivers.host.streams import Device, Stream
+from handlepool.drivers.objects import Copy
 from handlepool.drivers.views import HOST, View
 from handlepool.errors import ArgumentError, ArrayTypeError, ContractError
 
@@ -290,7 +291,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
         self._note("new_graph")
         return frontend.new_graph(None, **settings)
 
-    def compile(self, graph: Any, operands: Sequence[Any], **settings: Any) -> HostExecutable:
+    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> HostExecutable:
         """Plan a graph for the current device. Of the settings, only ``workspace_limit`` means anything here."""
         from handlepool.drivers.host import evaluator  # needed by graphs alone
 
@@ -299,4 +300,5 @@ class HostDriver(Controls, Events, Handles, Recordings):
         plan = evaluator.plan(graph, operands, workspace_limit=settings.get("workspace_limit"))
         check = partial(check_operands, self)
         geometry = tuple((tuple(tensor.dim), tuple(tensor.stride)) for tensor in operands)
-        return HostExecutable(plan, geometry, self._thread.device, self._streams, self._memory, self._note, check, self.checks)
+        table, memory = self._streams, self._memory
+        return HostExecutable(plan, geometry, copies, self._thread.device, table, memory, self._note, check, self.checks)

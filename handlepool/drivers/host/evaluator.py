@@ -89,6 +89,7 @@ def plan(
     *,
     shapes: Mapping[int, Shape] | None = None,
     workspace_limit: int | None = None,
+    exact: bool = False,
 ) -> Evaluation:
     """Plan a graph.
 
@@ -102,6 +103,8 @@ def plan(
         What `infer` returned.
     workspace_limit : int, optional
         Bytes. Convolutions are cut into parts to fit.
+    exact : bool
+        Whether everything is computed in float64, whatever the operands are.
 
     Raises
     ------
@@ -110,16 +113,19 @@ def plan(
     ArgumentError
         For a real tensor that is not among ``operands``.
     """
-    return _Planner(graph, operands, infer(graph, ()) if shapes is None else shapes, workspace_limit).evaluation()
+    shapes = infer(graph, ()) if shapes is None else shapes
+    return _Planner(graph, operands, shapes, workspace_limit, exact).evaluation()
 
 
 class _Planner:
-    def __init__(self, graph: Any, operands: Sequence[Any], shapes: Mapping[int, Shape], workspace_limit: int | None) -> None:
+    def __init__(
+        self, graph: Any, operands: Sequence[Any], shapes: Mapping[int, Shape], workspace_limit: int | None, exact: bool
+    ) -> None:
         self.graph = graph
         self.shapes = shapes
         self.limit = workspace_limit
         self.operands = {tensor.uid: i for i, tensor in enumerate(operands)}
-        double = any(getattr(tensor.data_type, "name", "") == "DOUBLE" for tensor in operands)
+        double = exact or any(getattr(tensor.data_type, "name", "") == "DOUBLE" for tensor in operands)
         self.dtype = np.dtype(np.float64 if double else np.float32)
         self.places: dict[int, _Place] = {}
         self.end = 0  # of the regions given out

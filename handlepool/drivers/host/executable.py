@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from handlepool.drivers.host.blocks import ALIGNMENT, Array, Block, accesses, address_of, raw_view
+from handlepool.drivers.host.blocks import Array, Block, accesses, address_of, raw_view
 from handlepool.drivers.host.contract import HandleUse
 from handlepool.drivers.host.memory import Memory
 from handlepool.drivers.host.queues import StreamTable
+from handlepool.drivers.objects import ALIGNMENT, Copy, scratch_of
 from handlepool.errors import ArgumentError, ContractError
+from handlepool.inference import dense_strides
 
 
 class HostExecutable:
@@ -28,6 +30,7 @@ class HostExecutable:
         self,
         plan: Any,
         geometry: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+        copies: Sequence[Copy],
         device: int,
         streams: StreamTable,
         memory: Memory,
@@ -35,7 +38,9 @@ class HostExecutable:
         check_operands: Callable[[str, int, Sequence[Any]], None],
         checks: bool,
     ) -> None:
-        self.workspace_size: int = plan.workspace_size
+        self._copies = copies
+        self._copies_at = -(-plan.workspace_size // ALIGNMENT) * ALIGNMENT
+        self.workspace_size: int = self._copies_at + scratch_of(copies) if copies else plan.workspace_size
         self.engine: str = plan.engine
         self.device = device
         self._steps = tuple(plan.steps)
@@ -70,15 +75,39 @@ class HostExecutable:
                     raise ArgumentError(f"{self.engine}: argument {index} is an output and cannot be written; pass another array")
             queue = use.bound_queue()
             views = [raw_view(array) for array in operands]
-            arrays = [_declared(view, *geometry) for (view, _), geometry in zip(views, self._geometry, strict=True)]
             block, space = self._workspace(workspace)
+            copied = {copy.operand: self._scratch(space, copy, views[copy.operand][0].dtype) for copy in self._copies}
+            memory = [copied.get(index, view) for index, (view, _) in enumerate(views)]
+            arrays = [_declared(array, *geometry) for array, geometry in zip(memory, self._geometry, strict=True)]
+
+            def give(run: Callable[[], object], reads: Sequence[int], writes: Sequence[int], name: str) -> None:
+                touched = accesses([(space, block), *(views[index] for index in writes)], writes=True)
+                touched += accesses([views[index] for index in reads], writes=False)
+                self._streams.give(queue, run, touched, name)
+
+            def copy_all(output: bool) -> None:
+                for copy in self._copies:
+                    if copy.output is output:
+                        ours = _strided(copied[copy.operand], copy.shape, None)
+                        theirs = _strided(views[copy.operand][0], copy.shape, copy.strides)
+                        place = (copy.operand,)
+                        if output:
+                            give(partial(np.copyto, theirs, ours), (), place, "copy of an output")
+                        else:
+                            give(partial(np.copyto, ours, theirs), place, (), "copy of an operand")
+
+            copy_all(False)
             for step in self._steps:
-                touched = accesses([(space, block), *(views[index] for index in step.writes)], writes=True)
-                touched += accesses([views[index] for index in step.reads], writes=False)
-                self._streams.give(queue, partial(step.run, arrays, space), touched, step.name)
+                reads, writes = ([index for index in indices if index not in copied] for indices in (step.reads, step.writes))
+                give(partial(step.run, arrays, space), reads, writes, step.name)
+            copy_all(True)
 
     def shortcut(self, *_: Any) -> None:
         """None."""
+
+    def _scratch(self, space: Array, copy: Copy, dtype: np.dtype[Any]) -> Array:
+        start = self._copies_at + copy.offset
+        return space[start : start + copy.nbytes].view(dtype)
 
     def _workspace(self, pointer: int) -> tuple[Block | None, Array]:
         needed = self.workspace_size
@@ -94,8 +123,13 @@ class HostExecutable:
 
 def _declared(array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
     """The array's memory as the graph declares it, which is how a GPU takes it."""
-    if array.shape == shape:
-        return array
-    if array.size != math.prod(shape):
+    if array.size < math.prod(shape):
         raise ContractError(f"an array of shape {array.shape} was launched where the graph declares {shape}")
-    return as_strided(array, shape, [step * array.itemsize for step in strides])
+    return _strided(array, shape, [step * array.itemsize for step in strides])
+
+
+def _strided(array: Array, shape: Sequence[int], strides: Sequence[int] | None) -> Array:
+    """The memory from the array's first element on, with another shape and strides; dense without strides."""
+    if strides is None:
+        strides = [step * array.itemsize for step in dense_strides(shape)]
+    return as_strided(array, shape, strides)
