@@ -46,7 +46,8 @@ class GraphFunction(partial[Any]):
     Notes
     -----
     It is called with arrays, one for each tensor parameter, or for each of ``inputs=``, in that order. Of the keywords, ``out``
-    is an array, or a tuple of arrays, where the outputs go, all of them; their strides decide how they lie. The others are the
+    is an array, or a tuple of arrays, where the outputs go, all of them; their strides decide how they lie. They share no memory
+    with each other nor with an input; but the one output of pointwise nodes alone may be an input, exactly. The others are the
     function's own: static, hashable, a part of what a plan is compiled for. It launches on the current stream and returns
     ``out``, or new arrays, ready on that stream.
 
