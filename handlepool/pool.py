@@ -81,7 +81,7 @@ class HandlePool:
         check: bool | None = None,
     ) -> None:
         self.is_default = False  # known to be
-        made = hasattr(driver, "current_device") and not isinstance(driver, type)
+        made = hasattr(type(driver), "current_device")
         if not (driver is None or isinstance(driver, str) or made):
             raise ArgumentError(f"HandlePool(driver={driver!r}): pass 'cuda', 'host', a driver object, or None")
         self._choice = driver
