@@ -344,6 +344,10 @@ class Fork:
         self._thread = _LEFT
         return settle_fork(self)
 
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: two would give the same states back."""
+        raise TypeError("a fork owns the states that it leased and cannot be copied or pickled; make another with states.fork()")
+
     def __repr__(self) -> str:
         state = f"{len(self._leased)} of {self._count} states leased" if self._thread > 0 else "not open"
         return f"<Fork of {self._pool!r}, {state}>"

@@ -313,6 +313,10 @@ class HandlePool:
         with self.on_device(device.device):
             device.close()
 
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: two would own the same handles."""
+        raise TypeError("a HandlePool owns handles, streams and memory and cannot be copied or pickled; make another one")
+
     def __enter__(self) -> "HandlePool":
         return self
 

@@ -174,6 +174,10 @@ class Slot:
         self.bound = _ENDED
         self.owner = None
 
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: two would own one handle."""
+        raise TypeError("a slot owns a handle and scratch and cannot be copied or pickled; ask the pool for the slot of a stream")
+
     def __repr__(self) -> str:
         return f"<Slot device={self.device} stream={self.pointer:#x} scratch={self.scratch_bytes:,} bytes>"
 
