@@ -102,7 +102,7 @@ class StreamWatch(weakref.ref[Any]):
 
 
 class Slot:
-    """One handle and its scratch, bound to one stream; in `ParallelStates.with_state`, the state.
+    """One handle and its scratch, bound to one stream.
 
     Attributes
     ----------

@@ -54,7 +54,7 @@ def test_a_handle_of_a_branch_is_refused_after_the_join(pool):
 
 def test_a_state_is_refused_outside_of_its_call(pool, in_thread):
     states = ParallelStates(2, pool=pool)
-    kept = states.with_state(0, lambda state: state)
+    kept = states.with_state(0, lambda state: pool.slot())
     for use in (lambda: kept.workspace(10), lambda: kept.reserve(10), lambda: pool.driver.use_handle(kept.handle, int)):
         with pytest.raises(OwnershipError, match="has ended"):
             use()
