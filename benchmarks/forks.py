@@ -28,7 +28,8 @@ at_once.allocate = lambda count: [()] * count  # type: ignore[attr-defined]
 class Empty:
     """A branch that begins as a graph function's does, and has nothing to launch."""
 
-    def __handlepool_hit__(self, pool: Any, begin: Any, args: Any, kwargs: Any) -> None:
+    def launch(self, pool: Any, begin: Any, args: Any, kwargs: Any) -> None:
+        """How a fork launches it."""
         at_once(begin, args, None)
 
 
@@ -55,7 +56,9 @@ def main() -> int:
         import numpy as np
 
         from handlepool import ParallelStates
+        from handlepool.calls import launchers
 
+        launchers[Empty] = Empty.launch, None
         driver = pool.driver
         rng = np.random.default_rng(0)
         x, w, y = shape.image(driver, rng), shape.filter(driver, rng), shape.output(driver)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from handlepool.calls import AnyCall
+from handlepool.calls import AnyCall, launchers
 from handlepool.defaults import current_pool
 from handlepool.errors import ArgumentError
 from handlepool.graphs import GraphFunction
@@ -88,8 +88,8 @@ def _checker(kind: str) -> Callable[[tuple[Layout, ...], tuple[Layout, ...]], No
     return check
 
 
-def _preparer(kind: str) -> Callable[[HandlePool, tuple[Any, ...], dict[str, Any]], AnyCall]:
-    def prepare(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+def _preparer(kind: str) -> Callable[..., AnyCall]:
+    def prepare(_: object, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
         options = dict(kwargs)
         return activation_call(options.pop("pool", None) or pool, kind, *args, **options)
 
@@ -99,4 +99,4 @@ def _preparer(kind: str) -> Callable[[HandlePool, tuple[Any, ...], dict[str, Any
 _functions = {kind: GraphFunction(_builder(kind), check=_checker(kind), name=kind) for kind in ACTIVATIONS}
 for _kind, _function in (("relu", relu), ("sigmoid", sigmoid), ("tanh", tanh), ("gelu", gelu), ("swish", swish)):
     # In a fork the output is allocated before the branch starts, as for any graph function.
-    _function.__handlepool_prepare__ = _preparer(_kind)  # type: ignore[attr-defined]
+    launchers[_function] = None, _preparer(_kind)

@@ -15,6 +15,7 @@ from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.foreign import ForeignCall
 from handlepool.layouts import Layout
 from handlepool.pool import HandlePool
+from handlepool.protocols import has
 from handlepool.regions import thread
 from handlepool.settings import Settings
 
@@ -131,11 +132,11 @@ class Adapted:
         for place, array in enumerate(operands):
             if isinstance(array, (native, View)):
                 continue
-            if hasattr(array, "__dlpack__"):
+            if has(array, "__dlpack__"):
                 operands[place] = self._adopt(place, lambda array: from_dlpack(array, stream), array)
-            elif hasattr(array, "__cuda_array_interface__"):
+            elif has(array, "__cuda_array_interface__"):
                 operands[place] = self._adopt(place, self._from_cuda_array, array)
-            elif hasattr(array, "__array_interface__"):
+            elif has(array, "__array_interface__"):
                 operands[place] = self._adopt(place, _from_host_array, array)
             else:
                 raise ArrayTypeError(
@@ -227,7 +228,7 @@ def layout_of(name: str, pool: HandlePool, operand: str, array: Any) -> Layout:
         native = True
     if native:
         check_operands(pool.driver, name, pool.driver.current_device(), (array,), lambda _: operand)
-    elif not all(hasattr(array, attribute) for attribute in ("shape", "strides", "dtype")):
+    elif not all(has(array, attribute) for attribute in ("shape", "strides", "dtype")):
         raise ArrayTypeError(f"{name}: {operand} is a {type(array).__qualname__}; pass an array or an ArraySpec")
     elif 0 in array.shape:
         raise ArgumentError(f"{name}: {operand} is empty, of shape {array.shape}")
@@ -239,7 +240,7 @@ def layout_of(name: str, pool: HandlePool, operand: str, array: Any) -> Layout:
 
 def is_array(value: object) -> bool:
     """Whether a value is an array of whatever library."""
-    return _is_tensor(value) or any(hasattr(value, protocol) for protocol in _PROTOCOLS)
+    return _is_tensor(value) or any(has(value, protocol) for protocol in _PROTOCOLS)
 
 
 def _is_tensor(array: object) -> bool:

@@ -82,7 +82,7 @@ def build(
         drafted.taken(),
         layouts,
         drafted.single,
-        all(node.node_type.name == "POINTWISE" for node in graph.nodes),
+        len(outputs) == 1 and all(node.node_type.name == "POINTWISE" for node in graph.nodes),
         graph,
         drafted.keys,
         drafted.places(),

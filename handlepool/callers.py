@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from handlepool.drivers.base import LEGACY_STREAM
@@ -41,7 +42,8 @@ def torch_among(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if tensor is None:  # being imported just now
         return None
     if not _has((args, kwargs), tensor, _DEEPEST):
-        cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()
+        inner = getattr(function, "__func__", function)
+        cells = inner.__closure__ or () if isinstance(inner, FunctionType) else ()
         bound = (getattr(function, "args", ()), getattr(function, "keywords", None), getattr(function, "__self__", None))
         if not _has(bound, tensor, 2) and not any(_has(content(cell), tensor, 2) for cell in cells):
             return None

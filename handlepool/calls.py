@@ -51,6 +51,13 @@ class AnyCall(Protocol):
 MISSED: Any = object()
 """What `hit` returns where nothing was launched."""
 
+Launcher = tuple[Callable[..., Any] | None, Callable[..., AnyCall] | None]
+launchers: dict[Any, Launcher] = {}
+"""How a fork launches what is no Python to it, by type, or by itself where it is a plain function. The first, tried before the
+other, is ``hit(function, pool, begin, args, kwargs)``, and may be None; the second ``prepare(function, pool, args, kwargs)``. Not
+attributes: proxies answer to any name, and `functools.wraps` gives a function's to what is around it."""
+NO_LAUNCHER: Launcher = (None, None)
+
 
 def hit(function: Any, pool: HandlePool, begin: Callable[..., Slot] | None, arrays: Any, out: Any, marks: tuple[Any, ...]) -> Any:
     """Launch at once what these arrays led to before; `MISSED` where that cannot be told so quickly.

@@ -4,7 +4,7 @@ from inspect import signature
 from typing import Any
 
 from handlepool.activations import ACTIVATIONS, activate, activation_call
-from handlepool.calls import MISSED, AnyCall, hit
+from handlepool.calls import MISSED, AnyCall, hit, launchers
 from handlepool.conv_checks import Pair, check_array, check_channels, pair
 from handlepool.defaults import current_pool
 from handlepool.drivers import frontend
@@ -147,12 +147,12 @@ def _prepare(
     return plain.then(lambda result: activation_call(pool, activation, result, result))
 
 
-def _prepare_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+def _prepare_branch(_: object, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
     options = dict(kwargs)
     return _prepare(options.pop("pool", None) or pool, *args, **options)
 
 
-def _hit_branch(pool: HandlePool, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _hit_branch(_: object, pool: HandlePool, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return _hit(pool, begin, *args, **kwargs)
     except TypeError:
@@ -185,8 +185,7 @@ def _hit(
 
 
 # In a fork the output is allocated before the branch starts, as for any graph function.
-conv2d.__handlepool_hit__ = _hit_branch  # type: ignore[attr-defined]
-conv2d.__handlepool_prepare__ = _prepare_branch  # type: ignore[attr-defined]
+launchers[conv2d] = _hit_branch, _prepare_branch
 
 
 def _convolution(

@@ -6,6 +6,7 @@ from handlepool.drivers import frontend
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.inference import axis_order, dense_strides
 from handlepool.layouts import Layout
+from handlepool.shapes import MOST_ELEMENTS
 
 
 def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
@@ -28,7 +29,13 @@ def element_strides(title: str, layout: Layout) -> list[int]:
         )
     strides = [stride // itemsize for stride in layout.strides]
     dense = dense_strides(shape, axis_order(shape, strides))
-    return [plain if extent == 1 else stride for extent, stride, plain in zip(shape, strides, dense, strict=True)]
+    strides = [plain if extent == 1 else stride for extent, stride, plain in zip(shape, strides, dense, strict=True)]
+    if (span := 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))) > MOST_ELEMENTS:
+        raise ArgumentError(
+            f"{title} of shape {shape} has strides of {strides} elements and spans {span:,}, gaps included; cuDNN's tensors span "
+            f"at most {MOST_ELEMENTS:,}: pass parts of it, or a copy without gaps"
+        )
+    return strides
 
 
 def layout_of(tensor: Any) -> Layout:
@@ -70,6 +77,6 @@ def check_out(name: str, layout: Layout, out: Layout) -> None:
     extents = sorted((step, extent) for step, extent in zip(out.strides, out.shape, strict=True) if extent > 1)
     reach = out.dtype.itemsize
     for step, extent in extents:
-        if step < reach:
+        if 0 <= step < reach:  # what is negative is refused elsewhere, and need not overlap
             raise ArgumentError(f"out= of {name} has strides {out.strides} bytes: its elements overlap")
         reach = step * extent

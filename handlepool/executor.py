@@ -229,7 +229,13 @@ class ParallelStateExecutor(Executor):
                 with self._pool.on_device(ordinal):
                     self._pool.device(ordinal).sides.drop_free()
 
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: two would have the same threads."""
+        raise TypeError("a ParallelStateExecutor owns threads and streams and cannot be copied or pickled; make another one")
+
     def __del__(self, _park: Callable[[Any], None] = parked.extend, _keep: Callable[[Any], None] = keep_for_good) -> None:
+        if not hasattr(self, "_events"):  # it was never made
+            return
         pool: HandlePool | None = getattr(self, "_pool", None)  # None where the arguments were refused
         if pool is not None and pool._forked:  # guarantee 13
             _keep((self._pending, self._events))

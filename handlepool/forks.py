@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from sys import modules
 from threading import get_ident
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
 from handlepool.callers import in_torch, order, torch_among
-from handlepool.calls import MISSED
+from handlepool.calls import MISSED, NO_LAUNCHER, launchers
 from handlepool.condition import lost
 from handlepool.errors import OwnershipError, PoolClosedError
 from handlepool.joins import given_up, join
@@ -121,14 +121,14 @@ class Fork:
         if type(function) is partial:  # of a graph function, say
             args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
             function = function.func
-        hit = getattr(function, "__handlepool_hit__", None)
+        kind = type(function)
+        hit, prepare = launchers.get(function if kind is FunctionType else kind, NO_LAUNCHER)
         if hit is not None and driver.current_stream(ordinal) is self._stream:
-            result: T = hit(pool, self._begin, args, kwargs)
+            result: T = hit(function, pool, self._begin, args, kwargs)
             if result is not MISSED:
                 return result
         if recordings and thread.recording is not None:
             thread.recording.check("a fork", self._pointer, driver)
-        prepare = getattr(function, "__handlepool_prepare__", None)
         if prepare is None:
             torch = torch_among(function, args, kwargs) if "torch" in modules else None
             theirs = 0 if torch is None else self._follow((torch.current_stream(ordinal),))
@@ -145,9 +145,9 @@ class Fork:
         # A graph function: its outputs are known, so they are allocated before the edge that starts the branch, on the caller's
         # stream, and nothing is allocated inside the branch. Arguments that it refuses cost no side slot.
         if driver.current_stream(ordinal) is self._stream:
-            call = prepare(pool, args, kwargs)
+            call = prepare(function, pool, args, kwargs)
         else:  # inside `with other_stream:` in the fork's body
-            call = self._on_caller(prepare, (pool, args, kwargs), {})
+            call = self._on_caller(prepare, (function, pool, args, kwargs), {})
         if call.callers:
             self._follow(call.callers)
         self._own_region().keep((args, kwargs, call.operands))
@@ -343,6 +343,10 @@ class Fork:
         """Leave a fork that nobody left; called later, by any thread."""
         self._thread = _LEFT
         return settle_fork(self)
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: two would give the same states back."""
+        raise TypeError("a fork owns the states that it leased and cannot be copied or pickled; make another with states.fork()")
 
     def __repr__(self) -> str:
         state = f"{len(self._leased)} of {self._count} states leased" if self._thread > 0 else "not open"

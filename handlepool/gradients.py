@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from handlepool.calls import AnyCall
+from handlepool.calls import AnyCall, launchers
 from handlepool.conv_checks import Pair, Shape, as_shape, check_array, check_channels, check_result, pair
 from handlepool.defaults import current_pool
 from handlepool.graphs import GraphFunction
@@ -156,19 +156,19 @@ def _prepare(
     return function.prepare(pool, arrays, out, options, settings)
 
 
-def _input_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+def _input_branch(_: object, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
     options = dict(kwargs)
     return _prepare_input(options.pop("pool", None) or pool, *args, **options)
 
 
-def _weight_branch(pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+def _weight_branch(_: object, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
     options = dict(kwargs)
     return _prepare_weight(options.pop("pool", None) or pool, *args, **options)
 
 
 # In a fork the output is allocated before the branch starts, as for any graph function.
-conv2d_input_grad.__handlepool_prepare__ = _input_branch  # type: ignore[attr-defined]
-conv2d_weight_grad.__handlepool_prepare__ = _weight_branch  # type: ignore[attr-defined]
+launchers[conv2d_input_grad] = None, _input_branch
+launchers[conv2d_weight_grad] = None, _weight_branch
 
 
 def _build_input(g: Any, dy: Any, w: Any, *, shape: Shape, groups: int, **pairs: Pair) -> Any:

@@ -7,7 +7,18 @@ from typing import Any
 
 from handlepool.arrays import Adapted, adapt, layout_of
 from handlepool.building import build
-from handlepool.calls import MISSED, AnyCall, GraphCall, check_arrays, check_hashable, hit, marks_of, new_outputs, shortcut
+from handlepool.calls import (
+    MISSED,
+    AnyCall,
+    GraphCall,
+    check_arrays,
+    check_hashable,
+    hit,
+    launchers,
+    marks_of,
+    new_outputs,
+    shortcut,
+)
 from handlepool.comparison import compare
 from handlepool.condition import diagnose
 from handlepool.defaults import check_pool, current_pool
@@ -47,7 +58,8 @@ class GraphFunction(partial[Any]):
     Notes
     -----
     It is called with arrays, one for each tensor parameter, or for each of ``inputs=``, in that order. Of the keywords, ``out``
-    is an array, or a tuple of arrays, where the outputs go, all of them; their strides decide how they lie. The others are the
+    is an array, or a tuple of arrays, where the outputs go, all of them; their strides decide how they lie. They share no memory
+    with each other nor with an input; but the one output of pointwise nodes alone may be an input, exactly. The others are the
     function's own: static, hashable, a part of what a plan is compiled for. It launches on the current stream and returns
     ``out``, or new arrays, ready on that stream.
 
@@ -153,13 +165,13 @@ class GraphFunction(partial[Any]):
         arrays.update(zip([key for key, place in zip(plan.keys, places[inputs:], strict=True) if place < 0], made, strict=True))
         return arrays
 
-    def __handlepool_prepare__(self, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+    def _prepare_branch(self, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
         """What a fork calls before it starts the branch."""
         options = dict(kwargs)
         out = options.pop("out", None)
         return self.prepare(pool, args, out, options, marks=marks_of(options))
 
-    def __handlepool_hit__(self, pool: HandlePool, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _hit_branch(self, pool: HandlePool, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a fork tries before that: see `hit`."""
         options = kwargs
         out = None
@@ -367,6 +379,9 @@ class GraphFunction(partial[Any]):
         """Forget the plans of this function and of its variants by `options`; those in use live on with their users."""
         root = self._root
         current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "_root", None) is root)
+
+
+launchers[GraphFunction] = GraphFunction._hit_branch, GraphFunction._prepare_branch
 
 
 def _name(function: Callable[..., Any], settings: Settings) -> str:

@@ -5,11 +5,12 @@ Both drivers apply them before they compile. Three reasons stand behind rules of
 only strides that were *assigned*, so an output without them comes back channels-last whatever the input's layout was.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from handlepool.errors import ArgumentError, GraphNotSupportedError
-from handlepool.shapes import RULES, Shape, title
+from handlepool.shapes import MOST_AXES, MOST_ELEMENTS, RULES, Shape, title
 
 
 def axis_order(shape: Sequence[int], strides: Sequence[int]) -> Shape:
@@ -132,10 +133,10 @@ def _input_shape(node: Any, port: str, tensor: Any) -> Shape:
     shape = tuple(tensor.dim)
     if tensor.is_virtual:
         raise ArgumentError(f"{title(node)}: its {port} {tensor.name!r} is virtual, but no node before it makes it")
-    if not shape or min(shape) < 1 or len(tensor.stride) != len(shape):
+    if not 1 <= len(shape) <= MOST_AXES or min(shape) < 1 or len(tensor.stride) != len(shape):
         raise ArgumentError(
             f"{title(node)}: its {port} {tensor.name!r} has shape {shape} and strides {tuple(tensor.stride)}; "
-            "give at least one axis, a stride for each, and no empty axis"
+            f"give 1 to {MOST_AXES} axes, a stride for each, and no empty axis"
         )
     return shape
 
@@ -160,6 +161,11 @@ def _output_shape(node: Any, port: str, tensor: Any, shapes: dict[int, Shape]) -
     if tensor.stride_assigned and len(tensor.stride) != len(shape):
         raise ArgumentError(
             f"{title(node)}: its output {port} of shape {shape} was given strides {tuple(tensor.stride)}; one per axis"
+        )
+    if (elements := math.prod(shape)) > MOST_ELEMENTS:
+        raise ArgumentError(
+            f"{title(node)}: its output {port} of shape {shape} has {elements:,} elements, and cuDNN's tensors have at most "
+            f"{MOST_ELEMENTS:,}; compute it in parts"
         )
     return shape
 

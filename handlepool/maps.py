@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import get_ident
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from handlepool.calls import MISSED
+from handlepool.calls import MISSED, NO_LAUNCHER, launchers
 from handlepool.slots import Slot, own
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[An
     """
     pool = fork._pool
     bare, fixed, keywords = (function.func, function.args, function.keywords) if type(function) is partial else (function, (), {})
-    hit = getattr(bare, "__handlepool_hit__", None)
+    kind = type(bare)
+    hit, _ = launchers.get(bare if kind is FunctionType else kind, NO_LAUNCHER)
     if hit is None or (keywords and any(hasattr(value, "shape") for value in keywords.values())):
         return None  # a shortcut does not add the arrays of a partial's keywords
     if fork._thread != get_ident() or pool.unusable or fork._inherited:
@@ -78,7 +80,7 @@ def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[An
 
     first, *others = calls
     arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, keywords)
-    results = [hit(pool, start, fixed + arrays, options)]
+    results = [hit(bare, pool, start, fixed + arrays, options)]
     if results[0] is MISSED:
         return None
     for call, made in zip(others, fresh, strict=True):

@@ -33,7 +33,8 @@ class Plan:
     single : bool
         Whether the function gave one tensor, not a tuple of them.
     in_place : bool
-        Whether an output may be an input: each element of it depends on the inputs' at the same place alone.
+        Whether the output may be an input: it is the only one, so that nothing is read once it is written, and each element of it
+        depends on the inputs' at the same place alone.
     keys : tuple of str or int
         What `GraphFunction.run` calls the outputs.
     places : tuple of int
@@ -72,8 +73,8 @@ class Plan:
     def check_apart(self, addresses: Sequence[int]) -> None:
         """Raise where an output lies over an input or another output.
 
-        Elements are written before all that need the input have read it. Where each depends on those at its place alone, an
-        output may be an input, exactly.
+        Elements are written before all that need the input have read it. Where there is one output, and each element depends on
+        those at its place alone, it may be an input, exactly.
 
         Parameters
         ----------

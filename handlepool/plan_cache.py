@@ -27,6 +27,15 @@ class _Build:
         self.start = time.perf_counter_ns()
 
 
+def _retold(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    """A copy of another thread's error and of its cause, without the tracebacks, whose frames keep all that its callers have."""
+    told = type(error).__new__(type(error), *error.args)  # without its constructor, which may take other arguments
+    told.__dict__.update(error.__dict__)
+    if cause is not None:
+        told.__cause__ = _retold(cause)
+    return told
+
+
 class Entry:
     """A plan in the cache.
 
@@ -51,7 +60,7 @@ class PlanCache:
     """Plans by key, least recently used out first.
 
     A build runs without the cache's lock, since it calls the user's function; the threads that ask for the same key meanwhile
-    wait for it and get its plan, or its error. A failed build leaves nothing behind, so a later call tries again.
+    wait for it and get its plan, or each an error like its own. A failed build leaves nothing behind: a later call tries again.
 
     Parameters
     ----------
@@ -110,7 +119,7 @@ class PlanCache:
         Raises
         ------
         Exception
-            What the build raised, in every thread that waited for it.
+            What the build raised. In a thread that waited for it an error of its own, with the builder's as its cause.
         """
         mine = _Build()
         try:
@@ -137,7 +146,7 @@ class PlanCache:
                 if running.plan is not None:
                     return running.plan
                 if running.error is not None:
-                    raise running.error
+                    raise _retold(running.error) from _retold(running.error, running.error.__cause__)
                 # The builder was interrupted: that was meant for its thread alone, so another one builds.
             mine.start = time.perf_counter_ns()
             plan = mine.plan = build()

@@ -81,7 +81,7 @@ class HandlePool:
         check: bool | None = None,
     ) -> None:
         self.is_default = False  # known to be
-        made = hasattr(driver, "current_device") and not isinstance(driver, type)
+        made = hasattr(type(driver), "current_device")
         if not (driver is None or isinstance(driver, str) or made):
             raise ArgumentError(f"HandlePool(driver={driver!r}): pass 'cuda', 'host', a driver object, or None")
         self._choice = driver
@@ -312,6 +312,10 @@ class HandlePool:
     def _close_device(self, device: DeviceSlots) -> None:
         with self.on_device(device.device):
             device.close()
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: two would own the same handles."""
+        raise TypeError("a HandlePool owns handles, streams and memory and cannot be copied or pickled; make another one")
 
     def __enter__(self) -> "HandlePool":
         return self

@@ -59,7 +59,8 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
         pool = owner.pool if isinstance(owner, ParallelStates) else current_pool()
     check_pool("record", pool)
     pool._check_usable()
-    name = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or type(function).__name__)
+    names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None)]
+    name = next((name for name in names if isinstance(name, str)), type(function).__name__)
     home = _check(pool, name, function, args, kwargs)
     driver = pool.driver
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)

@@ -28,7 +28,7 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {
 
 def is_tensor(value: object) -> bool:
     """Whether this is a graph tensor."""
-    return hasattr(value, "get_uid")
+    return hasattr(type(value), "get_uid")
 
 
 def made_by_nodes(graph: Any) -> dict[int, Any]:

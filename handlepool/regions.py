@@ -70,9 +70,8 @@ class Region:
             function = function.func
         if isinstance(function, types.MethodType):
             function = function.__func__
-        closure = getattr(function, "__closure__", None)
-        if closure:
-            self.keep([*map(content, closure)])
+        if isinstance(function, types.FunctionType) and function.__closure__:
+            self.keep([*map(content, function.__closure__)])
 
     def enter(self, fork: Any) -> None:
         """Know an inner fork, to its join."""

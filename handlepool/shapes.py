@@ -4,6 +4,7 @@ One rule a kind of node. A rule gets the node and the shapes of its inputs by po
 no call could succeed with, naming the node, the shapes and the remedy.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,12 @@ from handlepool.errors import ArgumentError
 from handlepool.integers import as_integer
 
 Shape = tuple[int, ...]
+MOST_AXES = 8
+"""Of a tensor: CUDNN_DIM_MAX in cuDNN's documentation."""
+MOST_ELEMENTS = 2**31 - 1
+"""Of a tensor, gaps between its elements and padding around it included: what 32 bits count. cuDNN's documentation limits a
+tensor with its gaps to two giga-elements (cudnnSetTensorNdDescriptor). From cuDNN 9.3 on some engines take more, and not all of
+these are right (PyTorch's issue #152816)."""
 
 
 def title(node: Any) -> str:
@@ -58,10 +65,11 @@ class Convolution:
                 raise ArgumentError(
                     f"{what}: {name}={value!r} is no list of integers; give {rank - 2}, one per spatial axis"
                 ) from None
-            if len(result) != rank - 2 or min(result) < default:  # the defaults are the least legal values, too
+            # The defaults are the least legal values, too.
+            if len(result) != rank - 2 or min(result) < default or max(result) > MOST_ELEMENTS:
                 raise ArgumentError(
                     f"{what}: {name}={list(result)} does not fit tensors of {rank} axes; "
-                    f"give {rank - 2} integers, each at least {default}"
+                    f"give {rank - 2} integers, each at least {default} and at most {MOST_ELEMENTS}"
                 )
             return result
 
@@ -207,6 +215,12 @@ def _convolved(node: Any, image: Shape, weight: Shape) -> Shape:
             f"filters; give a multiple of {groups} filters, or filters of {image[1]} channels"
         )
     geometry = Convolution.of(node, len(image))
+    padded = [sum(sides) for sides in zip(image[2:], geometry.before, geometry.after, strict=True)]
+    if (elements := math.prod((*image[:2], *padded))) > MOST_ELEMENTS:
+        raise ArgumentError(
+            f"{what}: the image has {elements:,} elements with a padding of {geometry.before} before and {geometry.after} after, "
+            f"and cuDNN's tensors have at most {MOST_ELEMENTS:,}; pad less, or split the image"
+        )
     spatial = geometry.forward(image[2:], weight[2:])
     if min(spatial) < 1:
         raise ArgumentError(

@@ -102,7 +102,7 @@ class StreamWatch(weakref.ref[Any]):
 
 
 class Slot:
-    """One handle and its scratch, bound to one stream; in `ParallelStates.with_state`, the state.
+    """One handle and its scratch, bound to one stream.
 
     Attributes
     ----------
@@ -173,6 +173,10 @@ class Slot:
         """Belong to nobody; no hit succeeds any more. Calls nothing, so a destructor may call it."""
         self.bound = _ENDED
         self.owner = None
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: two would own one handle."""
+        raise TypeError("a slot owns a handle and scratch and cannot be copied or pickled; ask the pool for the slot of a stream")
 
     def __repr__(self) -> str:
         return f"<Slot device={self.device} stream={self.pointer:#x} scratch={self.scratch_bytes:,} bytes>"

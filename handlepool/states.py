@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from handlepool.defaults import check_pool, default_pool
-from handlepool.errors import ArgumentError, StateBusyError, StateIndexError
+from handlepool.errors import ArgumentError, OwnershipError, StateBusyError, StateIndexError
 from handlepool.forks import Fork
 from handlepool.integers import as_integer
 from handlepool.pool import HandlePool
 from handlepool.regions import thread
 from handlepool.sides import MOST_SIDE_SLOTS
+from handlepool.slots import Slot
 
 __all__ = ["Fork", "ParallelStates"]
 
@@ -100,10 +101,12 @@ class ParallelStates:
         index : int
             0 to ``count - 1``.
         function : callable
-            Gets the state first: it has ``handle``, ``stream``, ``device`` and ``workspace(nbytes)``.
+            Gets the state first: it has ``handle``, ``stream``, ``device`` and ``workspace(nbytes)``, until the function returns.
 
         Raises
         ------
+        OwnershipError
+            By a state that was kept and is used after its call.
         StateIndexError
             For an index out of range.
         StateBusyError
@@ -141,8 +144,61 @@ class ParallelStates:
     def _joined_at_once(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         with Fork(self.pool, 1) as fork:
             fork._own_region().keep_call(function, args, kwargs)
-            return fork.run(_with_slot, self.pool, function, args, kwargs)
+            return fork.run(_with_state, self.pool, function, args, kwargs)
 
 
-def _with_slot(pool: HandlePool, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    return function(pool.slot(), *args, **kwargs)
+def _with_state(pool: HandlePool, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    state = State(pool.slot())
+    try:
+        return function(state, *args, **kwargs)
+    finally:
+        state._end()
+
+
+class State:
+    """What `ParallelStates.with_state` gives to its function, for as long as that runs.
+
+    Its slot is another branch's afterwards, so that who kept the state is refused (guarantee 5).
+
+    Attributes
+    ----------
+    handle : cudnn.Handle
+        Bound to the stream.
+    stream, pointer
+        The stream object, and its ``cudaStream_t``.
+    device : int
+        Ordinal.
+    """
+
+    __slots__ = ("_slot",)
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot: Slot | None = slot
+
+    def _end(self) -> None:
+        self._slot = None
+
+    def _mine(self) -> Slot:
+        slot = self._slot
+        if slot is None:
+            raise OwnershipError(
+                "the call that this state was for has ended, and its handle, stream and scratch may be another branch's by now: "
+                "use a state inside its call alone"
+            )
+        return slot
+
+    handle = property(lambda self: self._mine().handle)
+    stream = property(lambda self: self._mine().stream)
+    pointer = property(lambda self: self._mine().pointer)
+    device = property(lambda self: self._mine().device)
+
+    def workspace(self, nbytes: int) -> Any:
+        """Scratch memory on the state's stream, the caller's until the next call; see `HandlePool.get_workspace`."""
+        return self._mine().workspace(nbytes)
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: the copy would not end with the call."""
+        raise TypeError("a state is its call's alone and cannot be copied or pickled; ask for another with with_state()")
+
+    def __repr__(self) -> str:
+        return f"<State {'whose call has ended' if self._slot is None else f'of {self._slot!r}'}>"

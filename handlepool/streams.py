@@ -14,6 +14,7 @@ from typing import Any
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver
 from handlepool.errors import DeviceMismatchError, StreamError
 from handlepool.integers import as_integer
+from handlepool.protocols import has
 
 _DEFAULTS = (LEGACY_STREAM, PER_THREAD_STREAM)
 
@@ -96,7 +97,7 @@ def _check_device(stream: object, found: int, current: int) -> None:
 
 
 def _pointer(stream: Any) -> int:
-    protocol = None if type(stream) is int else getattr(stream, "__cuda_stream__", None)
+    protocol = stream.__cuda_stream__ if type(stream) is not int and has(stream, "__cuda_stream__") else None
     if protocol is None:
         try:
             pointer = as_integer(stream)

@@ -9,6 +9,7 @@ import pytest
 
 import handlepool
 from handlepool import CaptureError, ContractError, HandlePool, OwnershipError, ParallelStateExecutor, ParallelStates
+from handlepool.calls import launchers
 from handlepool.checks import CheckedSlot
 from handlepool.drivers.host import HostDriver
 from handlepool.slots import Slot
@@ -53,7 +54,7 @@ def test_a_handle_of_a_branch_is_refused_after_the_join(pool):
 
 def test_a_state_is_refused_outside_of_its_call(pool, in_thread):
     states = ParallelStates(2, pool=pool)
-    kept = states.with_state(0, lambda state: state)
+    kept = states.with_state(0, lambda state: pool.slot())
     for use in (lambda: kept.workspace(10), lambda: kept.reserve(10), lambda: pool.driver.use_handle(kept.handle, int)):
         with pytest.raises(OwnershipError, match="has ended"):
             use()
@@ -64,7 +65,8 @@ def test_a_state_is_refused_outside_of_its_call(pool, in_thread):
 def test_a_launch_with_a_slot_of_another_thread_is_refused(pool, in_thread):
     slot = pool.slot()
     x, w, y = np.ones((1, 8, 8, 8), np.float32), np.ones((8, 8, 3, 3), np.float32), np.empty((1, 8, 6, 6), np.float32)
-    call = handlepool.conv2d.__handlepool_prepare__(pool, (x, w), {"out": y})
+    _, prepare = launchers[handlepool.conv2d]
+    call = prepare(handlepool.conv2d, pool, (x, w), {"out": y})
     with pytest.raises(OwnershipError):
         in_thread(call.launch, slot)
     call.launch(slot)

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from handlepool.plan_cache import PlanCache
 
 
 class BuildError(Exception):
-    pass
+    def __init__(self, number):
+        super().__init__(f"no plan: {number}")
+        self.number = number
 
 
 @pytest.fixture
@@ -59,16 +62,26 @@ def test_a_thread_that_comes_during_a_build_waits_for_its_plan():
     assert {id(thread.finish()) for thread in [first, *others]} == {id(plan)}
 
 
-def test_one_error_is_delivered_to_all_that_wait_and_the_next_call_builds():
-    cache, inside, go_on, error, builds = PlanCache(), threading.Event(), threading.Event(), BuildError("no"), []
+class Held:
+    """Stands for an array in a thread's frame."""
+
+
+def fail_together(cache, fail):
+    """The errors of eight threads that wait for one build which fails, the builder's first, and what each of them held."""
+    inside, go_on, builds, held = threading.Event(), threading.Event(), [], []
 
     def build():
         builds.append(threading.get_ident())
         inside.set()
         assert go_on.wait(TIMEOUT)
-        raise error
+        fail()
 
-    first = Thread(cache.get_or_build, 0, "key", build)
+    def ask():
+        mine = Held()
+        held.append(weakref.ref(mine))
+        return cache.get_or_build(0, "key", build)
+
+    first = Thread(ask)
     assert inside.wait(TIMEOUT)
     running = cache._builds[0, "key"]
     asked, seen = threading.Semaphore(0), set()
@@ -81,16 +94,51 @@ def test_one_error_is_delivered_to_all_that_wait_and_the_next_call_builds():
         return wait(timeout)
 
     running.done.wait = waiting
-    others = [Thread(cache.get_or_build, 0, "key", build) for _ in range(7)]
-    for _ in others:
+    threads = [first]
+    for _ in range(7):
+        threads.append(Thread(ask))
         assert asked.acquire(timeout=TIMEOUT)
     go_on.set()
-    for thread in [first, *others]:
-        with pytest.raises(BuildError) as raised:
-            thread.finish()
-        assert raised.value is error
+    for thread in threads:
+        thread.join(TIMEOUT)
     assert len(builds) == 1
+    return [thread._error for thread in threads], held
+
+
+def refuse():
+    try:
+        raise KeyError("why")
+    except KeyError as cause:
+        raise BuildError(3) from cause
+
+
+def test_each_thread_that_waits_gets_an_error_of_its_own_and_the_next_call_builds():
+    cache = PlanCache()
+    (first, *others), _ = fail_together(cache, refuse)
+    assert len({id(error) for error in (first, *others)}) == 8
+    for error in others:
+        assert [type(link) for link in causes(error)] == [BuildError, BuildError, KeyError]
+        assert str(error) == str(error.__cause__) == str(first) == "no plan: 3"
+        assert error.number == 3
+        assert error.__cause__.__traceback__ is None
+    assert [type(link) for link in causes(first)] == [BuildError, KeyError]
     assert cache.get_or_build(0, "key", lambda: "plan") == "plan"
+
+
+def causes(error):
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7])
+def test_who_keeps_the_error_of_a_build_keeps_no_other_threads_frames(kept):
+    errors, held = fail_together(PlanCache(), refuse)
+    error = errors.pop(kept)
+    errors.clear()
+    gc.collect()
+    assert [place for place, mine in enumerate(held) if mine() is not None] == [kept]
+    assert isinstance(error, BuildError)
 
 
 def test_a_build_that_was_interrupted_is_done_by_another_that_waited():
@@ -260,7 +308,7 @@ def test_eight_threads_that_ask_for_what_cannot_be_built_are_told_the_same(scene
     @handlepool.graph
     def wrong(g, x):
         builds.append(threading.get_ident())
-        raise BuildError("wrong by itself")
+        raise BuildError(5)
 
     def work():
         with scene.driver.create_stream():
@@ -269,9 +317,9 @@ def test_eight_threads_that_ask_for_what_cannot_be_built_are_told_the_same(scene
             scene.states.map(wrong, [x])
 
     for thread in [Thread(work) for _ in range(8)]:
-        with pytest.raises(ArgumentError, match="wrong raised BuildError: wrong by itself") as raised:
+        with pytest.raises(ArgumentError, match="wrong raised BuildError: no plan: 5") as raised:
             thread.finish()
-        assert isinstance(raised.value.__cause__, BuildError)
+        assert isinstance([*causes(raised.value)][-1], BuildError)
     assert 1 <= len(builds) <= 8
     assert scene.read(scene.states.map(double, [scene.array(1)])[0]) == 2
 

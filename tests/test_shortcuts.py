@@ -336,6 +336,26 @@ def test_an_output_may_be_an_input_where_each_element_is_on_its_own(world, place
     assert again(world, plus, *arrays, out=arrays[place]).addresses == addresses(*arrays, arrays[place])
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_output_of_several_may_not_be_an_input(world, place):
+    arrays, a, b = [world.array(), world.array()], world.array(), world.array()
+    known(world, both, *arrays, out=(a, b))
+    before = len(world.driver.launches)
+    for out in ((arrays[place], b), (a, arrays[place])):
+        with pytest.raises(ArgumentError, match=f"shares memory with argument {place}"):
+            both(*arrays, out=out)
+    assert len(world.driver.launches) == before
+
+
+def test_an_output_may_not_be_an_input_transposed(world):
+    x = world.array(8, 8)
+    known(world, double, x, out=world.array(8, 8).T)
+    before = len(world.driver.launches)
+    with pytest.raises(ArgumentError, match="shares memory with argument 0"):
+        double(x, out=x.T)
+    assert len(world.driver.launches) == before
+
+
 def test_an_output_that_only_touches_an_input_is_launched(world):
     x, y = world.array(address=1 << 29), world.array()
     known(world, plus, x, y, out=world.array())

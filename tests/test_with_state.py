@@ -1,12 +1,15 @@
 """`with_state`, the one place with a lock (guarantee 15), and `with_cudnn_state`."""
 
+import copy
+import pickle
 import threading
+from contextlib import ExitStack
 
 import pytest
 from scenes import TIMEOUT, Scene, Thread
 
 import handlepool
-from handlepool import ParallelStates, StateBusyError, StateIndexError, regions
+from handlepool import OwnershipError, ParallelStates, StateBusyError, StateIndexError, regions
 
 
 class BranchError(Exception):
@@ -23,6 +26,52 @@ def with_state_in_a_branch(scene):
     with scene.states.fork() as fork:
         fork.run(branch)
     return scene.read(y)
+
+
+# The state
+
+
+USES = {
+    "handle": lambda state: state.handle,
+    "stream": lambda state: state.stream,
+    "pointer": lambda state: state.pointer,
+    "device": lambda state: state.device,
+    "workspace": lambda state: state.workspace(100),
+    "workspace of nothing": lambda state: state.workspace(0),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("taken", [0, 32], ids=["on a side stream", "inline"])
+def test_g5_a_state_that_was_kept_hands_out_nothing_of_another_branch(use, taken):
+    with Scene() as scene, ExitStack() as stack:
+        for _ in range(taken):
+            stack.enter_context(fork := scene.states.fork())
+            fork.run(lambda: None)
+        kept = []
+        assert scene.states.with_state(1, lambda state: kept.append(state) or use(state)) is not None
+        with pytest.raises(BranchError):
+            scene.states.with_state(1, fail_with, kept)
+        later = scene.states.with_state(1, lambda state: (use(state) for _ in range(1)))
+        for late in (lambda: use(kept[0]), lambda: use(kept[1]), lambda: next(later)):
+            with pytest.raises(OwnershipError, match="the call that this state was for has ended"):
+                late()
+        with scene.states.fork() as fork:
+            for late in (use, use):
+                with pytest.raises(OwnershipError):
+                    fork.run(late, kept[0])
+        assert "has ended" in repr(kept[0])
+
+
+def fail_with(state, kept):
+    kept.append(state)
+    raise BranchError
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_g5_a_state_is_not_copied(way):
+    with Scene() as scene, pytest.raises(TypeError, match="cannot be copied or pickled"):
+        scene.states.with_state(0, way)
 
 
 # with_state: one lock for each index
