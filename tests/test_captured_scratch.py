@@ -1,6 +1,7 @@
 """Guarantee 9 and the accounts: scratch that captures were given, and `trim(captured=True)`."""
 
 import pytest
+from accounts import Accounts
 
 from handlepool import ContractError, ParallelStates
 from handlepool.workspace import DeviceScratch
@@ -29,6 +30,16 @@ def test_g9_a_capture_keeps_its_scratch_and_trim_leaves_it_alone(make_pool):
     pool.get_workspace(256, stream)
     pool.trim()
     assert captured(pool) == (1, 1536, 1792)
+
+
+def test_g9_scratch_that_grows_beside_a_global_capture_of_another_stream_harms_it_not(make_pool):
+    pool = make_pool()
+    stream, other = pool.driver.create_stream(), pool.driver.create_stream()
+    pool.get_workspace(256, other)
+    stream.begin_capture("global")
+    assert pool.get_workspace(5000, other).nbytes == 5000
+    stream.end_capture()  # raises if anything spoiled it
+    assert pool.stats()["scratch_bytes"] == 256 + 5120  # the block that was replaced waits for its stream
 
 
 def test_trim_captured_gives_back_what_captures_were_given(make_pool):
@@ -99,6 +110,20 @@ def test_trim_captured_takes_the_slot_of_a_bare_pointer_as_well(make_pool):
     pool.get_workspace(512, stream.ptr)
     stream.end_capture()
     assert captured(pool) == (1 + 1, 512, 512)
+
+
+def test_g1_a_bare_pointer_whose_slot_a_trim_took_gets_another_that_is_its_threads_own(make_pool, in_thread):
+    pool = make_pool()
+    stream = pool.driver.create_stream()
+    stream.begin_capture()
+    pool.get_workspace(512, stream.ptr)
+    pool.trim(captured=True)
+    mine = pool.get_handle(stream.ptr)
+    theirs, live = in_thread(lambda: (pool.get_handle(stream.ptr), pool.stats()["handles_live"]))
+    assert theirs is not mine
+    assert live == 2
+    Accounts(pool).check()
+    stream.end_capture()
 
 
 def test_trim_captured_after_the_stream_and_the_thread_have_gone(make_pool, in_thread):

@@ -224,6 +224,18 @@ def test_every_event_is_destroyed_in_the_end(scene):
     assert scene.driver.calls["create_event"] == scene.driver.calls["destroy_event"]
 
 
+def test_no_event_of_a_task_that_was_cancelled_stays(scene):
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        go_on = busy(executor)
+        futures = [executor.submit(pytest.fail, "it ran") for _ in range(250)]
+        assert all(future.cancel() for future in futures)
+        go_on.set()
+    del executor, futures
+    regions.settle(most=1000)
+    scene.pool.close()
+    assert scene.driver.alive()["events"] == 0
+
+
 def test_g10_dropping_an_executor_makes_no_driver_call(scene):
     executor = ParallelStateExecutor(1, pool=scene.pool)
     latches = []

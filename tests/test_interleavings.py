@@ -218,6 +218,28 @@ def test_g5_a_close_that_takes_the_block_which_a_growth_would_retire_frees_it_on
     assert driver.alive()["scratch_bytes"] == 0
 
 
+@pytest.mark.parametrize("before", ["nothing", "an idle slot"])
+def test_a_close_while_a_handle_is_bound_refuses_the_call_and_leaves_no_handle(before):
+    class Closing(HostDriver):
+        armed = False
+
+        def bind_handle(self, handle, pointer):
+            super().bind_handle(handle, pointer)
+            if self.armed:
+                self.armed = False
+                Thread(pool.close).finish()
+
+    driver = Closing()
+    pool = HandlePool(driver=driver)
+    if before == "an idle slot":
+        Thread(pool.get_workspace, 300).finish()
+    driver.armed = True
+    with pytest.raises(PoolClosedError):
+        pool.get_handle()
+    assert not driver.armed
+    assert driver.alive() == {"handles": 0, "events": 0, "streams": 0, "scratch_bytes": 0}
+
+
 class Worker:
     """A thread that does one thing after another, so that a program can be biased towards it."""
 

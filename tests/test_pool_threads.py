@@ -342,6 +342,21 @@ def test_g11_many_short_streams_of_one_thread_leave_nothing_behind(make_pool):
     assert sum(isinstance(thing, Slot) and thing.pool is pool for thing in gc.get_objects()) < 50
 
 
+def test_g11_streams_that_went_leave_nothing_with_their_thread_where_none_is_at_an_old_ones_place(make_pool):
+    """A thread's slots are known by their streams' places in Python's memory, which a next stream takes as a rule."""
+    pool = make_pool()
+    places, others = set(), []
+    for _ in range(300):
+        stream = pool.driver.create_stream()
+        pool.get_handle(stream)
+        places.add(id(stream))
+        del stream
+        others.append(pool.driver.wrap_stream(0x7000, None))  # an object of the same kind, to take its place
+    assert len(places) > 250
+    gc.collect()
+    assert sum(isinstance(thing, Slot) and thing.pool is pool for thing in gc.get_objects()) < 50
+
+
 def test_g11_many_short_threads_cost_one_handle(make_pool, in_thread):
     pool = make_pool()
     for _ in range(200):

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -133,6 +134,29 @@ def test_control_where_it_is_not_kept_replays_read_what_came_there(make_driver, 
     with Scene(make_driver(scheduler="adversarial")) as scene:
         results, _ = forgotten(scene, closure, record)
         assert 41 not in results
+
+
+@handlepool.graph
+def plus(g, x, y):
+    return g.add(x, y)
+
+
+@pytest.mark.parametrize("branch", ["python", "graph"])
+def test_what_a_branch_was_given_is_kept_though_the_attribute_that_had_it_is_cleared(make_driver, branch):
+    with Scene(make_driver(scheduler="adversarial")) as scene:
+        holder = SimpleNamespace(y=scene.array(40))
+        add = plus if branch == "graph" else lambda x, y: scene.put(scene.array(), np.add, x, y)
+
+        def body(x):
+            with scene.states.fork() as fork:
+                return fork.run(add, x, holder.y)
+
+        with handlepool.record(body, scene.array(1), pool=scene.pool) as program:
+            holder.y = None
+            others = [scene.array(9) for _ in range(8)]
+            program.replay()
+            assert scene.read(program.outputs) == 41
+            del others
 
 
 def test_temporaries_of_branches_are_not_kept_and_their_memory_serves_those_that_follow(make_driver):

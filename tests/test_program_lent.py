@@ -170,6 +170,39 @@ def test_a_fork_in_a_cycle_with_its_stream_gives_its_states_back(make_driver):
         assert scene.states.map(lambda value: scene.read(scene.array(value)), range(4)) == [0, 1, 2, 3]
 
 
+@handlepool.graph
+def double(g, x):
+    return g.add(x, x)
+
+
+def test_g11_threads_that_end_in_forks_which_the_collector_takes_with_their_streams_give_their_states_back(make_driver):
+    """Branches that launch one known plan lend no stream to Python, so that nothing but the fork has the caller's stream."""
+    with Scene(make_driver(scheduler="adversarial")) as scene:
+        x = scene.array(1)
+        scene.states.map(double, [x, x])
+        scene.stream.synchronize()
+
+        def work():
+            stream = scene.driver.create_stream()
+            with stream:
+                fork = scene.states.fork()
+                fork.__enter__()
+                fork.run(double, x)
+            Model(stream=stream, fork=fork)
+
+        gc.disable()  # or some of them might go before all have ended
+        try:
+            for _ in range(3):
+                Thread(work).finish()
+            assert scene.pool.stats()["handles_leased"] == 3
+        finally:
+            gc.enable()
+        gc.collect()
+        settle(most=1000)
+        assert scene.pool.stats()["handles_leased"] == 0
+        assert scene.states.map(lambda value: scene.read(scene.array(value)), range(4)) == [0, 1, 2, 3]
+
+
 def test_a_dropped_program_goes_once_its_replay_has_passed_however_busy_its_stream_is(make_driver):
     with Scene(make_driver(scheduler="adversarial")) as scene:
         for use in (lambda program: program.replay(), lambda program: in_a_branch(scene, program.replay)):

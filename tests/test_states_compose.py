@@ -218,6 +218,34 @@ def test_g8_control_memory_of_the_outer_regions_is_handed_on_while_that_stream_u
     assert values - {(5,) * 6}
 
 
+def on_another_devices_null_stream(scene):
+    """In a branch over a null stream, forks over that of another device, whose pointer is 0 as well.
+
+    While a branch of the second one runs, another thread gives that null stream work that reads what the first one made, and
+    frees it.
+    """
+    made, results = [], []
+
+    def reads_and_frees():
+        with scene.driver.device(1):
+            results.append(scene.plus(made.pop(), 10))
+
+    def branch():
+        with scene.driver.device(1):
+            with scene.states.fork() as fork:
+                made.append(fork.run(scene.array, 1))
+            with scene.states.fork() as fork:
+                results.append(fork.run(lambda: (Thread(reads_and_frees).finish(), scene.array(100))[1]))
+            return tuple(map(scene.read, results))
+
+    with scene.driver.legacy_stream, scene.states.fork() as fork:
+        return fork.run(branch)
+
+
+def test_g8_a_fork_in_a_branch_over_the_null_stream_of_another_device_is_a_region_of_its_own():
+    assert set(over_seeds(on_another_devices_null_stream, seeds=range(20))) == {(11, 100)}
+
+
 NAMES = FOREIGN | {"itself": lambda driver, stream: stream}
 
 
@@ -455,4 +483,19 @@ def test_g6_a_fork_that_outlives_the_branch_it_was_entered_in_is_refused():
         with pytest.raises(OwnershipError, match="was left before it"):
             next(left_open)
         assert len(ran) == 1
+        assert scene.pool.stats()["handles_leased"] == 0
+
+
+def test_g6_a_fork_that_was_entered_in_a_branch_and_is_left_after_the_outer_one_says_so():
+    with Scene() as scene:
+        inner = scene.states.fork()
+
+        def branch():
+            inner.__enter__()
+            inner.run(scene.array, 1)
+
+        with scene.states.fork() as outer:
+            outer.run(branch)
+        with pytest.raises(OwnershipError, match="was left before it"):
+            inner.__exit__(None, None, None)
         assert scene.pool.stats()["handles_leased"] == 0

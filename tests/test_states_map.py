@@ -279,6 +279,14 @@ def test_branches_that_do_not_start_together_have_an_edge_each(scene, region):
     assert events(scene, run) == (16 + 4, 16 + 4)
 
 
+def test_a_map_over_more_items_than_states_leases_no_more_than_the_states_though_others_are_free(scene):
+    warm(scene)
+    scene.pool.prewarm(states=8)
+    with ParallelStates(3, pool=scene.pool).fork() as fork:
+        fork.map(double, arrays(scene, range(16)))
+        assert leased(scene) == 3
+
+
 # Order
 
 
@@ -474,6 +482,26 @@ def test_g3_a_map_inside_another_device_in_the_forks_body_is_on_the_forks_own(mo
             ys += fork.map(double, xs)
         assert {driver.array_device(y) for y in ys} == {0}
         assert read(scene, ys) == [0, 2, 4, 6, 8, 10] * 2
+
+
+def blocks_that_another_stream_still_reads(scene):
+    """A map inside ``with other:``, where blocks were freed that work on ``other`` reads which has not run yet."""
+    warm(scene)
+    xs = arrays(scene, range(6))
+    scene.states.map(double, xs)
+    other = scene.driver.create_stream()
+    with scene.states.fork() as fork, other:
+        copies = arrays(scene, [None] * 6)
+        for value, copy in enumerate(copies):
+            scene.put(copy, lambda freed: freed + 1, scene.array(10 * value))
+        ys = fork.map(double, xs)
+    with other:
+        found = read(scene, copies)
+    return *found, *read(scene, ys)
+
+
+def test_g8_the_outputs_of_a_map_inside_another_stream_take_no_block_that_this_still_reads():
+    assert set(over_seeds(blocks_that_another_stream_still_reads)) == {(1, 11, 21, 31, 41, 51, 0, 2, 4, 6, 8, 10)}
 
 
 def test_a_map_whose_builder_runs_a_branch_of_the_same_fork_launches_its_own_graph(scene):

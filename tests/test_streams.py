@@ -95,8 +95,11 @@ def test_g4_control_a_cache_keyed_by_pointer_is_caught(make_driver):
         ran(driver, get_handle(new), new)
 
 
-def scratch_across_recycling(driver, get_workspace):
-    """Two streams, the second at the first one's address, each write and later read their scratch; what they read."""
+def scratch_across_recycling(driver, get_workspace, first=lambda use: use()):
+    """Two streams, the second at the first one's address, each write and later read their scratch; what they read.
+
+    ``first(use)`` lets the first one be used.
+    """
     read = [driver.empty((1,), (1,), "u1") for _ in range(2)]
 
     def use(stream, i):
@@ -104,7 +107,7 @@ def scratch_across_recycling(driver, get_workspace):
         driver.enqueue(stream.ptr, lambda memory: memory.fill(i + 1), writes=[scratch])
         driver.enqueue(stream.ptr, lambda out, memory: out.fill(memory[0]), writes=[read[i]], reads=[scratch])
 
-    new = recycled(driver, lambda stream: use(stream, 0))
+    new = recycled(driver, lambda stream: first(lambda: use(stream, 0)))
     use(new, 1)
     new.synchronize()
     while not read[0].flags.owndata and read[0][0] == 0xFF:  # the destroyed stream's work is still queued
@@ -117,6 +120,23 @@ def test_g4_scratch_is_not_inherited_while_the_destroyed_stream_still_runs(make_
     for seed in SEEDS:
         pool = make_pool(scheduler="adversarial", seed=seed)
         found = scratch_across_recycling(pool.driver, lambda s, pool=pool: pool.get_workspace(64, KINDS[kind](pool.driver, s)))
+        assert found == [1, 2], seed
+
+
+@pytest.mark.parametrize("taken_in", [False, True])
+def test_g4_scratch_that_waits_for_its_next_owner_is_not_inherited_from_a_stream_that_goes_meanwhile(
+    make_pool, in_thread, taken_in
+):
+    for seed in SEEDS[:20]:
+        pool = make_pool(scheduler="adversarial", seed=seed)
+
+        def in_a_thread_that_ends(use, pool=pool):
+            in_thread(use)
+            if taken_in:  # while the stream lives, so that the scratch stays with the idle slot
+                pool.drain()
+                assert pool.stats()["scratch_bytes"] == 256
+
+        found = scratch_across_recycling(pool.driver, lambda s, pool=pool: pool.get_workspace(64, s), in_a_thread_that_ends)
         assert found == [1, 2], seed
 
 
