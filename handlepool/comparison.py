@@ -99,4 +99,4 @@ def compare(pool: HandlePool, plan: Plan, graph: Any, operands: Sequence[Any]) -
 
 
 def _where(pool: HandlePool) -> int:
-    return HOST if pool.driver.name == "host" else pool.driver.current_device()
+    return HOST if pool.driver.array_type is np.ndarray else pool.driver.current_device()

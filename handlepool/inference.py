@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from handlepool.errors import ArgumentError, GraphNotSupportedError
-from handlepool.shapes import MOST_AXES, MOST_ELEMENTS, RULES, Shape, title
+from handlepool.shapes import MERGED, MOST_AXES, MOST_ELEMENTS, RULES, Shape, title
 
 
 def axis_order(shape: Sequence[int], strides: Sequence[int]) -> Shape:
@@ -133,7 +133,8 @@ def _input_shape(node: Any, port: str, tensor: Any) -> Shape:
     shape = tuple(tensor.dim)
     if tensor.is_virtual:
         raise ArgumentError(f"{title(node)}: its {port} {tensor.name!r} is virtual, but no node before it makes it")
-    if not 1 <= len(shape) <= MOST_AXES or min(shape) < 1 or len(tensor.stride) != len(shape):
+    most = MOST_AXES if node.node_type.name not in MERGED else len(shape)
+    if not 1 <= len(shape) <= most or min(shape) < 1 or len(tensor.stride) != len(shape):
         raise ArgumentError(
             f"{title(node)}: its {port} {tensor.name!r} has shape {shape} and strides {tuple(tensor.stride)}; "
             f"give 1 to {MOST_AXES} axes, a stride for each, and no empty axis"

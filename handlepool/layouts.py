@@ -49,6 +49,12 @@ class Layout:
             count *= extent
         return count
 
+    def lies_as(self, other: "Layout") -> bool:
+        """Whether another one has the same elements at the same places; strides of axes of extent 1 say nothing."""
+        steps = zip(self.shape, self.strides, other.strides, strict=True) if self.shape == other.shape else ()
+        same = (self.shape, self.dtype) == (other.shape, other.dtype)
+        return same and all(extent == 1 or a == b for extent, a, b in steps)
+
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape} with strides {self.strides} bytes"
 

@@ -68,7 +68,7 @@ class Plan:
         object.__setattr__(self, "apart", apart)
 
     def _may_be_same(self, layouts: tuple[Layout, ...], one: int, other: int) -> bool:
-        return self.in_place and other < len(self.inputs) and layouts[one] == layouts[other]
+        return self.in_place and other < len(self.inputs) and layouts[one].lies_as(layouts[other])
 
     def check_apart(self, addresses: Sequence[int]) -> None:
         """Raise where an output lies over an input or another output.
