@@ -64,7 +64,7 @@ def build(
         if index is not None:
             asked["plan_index"] = index
         with device.handles.build_lock, driver.relaxed():
-            executable = driver.compile(graph, operands, **asked)
+            executable = driver.compile(graph, operands, name=name, titles=drafted.titles(), **asked)
     except GraphNotSupportedError as error:
         raise refusal(name, graph, [*inputs, *outputs], error) from error
     return Plan(

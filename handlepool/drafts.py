@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from handlepool.declarations import declare, declare_flat, match
+from handlepool.drivers.base import operand_name
 from handlepool.errors import ArgumentError, HandlePoolError
 from handlepool.layouts import Layout
 from handlepool.recipes import Recipe, as_references
@@ -279,6 +280,17 @@ class Draft:
         """For each operand the place of its array in the request; -1 for an output that is to be allocated."""
         by_tensor = {id(tensor): place for place, tensor in enumerate(self._sources)}
         return tuple(place for place, _ in self._inputs()) + tuple(by_tensor.get(id(tensor), -1) for tensor in self.outputs)
+
+    def titles(self) -> list[str]:
+        """What messages call the operands, in order."""
+        references, inputs = self._request.references, self._inputs()
+        named = [f"argument {place} ({tensor.name})" for place, tensor in inputs]
+        titles = named + [operand_name(place, 0, len(self.outputs)) for place in range(len(self.outputs))]
+        if references is not None:
+            for operand, place in enumerate(self.places()):
+                if place >= 0:
+                    titles[operand] = f"the array for {self._shown(references[place])}"
+        return titles
 
     def _inputs(self) -> list[tuple[int, Any]]:
         return [(place, tensor) for place, tensor in enumerate(self._sources) if id(tensor) not in self._made]

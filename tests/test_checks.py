@@ -81,7 +81,9 @@ def test_a_workspace_is_refused_on_another_stream(pool):
         convolve(pool, x)
     with (
         there,
-        pytest.raises(ContractError, match=rf"argument 0 lies in the workspace of .*{here.ptr:#x}.*on stream {there.ptr:#x}"),
+        pytest.raises(
+            ContractError, match=rf"conv2d: argument 0 \(x\) lies in the workspace of .*{here.ptr:#x}.*on stream {there.ptr:#x}"
+        ),
     ):
         convolve(pool, x)
     with here, ParallelStates(1, pool=pool).fork() as fork, pytest.raises(ContractError, match="workspace"):

@@ -225,7 +225,8 @@ class Driver(Protocol):
         operands : sequence of graph tensor
             The graph's real tensors in the order in which `Executable.launch` will get the arrays: inputs, then outputs.
         **settings
-            ``workspace_limit`` (bytes or None), ``allow_tf32``, ``deterministic``, ``heuristics``.
+            ``workspace_limit`` (bytes or None), ``allow_tf32``, ``deterministic``, ``heuristics``; ``name`` and ``titles``, what
+            messages call the graph and its operands.
 
         Raises
         ------

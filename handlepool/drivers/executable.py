@@ -29,6 +29,8 @@ class CudaExecutable:
         graph: Any,
         operands: Sequence[Any],
         *,
+        name: str,
+        titles: Sequence[str],
         workspace_limit: int | None = None,
         allow_tf32: bool = True,
         deterministic: bool = False,
@@ -59,6 +61,7 @@ class CudaExecutable:
         self.graph = graph
         self._driver = driver
         self._device = driver.current_device()
+        self.name, self.titles = name, titles
         self.workspace_size = int(graph.get_workspace_size())
         self.engine = str(graph.get_plan_name_at_index(graph._plan_index))
         self.candidates = int(graph.get_execution_plan_count())
@@ -90,7 +93,7 @@ class CudaExecutable:
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """See `Executable.launch`."""
-        check_operands(self._driver, self.engine, self._device, operands)
+        check_operands(self._driver, self.name, self._device, operands, self.titles.__getitem__)
         addresses = buffer("Q", [array.data.ptr for array in operands])
         if check is not None:
             check(addresses)
