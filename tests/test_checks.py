@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 import handlepool
-from handlepool import CaptureError, ContractError, HandlePool, OwnershipError, ParallelStateExecutor, ParallelStates
+from handlepool import (
+    ArgumentError,
+    CaptureError,
+    ContractError,
+    HandlePool,
+    OwnershipError,
+    ParallelStateExecutor,
+    ParallelStates,
+)
 from handlepool.calls import launchers
 from handlepool.checks import CheckedSlot
 from handlepool.drivers.host import HostDriver
@@ -60,6 +68,12 @@ def test_a_state_is_refused_outside_of_its_call(pool, in_thread):
             use()
     with pytest.raises(OwnershipError, match="is used by thread 'Thread-"):
         states.with_state(0, lambda state: in_thread(state.workspace, 10))
+
+
+@pytest.mark.parametrize("check", [1, "off", [], np.ones(2)])
+def test_a_check_that_is_neither_on_nor_off_is_refused(check):
+    with pytest.raises(ArgumentError, match="^check=.*; it must be True or False"):
+        HandlePool(driver="host", check=check)
 
 
 def test_a_launch_with_a_slot_of_another_thread_is_refused(pool, in_thread):

@@ -13,6 +13,8 @@ from handlepool import (
     GraphNotSupportedError,
     HandlePoolError,
     conv2d,
+    conv2d_input_grad,
+    conv2d_weight_grad,
     graph,
     reference,
 )
@@ -267,6 +269,41 @@ def test_an_out_that_holds_no_array(make_pool, out, first):
         conv2d(x, w, pool=pool)
     with pytest.raises(ArgumentError, match="holds no array"):
         conv2d(x, w, out=out, pool=pool)
+
+
+# Settings
+
+
+NO_SETTING = [[], {}, set(), np.ones(2), [[1]], "off", 2.5, object]
+OPERATIONS = {
+    "conv2d": (conv2d, ("x", "w"), {}),
+    "conv2d_input_grad": (conv2d_input_grad, ("out", "w"), {"shape": GOOD["x"]}),
+    "conv2d_weight_grad": (conv2d_weight_grad, ("x", "out"), {"shape": GOOD["w"]}),
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["at first", "known"])
+@pytest.mark.parametrize("value", NO_SETTING, ids=repr)
+@pytest.mark.parametrize("name", ["workspace_limit", "allow_tf32", "deterministic"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_setting_that_is_none_is_named(scene, operation, name, value, known):
+    function, arrays, options = OPERATIONS[operation]
+    arrays = [given(scene, each) for each in arrays]
+    if known:
+        function(*arrays, **options, pool=scene.pool)
+    launched = scene.driver.calls["launch"]
+    with pytest.raises(ArgumentError, match=f"^{name}=.*; it must be"):
+        function(*arrays, **options, **{name: value}, pool=scene.pool)
+    with pytest.raises(ArgumentError, match=f"^{name}=.*; it must be"), scene.states.fork() as fork:
+        fork.run(function, *arrays, **options, **{name: value}, pool=scene.pool)
+    assert scene.driver.calls["launch"] == launched
+
+
+@pytest.mark.parametrize("value", [[], {}, np.ones(2), "sideways", 1, None], ids=repr)
+@pytest.mark.parametrize("name", ["mode", "activation"])
+def test_an_option_that_is_none_is_named(scene, name, value):
+    if name != "activation" or value is not None:
+        refused(scene, ArgumentError, f"{name}=", **{name: value})
 
 
 # Operands of a known geometry, which are looked at when they are launched
