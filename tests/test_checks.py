@@ -72,7 +72,7 @@ def test_a_state_is_refused_outside_of_its_call(pool, in_thread):
 
 @pytest.mark.parametrize("check", [1, "off", [], np.ones(2)])
 def test_a_check_that_is_neither_on_nor_off_is_refused(check):
-    with pytest.raises(ArgumentError, match="^check=.*; it must be True or False"):
+    with pytest.raises(ArgumentError, match=r"^check=.*; it must be True or False"):
         HandlePool(driver="host", check=check)
 
 
