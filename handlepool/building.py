@@ -60,8 +60,8 @@ def build(
                 outputs[place].set_stride(element_strides(f"out of {name}", array) or [1])
         layouts = tuple(_layout(tensor, scalar) for tensor in outputs)
         operands = [*inputs, *outputs]
-        count = len(inputs)
-        copies = conform(graph, operands, count, shapes, lambda place: drafted.called(place, count), recipe.copies)
+        titles = drafted.titles()
+        copies = conform(graph, operands, len(inputs), shapes, lambda place: f"{name}: {titles[place]}", recipe.copies)
         _number(operands)
         asked = {key: value for key, value in settings.items() if key in COMPILE_SETTINGS}
         if index is not None:
@@ -72,7 +72,7 @@ def build(
                 raise GraphNotSupportedError(f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}")
             asked["workspace_limit"] = limit - taken
         with device.handles.build_lock, driver.relaxed():
-            executable = driver.compile(graph, operands, copies=copies, **asked)
+            executable = driver.compile(graph, operands, copies=copies, name=name, titles=titles, **asked)
     except GraphNotSupportedError as error:
         raise refusal(name, graph, [*inputs, *outputs], error) from error
     plan = Plan(

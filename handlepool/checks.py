@@ -197,7 +197,7 @@ class CheckedDriver:
         executable: Executable = CheckedExecutable(self, self._driver.compile(graph, operands, copies=copies, **settings))
         return executable
 
-    def check_workspaces(self, name: str, handle: Handle, operands: Sequence[Any]) -> None:
+    def check_workspaces(self, executable: Executable, handle: Handle, operands: Sequence[Any]) -> None:
         """Raise for an array that lies in the workspace of another stream than the handle's."""
         slots = [slot for known in list(self._slots.values()) if (slot := known()) is not None]
         device = self._driver.current_device()
@@ -206,8 +206,9 @@ class CheckedDriver:
             for slot in slots:
                 if slot.device == device and slot.pointer != handle.stream and slot.handed_out(pointer):
                     raise ContractError(
-                        f"{name}: argument {index} lies in the workspace of {slot.who()}, and the launch is by {_this_thread()} "
-                        f"on stream {handle.stream:#x}: a workspace is for its own stream alone; call get_workspace() there"
+                        f"{executable.name}: {executable.titles[index]} lies in the workspace of {slot.who()}, and the launch "
+                        f"is by {_this_thread()} on stream {handle.stream:#x}: a workspace is for its own stream alone; call "
+                        f"get_workspace() there"
                     )
 
     def note(self, name: str) -> None:
@@ -249,7 +250,7 @@ class CheckedExecutable:
     ) -> None:
         """As `Executable.launch`."""
         _ = handle.backend_handle  # raises in another thread than the handle's
-        self._driver.check_workspaces(self._executable.engine, handle, operands)
+        self._driver.check_workspaces(self._executable, handle, operands)
         self._executable.launch(handle, operands, workspace, check)
 
     def shortcut(self, *_: Any) -> None:

@@ -131,7 +131,7 @@ def _prepare(
 ) -> AnyCall:
     arrays = (x, w) if bias is None else (x, w, bias)
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "activation": activation}
-    if mode != "cross_correlation":  # a part of the key where it says something
+    if not isinstance(mode, str) or mode != "cross_correlation":  # a part of the key where it says something
         options["mode"] = mode
     settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
     marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)

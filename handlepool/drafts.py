@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from handlepool.declarations import declare, match
+from handlepool.drivers.base import operand_name
 from handlepool.errors import ArgumentError, HandlePoolError
 from handlepool.layouts import Layout
 from handlepool.recipes import Recipe, as_references
@@ -279,6 +280,17 @@ class Draft:
         by_tensor = {id(tensor): place for place, tensor in enumerate(self._sources)}
         return tuple(place for place, _ in self._inputs()) + tuple(by_tensor.get(id(tensor), -1) for tensor in self.outputs)
 
+    def titles(self) -> list[str]:
+        """What messages call the operands, in order."""
+        references, inputs = self._request.references, self._inputs()
+        named = [f"argument {place} ({tensor.name})" for place, tensor in inputs]
+        titles = named + [operand_name(place, 0, len(self.outputs)) for place in range(len(self.outputs))]
+        if references is not None:
+            for operand, place in enumerate(self.places()):
+                if place >= 0:
+                    titles[operand] = f"the array for {self._shown(references[place])}"
+        return titles
+
     def _inputs(self) -> list[tuple[int, Any]]:
         return [(place, tensor) for place, tensor in enumerate(self._sources) if id(tensor) not in self._made]
 
@@ -288,14 +300,6 @@ class Draft:
         if references is not None:
             return f"{name}: the array for {self._shown(references[place])}"
         return f"{name} argument {place}" + (f" ({parameter})" if parameter else "")
-
-    def called(self, operand: int, inputs: int) -> str:
-        """What messages call an operand, by its place among inputs and outputs."""
-        if operand < inputs:
-            place = self._inputs()[operand][0]
-            parameter = next((name for name, tensor in self._parameters.items() if tensor is self._sources[place]), None)
-            return self._title(place, parameter)
-        return f"{self._recipe.name}: output {operand - inputs}" if len(self.outputs) > 1 else f"{self._recipe.name}: the output"
 
     @staticmethod
     def _shown(reference: Any) -> str:

@@ -241,8 +241,10 @@ class GraphFunction(partial[Any]):
             raise
         except TypeError:
             check_hashable(self._name, options)
+            normalise(dict(settings))
             raise
         if plan is None:
+            normalise(dict(settings))
             check_arrays(self._name, driver, device, arrays, outs)
             plan = self._build(pool, device, key, arrays, outs, options)
         if marks is not None:

@@ -1,4 +1,7 @@
-"""Integers as callers give them: Python's, NumPy's, whatever has ``__index__``. Bools, fractions and texts are mistakes."""
+"""Integers as callers give them: Python's, NumPy's, whatever has ``__index__``. Bools, fractions and texts are mistakes.
+
+And bools, Python's and NumPy's, for which nothing else is taken.
+"""
 
 from operator import index
 from typing import Any
@@ -36,3 +39,16 @@ def at_least(least: int, what: str, value: Any, unit: str = "") -> int:
     if number < least:
         raise ArgumentError(f"{what}={value!r}; it must be an integer, {least}{unit} or more")
     return number
+
+
+def flag(what: str, value: Any) -> bool:
+    """The bool that an argument is.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the argument, ``what``.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentError(f"{what}={value!r}; it must be True or False")
+    return bool(value)

@@ -115,7 +115,7 @@ def as_dtype(value: Any) -> np.dtype[Any]:
     """
     try:
         dtype = np.dtype("nothing" if value is None else value)  # NumPy takes None for float64
-    except TypeError:
+    except (TypeError, ValueError):
         if not isinstance(value, str) or value not in frontend.NAMES:
             raise ArrayTypeError(f"{value!r} is no data type; cuDNN has {', '.join(frontend.NAMES)}") from None
         try:

@@ -31,7 +31,7 @@ from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Handle
 from handlepool.errors import ArgumentError
-from handlepool.integers import at_least
+from handlepool.integers import at_least, flag
 from handlepool.plan_cache import PlanCache
 from handlepool.regions import parked, settle, settle_all
 from handlepool.slots import Slot, hits, place, placed, unplace
@@ -88,7 +88,7 @@ class HandlePool:
         self._driver: Driver | None = None
         self._scratch_limit = None if scratch_limit is None else at_least(0, "scratch_limit", scratch_limit, " bytes")
         self._idle_limit = at_least(0, "idle_limit", idle_limit, " handles")
-        self.checked = os.environ.get(CHECK_VARIABLE, "").lower() not in _OFF if check is None else bool(check)
+        self.checked = os.environ.get(CHECK_VARIABLE, "").lower() not in _OFF if check is None else flag("check", check)
         self.slot_type: type[Slot] = CheckedSlot if self.checked else Slot
         self.plans = PlanCache(at_least(1, "plan_limit", plan_limit, " plan"))
         self._devices: dict[int, DeviceSlots] = {}

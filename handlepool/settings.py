@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from handlepool.errors import ArgumentError
-from handlepool.integers import as_integer
+from handlepool.errors import ArgumentError, ArrayTypeError
+from handlepool.integers import as_integer, flag
 from handlepool.layouts import as_dtype
 
 GRAPH_SETTINGS = ("name", "io_dtype", "intermediate_dtype", "compute_dtype")
@@ -41,13 +41,10 @@ def _text(name: str, value: Any) -> str:
 
 
 def _dtype(name: str, value: Any) -> np.dtype[Any]:
-    return as_dtype(value)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentError(f"{name}={value!r}; it must be True or False")
-    return bool(value)
+    try:
+        return as_dtype(value)
+    except ArrayTypeError as error:
+        raise ArrayTypeError(f"{name}={value!r}: {error}") from error
 
 
 def _limit(name: str, value: Any) -> int:
@@ -76,7 +73,7 @@ _CHECKS = {
     "intermediate_dtype": _dtype,
     "compute_dtype": _dtype,
     "workspace_limit": _limit,
-    "allow_tf32": _flag,
-    "deterministic": _flag,
+    "allow_tf32": flag,
+    "deterministic": flag,
     "heuristics": _modes,
 }

@@ -60,10 +60,11 @@ class Here(threading.local):
 class Executable(CudaExecutable):
     """A graph that was never built; ``driver.launches`` tells how it was launched."""
 
-    def __init__(self, driver, graph, operands, *, plan_index=None, **_):
+    def __init__(self, driver, graph, operands, *, name, titles, plan_index=None, **_):
         driver.compiled += 1
         self.graph = SimpleNamespace(execute=self._execute)
         self._driver, self._device = driver, driver.current_device()
+        self.name, self.titles = name, titles
         self.workspace_size, self.engine, self.candidates = driver.workspace_size, "engine", 3
         self._uids = [tensor.uid for tensor in operands]
         self._index = driver.compiled * 100 + (plan_index or 0)

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 import handlepool
-from handlepool import CaptureError, ContractError, HandlePool, OwnershipError, ParallelStateExecutor, ParallelStates
+from handlepool import (
+    ArgumentError,
+    CaptureError,
+    ContractError,
+    HandlePool,
+    OwnershipError,
+    ParallelStateExecutor,
+    ParallelStates,
+)
 from handlepool.calls import launchers
 from handlepool.checks import CheckedSlot
 from handlepool.drivers.host import HostDriver
@@ -62,6 +70,12 @@ def test_a_state_is_refused_outside_of_its_call(pool, in_thread):
         states.with_state(0, lambda state: in_thread(state.workspace, 10))
 
 
+@pytest.mark.parametrize("check", [1, "off", [], np.ones(2)])
+def test_a_check_that_is_neither_on_nor_off_is_refused(check):
+    with pytest.raises(ArgumentError, match=r"^check=.*; it must be True or False"):
+        HandlePool(driver="host", check=check)
+
+
 def test_a_launch_with_a_slot_of_another_thread_is_refused(pool, in_thread):
     slot = pool.slot()
     x, w, y = np.ones((1, 8, 8, 8), np.float32), np.ones((8, 8, 3, 3), np.float32), np.empty((1, 8, 6, 6), np.float32)
@@ -81,7 +95,9 @@ def test_a_workspace_is_refused_on_another_stream(pool):
         convolve(pool, x)
     with (
         there,
-        pytest.raises(ContractError, match=rf"argument 0 lies in the workspace of .*{here.ptr:#x}.*on stream {there.ptr:#x}"),
+        pytest.raises(
+            ContractError, match=rf"conv2d: argument 0 \(x\) lies in the workspace of .*{here.ptr:#x}.*on stream {there.ptr:#x}"
+        ),
     ):
         convolve(pool, x)
     with here, ParallelStates(1, pool=pool).fork() as fork, pytest.raises(ContractError, match="workspace"):

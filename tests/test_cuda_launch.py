@@ -39,7 +39,8 @@ def executable():
     driver = object.__new__(cuda.CudaDriver)
     made = object.__new__(cuda.CudaExecutable)
     made._driver, made._device, made._several_devices = driver, 0, True
-    made.engine, made._uids, made._index = "engine", [1, 2, 3], 7
+    made._uids, made._index = [1, 2, 3], 7
+    made.name, made.titles = "conv2d", ["argument 0 (x)", "argument 1 (w)", "out="]
     made._raw = Entry()
     return made
 
@@ -78,8 +79,9 @@ def test_the_check_is_called_with_the_addresses_before_anything_is_launched(exec
 def test_what_cannot_be_taken_is_refused_before_anything_is_launched(executable, wrong, error, message, place):
     operands = [array_at(address) for address in ADDRESSES]
     operands[place] = wrong
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         executable.launch(Handle(), operands, 0)
+    assert f"conv2d: {executable.titles[place]}" in str(raised.value)
     assert executable._raw.calls == []
 
 

@@ -1,5 +1,7 @@
 """What conv2d and graph functions refuse: a typed error that names value and remedy, before anything is launched."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from scenes import Scene
@@ -11,6 +13,9 @@ from handlepool import (
     GraphNotSupportedError,
     HandlePoolError,
     conv2d,
+    conv2d_input_grad,
+    conv2d_weight_grad,
+    graph,
     reference,
 )
 
@@ -264,3 +269,110 @@ def test_an_out_that_holds_no_array(make_pool, out, first):
         conv2d(x, w, pool=pool)
     with pytest.raises(ArgumentError, match="holds no array"):
         conv2d(x, w, out=out, pool=pool)
+
+
+# Settings
+
+
+NO_SETTING = [[], {}, set(), np.ones(2), [[1]], "off", 2.5, object]
+OPERATIONS = {
+    "conv2d": (conv2d, ("x", "w"), {}),
+    "conv2d_input_grad": (conv2d_input_grad, ("out", "w"), {"shape": GOOD["x"]}),
+    "conv2d_weight_grad": (conv2d_weight_grad, ("x", "out"), {"shape": GOOD["w"]}),
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["at first", "known"])
+@pytest.mark.parametrize("value", NO_SETTING, ids=repr)
+@pytest.mark.parametrize("name", ["workspace_limit", "allow_tf32", "deterministic"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_setting_that_is_none_is_named(scene, operation, name, value, known):
+    function, arrays, options = OPERATIONS[operation]
+    arrays = [given(scene, each) for each in arrays]
+    if known:
+        function(*arrays, **options, pool=scene.pool)
+    launched = scene.driver.calls["launch"]
+    with pytest.raises(ArgumentError, match=f"^{name}=.*; it must be"):
+        function(*arrays, **options, **{name: value}, pool=scene.pool)
+    with pytest.raises(ArgumentError, match=f"^{name}=.*; it must be"), scene.states.fork() as fork:
+        fork.run(function, *arrays, **options, **{name: value}, pool=scene.pool)
+    assert scene.driver.calls["launch"] == launched
+
+
+@pytest.mark.parametrize("value", [[], {}, np.ones(2), "sideways", 1, None], ids=repr)
+@pytest.mark.parametrize("name", ["mode", "activation"])
+def test_an_option_that_is_none_is_named(scene, name, value):
+    if name != "activation" or value is not None:
+        refused(scene, ArgumentError, f"{name}=", **{name: value})
+
+
+# Operands of a known geometry, which are looked at when they are launched
+
+
+def in_a_call(states, function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def in_a_branch(states, function, *args, **kwargs):
+    with states.fork() as fork:
+        return fork.run(function, *args, **kwargs)
+
+
+def in_a_map(states, function, *args, **kwargs):
+    return states.map(partial(function, **kwargs), *([arg, arg] for arg in args))
+
+
+def elsewhere(scene, name):
+    with scene.driver.device(1), scene.driver.create_stream():
+        return given(scene, name)
+
+
+def read_only(scene, name):
+    array = given(scene, name)
+    scene.driver.synchronize_stream(scene.stream.ptr)
+    array.flags.writeable = False
+    return array
+
+
+def beside_a_boundary(scene, name):
+    flat = scene.driver.empty((np.prod(GOOD[name]) + 1,), (4,), np.dtype(np.float32))
+    return flat[1:].reshape(GOOD[name])
+
+
+WRONG = {
+    "another device": (elsewhere, DeviceMismatchError, "is on device 1 and the current device is 0"),
+    "a misaligned address": (beside_a_boundary, ArgumentError, r"of shape .* begins 4 bytes past a multiple of 16"),
+    "read-only": (read_only, ArgumentError, "is read-only and cannot be written"),
+}
+TITLES = {"x": r"argument 0 \(x\)", "w": r"argument 1 \(w\)", "bias": r"argument 2 \(bias\)", "out": "out="}
+
+
+@pytest.mark.parametrize("way", [in_a_call, in_a_branch, in_a_map])
+@pytest.mark.parametrize(
+    ("wrong", "name"), [(wrong, name) for wrong in WRONG for name in TITLES if wrong != "read-only" or name == "out"]
+)
+def test_an_operand_of_a_known_geometry_is_named_with_its_operation(scene, wrong, name, way):
+    make, error, match = WRONG[wrong]
+    arguments = {each: given(scene, each) for each in GOOD}
+    conv2d(arguments["x"], arguments["w"], bias=arguments["bias"], out=arguments["out"], pool=scene.pool)
+    arguments[name] = make(scene, name)
+    with pytest.raises(error, match=rf"^conv2d: {TITLES[name]},? {match}"):
+        way(scene.states, conv2d, arguments.pop("x"), arguments.pop("w"), pool=scene.pool, **arguments)
+
+
+def test_an_operand_by_reference_is_named_by_it(scene, monkeypatch):
+    monkeypatch.setattr("handlepool.defaults._default", scene.pool)
+
+    @graph
+    def double(g, x):
+        return g.add(x, x)
+
+    x = given(scene, "x")
+    key = double.plan_for(x).keys[0]
+    double.run({key: given(scene, "x"), "x": x})
+    for arrays, named in (
+        ({key: given(scene, "x"), "x": elsewhere(scene, "x")}, "'x'"),
+        ({key: elsewhere(scene, "x"), "x": x}, f"'{key}'"),
+    ):
+        with pytest.raises(DeviceMismatchError, match=f"^double: the array for {named} is on device 1"):
+            double.run(arrays)

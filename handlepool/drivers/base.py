@@ -228,7 +228,8 @@ class Driver(Protocol):
             The operands that a launch copies, on its stream, in scratch that ``Executable.workspace_size`` counts, too. The
             graph's tensor is the copy.
         **settings
-            ``workspace_limit`` (bytes or None), ``allow_tf32``, ``deterministic``, ``heuristics``.
+            ``workspace_limit`` (bytes or None), ``allow_tf32``, ``deterministic``, ``heuristics``; ``name`` and ``titles``, what
+            messages call the graph and its operands.
 
         Raises
         ------

@@ -18,6 +18,7 @@ from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers import frontend, recorded, shared
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.drivers.edges import with_edge_data
 from handlepool.drivers.executable import CudaExecutable, new_buffer
 from handlepool.drivers.objects import Copy, Handle, Stream
 from handlepool.drivers.views import HOST, UNKNOWN, View
@@ -27,6 +28,7 @@ from handlepool.events import Events
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator
 _set_allocator: Callable[[Any], None] = cupy.cuda.memory._set_thread_local_allocator
+_capture_info = with_edge_data(cu, "cuStreamGetCaptureInfo")
 _RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _STICKY = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
@@ -146,7 +148,7 @@ class CudaDriver:
     def capture_id(self, pointer: int) -> int:
         if not runtime.streamIsCapturing(pointer):  # 0.1 µs; the id below costs ten times that
             return 0
-        _status, identity, *_ = _check_all(cu.cuStreamGetCaptureInfo(pointer))
+        _status, identity, *_ = _check_all(_capture_info(pointer))
         return int(identity)
 
     def stream_device(self, pointer: int) -> int:

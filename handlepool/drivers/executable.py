@@ -33,6 +33,8 @@ class CudaExecutable:
         operands: Sequence[Any],
         copies: Sequence[Copy] = (),
         *,
+        name: str,
+        titles: Sequence[str],
         workspace_limit: int | None = None,
         allow_tf32: bool = True,
         deterministic: bool = False,
@@ -63,6 +65,7 @@ class CudaExecutable:
         self.graph = graph
         self._driver = driver
         self._device = driver.current_device()
+        self.name, self.titles = name, titles
         self._copies = copies
         self._copies_at = -(-int(graph.get_workspace_size()) // ALIGNMENT) * ALIGNMENT
         self.workspace_size = self._copies_at + scratch_of(copies) if copies else int(graph.get_workspace_size())
@@ -96,7 +99,7 @@ class CudaExecutable:
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """See `Executable.launch`."""
-        check_operands(self._driver, self.engine, self._device, operands)
+        check_operands(self._driver, self.name, self._device, operands, self.titles.__getitem__)
         addresses = buffer("Q", [array.data.ptr for array in operands])
         if check is not None:
             check(addresses)

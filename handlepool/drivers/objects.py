@@ -58,6 +58,8 @@ def scratch_of(copies: Iterable[Copy]) -> int:
 class Executable(Protocol):
     """A compiled graph on one device. `launch` may be called by many threads, each with its own handle and workspace."""
 
+    name: str
+    titles: Sequence[str]
     workspace_size: int
     engine: str
     candidates: int

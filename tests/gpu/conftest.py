@@ -288,15 +288,18 @@ def edges():
     def of(graph):
         from cuda.bindings import driver
 
+        from handlepool.drivers.edges import with_edge_data
+
         status, _, count = driver.cuGraphGetNodes(graph)
         assert status == 0
         status, nodes, _ = driver.cuGraphGetNodes(graph, count)
         assert status == 0
-        status, *_, count = driver.cuGraphGetEdges(graph)
+        get_edges = with_edge_data(driver, "cuGraphGetEdges")
+        status, *_, count = get_edges(graph)
         assert status == 0
         if not count:
             return [int(node) for node in nodes], []
-        status, begins, ends, *_ = driver.cuGraphGetEdges(graph, count)
+        status, begins, ends, *_ = get_edges(graph, count)
         assert status == 0
         return [int(node) for node in nodes], [(int(a), int(b)) for a, b in zip(begins, ends, strict=True)]
 

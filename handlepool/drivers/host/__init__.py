@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from handlepool.drivers import frontend
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, check_operands
+from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, check_operands, operand_name
 from handlepool.drivers.host import schedulers
 from handlepool.drivers.host.blocks import Array, address_of, owner_of, raw_view
 from handlepool.drivers.host.contract import Handles, HostHandle, Relaxed
@@ -292,7 +292,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
         return frontend.new_graph(None, **settings)
 
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> HostExecutable:
-        """Plan a graph for the current device. Of the settings, only ``workspace_limit`` means anything here."""
+        """Plan a graph for the current device. Of the settings for cuDNN, only ``workspace_limit`` means anything here."""
         from handlepool.drivers.host import evaluator  # needed by graphs alone
 
         self._note("compile")
@@ -300,5 +300,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
         plan = evaluator.plan(graph, operands, workspace_limit=settings.get("workspace_limit"))
         check = partial(check_operands, self)
         geometry = tuple((tuple(tensor.dim), tuple(tensor.stride)) for tensor in operands)
-        table, memory = self._streams, self._memory
-        return HostExecutable(plan, geometry, copies, self._thread.device, table, memory, self._note, check, self.checks)
+        name = settings.get("name", plan.engine)
+        titles = settings.get("titles", [operand_name(index) for index in range(len(operands))])
+        where = (self._thread.device, self._streams, self._memory)
+        return HostExecutable(plan, geometry, copies, *where, self._note, check, self.checks, name, titles)

@@ -35,9 +35,12 @@ class HostExecutable:
         streams: StreamTable,
         memory: Memory,
         note: Any,
-        check_operands: Callable[[str, int, Sequence[Any]], None],
+        check_operands: Callable[[str, int, Sequence[Any], Callable[[int], str]], None],
         checks: bool,
+        name: str,
+        titles: Sequence[str],
     ) -> None:
+        self.name, self.titles = name, titles
         self._copies = copies
         self._copies_at = -(-plan.workspace_size // ALIGNMENT) * ALIGNMENT
         self.workspace_size: int = self._copies_at + scratch_of(copies) if copies else plan.workspace_size
@@ -62,7 +65,7 @@ class HostExecutable:
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Queue the steps on the handle's stream; see `handlepool.drivers.objects.Executable.launch`."""
-        self._check_operands(self.engine, self.device, operands)
+        self._check_operands(self.name, self.device, operands, self.titles.__getitem__)
         if check is not None:
             check([address_of(array) for array in operands])
         self._note("launch")
@@ -72,7 +75,9 @@ class HostExecutable:
                 raise ContractError(f"{self!r} was launched with {handle!r}")
             for index in {index for step in self._steps for index in step.writes}:
                 if not operands[index].flags.writeable:
-                    raise ArgumentError(f"{self.engine}: argument {index} is an output and cannot be written; pass another array")
+                    raise ArgumentError(
+                        f"{self.name}: {self.titles[index]} is read-only and cannot be written; pass another array"
+                    )
             queue = use.bound_queue()
             views = [raw_view(array) for array in operands]
             block, space = self._workspace(workspace)
