@@ -1,6 +1,6 @@
 """Makes random calls and judges them: right, refused by a typed error, wrong, or the end of the process's context.
 
-    PYTHONPATH=. python tests/random_calls.py --driver cuda --seed 7 --calls 20000 --workers 14
+    PYTHONPATH=. python tests/random_calls.py --driver cuda --seed 7 --cases 10000 --workers 14
     PYTHONPATH=. python tests/random_calls.py --driver cuda --only 7000123
 
 prints a summary as JSON. Each case comes from its seed alone, so that it can be repeated by itself.
@@ -39,6 +39,8 @@ class Caller:
         self._states = ParallelStates(3, pool=pool)
         self._executor = ParallelStateExecutor(2, pool=pool)
         self._stream = self._driver.create_stream()
+        self.made = 0
+        """Calls and replays so far."""
 
     def close(self) -> None:
         self._executor.shutdown()
@@ -80,6 +82,8 @@ class Caller:
         args, outs = (*positional, *operation.static), memory.outs()
         keywords = {**options, **named}
         given = {} if outs is None else {"out": outs}
+        if case.way in ("call", "branch", "task"):
+            self.made += 1
         if case.way == "call":
             result = function(*args, **keywords, **given)
         elif case.way == "branch":
@@ -91,6 +95,7 @@ class Caller:
             more = memory.more_outs()
             columns = [[arg] * len(more) for arg in args]
             over = {} if outs is None else {"out": more}
+            self.made += len(more)
             results = self._states.map(partial(function, **keywords), *columns, **over)
             return next(filter(None, map(memory.complaint, results)), "")
         else:
@@ -104,12 +109,14 @@ class Caller:
         with record() as program:
             memory.restore()
             program.replay()
+            self.made += 1
             complaint = memory.complaint(program.outputs)
             if complaint or not case.update:
                 return complaint
             positional, named = memory.other(case.operation.names)
             program.update(*positional, **named)
             program.replay()
+            self.made += 1
             complaint = memory.complaint(program.outputs)
             return complaint and f"updated: {complaint}"
 
@@ -250,6 +257,7 @@ class Summary:
         Each with the case. Plain cases have nothing odd about them.
     """
 
+    cases: int = 0
     calls: int = 0
     right: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -258,9 +266,10 @@ class Summary:
     dies: list[str] = field(default_factory=list)
     untyped: list[str] = field(default_factory=list)
 
-    def add(self, seed: int, verdict: str, why: str) -> None:
-        """Count a case."""
-        self.calls += 1
+    def add(self, seed: int, verdict: str, why: str, made: int = 1) -> None:
+        """Count a case, and the calls and replays that were made for it."""
+        self.cases += 1
+        self.calls += made
         if verdict == "right":
             self.right += 1
             return
@@ -280,7 +289,7 @@ class Summary:
     def counts(self) -> dict[str, Any]:
         """The numbers."""
         bad = {name: len(getattr(self, name)) for name in ("plain_refused", "wrong", "dies", "untyped")}
-        return {"calls": self.calls, "right": self.right, "refused": dict(self.refused), **bad}
+        return {"cases": self.cases, "calls": self.calls, "right": self.right, "refused": dict(self.refused), **bad}
 
 
 def judge(caller: Caller, seed: int) -> tuple[str, str]:
@@ -288,9 +297,9 @@ def judge(caller: Caller, seed: int) -> tuple[str, str]:
     return caller.judge(make_case(seed))
 
 
-def seeds_of(seed: int, calls: int) -> Iterator[int]:
+def seeds_of(seed: int, cases: int) -> Iterator[int]:
     """The seeds of a run."""
-    return iter(range(seed * 1_000_003, seed * 1_000_003 + calls))
+    return iter(range(seed * 1_000_003, seed * 1_000_003 + cases))
 
 
 Judge = Callable[[Caller, int], tuple[str, str]]
@@ -355,8 +364,9 @@ def _work(pipe: Any, driver: str, judge: Judge) -> None:
     caller = Caller(handlepool.default_pool())
     pipe.send(("ready", ""))
     while True:
+        before = caller.made
         verdict = judge(caller, pipe.recv())
-        pipe.send(verdict)
+        pipe.send((*verdict, caller.made - before))
         if verdict[0] == "dies":
             os._exit(1)
 
@@ -366,7 +376,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--driver", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--only", type=int, help="one case's seed: run it in this process, and say what became of it")
     args = parser.parse_args()
@@ -376,7 +386,7 @@ def main() -> None:
         print(*judge(Caller(handlepool.default_pool()), args.only), sep=": ", flush=True)
         os._exit(0)  # a lost context could not be torn down
     began = time.monotonic()
-    summary = survey(seeds_of(args.seed, args.calls), driver=args.driver, workers=args.workers)
+    summary = survey(seeds_of(args.seed, args.cases), driver=args.driver, workers=args.workers)
     for fault in summary.faults:
         print(fault)
     for case in summary.plain_refused:

@@ -109,6 +109,6 @@ def ends_at_three(caller, seed):
 
 def test_a_process_that_ends_is_one_death_and_the_rest_goes_on():
     summary = survey(range(8), driver="host", workers=1, judge=ends_at_three)
-    assert summary.calls == 8
+    assert summary.cases == 8
     assert ["seed 3" in death or "seed 5" in death for death in summary.dies] == [True, True]
     assert summary.faults[-2:] == [f"dies: {death}" for death in summary.dies]

@@ -93,6 +93,7 @@ def test_the_scratch_limit_holds_and_scratch_goes_back(stream, random_array, mon
         assert (stats["scratch_bytes"], stats["handles_leased"], stats["handles_captured"]) == (0, 0, 0)
 
 
+@pytest.mark.alone
 def test_tuning_twice_takes_no_more_memory(default_pool, stream, x, w):
     states = ParallelStates(4, pool=default_pool)
 
