@@ -1,17 +1,19 @@
 """The forms of operands that cuDNN is known to compute rightly (guarantee 18), and the copies that bring the others into one.
 
-cuDNN takes graphs that it computes wrongly, and some whose kernels end the context. What is right was measured, every plan of
-some thousand graphs against float64: ``benchmarks/geometries.py``, with its tables in ``benchmarks/results/geometries``. From
-them, for each kind of graph:
+cuDNN takes graphs that it computes wrongly, and some whose kernels end the context. What is right was measured: up to eight plans
+each of some thousand graphs against float64, by ``benchmarks/geometries.py``, with its tables in
+``benchmarks/results/geometries``. From them, for each kind of graph:
 
 - *Pointwise nodes alone* are right over two axes without gaps, declared as (M, N, 1, 1) with N innermost, where an operand fills
   both, repeats along either, or is one element. So the axes are merged to two, in the order of the first output's memory.
-- *A convolution alone* takes images and filters without gaps, contiguous or channels-last in any mixture, and images that are
-  channels-last with gaps. With a bias alone, what has no gaps. With more behind it, what is channels-last without gaps; addends
-  fill the output, or are one for each channel, or one element. Contiguous arrays are right with a bias and relu.
+- *A convolution alone*, or a gradient, takes images and filters without gaps, contiguous or channels-last in any mixture, and
+  images that are channels-last with gaps. With a bias alone, what has no gaps. With more behind it, what is channels-last without
+  gaps; addends fill the output, or are one for each channel, or one element. Contiguous arrays are right with a bias and relu.
 - *A matrix product* has three axes; its factors are contiguous or transposed, and without anything behind it so is its output,
-  gaps allowed. With more behind it, all is contiguous; addends fill it, repeat along the batch, or are a row, a column, or one.
-- Of *other graphs* nothing wrong was seen without gaps, contiguous or channels-last.
+  gaps allowed. With more behind it, the rest is contiguous; addends fill it, repeat along the batch, or are a row, a column, or
+  one element.
+- Of *reductions* nothing wrong was seen without gaps, contiguous or channels-last. Other nodes were not measured: their operands
+  are brought into such a form, too.
 
 An operand in another form is copied into scratch before the launch, or out of it afterwards, on the launch's own stream, up to
 `MOST_COPIED` bytes; beyond that it is refused. The rule is asked when a geometry is first seen, by both drivers alike.
@@ -158,6 +160,19 @@ class _Forms:
         tensor.set_dim(list(shape)).set_stride(list(dense_strides(shape, order)))
 
 
+def _used_again(forms: _Forms, node: Any, full: Shape) -> set[int]:
+    """The inputs of a node, by uid, that something behind it takes, too; raises where they would repeat there."""
+    behind = {tensor.uid for other in forms.graph.nodes if other is not node for tensor in other.inputs.values()}
+    again = {tensor.uid for tensor in node.inputs.values()} & behind
+    for uid in again:
+        if tuple(forms.operands[forms.places[uid]].dim) != full:
+            raise GraphNotSupportedError(
+                f"{forms.called(forms.places[uid])} is taken by {title(node)} and again behind it, where it would repeat; make "
+                f"that a graph function of its own"
+            )
+    return again
+
+
 def _declare(tensor: Any, dim: list[int], stride: list[int]) -> None:
     """Give a tensor another shape. What nobody assigned stays a guess of the frontend's, which cuDNN is not told."""
     if tensor.dim_assigned or not tensor.is_virtual:
@@ -275,18 +290,18 @@ def _convolution(forms: _Forms, node: Any) -> None:
             if tensor is filters or not _spaced_channels_last(tensor):
                 forms.require(place, either)
         return
+    if node.node_type.name != "CONV_FPROP":
+        raise GraphNotSupportedError(
+            f"something comes behind {title(node)}, which cuDNN is not known to compute rightly; make it a graph function of its "
+            f"own"
+        )
     result = forms.operands[forms.inputs :]
     full = tuple(result[0].dim)
+    _used_again(forms, node, full)
     single = len(result) == 1 and max(full[2:]) > 1  # of an output of one pixel, contiguous and channels-last are the same
     modes = [other.params.get("mode") for other in behind]
     added = [place for place in extras if place < forms.inputs]
-    biased = (
-        single
-        and node.node_type.name == "CONV_FPROP"
-        and modes[0] in ("bias", "add")
-        and len(added) == 1
-        and _per_channel(forms.operands[added[0]], full)
-    )
+    biased = single and modes[0] in ("bias", "add") and len(added) == 1 and _per_channel(forms.operands[added[0]], full)
     contiguous = all(_has_form(forms.operands[place], "contiguous") for place in range(len(forms.operands)) if place not in added)
     if biased and len(modes) == 1:
         wanted: tuple[str, ...] = either
@@ -348,33 +363,22 @@ def _nested(axes: Iterable[tuple[int, int]]) -> bool:
 
 def _matmul(forms: _Forms, node: Any) -> None:
     _three_axes(forms)
-    factors = {node.inputs["A"].uid, node.inputs["B"].uid}
-    alone = len(forms.graph.nodes) == 1
     full = tuple(forms.operands[forms.inputs].dim)
+    alone = len(forms.graph.nodes) == 1
+    again = _used_again(forms, node, full)
+    factors = {node.inputs["A"].uid, node.inputs["B"].uid} - again
+    addends = (full, (1, *full[1:]), (1, 1, full[2]), (1, full[1], 1), (1, 1, 1))
     for place, tensor in enumerate(forms.operands):
         (batch, rows, columns), (step, down, along) = tensor.dim, tensor.stride
         if tensor.uid in factors or (alone and place >= forms.inputs):
-            turned = tensor.dim[1] > 1 and _has_form(_Turned(tensor), "contiguous")
+            turned = rows > 1 and (down, along) == (1, rows) and (batch == 1 or step == rows * columns)
             orders = (((columns, along), (rows, down), (batch, step)), ((rows, down), (columns, along), (batch, step)))
-            spaced = alone and any(map(_nested, orders))
-            if not spaced and not turned:
+            if not turned and not (alone and any(map(_nested, orders))):
                 forms.require(place, ("contiguous",))
-        elif place < forms.inputs and (batch, rows, columns) != full and (1, rows, columns) != (1, *full[1:]):
-            known = ((1, 1, full[2]), (1, full[1], 1), (1, 1, 1))
-            if (batch, rows, columns) in known:
-                forms.require(place, ("contiguous",))
-            else:
-                forms.expand(place, full, "contiguous")
+        elif place < forms.inputs and (batch, rows, columns) not in addends:
+            forms.expand(place, full, "contiguous")
         else:
             forms.require(place, ("contiguous",))
-
-
-class _Turned:
-    """A tensor with its last two axes exchanged, to be looked at."""
-
-    def __init__(self, tensor: Any) -> None:
-        (b, m, n), (step, down, along) = tensor.dim, tensor.stride
-        self.dim, self.stride = (b, n, m), (step, along, down)
 
 
 def _three_axes(forms: _Forms) -> None:

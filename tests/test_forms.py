@@ -255,3 +255,27 @@ def test_checked_pools_compare_each_new_plan_with_float64(monkeypatch):
     monkeypatch.setattr("handlepool.drivers.host.evaluator.OPERATIONS", pointwise.OPERATIONS)
     with HandlePool(driver=HostDriver(), check=True) as pool, pytest.raises(ContractError, match=r"relu: plan .* otherwise than"):
         ops.relu(x, pool=pool)
+
+
+@handlepool.graph
+def residual_of_itself(g, x, w):
+    return g.add(g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]), x)
+
+
+@handlepool.graph
+def gradient_relu(g, dy, w):
+    return g.relu(g.conv_dgrad(dy, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]))
+
+
+def test_an_operand_that_is_taken_twice_is_right_or_refused(arrays):
+    x, w = arrays.random(2, 16, 7, 6), arrays.random(16, 16, 3, 3)
+    from handlepool.reference import conv2d as reference
+
+    expected = reference(arrays.take(x), arrays.take(w), padding=1) + arrays.take(x)
+    assert arrays.error(residual_of_itself(x, w), expected) < 1e-2
+    with pytest.raises(
+        GraphNotSupportedError, match=r"argument 0 \(x\) is taken by node 'conv_fprop\.0' .* where it would repeat"
+    ):
+        residual_of_itself(arrays.random(2, 1, 7, 6), arrays.random(16, 1, 3, 3))
+    with pytest.raises(GraphNotSupportedError, match="something comes behind node 'conv_dgrad"):
+        gradient_relu(x, w)
