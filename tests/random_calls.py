@@ -8,6 +8,7 @@ prints a summary as JSON. Each case comes from its seed alone, so that it can be
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import time
@@ -305,8 +306,12 @@ def seeds_of(seed: int, cases: int) -> Iterator[int]:
 Judge = Callable[[Caller, int], tuple[str, str]]
 
 
-def survey(seeds: Iterable[int], *, driver: str, workers: int, judge: Judge = judge) -> Summary:
-    """Judge cases in processes; one that ends, or loses its context, counts as one death, and another takes its place."""
+def survey(seeds: Iterable[int], *, driver: str, workers: int, judge: Judge = judge, seconds: float = math.inf) -> Summary:
+    """Judge cases in processes; one that ends, or loses its context, counts as one death, and another takes its place.
+
+    After so many seconds no other case begins.
+    """
+    over = time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")
     left = deque(seeds)
     summary = Summary()
@@ -347,7 +352,7 @@ def survey(seeds: Iterable[int], *, driver: str, workers: int, judge: Judge = ju
                     end(pipe)
                     if left:
                         start()
-                elif left:
+                elif left and time.monotonic() < over:
                     running[pipe][1:] = [left.popleft(), time.monotonic() + LIMIT]
                     pipe.send(running[pipe][1])
                 else:
@@ -377,6 +382,7 @@ def main() -> None:
     parser.add_argument("--driver", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no other case begins")
     parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--only", type=int, help="one case's seed: run it in this process, and say what became of it")
     args = parser.parse_args()
@@ -386,7 +392,7 @@ def main() -> None:
         print(*judge(Caller(handlepool.default_pool()), args.only), sep=": ", flush=True)
         os._exit(0)  # a lost context could not be torn down
     began = time.monotonic()
-    summary = survey(seeds_of(args.seed, args.cases), driver=args.driver, workers=args.workers)
+    summary = survey(seeds_of(args.seed, args.cases), driver=args.driver, workers=args.workers, seconds=args.seconds)
     for fault in summary.faults:
         print(fault)
     for case in summary.plain_refused:

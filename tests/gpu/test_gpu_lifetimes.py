@@ -316,6 +316,7 @@ class Hog:
             cupy.cuda.runtime.free(self.blocks.pop())
 
 
+@pytest.mark.alone
 def test_g12_a_create_without_memory_is_an_error_with_numbers_and_works_when_it_is_back(pool, backend_stream):
     pool.get_handle()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(MANY_HANDLES)]
