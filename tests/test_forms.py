@@ -88,7 +88,7 @@ def test_g18_nothing_that_was_measured_wrong_is_handed_on_as_it_was(path):
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_g18_under_the_rule_nothing_was_measured_wrong(path):
     table = json.loads(path.read_text())
-    assert table["ruled summary"]["right"] > 500
+    assert table["ruled summary"]["right"] > 200
     assert not table["ruled bad"]
 
 
