@@ -6,7 +6,7 @@ Importing this imports neither CuPy nor torch and makes nothing; the driver is l
 from typing import TYPE_CHECKING, Any
 
 from handlepool.decorator import graph
-from handlepool.defaults import default_pool
+from handlepool.defaults import close, default_pool, set_default_pool
 from handlepool.errors import (
     ArgumentError,
     ArrayTypeError,
@@ -72,6 +72,7 @@ __all__ = [
     "graph",
     "prewarm",
     "record",
+    "set_default_pool",
     "stats",
     "trim",
     "with_cudnn_state",
@@ -81,11 +82,10 @@ CAFFE2_STATES = 4
 
 _states: dict[HandlePool, ParallelStates] = {}
 
-_OF_THE_POOL = ("close", "get_handle", "get_workspace", "prewarm", "stats", "trim")
+_OF_THE_POOL = ("get_handle", "get_workspace", "prewarm", "stats", "trim")
 
 if TYPE_CHECKING:
     _pool = HandlePool()
-    close = _pool.close
     get_handle = _pool.get_handle
     get_workspace = _pool.get_workspace
     prewarm = _pool.prewarm

@@ -4,7 +4,7 @@ import os
 import threading
 
 from handlepool import condition
-from handlepool.errors import ArgumentError
+from handlepool.errors import ArgumentError, OwnershipError
 from handlepool.pool import HandlePool
 from handlepool.regions import elsewhere, thread
 
@@ -19,11 +19,58 @@ def default_pool() -> HandlePool:
         with _default_lock:
             if _default is None:
                 made = HandlePool()
-                made.is_default = True
+                made.is_default = made.everybodys = True
                 _default = made if _default is None else _default
                 if _default is not made:  # but what such a finaliser got meanwhile
                     condition.forget(made)
     return _default
+
+
+def set_default_pool(pool: HandlePool) -> None:
+    """Make a pool the default one, before anything has used that.
+
+    For applications, which know what limits or checks they want; a library that is one of several leaves the choice to them.
+
+    Parameters
+    ----------
+    pool : HandlePool
+        Stays the caller's: its `HandlePool.close` ends it for good, for whoever uses the default pool, too.
+
+    Raises
+    ------
+    ArgumentError
+        For what is no pool.
+    OwnershipError
+        When there is a default pool: something has used it, or another one was set.
+    PoolClosedError, ForkedProcessError, PoisonedContextError
+        When the pool cannot be used.
+    """
+    global _default
+    if not isinstance(pool, HandlePool):
+        raise ArgumentError(f"set_default_pool was given a {type(pool).__qualname__}; pass a HandlePool")
+    condition.check_usable(pool)
+    with _default_lock:  # of two threads that come at once, the second is told
+        if _default is pool:
+            return
+        if _default is not None:
+            raise OwnershipError(
+                f"set_default_pool came too late: {_default!r} is the default pool, and others may have kept what is its. Set "
+                f"yours at the start of the program, before the first call that is given no pool"
+            )
+        pool.is_default = True
+        _default = pool
+
+
+def close() -> None:
+    """Give back what is idle in the default pool: handles and scratch memory that no thread, stream or fork has.
+
+    The pool stays usable, since other libraries of the process use it, too: their functions, states, executors and programs go
+    on. Does what `HandlePool.trim` does, and nothing where the pool was not used yet or cannot be used any more. To end a pool
+    for good, make one of your own and close that.
+    """
+    pool = _default
+    if pool is not None:
+        pool.give_back()
 
 
 def check_pool(who: str, pool: object) -> None:

@@ -81,6 +81,7 @@ class HandlePool:
         check: bool | None = None,
     ) -> None:
         self.is_default = False  # known to be
+        self.everybodys = False  # nobody's own: the default pool that was made when first asked for, which is never over
         made = hasattr(type(driver), "current_device")
         if not (driver is None or isinstance(driver, str) or made):
             raise ArgumentError(f"HandlePool(driver={driver!r}): pass 'cuda', 'host', a driver object, or None")
@@ -284,6 +285,11 @@ class HandlePool:
                 device.empty()
         _log.debug("trimmed: %s", {name: change for name, change in (self.stats() - before).items() if change})
 
+    def give_back(self) -> None:
+        """Do what `trim` does, and nothing where the pool cannot be used any more."""
+        if not self.unusable and condition.lost(self, None) is None:
+            self.trim()
+
     def cache_clear(self) -> None:
         """Forget every compiled graph; those in use live on with their users."""
         self.plans.clear()
@@ -293,8 +299,13 @@ class HandlePool:
 
         Handles that threads still hold are destroyed too, so close a pool when its users are done. May be called again, by any
         thread: that does nothing, or what an earlier call could not do since the driver failed it.
+
+        The default pool, where nobody made it, is everybody's: it gives back what is idle, and stays usable.
         """
         if self._forked:
+            return
+        if self.everybodys:
+            self.give_back()
             return
         if not (self._closed and self._live.is_empty() and all(map(DeviceSlots.is_empty, self._devices.values()))):
             self._closed = self.unusable = True

@@ -254,7 +254,7 @@ def test_two_pools_on_one_stream_keep_apart(make_pool, kind):
 def test_the_modules_functions_are_those_of_one_default_pool():
     program = """
 import threading, handlepool
-names = ("close", "get_handle", "get_workspace", "prewarm", "stats", "trim")
+names = ("get_handle", "get_workspace", "prewarm", "stats", "trim")
 pools = []
 threads = [threading.Thread(target=lambda: pools.append(handlepool.default_pool())) for _ in range(8)]
 for thread in threads: thread.start()
@@ -268,17 +268,13 @@ assert handlepool.get_workspace(100).nbytes == 100
 handlepool.prewarm(states=2)
 assert handlepool.stats()["handles_created"] == 3
 handlepool.trim()
-handlepool.close()
-try:
-    handlepool.get_handle()
-except handlepool.PoolClosedError:
-    print("closed", pool)
+print(pool)
 """
     environment = os.environ | {"HANDLEPOOL_DRIVER": "host"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], env=environment, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == "closed <HandlePool host, closed>\n", done.stderr
+    assert done.stdout == "<HandlePool host, device 0: 1 live, 0 idle, 0 leased handles, 256 bytes of scratch>\n", done.stderr
 
 
 def test_a_closed_pool_leaves_nothing_on_streams_that_live_on(make_pool):
