@@ -8,6 +8,7 @@ import numpy as np
 
 from handlepool.callers import integration
 from handlepool.calls import AnyCall
+from handlepool.context import thread
 from handlepool.dlpack import from_cuda_array, from_dlpack
 from handlepool.drivers.base import check_operands, operand_name
 from handlepool.drivers.views import HOST, View
@@ -16,7 +17,6 @@ from handlepool.foreign import ForeignCall
 from handlepool.layouts import Layout
 from handlepool.pool import HandlePool
 from handlepool.protocols import has
-from handlepool.regions import thread
 from handlepool.settings import Settings
 
 _PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")

@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any, Protocol
 
 from handlepool.condition import diagnose
+from handlepool.context import recordings, thread
 from handlepool.drivers.base import Driver, check_operands, operand_name
 from handlepool.errors import ArgumentError
 from handlepool.layouts import Layout
 from handlepool.plan import Plan
 from handlepool.plan_cache import Entry, Shortcut
 from handlepool.pool import HandlePool
-from handlepool.regions import recordings, thread
 from handlepool.slots import Slot
 
 

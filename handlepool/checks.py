@@ -13,10 +13,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from handlepool.context import thread
 from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Copy, Executable, Handle
 from handlepool.errors import ContractError, OwnershipError
-from handlepool.regions import Region, thread
+from handlepool.regions import Region
 from handlepool.slots import Slot
 from handlepool.workspace import DeviceScratch
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from handlepool.context import thread
 from handlepool.drivers import frontend
 from handlepool.drivers.views import HOST, View
 from handlepool.errors import ContractError, GraphNotSupportedError
 from handlepool.plan import Plan
 from handlepool.pool import HandlePool
-from handlepool.regions import thread
 
 TOLERANCE = {"float64": 1e-6, "float32": 1e-2, "float16": 3e-2, "bfloat16": 1e-1}
 """Of the largest result, for the coarsest type of the operands; float32 may be TF32."""

@@ -4,9 +4,9 @@ import os
 import threading
 
 from handlepool import condition
+from handlepool.context import elsewhere, thread
 from handlepool.errors import ArgumentError, OwnershipError
 from handlepool.pool import HandlePool
-from handlepool.regions import elsewhere, thread
 
 _default: HandlePool | None = None
 _default_lock = threading.RLock()  # a finaliser that the collector runs inside may ask for the default pool, too

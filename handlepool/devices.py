@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from handlepool.cleanup import do_all, take_each
+from handlepool.deferred import parked, settle_all
 from handlepool.drivers.base import PER_THREAD_STREAM, Driver
 from handlepool.events import Events
 from handlepool.handles import DeviceHandles
-from handlepool.regions import parked, settle_all
 from handlepool.sides import SideSlots
 from handlepool.slots import Slot
 from handlepool.streams import StreamReference

@@ -17,14 +17,16 @@ from typing import Any, TypeVar
 
 from handlepool.callers import in_torch, order, torch_among
 from handlepool.condition import diagnose, lost
+from handlepool.context import run_on, thread
 from handlepool.defaults import check_pool, default_pool
+from handlepool.deferred import keep_for_good, parked, settle
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.events import Events
 from handlepool.integers import as_integer
 from handlepool.pool import HandlePool
-from handlepool.regions import inherited, keep_for_good, lent, parked, run_on, settle, thread
+from handlepool.regions import inherited, lent
 from handlepool.slots import Slot, own
 from handlepool.streams import check_foreign, resolve
 from handlepool.tasks import StreamFuture, Task

@@ -13,7 +13,7 @@ from typing import Any
 
 from handlepool.cleanup import do_all
 from handlepool.condition import pools
-from handlepool.regions import keep_for_good, parked
+from handlepool.deferred import keep_for_good, parked
 
 SECONDS = 1.0
 """For threads that are inside a use of a program to come out of it."""

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from handlepool.callers import order
 from handlepool.calls import AnyCall
+from handlepool.context import thread
+from handlepool.deferred import keep_for_good, parked, settle
 from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.plan import Plan
 from handlepool.pool import HandlePool
-from handlepool.regions import keep_for_good, parked, settle, thread
 from handlepool.slots import Slot
 
 if TYPE_CHECKING:

@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 from handlepool.callers import in_torch, order, torch_among
 from handlepool.calls import MISSED, NO_LAUNCHER, launchers
 from handlepool.condition import lost
+from handlepool.context import recordings, run_on, thread
+from handlepool.deferred import parked, settle
 from handlepool.errors import OwnershipError, PoolClosedError
 from handlepool.joins import given_up, join
 from handlepool.joins import settle as settle_fork
 from handlepool.maps import over
 from handlepool.pool import HandlePool
-from handlepool.regions import Region, inherited, lent, parked, recordings, run_on, settle, thread
+from handlepool.regions import Region, inherited, lent
 from handlepool.slots import Slot, disown, own
 from handlepool.streams import check_foreign, resolve
 

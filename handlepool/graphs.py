@@ -22,6 +22,7 @@ from handlepool.calls import (
 from handlepool.comparison import compare
 from handlepool.condition import diagnose
 from handlepool.defaults import check_pool, current_pool
+from handlepool.deferred import settle_all
 from handlepool.drafts import Request
 from handlepool.drivers.base import operand_name
 from handlepool.errors import ArgumentError
@@ -29,7 +30,6 @@ from handlepool.layouts import Layout
 from handlepool.plan import Plan
 from handlepool.pool import HandlePool
 from handlepool.recipes import Recipe, Signature, as_references
-from handlepool.regions import settle_all
 from handlepool.settings import Settings, normalise
 from handlepool.states import ParallelStates
 from handlepool.tuning import Tuning, tune

@@ -10,10 +10,10 @@ from typing import Any
 
 from handlepool.cleanup import do_all, take_each
 from handlepool.condition import diagnose
+from handlepool.deferred import settle_all
 from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Handle
 from handlepool.errors import OutOfMemoryError
-from handlepool.regions import settle_all
 
 # NVIDIA recommends one synchronous cudnnCreate before any that may run beside another (guarantee 14). The lock is the
 # process's, not a pool's, and is held for every create: the binding holds the GIL through the call in any case.

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from handlepool.callers import order
 from handlepool.condition import diagnose
+from handlepool.context import thread
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import CaptureError
-from handlepool.regions import lent, thread
+from handlepool.regions import lent
 from handlepool.slots import disown
 
 if TYPE_CHECKING:

@@ -5,9 +5,10 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from handlepool.context import thread
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver
 from handlepool.errors import CaptureError, DeviceMismatchError
-from handlepool.regions import lent, thread
+from handlepool.regions import lent
 from handlepool.streams import StreamReference, check_foreign, resolve
 
 _streams: dict[int, Any] = {}

@@ -27,13 +27,13 @@ from typing import Any
 from handlepool import condition, drivers
 from handlepool.checks import CheckedDriver, CheckedSlot
 from handlepool.cleanup import do_all
+from handlepool.deferred import parked, settle, settle_all
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Handle
 from handlepool.errors import ArgumentError
 from handlepool.integers import at_least, flag
 from handlepool.plan_cache import PlanCache
-from handlepool.regions import parked, settle, settle_all
 from handlepool.slots import Slot, hits, place, placed, unplace
 from handlepool.snapshots import MEANINGS, Stats
 from handlepool.streams import StreamReference, check_foreign, resolve

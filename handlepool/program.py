@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from handlepool import exits
 from handlepool.condition import diagnose
+from handlepool.context import recordings
+from handlepool.deferred import keep_for_good, parked
 from handlepool.errors import CaptureError, HandlePoolError, PoolClosedError
 from handlepool.inputs import Inputs, copy_all
 from handlepool.last_use import LastUse, capturing
-from handlepool.regions import keep_for_good, parked, recordings
 from handlepool.streams import StreamReference
 from handlepool.turns import Turns
 

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from handlepool.context import run_on, thread
 from handlepool.defaults import check_pool, current_pool
+from handlepool.deferred import parked, settle
 from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.inputs import Inputs
 from handlepool.pool import HandlePool
 from handlepool.program import Program
 from handlepool.recording import Recording
-from handlepool.regions import parked, run_on, settle, thread
 from handlepool.states import ParallelStates
 from handlepool.streams import StreamReference, check_foreign, resolve
 

@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 from handlepool.callers import in_torch, torch_among
 from handlepool.cleanup import do_all
 from handlepool.condition import diagnose
+from handlepool.context import recordings, run_on, thread
+from handlepool.deferred import keep_for_good
 from handlepool.drivers.base import LEGACY_STREAM, Driver
 from handlepool.drivers.objects import RecordedGraph
 from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
 from handlepool.kept import Kept
 from handlepool.pool import HandlePool
-from handlepool.regions import keep_for_good, recordings, run_on, thread, underneath
+from handlepool.regions import underneath
 from handlepool.slots import Slot, disown, own
 from handlepool.workspace import DeviceScratch
 

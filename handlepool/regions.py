@@ -6,19 +6,15 @@ stream waits for the branch, and what it allocates comes from the *outermost* ca
 the join.
 """
 
-import ctypes
 import functools
 import os
-import threading
 import types
-from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
+from handlepool.context import thread
+from handlepool.deferred import keep_for_good
 from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Stream
-
-T = TypeVar("T")
 
 
 class Region:
@@ -118,7 +114,7 @@ class Region:
 
     def abandon(self) -> None:
         """Let go of nothing, ever: a join failed, so branches may read what is kept, and nobody waits for them."""
-        _abandoned.append(self.kept)
+        keep_for_good(self.kept)
         self.kept = []
         self.keep = self.kept.append
         self._allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
@@ -164,113 +160,4 @@ def underneath(driver: Any) -> Any:
     return getattr(driver, "checked_driver", driver)
 
 
-class _Thread(threading.local):
-    pool: Any = None  # of the branch or task that this thread runs
-    region: Region | None = None  # of the branch or task that this thread runs
-    recording: Any = None  # of `handlepool.record`, while it captures what this thread does
-    states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
-
-
-thread = _Thread()
-
-elsewhere: list[object] = []
-"""The pools of the branches and tasks under way, in whatever thread, that are not the default pool: where there is none, the
-default pool is the one to use, and nobody needs to ask `thread`, which costs as much as a hit's half."""
-
-recordings: list[object] = []
-"""The recordings under way, in whatever thread: where there is one, launches ask `thread`."""
-
-_UNCHANGED = object()
-
-
-def run_on(
-    pool: Any,
-    stream: Any,
-    device: int,
-    region: Region | None,
-    function: Callable[..., T],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> T:
-    """Call a function with a stream of the current device current and a region's allocator in place.
-
-    Leaves stream, allocator and device as they were, whatever the function does.
-    """
-    driver = pool.driver
-    previous = driver.current_stream()
-    outer, outer_pool = thread.region, thread.pool
-    allocator = _UNCHANGED
-    pushed = False
-    other = not pool.is_default
-    if other:
-        elsewhere.append(pool)
-    try:
-        if region is not None:
-            allocator = driver.swap_allocator(region.allocator)
-        thread.region, thread.pool = region, pool
-        driver.push_stream(stream)
-        pushed = True
-        return function(*args, **kwargs)
-    finally:
-        thread.region, thread.pool = outer, outer_pool
-        if other:
-            elsewhere.remove(pool)
-        if allocator is not _UNCHANGED:
-            driver.swap_allocator(allocator)
-        try:
-            if driver.current_device() != device:  # the function left another one current
-                driver.set_device(device)
-        finally:
-            if pushed:
-                driver.pop_stream(stream, previous)
-
-
-# Parking (guarantee 10): what a destructor or a thread's end leaves behind may not be given back there, since that calls CUDA.
-
-
-class Parked(Protocol):
-    """What was left behind with something to do about it."""
-
-    def _settle(self) -> bool:
-        """Do it; False where it is too early. Raises nothing."""
-
-
-parked: deque[Parked] = deque()  # appends and pops are atomic
-_abandoned: list[object] = []
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_abandoned))  # or Python would take it down with its modules
-keep_for_good = _abandoned.append
-"""Let something live as long as the process, since its end would call CUDA when that must not be called any more."""
-
-
-def settle(left: deque[Any] = parked, most: int = 8) -> None:
-    """Do what can be done about some of what was left behind; a few at a time, so that nobody pays for a long backlog."""
-    for _ in range(min(len(left), most)):
-        held: list[Any] = []
-        done = False
-        try:
-            held.extend(map(deque.popleft, (left,)))  # in one step: what an interrupt finds is in one of the two
-            done = held[0]._settle()
-        except IndexError:  # another thread settles too
-            if held:
-                raise
-            return
-        finally:  # also where it was interrupted
-            if held and not done:
-                left.append(held[0])
-
-
-def settle_all() -> None:
-    """Do what can be done about all that was left behind; not where a lock is held, since finalisers of the users' may run."""
-    settle(most=len(parked))
-
-
-def _after_fork() -> None:
-    """In a forked child nothing inherited is given back or freed (guarantee 13)."""
-    _abandoned.append(list(parked))
-    parked.clear()
-    thread.recording = None
-    recordings.clear()
-    lent.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=lent.clear)  # nothing inherited is used in a forked child (guarantee 13)

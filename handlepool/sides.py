@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from handlepool.cleanup import do_all, take_each
+from handlepool.deferred import parked, settle
 from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Handle
-from handlepool.regions import parked, settle
 from handlepool.slots import Slot
 from handlepool.workspace import DeviceScratch
 

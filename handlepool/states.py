@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from handlepool.context import thread
 from handlepool.defaults import check_pool, default_pool
 from handlepool.errors import ArgumentError, OwnershipError, StateBusyError, StateIndexError
 from handlepool.forks import Fork
 from handlepool.integers import as_integer
 from handlepool.pool import HandlePool
-from handlepool.regions import thread
 from handlepool.sides import MOST_SIDE_SLOTS
 from handlepool.slots import Slot
 

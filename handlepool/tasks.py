@@ -4,11 +4,12 @@ import threading
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from handlepool.context import thread
 from handlepool.devices import DeviceSlots
 from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.errors import CaptureError
 from handlepool.events import Events
-from handlepool.regions import Region, lent, thread
+from handlepool.regions import Region, lent
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ from typing import Any
 from handlepool.arrays import adapt
 from handlepool.callers import order
 from handlepool.condition import diagnose
+from handlepool.context import thread
 from handlepool.defaults import current_pool
 from handlepool.drivers.base import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError, DriverNotAvailableError, GraphNotSupportedError
 from handlepool.plan import Plan
 from handlepool.pool import HandlePool
-from handlepool.regions import thread
 from handlepool.states import ParallelStates
 from handlepool.streams import check_foreign, resolve
 from handlepool.trials import Candidate, Stand, side_slots

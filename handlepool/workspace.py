@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 from handlepool.cleanup import do_all, take_each
+from handlepool.context import thread
 from handlepool.drivers.base import Driver
 from handlepool.errors import OutOfMemoryError
-from handlepool.regions import thread
 
 ALIGNMENT = 256  # cudaMalloc's own
 

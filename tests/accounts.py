@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from handlepool import regions
+from handlepool import deferred
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.forks import Fork
 
@@ -38,7 +38,7 @@ class CostlyDriver:
 
 def forgotten(pool):
     """Forks of a pool that nobody left, and that nobody has settled yet."""
-    return [entry for entry in list(regions.parked) if isinstance(entry, Fork) and entry._pool is pool]
+    return [entry for entry in list(deferred.parked) if isinstance(entry, Fork) and entry._pool is pool]
 
 
 def waiting(pool):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from handlepool import HandlePool, drivers, regions
+from handlepool import HandlePool, deferred, drivers
 from handlepool.drivers.host import HostDriver
 
 TIMEOUT = 60
@@ -23,7 +23,7 @@ def garbage_of_its_own():
 @pytest.fixture(autouse=True)
 def nothing_parked():
     """Each test begins with nothing left behind by another: of a backlog only some is settled at a time."""
-    regions.parked.clear()
+    deferred.parked.clear()
 
 
 @pytest.fixture(params=["threads", "adversarial"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import handlepool
-from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError, regions
+from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError, deferred
 from handlepool.drivers.host import HostDriver
 
 TIMEOUT = 60
@@ -515,7 +515,7 @@ class Lifetimes(RuleBasedStateMachine):
         _, error = actor.do(pool.get_handle)
         assert isinstance(error, PoolClosedError)
         self.do(actor, pool.close)
-        regions.settle(most=1000)
+        deferred.settle(most=1000)
         self.closed(pool)
         self.open_pool()
 
@@ -584,7 +584,7 @@ class Lifetimes(RuleBasedStateMachine):
             recording.actor.do(recording.stream.end_capture)
         for actor in self.actors:
             actor.end()
-        regions.settle(most=1000)
+        deferred.settle(most=1000)
         self.closed(self.pool)
         assert self.driver.alive()["handles"] == 0
-        regions._abandoned.clear()
+        deferred._abandoned.clear()

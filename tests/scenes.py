@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from handlepool import ContractError, HandlePool, ParallelStates, regions
+from handlepool import ContractError, HandlePool, ParallelStates, deferred
 from handlepool.drivers.host import HostDriver
 from handlepool.drivers.host.memory import RegionAllocator
 
@@ -118,7 +118,7 @@ def over_seeds(scenario, *, seeds=SEEDS, make=None, control=False, **options):
         for seed in seeds[:3]:
             with pytest.raises(ContractError, match="not ordered"):
                 run(seed, check=True)
-        regions.settle(most=1000)
+        deferred.settle(most=1000)
     return [run(seed, check=not control) for seed in seeds]
 
 

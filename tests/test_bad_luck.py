@@ -13,7 +13,7 @@ from scenes import TIMEOUT, Scene, Thread
 from uses import assert_usable
 
 import handlepool
-from handlepool import OutOfMemoryError, ParallelStateExecutor, ParallelStates, PoolClosedError, regions
+from handlepool import OutOfMemoryError, ParallelStateExecutor, ParallelStates, PoolClosedError, deferred
 from handlepool.drivers.host import HostDriver
 
 NOTHING = {"handles": 0, "events": 0, "scratch_bytes": 0}
@@ -25,7 +25,7 @@ def scene():
         yield scene
         scene.pool.close()
         for _ in range(1000):
-            regions.settle(most=1000)
+            deferred.settle(most=1000)
         alive = scene.driver.alive()
         del alive["streams"]
         assert alive == NOTHING
@@ -118,7 +118,7 @@ def test_g9_a_close_under_a_capture_harms_it_not_and_what_it_has_goes_with_its_e
     scene.pool.close()
     assert scene.driver.alive()["handles"] == 1
     graph = scene.stream.end_capture()
-    regions.settle(most=1000)
+    deferred.settle(most=1000)
     assert scene.driver.alive()["handles"] == 0
     graph.launch(scene.stream)
     assert scene.read(y) == 5
@@ -355,7 +355,7 @@ def test_g10_a_trim_by_a_finaliser_at_every_driver_call_of_the_pool(make_driver)
             Accounts(scene.pool).check()
             assert_usable(scene.pool)
             scene.pool.close()
-            regions.settle(most=1000)
+            deferred.settle(most=1000)
             assert scene.driver.alive() == {"handles": 0, "events": 0, "streams": 1, "scratch_bytes": 0}, (k, inside)
         if not inside:
             break

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import handlepool
-from handlepool import HandlePool, ParallelStates, regions
+from handlepool import HandlePool, ParallelStates, deferred
 from handlepool.drivers.host import HostDriver
 
 BOUNDS = {
@@ -135,8 +135,8 @@ def counted(path: Callable[[], object]) -> tuple[int, int]:
 def count_each(paths: dict[str, Callable[[], object]]) -> dict[str, tuple[int, int]]:
     """The counts of every path once it is warm, with nothing left of other tests that a fork would give back."""
     gc.collect()
-    while regions.parked:
-        regions.settle()
+    while deferred.parked:
+        deferred.settle()
     for path in paths.values():
         for _ in range(3):
             path()

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 from arrays import Arrays
-from conftest import TIMEOUT
+from scenes import TIMEOUT
 
 import handlepool
 from handlepool import ArgumentError, HandlePool, OwnershipError, ParallelStateExecutor, ParallelStates, PoolClosedError, defaults

@@ -10,7 +10,7 @@ import pytest
 from scenes import Scene, Thread
 
 import handlepool
-from handlepool import GraphNotSupportedError, ParallelStateExecutor, regions
+from handlepool import GraphNotSupportedError, ParallelStateExecutor, deferred
 from handlepool.cleanup import do_all
 from handlepool.drivers.host import HostDriver
 
@@ -38,8 +38,8 @@ def wrong(g, x):
 def scene():
     with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
         yield scene
-        regions.settle(most=1000)
-        regions._abandoned.clear()
+        deferred.settle(most=1000)
+        deferred._abandoned.clear()
 
 
 def a_build(function):

@@ -10,7 +10,7 @@ import pytest
 from scenes import TIMEOUT, Scene, over_seeds
 from submitting import TaskError, busy, returned
 
-from handlepool import ForkedProcessError, ParallelStateExecutor, regions
+from handlepool import ForkedProcessError, ParallelStateExecutor, deferred
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_submit_after_shutdown_is_refused_and_loses_no_event(scene):
             executor.submit(pytest.fail, "it ran")
     del executor
     gc.collect()
-    regions.settle()
+    deferred.settle()
     assert scene.driver.calls["create_event"] == scene.driver.calls["destroy_event"]
 
 
@@ -219,7 +219,7 @@ def test_every_event_is_destroyed_in_the_end(scene):
         scene.stream.synchronize()
     scene.stream.synchronize()
     for _ in range(10):  # what was parked is settled a few at a time
-        regions.settle()
+        deferred.settle()
     scene.pool.close()
     assert scene.driver.calls["create_event"] == scene.driver.calls["destroy_event"]
 
@@ -231,7 +231,7 @@ def test_no_event_of_a_task_that_was_cancelled_stays(scene):
         assert all(future.cancel() for future in futures)
         go_on.set()
     del executor, futures
-    regions.settle(most=1000)
+    deferred.settle(most=1000)
     scene.pool.close()
     assert scene.driver.alive()["events"] == 0
 

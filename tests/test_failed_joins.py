@@ -12,7 +12,7 @@ from accounts import Accounts
 from scenes import Scene, over_seeds
 from uses import assert_usable
 
-from handlepool import regions
+from handlepool import deferred
 from handlepool.drivers.host import HostDriver
 from handlepool.regions import Region
 
@@ -23,8 +23,8 @@ FAILING = ["record_event", "wait_event", "current_device"]  # of the join; after
 def abandoned():
     """What is let go of never is let go of after the test."""
     yield
-    regions.settle(most=1000)
-    regions._abandoned.clear()
+    deferred.settle(most=1000)
+    deferred._abandoned.clear()
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def test_g6_the_outer_fork_is_left_as_ever_and_what_its_own_branches_had_is_let_
         gc.collect()
         assert [watch() is not None for watch in watches] == [True, False]
         assert scene.read(y) == 5
-        regions.settle(most=1000)
+        deferred.settle(most=1000)
         Accounts(scene.pool).check()
         assert scene.pool.stats()["handles_leased"] == 0
         assert_usable(scene.pool)
@@ -167,6 +167,6 @@ def test_g1_side_slots_of_a_fork_that_did_not_come_to_its_join_stay_out_until_it
         assert not {slot.pointer for slot in leased} & set(mine)
         for slot in leased:
             sides.give_back(slot, captured=False)
-        regions.settle(most=1000)
+        deferred.settle(most=1000)
         assert scene.pool.stats()["handles_leased"] == 0
         assert {slot.pointer for slot in sides.free} >= set(mine)

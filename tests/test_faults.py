@@ -12,7 +12,7 @@ from accounts import RESTORES, Accounts
 from scenes import TIMEOUT, Thread
 from uses import assert_usable
 
-from handlepool import HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, conv2d, graph, record, regions
+from handlepool import HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, conv2d, deferred, graph, record
 from handlepool.drivers.host import HostDriver
 
 
@@ -242,8 +242,8 @@ SCENARIOS = [
 
 def settle():
     for _ in range(1000):  # a task's end is asked for each time, and asking lets the scheduler run
-        regions.settle(most=1000)
-        if not regions.parked:
+        deferred.settle(most=1000)
+        if not deferred.parked:
             return
 
 

@@ -25,10 +25,10 @@ from handlepool import (
     OwnershipError,
     ParallelStates,
     PoolClosedError,
+    deferred,
     graph,
     handles,
     record,
-    regions,
     turns,
 )
 from handlepool.drivers.host import HostDriver
@@ -153,7 +153,7 @@ def test_g1_one_thread_at_every_call_of_another(monkeypatch, before, first, seco
         for thread in threads:
             thread.finish()
         world.pool.drain()
-        regions.settle(most=1000)
+        deferred.settle(most=1000)
         if not world.pool.closed:
             Accounts(world.pool).check()
             assert_usable(world.pool)

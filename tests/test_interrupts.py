@@ -19,9 +19,10 @@ from scenes import Scene, Thread
 from uses import assert_usable
 
 import handlepool
-from handlepool import ContractError, regions
+from handlepool import ContractError, context, deferred
+from handlepool.context import thread
 from handlepool.drivers.host import HostDriver
-from handlepool.regions import Region, thread
+from handlepool.regions import Region
 from handlepool.workspace import DeviceScratch
 
 # What is raised in a destructor is lost, as Python says it is.
@@ -37,9 +38,9 @@ def double(g, x):
 def abandoned():
     """What is let go of never is let go of after the test."""
     yield
-    regions.settle(most=1000)
-    regions._abandoned.clear()
-    regions.elsewhere.clear()  # an interrupt as a branch begins leaves its pool there, where it costs others time and no more
+    deferred.settle(most=1000)
+    deferred._abandoned.clear()
+    context.elsewhere.clear()  # an interrupt as a branch begins leaves its pool there, where it costs others time and no more
 
 
 def forks(scene, box, outs):
@@ -88,7 +89,7 @@ def interrupted_at(k):
         scene.stream.use()
         later = [scene.array(100) for _ in range(8)]  # would be the blocks that branches may not have read yet
         for _ in range(3):
-            regions.settle(most=1000)
+            deferred.settle(most=1000)
         assert_usable(scene.pool)
         assert scene.pool.stats()["handles_leased"] <= lost
         del later
@@ -114,7 +115,7 @@ def test_an_interrupt_at_every_line_of_a_first_use_costs_a_handle_and_a_block_at
             assert scene.driver.current_stream() is scene.stream
             assert_usable(scene.pool)
             scene.pool.close()
-            regions.settle(most=1000)
+            deferred.settle(most=1000)
             alive = scene.driver.alive()
             assert alive["handles"] <= 1
             assert alive["scratch_bytes"] <= 512
@@ -148,7 +149,7 @@ def test_an_interrupt_at_every_line_of_an_end_frees_nothing_twice(end):
             if end == "trim":
                 assert_usable(pool)
                 pool.close()
-            regions.settle(most=1000)
+            deferred.settle(most=1000)
             if end == "trim":
                 alive = scene.driver.alive()
                 assert (alive["handles"], alive["events"]) <= (1, 2)
@@ -265,7 +266,7 @@ def test_an_interrupt_at_every_line_of_a_reclaim_of_what_was_left_behind_loses_n
         left = deque(things)
         where = None
         with contextlib.suppress(KeyboardInterrupt):
-            where = at_line(k, lambda left=left: regions.settle(left), interrupt)
+            where = at_line(k, lambda left=left: deferred.settle(left), interrupt)
             break
         assert all(thing.settled or thing in left for thing in things), (k, where)
     assert k > 10

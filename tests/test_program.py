@@ -11,7 +11,7 @@ from uses import EFFECTS, FOREIGN, STREAMS, assert_usable, calls
 
 import handlepool
 from handlepool import ArgumentError, ContractError, ParallelStates
-from handlepool.regions import parked, settle
+from handlepool.deferred import parked, settle
 from handlepool.workspace import DeviceScratch
 
 

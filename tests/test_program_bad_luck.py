@@ -15,7 +15,16 @@ from scenes import Scene
 from test_interrupts import interrupt, line_of
 
 import handlepool
-from handlepool import CaptureError, ContractError, DeviceMismatchError, HandlePoolError, PoisonedContextError, Program, regions
+from handlepool import (
+    CaptureError,
+    ContractError,
+    DeviceMismatchError,
+    HandlePoolError,
+    PoisonedContextError,
+    Program,
+    context,
+    deferred,
+)
 from handlepool.drivers.host import HostDriver
 
 # What is raised in a destructor is lost, as Python says it is.
@@ -53,8 +62,8 @@ SPARED = (  # where only a tracer can interrupt: nothing is called before, or a 
 def abandoned():
     """What is let go of never is let go of after the test."""
     yield
-    regions._abandoned.clear()
-    regions.elsewhere.clear()
+    deferred._abandoned.clear()
+    context.elsewhere.clear()
 
 
 def recorded(scene, stream):
@@ -94,7 +103,7 @@ def use(scene, program, stream, act, how):
     for each in (stream, third, scene.stream):
         each.synchronize()
     gc.collect()  # the error refers to itself through the frame of `at_line`
-    regions.settle(most=1000)
+    deferred.settle(most=1000)
     pool.trim()
     assert memory.nbytes == pool.stats()["scratch_bytes_recorded"] == 0
     assert not driver.order.found

@@ -12,7 +12,7 @@ from scenes import TIMEOUT, Scene, Thread
 from test_interrupts import interrupt, line_of
 
 import handlepool
-from handlepool import PoolClosedError, exits, regions
+from handlepool import PoolClosedError, context, deferred, exits
 from handlepool.drivers.host import HostDriver
 from handlepool.turns import Turns
 
@@ -21,7 +21,7 @@ from handlepool.turns import Turns
 def abandoned():
     """What is let go of never is let go of after the test."""
     yield
-    regions._abandoned.clear()
+    deferred._abandoned.clear()
     exits.under_way.clear()
 
 
@@ -51,20 +51,20 @@ def interrupted(k):
         gc.collect()
         if driver._streams.captures.active:
             found.append("a capture is open")
-        if regions.thread.recording is not None or regions.recordings:
+        if context.thread.recording is not None or context.recordings:
             found.append("the thread records")
-        regions.thread.recording = None
-        regions.recordings.clear()
+        context.thread.recording = None
+        context.recordings.clear()
         driver.swap_allocator(None)
         scene.stream.use()
-        regions.elsewhere.clear()
+        context.elsewhere.clear()
         for program in made:
             program.close()
         made.clear()
         gc.collect()
         for _ in range(3):
-            regions.settle(most=1000)
-        if regions._abandoned or scene.pool.stats()["scratch_bytes_recorded"]:
+            deferred.settle(most=1000)
+        if deferred._abandoned or scene.pool.stats()["scratch_bytes_recorded"]:
             found.append("what was recorded is kept for good")
         if not found:
             with handlepool.record(function, x, pool=scene.pool) as program:
@@ -78,7 +78,7 @@ def test_an_interrupt_at_every_line_of_a_recording_leaves_no_capture_open_and_us
     found = {}
     for k in itertools.count(1):
         line, left = interrupted(k)
-        regions._abandoned.clear()
+        deferred._abandoned.clear()
         if left:
             found[line] = left
         if line is None:
@@ -113,7 +113,7 @@ def test_what_a_program_keeps_may_close_it():
         program.close()
         gc.collect()
         assert program.closed
-        assert not regions.parked
+        assert not deferred.parked
 
 
 def test_two_programs_that_keep_what_closes_the_other_are_closed_by_two_threads():

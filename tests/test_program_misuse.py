@@ -30,8 +30,9 @@ from handlepool import (
     StateBusyError,
     StreamError,
 )
+from handlepool.context import thread
+from handlepool.deferred import settle
 from handlepool.drivers.host import HostDriver
-from handlepool.regions import settle, thread
 
 F8 = np.dtype(np.float64)
 

@@ -18,7 +18,7 @@ from no_gpu import World, addresses
 from scenes import TIMEOUT, Thread
 
 import handlepool
-from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, GraphFunction, PoolClosedError, conv2d, regions
+from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, GraphFunction, PoolClosedError, context, conv2d
 from handlepool.drivers import shortcuts
 from handlepool.plan_cache import MOST_SHORTCUTS
 
@@ -564,9 +564,9 @@ def test_the_plan_that_goes_is_the_one_used_longest_ago_also_where_the_uses_were
         world.driver.raw = entries == "raw" or (entries == "mixed" and number % 2 == 0)
         before = world.driver.compiled
         if uses.random() < 0.2:  # so that it is no hit
-            regions.recordings.append(object())
+            context.recordings.append(object())
         launch = world.launched(double, arrays[number], out=outs[number] if given else None)
-        regions.recordings.clear()
+        context.recordings.clear()
         assert world.driver.compiled == before + built
         assert launch.addresses[0] == arrays[number].data.ptr
     assert consistent(world)
@@ -641,13 +641,13 @@ def test_while_something_is_recorded_every_call_is_prepared(world, monkeypatch):
     index = known(world, double, x, out=y)
     known(world, double, x)
     before = world.prepared
-    regions.recordings.append(object())
+    context.recordings.append(object())
     try:
         assert world.launched(double, x, out=y).index == index
         world.launched(double, x)
         assert world.prepared == before + 2
     finally:
-        regions.recordings.clear()
+        context.recordings.clear()
     assert again(world, double, x, out=y).index == index
 
 
@@ -802,11 +802,11 @@ def nested(world, moment, recording=False):
     world.driver.launches.clear()
     setattr(world.driver, moment, lambda: plus(*inner[:2], out=inner[2]))
     if recording:
-        regions.recordings.append(object())
+        context.recordings.append(object())
     try:
         plus(*outer[:2], out=outer[2])
     finally:
-        regions.recordings.clear()
+        context.recordings.clear()
     first, second = world.driver.launches
     assert first.addresses == addresses(*inner)
     assert first.handle == second.handle

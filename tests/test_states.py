@@ -6,14 +6,7 @@ import pytest
 from scenes import Scene, Thread, over_seeds
 
 import handlepool
-from handlepool import (
-    ArgumentError,
-    DeviceMismatchError,
-    OwnershipError,
-    ParallelStates,
-    PoolClosedError,
-    StreamError,
-)
+from handlepool import ArgumentError, DeviceMismatchError, OwnershipError, ParallelStates, PoolClosedError, StreamError
 
 
 class BranchError(Exception):
@@ -227,8 +220,8 @@ def test_g3_device_and_stream_and_allocator_are_as_before_whatever_a_branch_does
         assert scene.driver.current_stream() is scene.stream
         assert scene.driver.swap_allocator(None) is allocator
         hoard.__exit__(None, None, None)
-        assert handlepool.regions.thread.region is None
-        assert handlepool.regions.thread.pool is None
+        assert handlepool.context.thread.region is None
+        assert handlepool.context.thread.pool is None
         assert works(scene)
 
 

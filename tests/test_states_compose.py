@@ -7,7 +7,7 @@ from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_st
 from uses import FOREIGN, ON_A_SIDE_STREAM, in_a_branch
 
 import handlepool
-from handlepool import OwnershipError, ParallelStates, regions
+from handlepool import OwnershipError, ParallelStates, context, regions
 
 # Regions inside regions, with the order of all of them
 
@@ -212,8 +212,8 @@ def test_g8_work_of_a_branch_on_another_stream_has_memory_of_that_stream(run, wo
 
 @pytest.mark.parametrize("work", WORKS)
 def test_g8_control_memory_of_the_outer_regions_is_handed_on_while_that_stream_uses_it(monkeypatch, work):
-    monkeypatch.setattr("handlepool.forks.inherited", lambda *_: regions.thread.region)
-    monkeypatch.setattr("handlepool.regions._allocator_of", lambda _: regions.thread.region.allocator)
+    monkeypatch.setattr("handlepool.forks.inherited", lambda *_: context.thread.region)
+    monkeypatch.setattr("handlepool.regions._allocator_of", lambda _: context.thread.region.allocator)
     values = set(over_seeds(on_a_stream_of_its_own(in_a_branch, work), control=True, seeds=range(40)))
     assert values - {(5,) * 6}
 
@@ -329,7 +329,7 @@ def test_g8_a_branch_inside_that_goes_back_to_the_outer_ones_stream_has_memory_o
 
 
 def test_g8_control_memory_of_the_inner_region_is_handed_on_while_the_outer_branch_uses_it(monkeypatch):
-    its = lambda pointer: regions.thread.region.allocator if pointer in regions.lent else None  # noqa: E731
+    its = lambda pointer: context.thread.region.allocator if pointer in regions.lent else None  # noqa: E731
     monkeypatch.setattr("handlepool.regions._allocator_of", its)
     values = over_seeds(on_the_outer_branchs_stream(made_current), control=True, seeds=range(30))
     assert set(values) - {(5,) * 6}

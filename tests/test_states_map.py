@@ -19,10 +19,10 @@ from handlepool import (
     OwnershipError,
     ParallelStates,
     PoolClosedError,
+    context,
     conv2d,
     forks,
     maps,
-    regions,
 )
 from handlepool.drivers.host import HostDriver
 
@@ -91,7 +91,7 @@ def leased(scene):
 def in_order(scene):
     """Nothing is leased, kept or lost, and a map works."""
     assert leased(scene) == 0
-    assert regions.thread.region is None
+    assert context.thread.region is None
     Accounts(scene.pool).check()
     assert read(scene, scene.states.map(double, arrays(scene, range(6)))) == [0, 2, 4, 6, 8, 10]
     return True

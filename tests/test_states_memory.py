@@ -8,7 +8,7 @@ import functools
 import pytest
 from scenes import Scene, Thread, over_seeds
 
-from handlepool import regions
+from handlepool import context, regions
 
 
 def keeps_nothing(scene):
@@ -265,12 +265,12 @@ def an_inner_argument_is_dropped(scene, isolated=False):
     y, box = scene.array(), [scene.array(1)]
 
     def outer():
-        region = regions.thread.region
+        region = context.thread.region
         if isolated:
-            regions.thread.region = None
+            context.thread.region = None
         with scene.states.fork() as fork:
             fork.run(scene.put, y, lambda value: value + 1, box.pop())
-        regions.thread.region = region
+        context.thread.region = region
 
     with scene.states.fork() as fork:
         fork.run(outer)

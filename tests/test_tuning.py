@@ -26,8 +26,9 @@ from handlepool import (
     StateBusyError,
     drivers,
 )
+from handlepool.context import thread
+from handlepool.deferred import settle
 from handlepool.drivers.host import HostDriver
-from handlepool.regions import settle, thread
 from handlepool.trials import ROUNDS
 
 

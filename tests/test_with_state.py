@@ -9,7 +9,7 @@ import pytest
 from scenes import TIMEOUT, Scene, Thread
 
 import handlepool
-from handlepool import OwnershipError, ParallelStates, StateBusyError, StateIndexError, regions
+from handlepool import OwnershipError, ParallelStates, StateBusyError, StateIndexError, context
 
 
 class BranchError(Exception):
@@ -227,7 +227,7 @@ def test_g15_a_state_is_free_again_after_its_function_raised():
             with pytest.raises(BranchError):
                 scene.states.with_state(1, fails)
         assert Thread(scene.states.with_state, 1, lambda state: "free").finish() == "free"
-        assert regions.thread.states_held == 0
+        assert context.thread.states_held == 0
 
 
 # What the function of with_state gets

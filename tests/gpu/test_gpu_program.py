@@ -19,7 +19,7 @@ from handlepool import (
     PoolClosedError,
     last_use,
 )
-from handlepool.regions import settle
+from handlepool.deferred import settle
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 

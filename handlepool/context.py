@@ -1,0 +1,102 @@
+"""What a thread is in the middle of: the branch or task that it runs, the recording that it makes; and how a branch is run."""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class BranchRegion(Protocol):
+    """The region of a branch or a task, as far as what stands below regions knows it."""
+
+    stream: Any
+    device: int
+    ended: bool
+    awaited: frozenset[int]
+    keep: Callable[[object], None]
+
+    @property
+    def allocator(self) -> Any:
+        """What branches allocate with."""
+
+    @property
+    def over(self) -> bool:
+        """Whether all that ran in it is waited for by whatever is outside of regions."""
+
+    def joined(self, fork: Any) -> bool:
+        """Whether an inner fork was, so that its caller's stream waits for it."""
+
+    def lenders(self, pointer: int) -> list[Any]:
+        """The inner forks that a side stream was lent by, one inside the other, the innermost first."""
+
+
+class _Thread(threading.local):
+    pool: Any = None  # of the branch or task that this thread runs
+    region: Any = None  # of the branch or task that this thread runs
+    recording: Any = None  # of `handlepool.record`, while it captures what this thread does
+    states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
+
+
+thread = _Thread()
+
+elsewhere: list[object] = []
+"""The pools of the branches and tasks under way, in whatever thread, that are not the default pool: where there is none, the
+default pool is the one to use, and nobody needs to ask `thread`, which costs as much as a hit's half."""
+
+recordings: list[object] = []
+"""The recordings under way, in whatever thread: where there is one, launches ask `thread`."""
+
+_UNCHANGED = object()
+
+
+def run_on(
+    pool: Any,
+    stream: Any,
+    device: int,
+    region: BranchRegion | None,
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> T:
+    """Call a function with a stream of the current device current and a region's allocator in place.
+
+    Leaves stream, allocator and device as they were, whatever the function does.
+    """
+    driver = pool.driver
+    previous = driver.current_stream()
+    outer, outer_pool = thread.region, thread.pool
+    allocator = _UNCHANGED
+    pushed = False
+    other = not pool.is_default
+    if other:
+        elsewhere.append(pool)
+    try:
+        if region is not None:
+            allocator = driver.swap_allocator(region.allocator)
+        thread.region, thread.pool = region, pool
+        driver.push_stream(stream)
+        pushed = True
+        return function(*args, **kwargs)
+    finally:
+        thread.region, thread.pool = outer, outer_pool
+        if other:
+            elsewhere.remove(pool)
+        if allocator is not _UNCHANGED:
+            driver.swap_allocator(allocator)
+        try:
+            if driver.current_device() != device:  # the function left another one current
+                driver.set_device(device)
+        finally:
+            if pushed:
+                driver.pop_stream(stream, previous)
+
+
+def _after_fork() -> None:
+    """A forked child is in the middle of nothing that its parent recorded (guarantee 13)."""
+    thread.recording = None
+    recordings.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
