@@ -56,7 +56,7 @@ def main() -> int:
         import numpy as np
 
         from handlepool import ParallelStates
-        from handlepool.calls import launchers
+        from handlepool.context import launchers
 
         launchers[Empty] = Empty.launch, None
         driver = pool.driver

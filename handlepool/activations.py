@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from handlepool.calls import AnyCall, launchers
+from handlepool.calls import AnyCall
+from handlepool.context import launchers
 from handlepool.defaults import current_pool
 from handlepool.errors import ArgumentError
 from handlepool.graphs import GraphFunction

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from handlepool.condition import diagnose
-from handlepool.context import recordings, thread
+from handlepool.context import NOT_CACHED, recordings, thread
 from handlepool.drivers.base import Driver, check_operands, operand_name
 from handlepool.errors import ArgumentError
 from handlepool.layouts import Layout
@@ -48,19 +48,8 @@ class AnyCall(Protocol):
         """This call and one over its result, as one."""
 
 
-MISSED: Any = object()
-"""What `hit` returns where nothing was launched."""
-
-Launcher = tuple[Callable[..., Any] | None, Callable[..., AnyCall] | None]
-launchers: dict[Any, Launcher] = {}
-"""How a fork launches what is no Python to it, by type, or by itself where it is a plain function. The first, tried before the
-other, is ``hit(function, pool, begin, args, kwargs)``, and may be None; the second ``prepare(function, pool, args, kwargs)``. Not
-attributes: proxies answer to any name, and `functools.wraps` gives a function's to what is around it."""
-NO_LAUNCHER: Launcher = (None, None)
-
-
 def hit(function: Any, pool: HandlePool, begin: Callable[..., Slot] | None, arrays: Any, out: Any, marks: tuple[Any, ...]) -> Any:
-    """Launch at once what these arrays led to before; `MISSED` where that cannot be told so quickly.
+    """Launch at once what these arrays led to before; `NOT_CACHED` where that cannot be told so quickly.
 
     Parameters
     ----------
@@ -77,12 +66,12 @@ def hit(function: Any, pool: HandlePool, begin: Callable[..., Slot] | None, arra
     try:
         attempts = pool.plans.shortcuts[function, marks, arrays[0].shape]
     except (AttributeError, IndexError, KeyError, TypeError):  # the first time so; or no arrays, or nothing that has a hash
-        return MISSED
+        return NOT_CACHED
     for attempt in attempts:
         result = attempt(begin, arrays, out)
-        if result is not MISSED:
+        if result is not NOT_CACHED:
             return result
-    return MISSED
+    return NOT_CACHED
 
 
 def marks_of(options: dict[str, Any]) -> tuple[Any, ...]:
@@ -90,12 +79,12 @@ def marks_of(options: dict[str, Any]) -> tuple[Any, ...]:
     return (*options.items(), *map(type, options.values()))
 
 
-def shortcut(pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry) -> Shortcut | None:
+def shortcut(pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry[Plan]) -> Shortcut | None:
     """Make what `hit` finds: a function that launches a plan for arrays like these at once."""
     plan, driver = entry.plan, pool.driver
     inputs, outputs = [Layout.of(array) for array in arrays], [Layout.of(out) for out in outs] or list(plan.outputs)
     names = {
-        "MISSED": MISSED,
+        "NOT_CACHED": NOT_CACHED,
         "recordings": recordings,
         "current_device": pool.current_device,
         "current_stream": driver.current_stream,
@@ -111,18 +100,18 @@ def shortcut(pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...], e
     return made or _shortcut(pool, entry, inputs + outputs if outs else inputs, bool(outs))
 
 
-def _shortcut(pool: HandlePool, entry: Entry, layouts: list[Layout], given: bool) -> Shortcut:
+def _shortcut(pool: HandlePool, entry: Entry[Plan], layouts: list[Layout], given: bool) -> Shortcut:
     """What `Executable.shortcut` describes, for any driver."""
     plan, native, empty = entry.plan, pool.driver.array_type, pool.driver.empty
 
     def at_once(begin: Any, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
         if (out is not None) is not given or recordings or pool.current_device() != plan.device:
-            return MISSED
+            return NOT_CACHED
         if given and not plan.single and not isinstance(out, (tuple, list)):
-            return MISSED
+            return NOT_CACHED
         outs = () if not given else (out,) if plan.single else tuple(out)
         if any(type(array) is not native for array in arrays + outs) or [Layout.of(array) for array in arrays + outs] != layouts:
-            return MISSED
+            return NOT_CACHED
         made = outs or fresh or new_outputs(pool, plan.outputs, empty)
         entry.used, pool.plans.recent = pool.plans.tick(), entry
         slot = pool.slot() if begin is None else begin(arrays + made, at_once)

@@ -13,11 +13,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from handlepool.context import thread
+from handlepool.context import BranchRegion, thread
 from handlepool.drivers.base import Driver
 from handlepool.drivers.objects import Copy, Executable, Handle
 from handlepool.errors import ContractError, OwnershipError
-from handlepool.regions import Region
 from handlepool.slots import Slot
 from handlepool.workspace import DeviceScratch
 
@@ -143,7 +142,7 @@ class _Use:
 
     __slots__ = ("__weakref__", "_forks", "_region", "_stream", "who")
 
-    def __init__(self, stream: int, region: Region, forks: list[Any]) -> None:
+    def __init__(self, stream: int, region: BranchRegion, forks: list[Any]) -> None:
         self._stream = stream
         self._region = region
         self._forks = forks

@@ -48,6 +48,16 @@ default pool is the one to use, and nobody needs to ask `thread`, which costs as
 recordings: list[object] = []
 """The recordings under way, in whatever thread: where there is one, launches ask `thread`."""
 
+NOT_CACHED: Any = object()
+"""What a look at the cache returns where nothing was launched."""
+
+Launcher = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
+launchers: dict[Any, Launcher] = {}
+"""How a fork launches what is no Python to it, by type, or by itself where it is a plain function. The first, tried before the
+other, is ``hit(function, pool, begin, args, kwargs)``, and may be None; the second ``prepare(function, pool, args, kwargs)``. Not
+attributes: proxies answer to any name, and `functools.wraps` gives a function's to what is around it."""
+NO_LAUNCHER: Launcher = (None, None)
+
 _UNCHANGED = object()
 
 

@@ -4,7 +4,8 @@ from inspect import signature
 from typing import Any
 
 from handlepool.activations import ACTIVATIONS, activate, activation_call
-from handlepool.calls import MISSED, AnyCall, hit, launchers
+from handlepool.calls import AnyCall, hit
+from handlepool.context import NOT_CACHED, launchers
 from handlepool.conv_checks import Pair, check_array, check_channels, pair
 from handlepool.defaults import current_pool
 from handlepool.drivers import frontend
@@ -82,7 +83,7 @@ def conv2d(
     marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
     function = _conv2d if activation is None else _fused
     result = hit(function, chosen, None, (x, w) if bias is None else (x, w, bias), out, marks)
-    if result is not MISSED:
+    if result is not NOT_CACHED:
         return result
     call = _prepare(
         chosen,

@@ -13,9 +13,8 @@ from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
 from handlepool.callers import in_torch, order, torch_among
-from handlepool.calls import MISSED, NO_LAUNCHER, launchers
 from handlepool.condition import lost
-from handlepool.context import recordings, run_on, thread
+from handlepool.context import NO_LAUNCHER, NOT_CACHED, launchers, recordings, run_on, thread
 from handlepool.deferred import parked, settle
 from handlepool.errors import OwnershipError, PoolClosedError
 from handlepool.joins import given_up, join
@@ -127,7 +126,7 @@ class Fork:
         hit, prepare = launchers.get(function if kind is FunctionType else kind, NO_LAUNCHER)
         if hit is not None and driver.current_stream(ordinal) is self._stream:
             result: T = hit(function, pool, self._begin, args, kwargs)
-            if result is not MISSED:
+            if result is not NOT_CACHED:
                 return result
         if recordings and thread.recording is not None:
             thread.recording.check("a fork", self._pointer, driver)

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from handlepool.calls import AnyCall, launchers
+from handlepool.calls import AnyCall
+from handlepool.context import launchers
 from handlepool.conv_checks import Pair, Shape, as_shape, check_array, check_channels, check_result, pair
 from handlepool.defaults import current_pool
 from handlepool.graphs import GraphFunction

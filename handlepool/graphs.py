@@ -7,20 +7,10 @@ from typing import Any
 
 from handlepool.arrays import Adapted, adapt, layout_of
 from handlepool.building import build
-from handlepool.calls import (
-    MISSED,
-    AnyCall,
-    GraphCall,
-    check_arrays,
-    check_hashable,
-    hit,
-    launchers,
-    marks_of,
-    new_outputs,
-    shortcut,
-)
+from handlepool.calls import AnyCall, GraphCall, check_arrays, check_hashable, hit, marks_of, new_outputs, shortcut
 from handlepool.comparison import compare
 from handlepool.condition import diagnose
+from handlepool.context import NOT_CACHED, launchers
 from handlepool.defaults import check_pool, current_pool
 from handlepool.deferred import settle_all
 from handlepool.drafts import Request
@@ -76,7 +66,7 @@ class GraphFunction(partial[Any]):
             pool = current_pool()
             marks = marks_of(options) if options else ()
             result = hit(self, pool, None, arrays, out, marks)
-            if result is not MISSED:
+            if result is not NOT_CACHED:
                 return result
             prepared = self.prepare(pool, arrays, out, options, marks=marks)
             return prepared.launch(pool.slot(prepared.stream))

@@ -6,7 +6,7 @@ from threading import get_ident
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from handlepool.calls import MISSED, NO_LAUNCHER, launchers
+from handlepool.context import NO_LAUNCHER, NOT_CACHED, launchers
 from handlepool.slots import Slot, own
 
 if TYPE_CHECKING:
@@ -81,12 +81,12 @@ def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[An
     first, *others = calls
     arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, keywords)
     results = [hit(bare, pool, start, fixed + arrays, options)]
-    if results[0] is MISSED:
+    if results[0] is NOT_CACHED:
         return None
     for call, made in zip(others, fresh, strict=True):
         arrays, out = (call[:-1], call[-1]) if given else (call, None)
         result = attempt(begin, fixed + arrays, out, made)
-        if result is MISSED:  # another geometry, say
+        if result is NOT_CACHED:  # another geometry, say
             result = _run(fork, function, call, given)
         results.append(result)
     return results

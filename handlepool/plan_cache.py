@@ -3,25 +3,40 @@
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
+from handlepool.drivers.objects import Copy
 from handlepool.errors import ArgumentError, GraphNotSupportedError
-from handlepool.plan import Plan
 
 Shortcut = Callable[[Any, tuple[Any, ...], Any], Any]
 MOST_SHORTCUTS = 16
 """Geometries that share a shortcut's key. Each that is tried costs a fiftieth of a launch; without one, a launch is slower."""
 
 
-class _Build:
+class CachedPlan(Protocol):
+    """What is cached, as far as the cache knows it: see `handlepool.plan.Plan`."""
+
+    @property
+    def device(self) -> int:
+        """Ordinal."""
+
+    @property
+    def copies(self) -> Sequence[Copy]:
+        """Operands that each launch copies."""
+
+
+P = TypeVar("P", bound=CachedPlan)
+
+
+class _Build(Generic[P]):
     """A build under way: whoever asks for the same key waits for its outcome."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
         self.thread = threading.get_ident()
-        self.plan: Plan | None = None
+        self.plan: P | None = None
         self.error: Exception | None = None
         self.building = True  # or its thread is past it, by whatever way
         self.start = time.perf_counter_ns()
@@ -36,7 +51,7 @@ def _retold(error: BaseException, cause: BaseException | None = None) -> BaseExc
     return told
 
 
-class Entry:
+class Entry(Generic[P]):
     """A plan in the cache.
 
     Attributes
@@ -50,13 +65,13 @@ class Entry:
 
     __slots__ = ("plan", "shortcuts", "used")
 
-    def __init__(self, plan: Plan, used: int) -> None:
+    def __init__(self, plan: P, used: int) -> None:
         self.plan = plan
         self.used = used
         self.shortcuts: dict[Hashable, Shortcut | None] = {}
 
 
-class PlanCache:
+class PlanCache(Generic[P]):
     """Plans by key, least recently used out first.
 
     A build runs without the cache's lock, since it calls the user's function; the threads that ask for the same key meanwhile
@@ -83,16 +98,16 @@ class PlanCache:
         self._counts: dict[int, Counter[str]] = defaultdict(Counter)  # by device
         self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
-        self.recent: Entry | None = None
+        self.recent: Entry[P] | None = None
         self._dropped = False
-        self._plans: dict[int, dict[Hashable, Entry]] = {}
-        self._builds: dict[Hashable, _Build] = {}
+        self._plans: dict[int, dict[Hashable, Entry[P]]] = {}
+        self._builds: dict[Hashable, _Build[P]] = {}
         self._refusals: OrderedDict[tuple[int, Hashable], tuple[Any, ...]] = OrderedDict()  # what the errors said
         # Guards what is above; a hit does without. A finaliser that the collector runs inside may come again (guarantee 10), so
         # every section under it holds where the dictionaries change between any two of its steps.
         self._lock = threading.RLock()
 
-    def get(self, device: int, key: Hashable) -> Plan | None:
+    def get(self, device: int, key: Hashable) -> P | None:
         """Return the plan of a key, now the most recently used, or None."""
         plans = self._plans.get(device)
         entry = None if plans is None else plans.get(key)
@@ -102,7 +117,7 @@ class PlanCache:
         self.recent = None
         return entry.plan
 
-    def shorten(self, device: int, key: Hashable, shortcut: Hashable, make: Callable[[Entry], Shortcut | None]) -> None:
+    def shorten(self, device: int, key: Hashable, shortcut: Hashable, make: Callable[[Entry[P]], Shortcut | None]) -> None:
         """Make a shortcut to the plan of a key, where there is none yet; it stays for as long as the cache has the plan."""
         with self._lock:
             entry = self._plans.get(device, {}).get(key)
@@ -113,7 +128,7 @@ class PlanCache:
                 # A new list: whoever goes through the former one goes on. The newest is tried first.
                 self.shortcuts[shortcut] = [made, *self.shortcuts.get(shortcut, ())][:MOST_SHORTCUTS]
 
-    def get_or_build(self, device: int, key: Hashable, build: Callable[[], Plan]) -> Plan:
+    def get_or_build(self, device: int, key: Hashable, build: Callable[[], P]) -> P:
         """Return the plan of a key, building it when there is none and no other thread does.
 
         Raises
@@ -121,7 +136,7 @@ class PlanCache:
         Exception
             What the build raised. In a thread that waited for it an error of its own, with the builder's as its cause.
         """
-        mine = _Build()
+        mine: _Build[P] = _Build()
         try:
             while True:
                 with self._lock:
@@ -161,13 +176,13 @@ class PlanCache:
             running = mine  # or an error, its traceback and this frame would keep each other, and all that the callers had
             del mine, running
 
-    def put(self, device: int, key: Hashable, plan: Plan) -> None:
+    def put(self, device: int, key: Hashable, plan: P) -> None:
         """Make a plan that was built elsewhere the one of a key."""
         with self._lock:
             self._keep(device, key, plan)
             self._refusals.pop((device, key), None)
 
-    def _keep(self, device: int, key: Hashable, plan: Plan) -> None:
+    def _keep(self, device: int, key: Hashable, plan: P) -> None:
         self._counts[device]["plans_built"] += 1
         plans = self._plans.setdefault(device, {})
         self._forget(plans, key)
@@ -179,7 +194,7 @@ class PlanCache:
             self._counts[device]["plans_evicted"] += 1
         plans[key] = Entry(plan, self.tick())
 
-    def _forget(self, plans: dict[Hashable, Entry], key: Hashable) -> None:
+    def _forget(self, plans: dict[Hashable, Entry[P]], key: Hashable) -> None:
         entry = plans.pop(key, None)
         self.recent = None
         for shortcut, gone in {} if entry is None else entry.shortcuts.items():
@@ -189,7 +204,7 @@ class PlanCache:
             else:
                 self.shortcuts.pop(shortcut, None)
 
-    def _end_build(self, device: int, key: Hashable, build: _Build) -> None:
+    def _end_build(self, device: int, key: Hashable, build: _Build[P]) -> None:
         try:
             with self._lock:
                 self._counts[device]["plan_build_microseconds"] += (time.perf_counter_ns() - build.start) // 1000
@@ -232,7 +247,7 @@ class PlanCache:
             for refused in [refused for refused in list(self._refusals) if match(refused[1])]:
                 self._refusals.pop(refused, None)
 
-    def count_copies(self, plan: Plan) -> None:
+    def count_copies(self, plan: P) -> None:
         """Count the operands that a launch of a plan copied."""
         with self._lock:
             self._counts[plan.device].update(

@@ -91,7 +91,7 @@ class HandlePool:
         self._idle_limit = at_least(0, "idle_limit", idle_limit, " handles")
         self.checked = os.environ.get(CHECK_VARIABLE, "").lower() not in _OFF if check is None else flag("check", check)
         self.slot_type: type[Slot] = CheckedSlot if self.checked else Slot
-        self.plans = PlanCache(at_least(1, "plan_limit", plan_limit, " plan"))
+        self.plans: PlanCache[Any] = PlanCache(at_least(1, "plan_limit", plan_limit, " plan"))
         self._devices: dict[int, DeviceSlots] = {}
         self._live = LiveSlots()
         self.unusable = False  # any of the next three

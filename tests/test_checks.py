@@ -17,8 +17,8 @@ from handlepool import (
     ParallelStateExecutor,
     ParallelStates,
 )
-from handlepool.calls import launchers
 from handlepool.checks import CheckedSlot
+from handlepool.context import launchers
 from handlepool.drivers.host import HostDriver
 from handlepool.slots import Slot
 

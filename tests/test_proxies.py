@@ -10,7 +10,7 @@ import pytest
 
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, HandlePool, ParallelStateExecutor, StreamError
-from handlepool.calls import launchers
+from handlepool.context import launchers
 
 
 class Anything:

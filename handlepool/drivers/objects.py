@@ -99,9 +99,9 @@ class Executable(Protocol):
         """Make a function that launches the graph at once where nothing stands against it; None where the driver has no better
         one than what can be written for any.
 
-        It is ``launch(begin, arrays, out, fresh=None)``, and returns the outputs, or ``MISSED`` where the arrays are others than
-        it was made for, or must not be launched with. ``begin`` is None, or what returns the slot to launch on when it is called
-        with the operands and ``launch``; outputs are allocated before, or are ``fresh``, one of the ``count`` tuples that
+        It is ``launch(begin, arrays, out, fresh=None)``, and returns the outputs, or ``NOT_CACHED`` where the arrays are others
+        than it was made for, or must not be launched with. ``begin`` is None, or what returns the slot to launch on when it is
+        called with the operands and ``launch``; outputs are allocated before, or are ``fresh``, one of the ``count`` tuples that
         ``launch.allocate(count)`` returned, which may share a block of memory.
 
         Parameters
@@ -113,7 +113,7 @@ class Executable(Protocol):
         single : bool
             Whether there is one output, not a tuple.
         names : dict
-            ``MISSED``; ``recordings``, which is empty while nothing is recorded; ``current_device`` and ``current_stream``;
+            ``NOT_CACHED``; ``recordings``, which is empty while nothing is recorded; ``current_device`` and ``current_stream``;
             ``pool``, its ``find()`` and ``sound(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(pool, error)``.
         """
 

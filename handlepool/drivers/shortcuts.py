@@ -20,17 +20,17 @@ _BLOCK = 512  # what CuPy rounds up to
 _TEXT = """\
 def launch(begin, arrays, out, fresh=None):
     if out is {unwanted}:
-        return MISSED
+        return NOT_CACHED
     try:
         {inputs}, = arrays
         {unpack}
         if recordings or {differ}:
-            return MISSED
+            return NOT_CACHED
         {read}
     except Exception:  # another number of arrays, or another library's
-        return MISSED
+        return NOT_CACHED
     if ({addresses}) % {alignment}{overlap}:
-        return MISSED  # and said there
+        return NOT_CACHED  # and said there
     try:
         {made}
         if begin is None:
@@ -50,7 +50,7 @@ def launch(begin, arrays, out, fresh=None):
                 handle = sound(slot).handle
         scratch = slot.buffer
         if scratch is None:
-            return MISSED  # inside another launch of this slot, in a finaliser
+            return NOT_CACHED  # inside another launch of this slot, in a finaliser
         if cache.recent is not entry:
             cache.recent = entry
             entry.used = tick()
