@@ -94,12 +94,22 @@ def mutants_of(source):
 
 # As a plugin: which functions a test calls, and how long it takes
 
+ANYTHING = ("", 0)
 reach, seconds, called = {}, {}, set()
 
 
 def profile(frame, event, _):
     if event == "call" and f"/{PACKAGE}/" in frame.f_code.co_filename:
         called.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
+
+def audit(event, _):
+    if event in ("os.fork", "subprocess.Popen"):  # what another process calls is not seen: it may be anything
+        called.add(ANYTHING)
+
+
+def pytest_configure():
+    sys.addaudithook(audit)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -186,7 +196,7 @@ def main():
         for name, what, function, start, end, text in sample:
             old = sources[name]
             new = old[:start] + text.encode() + old[end:]
-            ours = [(cost, test) for cost, test, calls in known if f"{name}.py:{function}" in calls]
+            ours = [(cost, test) for cost, test, calls in known if f"{name}.py:{function}" in calls or ":0" in calls]
             tests = [
                 test for (_, test), cost in zip(ours, accumulate(cost for cost, _ in ours), strict=True) if cost < options.budget
             ]

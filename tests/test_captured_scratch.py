@@ -79,6 +79,19 @@ def test_trim_captured_spares_a_capture_that_is_under_way(make_pool, in_thread):
     assert captured(pool) == (1, 0, 0)
 
 
+def test_a_capture_that_several_streams_take_part_in_is_one(make_pool):
+    pool = make_pool()
+    stream = pool.driver.create_stream()
+    with stream:
+        stream.begin_capture()
+        pool.get_workspace(512)
+        with ParallelStates(2, pool=pool).fork() as fork:
+            for _ in range(2):
+                fork.run(pool.get_workspace, 512)
+        stream.end_capture()
+    assert captured(pool) == (1, 1536, 1536)
+
+
 def test_trim_captured_spares_branches_of_a_capture_that_is_under_way(make_pool, in_thread):
     pool = make_pool()
     stream = pool.driver.create_stream()

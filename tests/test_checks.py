@@ -21,6 +21,7 @@ from handlepool.checks import CheckedSlot
 from handlepool.context import launchers
 from handlepool.drivers.host import HostDriver
 from handlepool.slots import Slot
+from handlepool.threads import MOST_FOREIGN_STREAMS
 
 CHECKS = {True: pytest.raises, False: None}
 
@@ -49,6 +50,17 @@ def test_a_handle_whose_thread_has_ended_is_refused(pool, in_thread):
     with pytest.raises(OwnershipError, match="whose thread, stream or fork has ended"):
         pool.driver.use_handle(handle, int)
     assert pool.get_handle() is handle  # reused, and mine now
+    pool.driver.use_handle(handle, int)
+
+
+def test_a_handle_of_a_pointer_that_was_not_used_for_long_is_refused(pool):
+    first, *others = [pool.driver.create_stream() for _ in range(MOST_FOREIGN_STREAMS + 1)]
+    handle = pool.get_handle(first.ptr)
+    for stream in others:
+        pool.get_handle(stream.ptr)
+    with pytest.raises(OwnershipError, match="has ended"):
+        pool.driver.use_handle(handle, int)
+    assert pool.get_handle(first.ptr) is handle  # taken over, and bound anew
     pool.driver.use_handle(handle, int)
 
 

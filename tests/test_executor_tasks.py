@@ -5,7 +5,7 @@ import threading
 import types
 
 import pytest
-from scenes import TIMEOUT, Scene
+from scenes import TIMEOUT, Scene, Thread
 from submitting import TaskError, over_seeds_with, returned
 
 import handlepool
@@ -304,6 +304,35 @@ def test_g9_a_result_does_not_ask_for_the_side_stream_that_its_submitter_was_len
     with other:
         assert [scene.read(out) for out in outs] == [3] * 4
     executor.shutdown()
+
+
+def test_g9_a_result_in_another_thread_leaves_the_side_stream_of_the_branch_that_submitted_to_that(scene, executor):
+    """It may go to somebody else meanwhile, who has it captured."""
+    x, mine = scene.array(1), []
+    wait = scene.driver.wait_event
+
+    def noting(pointer, event):
+        mine.append(pointer)
+        wait(pointer, event)
+
+    def in_another_thread(future):
+        scene.driver.wait_event = noting
+        try:
+            return future.result(TIMEOUT)
+        finally:
+            scene.driver.wait_event = wait
+
+    def branch():
+        future = executor.submit(scene.plus, x, 1)
+        returned(future)
+        value = Thread(in_another_thread, future).finish()
+        assert scene.driver.current_stream().ptr not in mine
+        return scene.plus(future.result(TIMEOUT), 0), value
+
+    with scene.states.fork() as fork:
+        y, value = fork.run(branch)
+    assert [scene.read(y), scene.read(value)] == [2, 2]
+    assert scene.stream.ptr in mine
 
 
 def joined_by_a_shutdown(scene, _):

@@ -563,6 +563,17 @@ def test_plans_live_as_long_as_the_program_whatever_the_cache_does(scene):
     assert plans[0]() is None
 
 
+def test_plans_go_with_the_program_though_its_outputs_are_held(scene):
+    program, _ = workspaces(scene)
+    plans = [weakref.ref(plan.executable) for plan in program._recording._plans.values()]
+    held = program.outputs
+    scene.pool.cache_clear()
+    program.close()
+    gc.collect()
+    assert held is not None
+    assert [plan() for plan in plans] == [None]
+
+
 def test_inputs_and_what_the_closure_held_are_kept(scene):
     kept = scene.array(40)
     x = scene.array(1)

@@ -116,6 +116,31 @@ def test_what_a_program_keeps_may_close_it():
         assert not deferred.parked
 
 
+def test_whoever_settles_does_not_wait_for_a_thread_that_closes():
+    with Scene(HostDriver()) as scene:
+        program = handlepool.record(lambda x: scene.plus(x, 1), scene.array(1), pool=scene.pool)
+        inside, go_on = threading.Event(), threading.Event()
+        destroy = scene.driver.destroy_event
+
+        def halted(event):
+            inside.set()
+            assert go_on.wait(TIMEOUT)
+            destroy(event)
+
+        scene.driver.destroy_event = halted
+        closer = Thread(program.close)
+        assert inside.wait(TIMEOUT)
+        settler = Thread(partial(regions.settle, most=1000))
+        try:
+            settler.join(TIMEOUT / 4)
+            waits = settler.is_alive()
+        finally:
+            go_on.set()
+        closer.finish()
+        settler.finish()
+        assert not waits
+
+
 def test_two_programs_that_keep_what_closes_the_other_are_closed_by_two_threads():
     with Scene(HostDriver()) as scene:
         models = [Model(scene), Model(scene)]

@@ -468,21 +468,41 @@ def test_g15_a_handle_that_a_branch_destroyed_is_replaced_for_the_next():
         assert len({id(handle) for handle in used}) == 4
 
 
-def test_g6_a_fork_that_outlives_the_branch_it_was_entered_in_is_refused():
+@pytest.mark.parametrize("form", ["run", "map", "a map of a graph function"])
+def test_g6_a_fork_that_outlives_the_branch_it_was_entered_in_is_refused(form):
     with Scene() as scene:
         ran = []
+        xs = [scene.array(value) for value in (1, 2)]
+        scene.states.map(twice, xs)
 
         def branches():
             with scene.states.fork() as fork:
                 for value in (1, 2):
-                    ran.append(fork.run(scene.array, value))
+                    if form == "run":
+                        ran.append(fork.run(scene.array, value))
+                    else:
+                        ran.append(fork.map(scene.plus, xs, [1, 2]) if form == "map" else fork.map(twice, xs))
                     yield
 
         with scene.states.fork() as outer:
-            left_open = outer.run(lambda: (found := branches(), next(found))[0])
-        with pytest.raises(OwnershipError, match="was left before it"):
+            left_open, side = outer.run(lambda: (found := branches(), scene.driver.current_stream(), next(found))[:2])
+        with side, pytest.raises(OwnershipError, match="was left before it"):
             next(left_open)
         assert len(ran) == 1
+        assert scene.pool.stats()["handles_leased"] == 0
+
+
+def test_g6_an_error_of_the_body_goes_on_where_its_fork_outlived_the_branch_as_well():
+    with Scene() as scene:
+
+        def branches():
+            with scene.states.fork() as fork:
+                yield fork.run(scene.array, 1)
+
+        with scene.states.fork() as outer:
+            left_open = outer.run(lambda: (found := branches(), next(found))[0])
+        with pytest.raises(LookupError, match="the body's own"):
+            left_open.throw(LookupError("the body's own"))
         assert scene.pool.stats()["handles_leased"] == 0
 
 

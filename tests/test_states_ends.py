@@ -126,6 +126,37 @@ def test_g9_a_branch_from_before_the_capture_cannot_be_joined_and_the_capture_su
         assert works(scene)
 
 
+def test_g9_an_event_that_a_capture_recorded_and_that_could_not_be_destroyed_goes_with_the_next_trim():
+    with Scene() as scene:
+        y = scene.array()
+        scene.stream.begin_capture()
+        with scene.states.fork() as fork:
+            fork.run(scene.put, y, lambda: 3)
+        scene.stream.end_capture()
+        scene.driver.fail_at(1, "destroy_event")
+        with pytest.raises(RuntimeError, match="injected"):
+            scene.pool.trim()
+        scene.pool.trim()
+        assert scene.driver.alive()["events"] == 0
+        assert works(scene)
+
+
+@pytest.mark.parametrize("method", ["record_event", "wait_event"])
+def test_g9_a_branch_that_did_not_come_to_start_is_not_waited_for_and_the_capture_survives(method):
+    with Scene() as scene:
+        assert works(scene)
+        y = scene.array()
+        scene.stream.begin_capture()
+        with scene.states.fork() as fork:
+            scene.driver.fail_at(1, method)
+            with pytest.raises(RuntimeError, match="injected"):
+                fork.run(pytest.fail, "it ran")
+        scene.put(y, lambda: 3)
+        scene.stream.end_capture().launch(scene.stream)
+        assert scene.read(y) == 3
+        assert works(scene)
+
+
 @pytest.mark.parametrize("raises", [False, True])
 def test_g9_a_branch_that_leaves_a_capture_open_draws_no_other_stream_into_it(raises):
     with Scene(count=2) as scene:

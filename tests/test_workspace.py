@@ -383,6 +383,27 @@ def test_g5_a_failure_while_growing_leaves_the_old_block_and_loses_nothing(make_
         assert pool.driver.memory_info()[0] == pool.driver.memory_info()[1], method
 
 
+def test_g5_two_threads_that_collect_at_a_time_free_each_block_once(make_pool, in_thread):
+    """One has asked for the first block when the other takes the second."""
+    pool = make_pool()
+    driver = pool.driver
+    with driver.create_stream() as stream:
+        for size in (1000, 2000, 3000):
+            pool.get_workspace(size)
+        stream.synchronize()
+        done = driver.event_done
+
+        def meanwhile(event):
+            driver.event_done = done
+            in_thread(pool.drain)
+            return done(event)
+
+        driver.event_done = meanwhile
+        pool.drain()
+    assert driver.calls["free"] == 2
+    assert pool.stats()["scratch_bytes"] == 3072
+
+
 def test_g5_a_failure_while_collecting_loses_nothing(make_pool):
     for method in ("event_done", "free", "destroy_event"):
         pool = make_pool()
