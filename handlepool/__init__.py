@@ -5,6 +5,7 @@ Importing this imports neither CuPy nor torch and makes nothing; the driver is l
 
 from typing import TYPE_CHECKING, Any
 
+from handlepool.annotations import Array
 from handlepool.decorator import graph
 from handlepool.defaults import close, default_pool, set_default_pool
 from handlepool.errors import (
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "Array",
     "ArraySpec",
     "ArrayTypeError",
     "CaptureError",
@@ -47,8 +49,10 @@ __all__ = [
     "DriverNotAvailableError",
     "Fork",
     "ForkedProcessError",
+    "Graph",
     "GraphFunction",
     "GraphNotSupportedError",
+    "GraphTensor",
     "HandlePool",
     "HandlePoolError",
     "OutOfMemoryError",
@@ -85,6 +89,9 @@ _states: dict[HandlePool, ParallelStates] = {}
 _OF_THE_POOL = ("get_handle", "get_workspace", "prewarm", "stats", "trim")
 
 if TYPE_CHECKING:
+    from handlepool.annotations import GraphTensor
+    from handlepool.frontend_types import Graph
+
     _pool = HandlePool()
     get_handle = _pool.get_handle
     get_workspace = _pool.get_workspace
@@ -99,6 +106,10 @@ def __getattr__(name: str) -> Any:
         method = getattr(default_pool(), name)
         globals()[name] = method
         return method
+    if name in ("Graph", "GraphTensor"):  # 1,600 generated lines, for annotations alone
+        from handlepool import frontend_types
+
+        return getattr(frontend_types, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,11 +1,36 @@
 """`graph`, the decorator that makes graph functions."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, TypeVar, Unpack, overload
 
+from handlepool.annotations import P
 from handlepool.graphs import GraphFunction
+from handlepool.settings import Given
+
+if TYPE_CHECKING:
+    from handlepool.frontend_types import Graph
+
+R = TypeVar("R")
 
 
+@overload
+def graph(
+    function: Callable[Concatenate[Graph, P], R], *, inputs: None = None, outputs: Any = None, **settings: Unpack[Given]
+) -> GraphFunction[P, R]: ...
+@overload
+def graph(
+    *, inputs: None = None, outputs: Any = None, **settings: Unpack[Given]
+) -> Callable[[Callable[Concatenate[Graph, P], R]], GraphFunction[P, R]]: ...
+@overload
+def graph(
+    function: Callable[Concatenate[Graph, ...], R], *, inputs: Any, outputs: Any = None, **settings: Unpack[Given]
+) -> GraphFunction[Concatenate[Any, ...], R]: ...  # how many arrays there are, inputs alone says
+@overload
+def graph(
+    *, inputs: Any, outputs: Any = None, **settings: Unpack[Given]
+) -> Callable[[Callable[Concatenate[Graph, ...], R]], GraphFunction[Concatenate[Any, ...], R]]: ...
 def graph(function: Callable[..., Any] | None = None, *, inputs: Any = None, outputs: Any = None, **settings: Any) -> Any:
     """Decorate a function ``f(g, *tensors, **options)`` that builds a cuDNN graph: it becomes a callable over arrays.
 

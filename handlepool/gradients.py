@@ -138,7 +138,7 @@ def _prepare_weight(pool: HandlePool, x: Any, dy: Any, shape: Any, **options: An
 
 
 def _prepare(
-    function: GraphFunction,
+    function: GraphFunction[..., Any],
     pool: HandlePool,
     arrays: tuple[Any, ...],
     shape: Shape,
@@ -172,13 +172,13 @@ launchers[conv2d_input_grad] = None, _input_branch
 launchers[conv2d_weight_grad] = None, _weight_branch
 
 
-def _build_input(g: Any, dy: Any, w: Any, *, shape: Shape, groups: int, **pairs: Pair) -> Any:
+def _build_input(g: Any, /, dy: Any, w: Any, *, shape: Shape, groups: int, **pairs: Pair) -> Any:
     geometry = {name: pair("conv2d_input_grad", name, value) for name, value in pairs.items()}
     # Declared: several shapes fit where the stride is not 1, and the frontend takes its own guess for granted.
     return g.conv_dgrad(dy, w, **geometry).set_dim(list(shape))
 
 
-def _build_weight(g: Any, x: Any, dy: Any, *, shape: Shape, groups: int, **pairs: Pair) -> Any:
+def _build_weight(g: Any, /, x: Any, dy: Any, *, shape: Shape, groups: int, **pairs: Pair) -> Any:
     geometry = {name: pair("conv2d_weight_grad", name, value) for name, value in pairs.items()}
     return g.conv_wgrad(x, dy, **geometry).set_dim(list(shape))  # which the two arrays leave open
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, Concatenate, Unpack
 
+from handlepool.annotations import ArrayCall, P, R_co
 from handlepool.arrays import Adapted, adapt, layout_of
 from handlepool.building import build
 from handlepool.calls import AnyCall, GraphCall, check_arrays, check_hashable, hit, marks_of, new_outputs, shortcut
@@ -20,7 +21,7 @@ from handlepool.layouts import Layout
 from handlepool.plan import Plan
 from handlepool.pool import HandlePool
 from handlepool.recipes import Recipe, Signature, as_references
-from handlepool.settings import Settings, normalise
+from handlepool.settings import Given, Settings, normalise
 from handlepool.states import ParallelStates
 from handlepool.tuning import Tuning, tune
 
@@ -28,7 +29,7 @@ MOST_VARIANTS = 64
 """Variants of a graph function, by settings, that keep their plans from call to call."""
 
 
-class GraphFunction(partial[Any]):
+class GraphFunction(ArrayCall[P, R_co]):
     """A function ``f(g, *tensors, **options)`` that builds with a `cudnn.pygraph`, as a callable over arrays. See `graph`.
 
     Parameters
@@ -57,7 +58,7 @@ class GraphFunction(partial[Any]):
     is launched, and `GraphNotSupportedError` when cuDNN has no plan.
     """
 
-    def __new__(cls, *_: Any, **__: Any) -> "GraphFunction":
+    def __new__(cls, *_: Any, **__: Any) -> "GraphFunction[P, R_co]":
         """Make the function that a call runs."""
 
         # A partial of nothing: calling one is a C call that goes straight on to `call`, and calling an object with a method
@@ -71,12 +72,12 @@ class GraphFunction(partial[Any]):
             prepared = self.prepare(pool, arrays, out, options, marks=marks)
             return prepared.launch(pool.slot(prepared.stream))
 
-        self: GraphFunction = super().__new__(cls, call)
+        self: GraphFunction[P, R_co] = super().__new__(cls, call)
         return self
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[Concatenate[Any, P], R_co],
         *,
         inputs: Any = None,
         outputs: Any = None,
@@ -97,8 +98,8 @@ class GraphFunction(partial[Any]):
                 copies,
             )
         )
-        self._root: GraphFunction = self
-        self._variants: dict[Settings, GraphFunction] = {checked: self}
+        self._root: GraphFunction[P, R_co] = self
+        self._variants: dict[Settings, GraphFunction[P, R_co]] = {checked: self}
 
     def _become(self, recipe: Recipe) -> None:
         update_wrapper(self, recipe.function)
@@ -343,7 +344,7 @@ class GraphFunction(partial[Any]):
 
     # Variants
 
-    def options(self, **settings: Any) -> "GraphFunction":
+    def options(self, **settings: Unpack[Given]) -> "GraphFunction[P, R_co]":
         """Return this function with other settings; the same object for the same settings, so that its plans are found again.
 
         Parameters

@@ -1,7 +1,7 @@
 """The settings of a graph function: checked when they are given, and brought into a form that can be a part of a key."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict
 
 import numpy as np
 
@@ -9,12 +9,28 @@ from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.integers import as_integer, flag
 from handlepool.layouts import as_dtype
 
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
 GRAPH_SETTINGS = ("name", "io_dtype", "intermediate_dtype", "compute_dtype")
 COMPILE_SETTINGS = ("workspace_limit", "allow_tf32", "deterministic", "heuristics")
 HEURISTICS = ("A", "B", "FALLBACK", "OPENSOURCE")
 
 Settings = tuple[tuple[str, Any], ...]
 """Sorted by name; what is not there, or None, has its default."""
+
+
+class Given(TypedDict, total=False):
+    """Settings as keywords, for type checkers; `graph` says what they are."""
+
+    name: str | None
+    io_dtype: "DTypeLike"
+    intermediate_dtype: "DTypeLike"
+    compute_dtype: "DTypeLike"
+    workspace_limit: SupportsIndex | None
+    allow_tf32: bool | None
+    deterministic: bool | None
+    heuristics: str | Sequence[Any] | None
 
 
 def normalise(settings: Mapping[str, Any]) -> Settings:

@@ -1,0 +1,101 @@
+"""Type checkers find an error in each line that ends so: # expect: error, and in no other. Never run."""
+
+from typing import Any, assert_type
+
+import numpy as np
+from numpy.typing import NDArray
+
+import handlepool
+from handlepool import Graph, GraphFunction, GraphTensor
+
+Half = NDArray[np.float16]
+
+
+@handlepool.graph
+def conv_relu(g: Graph, x: GraphTensor, w: GraphTensor, *, padding: int, name: str = "conv") -> GraphTensor:
+    y = g.conv_fprop(x, w, padding=[padding] * 2, stride=(1, 1), name=name)
+    g.conv_frop(x, w)  # expect: error
+    g.conv_fprop(x, w, pading=[padding] * 2)  # expect: error
+    g.conv_fprop(x)  # expect: error
+    g.conv_fprop(x, 3)  # expect: error
+    g.execute({})  # expect: error
+    x.set_nam("x")  # expect: error
+    x.set_name("x").set_output(3)  # expect: error
+    y.set_output(True).set_name("y")
+    return g.relu(y, negative_slope=0.1)
+
+
+@handlepool.graph(allow_tf32=False, io_dtype="bfloat16", compute_dtype=np.float32, heuristics=["A"], workspace_limit=1 << 20)
+def norms(
+    g: Graph, x: GraphTensor, scale: GraphTensor | None = None, *, epsilon: float = 1e-5
+) -> tuple[GraphTensor, GraphTensor]:
+    y, mean, _ = g.layernorm(x, scale, epsilon=g.tensor_scalar(epsilon, None))
+    return y, mean
+
+
+@handlepool.graph(allow_tf=False)  # expect: error
+def misspelt(g: Graph, x: GraphTensor) -> GraphTensor:
+    return g.relu(x)
+
+
+@handlepool.graph(deterministic=3.5)  # expect: error
+def mistaken(g: Graph, x: GraphTensor) -> GraphTensor:
+    return g.relu(x)
+
+
+@handlepool.graph(inputs=["X", "w"], outputs=["y"])
+def declared(g: Graph, w: GraphTensor) -> None:
+    x = g.tensor(name="X", dim=[2, 16, 14, 14])
+    g.conv_fprop(x, w).set_name("y")
+
+
+@handlepool.graph
+def total(g: Graph, *tensors: GraphTensor, twice: bool = False) -> GraphTensor:
+    first, second = tensors
+    return g.add_square(first, second) if twice else g.add(first, second)
+
+
+def calls(x: Half, w: Half, y: NDArray[Any], maybe: Half | None) -> None:
+    assert_type(conv_relu(x, w, padding=1), Half)
+    assert_type(conv_relu(x, w, padding=1, name="c"), Half)
+    assert_type(conv_relu(x, w, padding=1, out=y), NDArray[Any])
+    assert_type(conv_relu(x, w, padding=1, out=None), Half)
+    result: Half = conv_relu(x, w, padding=1, out=maybe)
+    assert_type(conv_relu.options(allow_tf32=True)(x, w, padding=1), Half)
+    conv_relu(x, w, pading=1)  # expect: error
+    conv_relu(x, w, padding="1")  # expect: error
+    conv_relu(x, w)  # expect: error
+    conv_relu(x, padding=1)  # expect: error
+    conv_relu(x, w, w, padding=1)  # expect: error
+    conv_relu([1, 2], w, padding=1)  # expect: error
+    conv_relu(x, w, padding=1, out=3)  # expect: error
+    conv_relu.options(allow_tf=True)  # expect: error
+    conv_relu.optins()  # expect: error
+    result.no_such_method()  # expect: error
+
+    assert_type(norms(x), tuple[Half, ...])
+    assert_type(norms(x, w, epsilon=0.1), tuple[Half, ...])
+    assert_type(norms(x, out=(y, y)), tuple[NDArray[Any], NDArray[Any]])
+    norms(x, epsilom=0.1)  # expect: error
+    norms(x, w, w)  # expect: error
+    first, second = norms(x, w)
+    first.no_such_method(second)  # expect: error
+
+    declared(x, w)
+    declared(x, w, out=y)
+    total(x, w)
+    total(x, w, twice=True)
+    total(x, w, twise=True)  # expect: error
+
+
+def elsewhere(x: Half, w: Half, cupys: Any) -> None:
+    states = handlepool.ParallelStates(4)
+    with states.fork() as fork:
+        fork.run(conv_relu, x, w, padding=1)
+    states.map(conv_relu, [x], [w])
+    handlepool.record(conv_relu, x, w, padding=1)
+    conv_relu.compile(handlepool.ArraySpec((2, 16, 14, 14), "float16"), w, padding=1)
+    conv_relu(cupys, cupys, padding=1).get()
+    conv_relu(cupys, cupys, pading=1)  # expect: error
+    kept: dict[str, GraphFunction[..., Any]] = {"conv": conv_relu, "norms": norms, "declared": declared}
+    kept["conv"](x, w, padding=1)
