@@ -49,6 +49,21 @@ def declared(g: Graph, w: GraphTensor) -> None:
     g.conv_fprop(x, w).set_name("y")
 
 
+@handlepool.graph(outputs=["y"])
+def named(g: Graph, x: GraphTensor, *, slope: float = 0.0) -> None:
+    g.relu(x, negative_slope=slope).set_name("y")
+
+
+@handlepool.graph
+def mapped(g: Graph, x: GraphTensor) -> dict[str, list[str]]:
+    g.relu(x).set_name("y")
+    return {"outputs": ["y"]}
+
+
+def no_graph(g: int, x: GraphTensor) -> GraphTensor:
+    return x
+
+
 @handlepool.graph
 def total(g: Graph, *tensors: GraphTensor, twice: bool = False) -> GraphTensor:
     first, second = tensors
@@ -83,6 +98,11 @@ def calls(x: Half, w: Half, y: NDArray[Any], maybe: Half | None) -> None:
 
     declared(x, w)
     declared(x, w, out=y)
+    named(x, slope=0.1)
+    named(x, slop=0.1)  # expect: error
+    mapped(x)
+    handlepool.graph(no_graph)  # expect: error
+    handlepool.graph(no_graph, inputs=["x"])  # expect: error
     total(x, w)
     total(x, w, twice=True)
     total(x, w, twise=True)  # expect: error
