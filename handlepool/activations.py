@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from handlepool.annotations import ArrayT
 from handlepool.calls import AnyCall
 from handlepool.context import launchers
 from handlepool.defaults import current_pool
@@ -25,7 +26,7 @@ def activation_call(pool: HandlePool, kind: str, x: Any, out: Any = None) -> Any
     return _functions[kind].prepare(pool, (x,), out, {})
 
 
-def relu(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+def relu(x: ArrayT, *, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply max(x, 0), on the current stream.
 
     Parameters
@@ -50,22 +51,22 @@ def relu(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
     return _apply("relu", x, out, pool)
 
 
-def sigmoid(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+def sigmoid(x: ArrayT, *, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply 1 / (1 + exp(-x)), on the current stream; parameters and errors are those of `relu`."""
     return _apply("sigmoid", x, out, pool)
 
 
-def tanh(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+def tanh(x: ArrayT, *, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply tanh(x), on the current stream; parameters and errors are those of `relu`."""
     return _apply("tanh", x, out, pool)
 
 
-def gelu(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+def gelu(x: ArrayT, *, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply x (1 + erf(x / sqrt(2))) / 2, on the current stream; parameters and errors are those of `relu`."""
     return _apply("gelu", x, out, pool)
 
 
-def swish(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+def swish(x: ArrayT, *, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply x / (1 + exp(-x)), also called SiLU, on the current stream; parameters and errors are those of `relu`."""
     return _apply("swish", x, out, pool)
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import handlepool
+import handlepool.ops
 from handlepool import Graph, GraphFunction, GraphTensor
 
 Half = NDArray[np.float16]
@@ -106,6 +107,14 @@ def calls(x: Half, w: Half, y: NDArray[Any], maybe: Half | None) -> None:
     total(x, w)
     total(x, w, twice=True)
     total(x, w, twise=True)  # expect: error
+
+
+def ready_made(x: Half, w: Half) -> None:
+    assert_type(handlepool.conv2d(x, w, padding=1, activation="relu"), Half)
+    assert_type(handlepool.conv2d_input_grad(x, w, x.shape), Half)
+    assert_type(handlepool.conv2d_weight_grad(x, w, w.shape), Half)
+    assert_type(handlepool.ops.gelu(x), Half)
+    handlepool.conv2d(x, w, pading=1)  # expect: error
 
 
 def elsewhere(x: Half, w: Half, cupys: Any) -> None:
