@@ -130,7 +130,7 @@ def test_whoever_settles_does_not_wait_for_a_thread_that_closes():
         scene.driver.destroy_event = halted
         closer = Thread(program.close)
         assert inside.wait(TIMEOUT)
-        settler = Thread(partial(regions.settle, most=1000))
+        settler = Thread(partial(deferred.settle, most=1000))
         try:
             settler.join(TIMEOUT / 4)
             waits = settler.is_alive()
