@@ -2,11 +2,15 @@
 
 import os
 import threading
+from typing import Any
 
 from handlepool import condition
+from handlepool.drivers.objects import Handle
 from handlepool.errors import ArgumentError, OwnershipError
 from handlepool.pool import HandlePool
 from handlepool.regions import elsewhere, thread
+from handlepool.slots import of_pool_to_come
+from handlepool.snapshots import Stats
 
 _default: HandlePool | None = None
 _default_lock = threading.RLock()  # a finaliser that the collector runs inside may ask for the default pool, too
@@ -59,6 +63,36 @@ def set_default_pool(pool: HandlePool) -> None:
             )
         pool.is_default = True
         _default = pool
+
+
+@of_pool_to_come(default_pool)
+def get_handle(stream: Any = None) -> Handle:
+    """As `HandlePool.get_handle`, of the default pool."""
+    return default_pool().get_handle(stream)
+
+
+def get_workspace(nbytes: int, stream: Any = None) -> Any:
+    """As `HandlePool.get_workspace`, of the default pool."""
+    return (_default or default_pool()).get_workspace(nbytes, stream)
+
+
+def prewarm(*, states: int = 0, workspace: int = 0, stream: Any = None) -> None:
+    """As `HandlePool.prewarm`, of the default pool."""
+    default_pool().prewarm(states=states, workspace=workspace, stream=stream)
+
+
+def stats(device: int | None = None) -> Stats:
+    """As `HandlePool.stats`, of the default pool."""
+    return default_pool().stats(device)
+
+
+def trim(*, captured: bool = False) -> None:
+    """As `HandlePool.trim`, of the default pool."""
+    default_pool().trim(captured=captured)
+
+
+for _function in (get_handle, get_workspace, prewarm, stats, trim):
+    _function.__doc__ = getattr(HandlePool, _function.__name__).__doc__
 
 
 def close() -> None:
