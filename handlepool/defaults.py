@@ -11,6 +11,7 @@ from handlepool.pool import HandlePool
 from handlepool.regions import elsewhere, thread
 from handlepool.slots import of_pool_to_come
 from handlepool.snapshots import Stats
+from handlepool.wording import shown
 
 _default: HandlePool | None = None
 _default_lock = threading.RLock()  # a finaliser that the collector runs inside may ask for the default pool, too
@@ -51,7 +52,7 @@ def set_default_pool(pool: HandlePool) -> None:
     """
     global _default
     if not isinstance(pool, HandlePool):
-        raise ArgumentError(f"set_default_pool was given a {type(pool).__qualname__}; pass a HandlePool")
+        raise ArgumentError(f"set_default_pool was given {shown(pool)}; pass a HandlePool")
     condition.check_usable(pool)
     with _default_lock:  # of two threads that come at once, the second is told
         if _default is pool:
@@ -110,7 +111,7 @@ def close() -> None:
 def check_pool(who: str, pool: object) -> None:
     """Raise `ArgumentError` for what was passed as a pool and is none."""
     if not isinstance(pool, HandlePool):
-        raise ArgumentError(f"{who} was given pool={pool!r}; pass a HandlePool, or None for the default pool")
+        raise ArgumentError(f"{who} was given pool={shown(pool)}; pass a HandlePool, or None for the default pool")
 
 
 def current_pool() -> HandlePool:

@@ -33,6 +33,7 @@ from handlepool.regions import settle_all
 from handlepool.settings import Settings, normalise
 from handlepool.states import ParallelStates
 from handlepool.tuning import Tuning, tune
+from handlepool.wording import shown
 
 MOST_VARIANTS = 64
 """Variants of a graph function, by settings, that keep their plans from call to call."""
@@ -147,7 +148,7 @@ class GraphFunction(partial[Any]):
         try:
             references, given = tuple(arrays), tuple(arrays.values())
         except (AttributeError, TypeError):
-            raise ArgumentError(f"{self._name}.run takes a dictionary of arrays by reference, not {arrays!r}") from None
+            raise ArgumentError(f"{self._name}.run takes a dictionary of arrays by reference, not {shown(arrays)}") from None
         adapted = adapt(self._name, pool, given)
         if adapted is not None:
             given = adapted.arrays
@@ -198,7 +199,9 @@ class GraphFunction(partial[Any]):
         try:
             outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
             if out is not None and not outs:
-                raise ArgumentError(f"{self._name}: out={out!r} holds no array; pass one for each output, or None for new ones")
+                raise ArgumentError(
+                    f"{self._name}: out={shown(out)} holds no array; pass one for each output, or None for new ones"
+                )
             native = pool.driver.array_type
             if adapted is None and any(type(array) is not native for array in arrays + outs):
                 return Adapted(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
