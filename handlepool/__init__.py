@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from handlepool.annotations import Array
 from handlepool.decorator import graph
-from handlepool.defaults import close, default_pool, set_default_pool
+from handlepool.defaults import close, default_pool, get_handle, get_workspace, prewarm, set_default_pool, stats, trim
 from handlepool.errors import (
     ArgumentError,
     ArrayTypeError,
@@ -86,26 +86,18 @@ CAFFE2_STATES = 4
 
 _states: dict[HandlePool, ParallelStates] = {}
 
-_OF_THE_POOL = ("get_handle", "get_workspace", "prewarm", "stats", "trim")
-
 if TYPE_CHECKING:
     from handlepool.annotations import GraphTensor
     from handlepool.frontend_types import Graph
 
-    _pool = HandlePool()
-    get_handle = _pool.get_handle
-    get_workspace = _pool.get_workspace
-    prewarm = _pool.prewarm
-    stats = _pool.stats
-    trim = _pool.trim
+_MODULES = ("drivers", "errors", "ops", "reference")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__", *(name for name in _MODULES if name in globals())])
 
 
 def __getattr__(name: str) -> Any:
-    # The module's functions *are* the default pool's methods: a function around them would cost a third of a hit.
-    if name in _OF_THE_POOL:
-        method = getattr(default_pool(), name)
-        globals()[name] = method
-        return method
     if name in ("Graph", "GraphTensor"):  # 1,600 generated lines, for annotations alone
         from handlepool import frontend_types
 

@@ -18,8 +18,8 @@ from handlepool.layouts import Layout
 from handlepool.pool import HandlePool
 from handlepool.protocols import has
 from handlepool.settings import Settings
+from handlepool.wording import ARRAY_PROTOCOLS, kind_of
 
-_PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
 _IMMUTABLE = ("jax", "jaxlib")
 
 
@@ -140,8 +140,8 @@ class Adapted:
                 operands[place] = self._adopt(place, _from_host_array, array)
             else:
                 raise ArrayTypeError(
-                    f"{self._name}: {self._called(place)} is a {_kind(array)}; the {self.pool.driver.name} driver takes "
-                    f"{_kind_of(native)}, torch tensors, and arrays with __dlpack__ or __cuda_array_interface__"
+                    f"{self._name}: {self._called(place)} is a {kind_of(array)}; the {self.pool.driver.name} driver takes "
+                    f"{kind_of(native)}, torch tensors, and arrays with __dlpack__ or __cuda_array_interface__"
                 )
             if type(operands[place]) is View:  # what the host driver is given holds on to its arrays by itself
                 self.kept.append(operands[place])
@@ -159,11 +159,11 @@ class Adapted:
         try:
             operand = self.pool.driver.adopt(view(array))
         except (ArrayTypeError, ArgumentError) as error:
-            raise type(error)(f"{self._name}: {self._called(place)}, a {_kind(array)}: {error}") from error
+            raise type(error)(f"{self._name}: {self._called(place)}, a {kind_of(array)}: {error}") from error
         if type(operand) is View and operand.device_id != self.device:
             raise DeviceMismatchError(
-                f"{self._name}: {self._called(place)}, a {_kind(array)}, is on device {operand.device_id} and the current device "
-                f"is {self.device}; make device {operand.device_id} current, or copy the array"
+                f"{self._name}: {self._called(place)}, a {kind_of(array)}, is on device {operand.device_id} and the current "
+                f"device is {self.device}; make device {operand.device_id} current, or copy the array"
             )
         return operand
 
@@ -201,7 +201,7 @@ class Adapted:
                 continue
             if getattr(operand, "readonly", False) or type(array).__module__.partition(".")[0] in _IMMUTABLE:
                 raise ArgumentError(
-                    f"{self._name}: {self._called(place)}, a {_kind(array)}, is an output and cannot be written; pass another "
+                    f"{self._name}: {self._called(place)}, a {kind_of(array)}, is an output and cannot be written; pass another "
                     f"array, or leave it out"
                 )
 
@@ -240,7 +240,7 @@ def layout_of(name: str, pool: HandlePool, operand: str, array: Any) -> Layout:
 
 def is_array(value: object) -> bool:
     """Whether a value is an array of whatever library."""
-    return _is_tensor(value) or any(has(value, protocol) for protocol in _PROTOCOLS)
+    return _is_tensor(value) or any(has(value, protocol) for protocol in ARRAY_PROTOCOLS)
 
 
 def _is_tensor(array: object) -> bool:
@@ -261,11 +261,3 @@ def _from_host_array(array: Any) -> View:
     values = np.asarray(array)
     address, readonly = values.__array_interface__["data"]
     return View(address, values.shape, values.strides, values.dtype, HOST, readonly, (values, array))
-
-
-def _kind(array: object) -> str:
-    return _kind_of(type(array))
-
-
-def _kind_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

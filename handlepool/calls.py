@@ -13,6 +13,7 @@ from handlepool.plan import Plan
 from handlepool.plan_cache import Entry, Shortcut
 from handlepool.pool import HandlePool
 from handlepool.slots import Slot
+from handlepool.wording import shown
 
 
 class AnyCall(Protocol):
@@ -221,8 +222,8 @@ def check_hashable(name: str, options: dict[str, Any]) -> None:
             hash(value)
         except TypeError:
             raise ArgumentError(
-                f"{name} was given {option}={value!r}, which cannot be hashed; options are a part of the plan's key, so pass a "
-                f"tuple for a list"
+                f"{name} was given {option}={shown(value)}, which cannot be hashed; options are a part of the plan's key, so "
+                f"pass a tuple for a list"
             ) from None
 
 

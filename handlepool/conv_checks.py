@@ -8,6 +8,7 @@ from handlepool.errors import ArgumentError
 from handlepool.inference import axis_order, dense_strides
 from handlepool.integers import as_integer, at_least
 from handlepool.layouts import Layout
+from handlepool.wording import shown
 
 Pair = int | tuple[int, int]
 Shape = tuple[int, ...]
@@ -22,7 +23,7 @@ def pair(function: str, name: str, value: Pair) -> list[int]:
             return entries
     except TypeError:
         pass
-    raise ArgumentError(f"{function}: {name}={value!r}; it must be an integer, or two, each {least} or more")
+    raise ArgumentError(f"{function}: {name}={shown(value)}; it must be an integer, or two, each {least} or more")
 
 
 def _two(value: Any) -> list[int]:
@@ -39,7 +40,7 @@ def as_shape(function: str, shape: Any) -> Shape:
     except TypeError:
         extents = ()
     if len(extents) != 4 or min(extents) < 1:
-        raise ArgumentError(f"{function}: shape={shape!r}; it must be four integers, each 1 or more")
+        raise ArgumentError(f"{function}: shape={shown(shape)}; it must be four integers, each 1 or more")
     return extents
 
 

@@ -14,6 +14,7 @@ from handlepool.graphs import GraphFunction
 from handlepool.layouts import Layout
 from handlepool.plan import Plan
 from handlepool.pool import HandlePool
+from handlepool.wording import shown
 
 MODES = ("cross_correlation", "convolution")
 SATURATED = 30.0
@@ -182,7 +183,7 @@ def _hit(
 ) -> Any:
     marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
     function = _conv2d if activation is None else _fused
-    return hit(function, pool or default, begin, (x, w) if bias is None else (x, w, bias), out, marks)
+    return hit(function, default if pool is None else pool, begin, (x, w) if bias is None else (x, w, bias), out, marks)
 
 
 # In a fork the output is allocated before the branch starts, as for any graph function.
@@ -241,9 +242,9 @@ def _check(
         if bias.shape != w.shape[:1]:
             raise ArgumentError(f"conv2d: bias of shape {bias.shape} for {w.shape[0]} filters; it must be ({w.shape[0]},)")
     if activation is not None and activation not in ACTIVATIONS:
-        raise ArgumentError(f"conv2d: activation={activation!r}; it can be {', '.join(ACTIVATIONS)} or None")
+        raise ArgumentError(f"conv2d: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)} or None")
     if mode not in MODES:
-        raise ArgumentError(f"conv2d: mode={mode!r}; it can be {' or '.join(MODES)}")
+        raise ArgumentError(f"conv2d: mode={shown(mode)}; it can be {' or '.join(MODES)}")
 
 
 _conv2d = GraphFunction(_convolution, check=_check, name="conv2d")

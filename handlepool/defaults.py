@@ -2,11 +2,16 @@
 
 import os
 import threading
+from typing import Any
 
 from handlepool import condition
 from handlepool.context import elsewhere, thread
+from handlepool.drivers.objects import Handle
 from handlepool.errors import ArgumentError, OwnershipError
 from handlepool.pool import HandlePool
+from handlepool.slots import of_pool_to_come
+from handlepool.snapshots import Stats
+from handlepool.wording import shown
 
 _default: HandlePool | None = None
 _default_lock = threading.RLock()  # a finaliser that the collector runs inside may ask for the default pool, too
@@ -47,7 +52,7 @@ def set_default_pool(pool: HandlePool) -> None:
     """
     global _default
     if not isinstance(pool, HandlePool):
-        raise ArgumentError(f"set_default_pool was given a {type(pool).__qualname__}; pass a HandlePool")
+        raise ArgumentError(f"set_default_pool was given {shown(pool)}; pass a HandlePool")
     condition.check_usable(pool)
     with _default_lock:  # of two threads that come at once, the second is told
         if _default is pool:
@@ -59,6 +64,36 @@ def set_default_pool(pool: HandlePool) -> None:
             )
         pool.is_default = True
         _default = pool
+
+
+@of_pool_to_come(default_pool)
+def get_handle(stream: Any = None) -> Handle:
+    """As `HandlePool.get_handle`, of the default pool."""
+    return default_pool().get_handle(stream)
+
+
+def get_workspace(nbytes: int, stream: Any = None) -> Any:
+    """As `HandlePool.get_workspace`, of the default pool."""
+    return (_default or default_pool()).get_workspace(nbytes, stream)
+
+
+def prewarm(*, states: int = 0, workspace: int = 0, stream: Any = None) -> None:
+    """As `HandlePool.prewarm`, of the default pool."""
+    default_pool().prewarm(states=states, workspace=workspace, stream=stream)
+
+
+def stats(device: int | None = None) -> Stats:
+    """As `HandlePool.stats`, of the default pool."""
+    return default_pool().stats(device)
+
+
+def trim(*, captured: bool = False) -> None:
+    """As `HandlePool.trim`, of the default pool."""
+    default_pool().trim(captured=captured)
+
+
+for _function in (get_handle, get_workspace, prewarm, stats, trim):
+    _function.__doc__ = getattr(HandlePool, _function.__name__).__doc__
 
 
 def close() -> None:
@@ -76,7 +111,7 @@ def close() -> None:
 def check_pool(who: str, pool: object) -> None:
     """Raise `ArgumentError` for what was passed as a pool and is none."""
     if not isinstance(pool, HandlePool):
-        raise ArgumentError(f"{who} was given pool={pool!r}; pass a HandlePool, or None for the default pool")
+        raise ArgumentError(f"{who} was given pool={shown(pool)}; pass a HandlePool, or None for the default pool")
 
 
 def current_pool() -> HandlePool:

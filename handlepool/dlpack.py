@@ -13,6 +13,7 @@ import numpy as np
 from handlepool.drivers.views import HOST, UNKNOWN, View
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.layouts import as_dtype
+from handlepool.wording import kind_of
 
 _HOST_MEMORY = (1, 3, 11)  # of the CPU, and pinned by CUDA or by ROCm
 _GPU_MEMORY = (2, 13)  # of a CUDA device, and managed
@@ -88,7 +89,7 @@ def from_dlpack(array: Any, stream: int) -> View:
         except TypeError:  # a library of before DLPack 1
             capsule = array.__dlpack__(**asked)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise ArrayTypeError(f"a {_kind(array)} does not hand out its memory: {error}") from error
+        raise ArrayTypeError(f"a {kind_of(array)} does not hand out its memory: {error}") from error
     readonly = False
     if _is_called(capsule, b"dltensor_versioned"):
         versioned = _Versioned.from_address(_pointer_of(capsule, b"dltensor_versioned"))
@@ -137,10 +138,10 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
     """
     described = array.__cuda_array_interface__
     if described.get("mask") is not None:
-        raise ArrayTypeError(f"a {_kind(array)} with a mask; cuDNN knows no masks")
+        raise ArrayTypeError(f"a {kind_of(array)} with a mask; cuDNN knows no masks")
     typestr = str(described["typestr"])
     if typestr.startswith(">"):
-        raise ArrayTypeError(f"a {_kind(array)} of type {typestr!r}, whose bytes are in another order than the GPU's")
+        raise ArrayTypeError(f"a {kind_of(array)} of type {typestr!r}, whose bytes are in another order than the GPU's")
     dtype = as_dtype(typestr)
     shape = tuple(described["shape"])
     strides = described.get("strides")
@@ -148,10 +149,6 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
     pointer, readonly = described["data"]
     stream = described.get("stream")
     if stream == 0:
-        raise ArgumentError(f"a {_kind(array)} names stream 0, which the CUDA array interface forbids as ambiguous; 1 is meant")
+        raise ArgumentError(f"a {kind_of(array)} names stream 0, which the CUDA array interface forbids as ambiguous; 1 is meant")
     view = View(int(pointer), shape, strides, dtype, UNKNOWN, bool(readonly), array)
     return view, None if stream is None else 0 if stream == 1 else int(stream)
-
-
-def _kind(array: object) -> str:
-    return f"{type(array).__module__}.{type(array).__qualname__}"

@@ -17,6 +17,7 @@ from handlepool.layouts import Layout
 from handlepool.recipes import Recipe, as_references
 from handlepool.references import References, is_tensor, made_by_nodes
 from handlepool.settings import Settings
+from handlepool.wording import shown
 
 Assignment = dict[str, int | None]
 """The array of each parameter, by its place in the request; None where there is none."""
@@ -74,7 +75,7 @@ def _guess(recipe: Recipe, request: Request) -> Assignment:
             return {parameter: place for place, parameter in enumerate(names)}
         references = recipe.inputs
         if len(references) != count:
-            listed = ", ".join(map(repr, references))
+            listed = ", ".join(map(shown, references))
             raise ArgumentError(f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}")
     names = signature.referred(name, references, options)
     assignment: Assignment = {parameter: references.index(parameter) if parameter in references else None for parameter in names}
@@ -145,14 +146,16 @@ class Draft:
                 excess |= returned.keys() & {"outputs"}
             if excess:
                 raise ArgumentError(
-                    f"{recipe.name} returned a mapping with {', '.join(map(repr, returned))}; it may have 'inputs' and "
+                    f"{recipe.name} returned a mapping with {', '.join(map(shown, returned))}; it may have 'inputs' and "
                     f"'outputs', each where the decorator does not name them"
                 )
             inputs = as_references("inputs", returned.get("inputs"))
             wanted = wanted or as_references("outputs", returned.get("outputs"))
             returned = None
         elif wanted is not None and returned is not None:
-            raise ArgumentError(f"{recipe.name} returned {returned!r}, and its decorator names outputs=; leave one of them out")
+            raise ArgumentError(
+                f"{recipe.name} returned {shown(returned)}, and its decorator names outputs=; leave one of them out"
+            )
         if wanted is not None:
             self.outputs = [self._references.resolve(reference) for reference in wanted]
             self.single = len(wanted) == 1
@@ -163,9 +166,9 @@ class Draft:
             self.single = not isinstance(returned, (tuple, list))
             self.outputs = [returned] if self.single else list(returned)
         if not self.outputs or not all(is_tensor(tensor) for tensor in self.outputs):
-            shown = "nothing" if returned is None else repr(returned)
+            what = "nothing" if returned is None else shown(returned)
             raise ArgumentError(
-                f"{recipe.name} returned {shown}; return the graph tensor to output, or a tuple of them, or name outputs="
+                f"{recipe.name} returned {what}; return the graph tensor to output, or a tuple of them, or name outputs="
             )
         for tensor in self.outputs:
             if id(tensor) not in self._made:
@@ -303,4 +306,4 @@ class Draft:
 
     @staticmethod
     def _shown(reference: Any) -> str:
-        return repr(reference.name if is_tensor(reference) else reference)
+        return shown(reference.name if is_tensor(reference) else reference)

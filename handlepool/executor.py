@@ -30,6 +30,7 @@ from handlepool.regions import inherited, lent
 from handlepool.slots import Slot, own
 from handlepool.streams import check_foreign, resolve
 from handlepool.tasks import StreamFuture, Task
+from handlepool.wording import shown
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class ParallelStateExecutor(Executor):
         except TypeError:
             workers = 0
         if workers < 1:
-            raise ArgumentError(f"ParallelStateExecutor({max_workers!r}): 1 worker or more")
+            raise ArgumentError(f"ParallelStateExecutor({shown(max_workers)}): 1 worker or more")
         if pool is None:
             pool = default_pool()
         check_pool("ParallelStateExecutor", pool)

@@ -24,6 +24,7 @@ from handlepool.recipes import Recipe, Signature, as_references
 from handlepool.settings import Given, Settings, normalise
 from handlepool.states import ParallelStates
 from handlepool.tuning import Tuning, tune
+from handlepool.wording import shown
 
 MOST_VARIANTS = 64
 """Variants of a graph function, by settings, that keep their plans from call to call."""
@@ -138,7 +139,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         try:
             references, given = tuple(arrays), tuple(arrays.values())
         except (AttributeError, TypeError):
-            raise ArgumentError(f"{self._name}.run takes a dictionary of arrays by reference, not {arrays!r}") from None
+            raise ArgumentError(f"{self._name}.run takes a dictionary of arrays by reference, not {shown(arrays)}") from None
         adapted = adapt(self._name, pool, given)
         if adapted is not None:
             given = adapted.arrays
@@ -189,7 +190,9 @@ class GraphFunction(ArrayCall[P, R_co]):
         try:
             outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
             if out is not None and not outs:
-                raise ArgumentError(f"{self._name}: out={out!r} holds no array; pass one for each output, or None for new ones")
+                raise ArgumentError(
+                    f"{self._name}: out={shown(out)} holds no array; pass one for each output, or None for new ones"
+                )
             native = pool.driver.array_type
             if adapted is None and any(type(array) is not native for array in arrays + outs):
                 return Adapted(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)

@@ -10,6 +10,7 @@ from handlepool.drivers.base import Driver
 from handlepool.drivers.views import HOST, View
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.inference import dense_strides
+from handlepool.wording import kind_of, shown
 
 _PLAIN = (int, float, complex, str, bytes, np.generic)
 _MOST_WORK: Any = 10_000
@@ -131,7 +132,7 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
         return
     if isinstance(old, (tuple, dict)):
         for key in _keys(place, old, new):
-            yield from _copies(driver, f"{place}[{key!r}]", device, old[key], new[key])
+            yield from _copies(driver, f"{place}[{shown(key)}]", device, old[key], new[key])
     elif isinstance(old, driver.array_type):
         if new is not old:
             _check_alike(driver, place, device, old, new)
@@ -144,7 +145,7 @@ def _keys(place: str, old: Any, new: Any) -> Sequence[Any]:
     """What the entries of a container are found by, in the recorded one and in the new one."""
     if isinstance(old, tuple):
         if not isinstance(new, (list, tuple)):
-            raise ArgumentError(f"{place} was recorded as a list or a tuple, and is now a {_kind(type(new))}")
+            raise ArgumentError(f"{place} was recorded as a list or a tuple, and is now a {kind_of(new)}")
         if len(old) != len(new):
             raise ArgumentError(
                 f"{place} was recorded with {len(old)} entries, and update was given {len(new)}; pass None for what is to stay "
@@ -152,23 +153,25 @@ def _keys(place: str, old: Any, new: Any) -> Sequence[Any]:
             )
         return range(len(old))
     if not isinstance(new, dict):
-        raise ArgumentError(f"{place} was recorded as a dictionary, and is now a {_kind(type(new))}")
+        raise ArgumentError(f"{place} was recorded as a dictionary, and is now a {kind_of(new)}")
     for key in new:
         if key not in old:
-            raise ArgumentError(f"{place} was recorded without the key {key!r}; there is: {', '.join(map(repr, old))}")
+            raise ArgumentError(f"{place} was recorded without the key {shown(key)}; there is: {', '.join(map(shown, old))}")
     for key in old:
         if key not in new:
-            raise ArgumentError(f"{place} was recorded with the key {key!r}, too; pass None for it if it is to stay as it is")
+            raise ArgumentError(
+                f"{place} was recorded with the key {shown(key)}, too; pass None for it if it is to stay as it is"
+            )
     return list(old)
 
 
 def _check_alike(driver: Driver, place: str, device: int, target: Any, source: Any) -> None:
     if isinstance(source, (list, tuple, dict)):
-        raise ArgumentError(f"{place} was recorded as an array, and is now a {_kind(type(source))}")
+        raise ArgumentError(f"{place} was recorded as an array, and is now a {kind_of(source)}")
     kind: Any = driver.array_type
     if not isinstance(source, kind):
         advice = f"; convert it, as by {_converters(kind)}" if _is_foreign(source) else ""
-        raise ArrayTypeError(f"{place} is a {_kind(type(source))}; the {driver.name} driver takes {_kind(kind)}{advice}")
+        raise ArrayTypeError(f"{place} is a {kind_of(source)}; the {driver.name} driver takes {kind_of(kind)}{advice}")
     if not getattr(target.flags, "writeable", True):  # CuPy's are never read-only
         raise ArgumentError(f"{place} was recorded as a read-only array, which update cannot write to; pass None for it")
     found: Any = source
@@ -189,23 +192,19 @@ def _check_alike(driver: Driver, place: str, device: int, target: Any, source: A
 def _check_unchanged(driver: Driver, place: str, old: Any, new: Any) -> None:
     if _is_foreign(old):
         raise ArgumentError(
-            f"{place} was recorded as a {_kind(type(old))}, which is no array of the {driver.name} driver's, so update cannot "
+            f"{place} was recorded as a {kind_of(old)}, which is no array of the {driver.name} driver's, so update cannot "
             f"write to it: record with what {_converters(driver.array_type)} makes of it, or pass None here and have its own "
             f"library write to it"
         )
     if not (type(new) is type(old) and isinstance(old, _PLAIN) and new == old):
         raise ArgumentError(
-            f"{place} was recorded as a {_kind(type(old))}, which is no array and stays as it is; pass None, or record again"
+            f"{place} was recorded as a {kind_of(old)}, which is no array and stays as it is; pass None, or record again"
         )
 
 
 def _strides(array: Any) -> tuple[int, ...]:
     """Strides in bytes of the axes that have any: those of extent 1 say nothing."""
     return tuple([step for extent, step in zip(array.shape, array.strides, strict=True) if extent != 1])
-
-
-def _kind(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _converters(kind: type) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from handlepool.errors import ArgumentError
+from handlepool.wording import shown
 
 
 def as_integer(value: Any) -> int:
@@ -20,7 +21,7 @@ def as_integer(value: Any) -> int:
         For what is none.
     """
     if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{value!r} is no integer")
+        raise TypeError(f"{shown(value)} is no integer")
     return index(value)
 
 
@@ -37,7 +38,7 @@ def at_least(least: int, what: str, value: Any, unit: str = "") -> int:
     except TypeError:
         number = least - 1
     if number < least:
-        raise ArgumentError(f"{what}={value!r}; it must be an integer, {least}{unit} or more")
+        raise ArgumentError(f"{what}={shown(value)}; it must be an integer, {least}{unit} or more")
     return number
 
 
@@ -50,5 +51,5 @@ def flag(what: str, value: Any) -> bool:
         Naming the argument, ``what``.
     """
     if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentError(f"{what}={value!r}; it must be True or False")
+        raise ArgumentError(f"{what}={shown(value)}; it must be True or False")
     return bool(value)

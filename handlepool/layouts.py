@@ -10,6 +10,7 @@ from handlepool.drivers import frontend
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.inference import dense_strides
 from handlepool.integers import as_integer
+from handlepool.wording import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +87,18 @@ class ArraySpec:
         except TypeError:
             self.shape = (-1,)
         if any(extent < 0 for extent in self.shape):
-            raise ArgumentError(f"an array of shape {shape}: each extent must be an integer, 0 or more")
+            raise ArgumentError(f"an array of shape {shown(shape)}: each extent must be an integer, 0 or more")
         if isinstance(layout, str):
             rank = len(self.shape)
             orders = {"NCHW": tuple(range(rank)), "NHWC": (0, *range(2, rank), 1) if rank > 1 else tuple(range(rank))}
             if layout not in orders:
-                raise ArgumentError(f"layout={layout!r}; it can be 'NCHW', 'NHWC' or the strides in bytes")
+                raise ArgumentError(f"layout={shown(layout)}; it can be 'NCHW', 'NHWC' or the strides in bytes")
             self.strides = tuple(step * self.dtype.itemsize for step in dense_strides(self.shape, orders[layout]))
         else:
             try:
                 self.strides = tuple(map(as_integer, layout))
             except TypeError:
-                raise ArgumentError(f"layout={layout!r}; it can be 'NCHW', 'NHWC' or the strides in bytes") from None
+                raise ArgumentError(f"layout={shown(layout)}; it can be 'NCHW', 'NHWC' or the strides in bytes") from None
             if len(self.strides) != len(self.shape):
                 raise ArgumentError(f"{len(self.strides)} strides for the {len(self.shape)} axes of shape {self.shape}")
 
@@ -117,7 +118,7 @@ def as_dtype(value: Any) -> np.dtype[Any]:
         dtype = np.dtype("nothing" if value is None else value)  # NumPy takes None for float64
     except (TypeError, ValueError):
         if not isinstance(value, str) or value not in frontend.NAMES:
-            raise ArrayTypeError(f"{value!r} is no data type; cuDNN has {', '.join(frontend.NAMES)}") from None
+            raise ArrayTypeError(f"{shown(value)} is no data type; cuDNN has {', '.join(frontend.NAMES)}") from None
         try:
             import ml_dtypes
         except ImportError as error:

@@ -8,6 +8,7 @@ from handlepool.drivers.objects import Copy, Executable
 from handlepool.errors import ArgumentError
 from handlepool.integers import as_integer
 from handlepool.layouts import Layout
+from handlepool.wording import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,8 @@ class Plan:
         except TypeError:
             number = -1
         if not 0 <= number < self.candidates:
-            raise ArgumentError(f"{self.name}: plan {index!r} of {self.candidates}; the index must be 0 to {self.candidates - 1}")
+            last = self.candidates - 1
+            raise ArgumentError(f"{self.name}: plan {shown(index)} of {self.candidates}; the index must be 0 to {last}")
         if self._choose is None:
             raise ArgumentError(f"{self.name}: this plan was not built by a graph function, so there is none to select from")
         return self._choose(number, keep)

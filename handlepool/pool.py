@@ -38,6 +38,7 @@ from handlepool.slots import Slot, hits, place, placed, unplace
 from handlepool.snapshots import MEANINGS, Stats
 from handlepool.streams import StreamReference, check_foreign, resolve
 from handlepool.threads import LiveSlots
+from handlepool.wording import shown
 
 CHECK_VARIABLE = "HANDLEPOOL_CHECK"
 _OFF = ("", "0", "off", "no", "false")
@@ -84,7 +85,7 @@ class HandlePool:
         self.everybodys = False  # nobody's own: the default pool that was made when first asked for, which is never over
         made = hasattr(type(driver), "current_device")
         if not (driver is None or isinstance(driver, str) or made):
-            raise ArgumentError(f"HandlePool(driver={driver!r}): pass 'cuda', 'host', a driver object, or None")
+            raise ArgumentError(f"HandlePool(driver={shown(driver)}): pass 'cuda', 'host', a driver object, or None")
         self._choice = driver
         self._driver: Driver | None = None
         self._scratch_limit = None if scratch_limit is None else at_least(0, "scratch_limit", scratch_limit, " bytes")

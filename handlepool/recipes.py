@@ -8,6 +8,7 @@ from typing import Any
 from handlepool.errors import ArgumentError
 from handlepool.integers import as_integer
 from handlepool.settings import Settings
+from handlepool.wording import holds_values, shown
 
 References = tuple[Any, ...]
 
@@ -45,7 +46,7 @@ class Signature:
             For what cannot be called with a graph.
         """
         if not callable(function):
-            raise ArgumentError(f"{function!r} is no function; decorate one that takes a graph and graph tensors")
+            raise ArgumentError(f"{shown(function)} is no function; decorate one that takes a graph and graph tensors")
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # some of those written in C say nothing
@@ -54,7 +55,7 @@ class Signature:
         positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
         variadic = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), None)
         if not positional and variadic is None:
-            raise ArgumentError(f"{function!r} takes no graph; its first parameter is the graph, as in f(g, x, w)")
+            raise ArgumentError(f"{shown(function)} takes no graph; its first parameter is the graph, as in f(g, x, w)")
         tensors, named = positional[1:], [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
         return cls(
             tuple(p.name for p in tensors if p.default is p.empty),
@@ -134,12 +135,12 @@ def as_references(what: str, references: Any) -> References | None:
     if not entries:
         raise ArgumentError(f"{what}= is empty; name the {what}, or leave it out")
     if len({id(entry) if not isinstance(entry, (str, int)) else entry for entry in entries}) < len(entries):
-        raise ArgumentError(f"{what}={list(entries)!r} names a tensor twice")
+        raise ArgumentError(f"{what}={shown(list(entries))} names a tensor twice")
     return entries
 
 
 def _plain(reference: Any) -> Any:
     try:
-        return as_integer(reference)  # a uid
+        return reference if holds_values(reference) else as_integer(reference)  # a uid
     except TypeError:
         return reference

@@ -14,6 +14,7 @@ from handlepool.program import Program
 from handlepool.recording import Recording
 from handlepool.states import ParallelStates
 from handlepool.streams import StreamReference, check_foreign, resolve
+from handlepool.wording import shown
 
 
 def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None = None, **kwargs: Any) -> Program:
@@ -85,14 +86,16 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
 def _check(pool: HandlePool, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamReference:
     """What can be said before anything runs; the caller's stream."""
     if not callable(function):
-        raise ArgumentError(f"record({function!r}): pass a function, and its arguments after it")
+        raise ArgumentError(f"record({shown(function)}): pass a function, and its arguments after it")
     if thread.recording is not None:
         raise CaptureError(f"{name} cannot be recorded inside a recording: call it there, and it becomes a part of that")
     if thread.region is not None:
         raise CaptureError(f"{name} cannot be recorded inside a branch or a task: record it outside, and replay it there")
     for argument in (*args, *kwargs.values()):
         for iterator in _iterators(argument):
-            raise ArgumentError(f"{name} was given the iterator {iterator!r}, which its first call would use up; pass a list")
+            raise ArgumentError(
+                f"{name} was given the iterator {shown(iterator)}, which its first call would use up; pass a list"
+            )
     if parked:
         settle()
     driver = pool.driver

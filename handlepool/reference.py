@@ -10,6 +10,7 @@ import numpy.typing as npt
 from scipy import signal, special
 
 from handlepool.errors import ArgumentError
+from handlepool.wording import shown
 
 Array = npt.NDArray[np.float64]
 
@@ -70,7 +71,7 @@ def conv2d(
     """
     if mode not in MODES or (activation is not None and activation not in ACTIVATIONS):
         raise ArgumentError(
-            f"reference conv2d: mode={mode!r}, activation={activation!r}; the modes are {', '.join(MODES)}, "
+            f"reference conv2d: mode={shown(mode)}, activation={shown(activation)}; the modes are {', '.join(MODES)}, "
             f"the activations {', '.join(ACTIVATIONS)}"
         )
     images, filters = np.asarray(x, np.float64), np.asarray(w, np.float64)
@@ -103,7 +104,7 @@ def conv2d(
 def _check_shapes(x: tuple[int, ...], w: tuple[int, ...], groups: int) -> None:
     if len(x) != 4 or len(w) != 4 or groups < 1 or x[1] != w[1] * groups or w[0] % groups or 0 in w:
         raise ArgumentError(
-            f"reference conv2d: x {x}, w {w} and groups={groups} do not fit; give (N, C, H, W), (K, C / groups, R, S) and "
+            f"reference conv2d: x {x}, w {w} and groups={shown(groups)} do not fit; give (N, C, H, W), (K, C / groups, R, S) and "
             "a number of groups that divides K"
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from handlepool.errors import ArgumentError
 from handlepool.integers import as_integer
+from handlepool.wording import shown
 
 MOST_LISTED = 24
 """Tensors that a message lists."""
@@ -72,16 +73,16 @@ class References:
                 uid = as_integer(reference)
             except TypeError:
                 raise ArgumentError(
-                    f"{reference!r} is no reference; give a name, 'node::port', 'node::0', a uid or a graph tensor. "
+                    f"{shown(reference)} is no reference; give a name, 'node::port', 'node::0', a uid or a graph tensor. "
                     f"{self.listing()}"
                 ) from None
             found = [tensor for tensor in self._tensors.values() if tensor.uid == uid]
         if len(found) == 1:
             return found[0]
-        shown = repr(reference.name if is_tensor(reference) else reference)
+        called = shown(reference.name if is_tensor(reference) else reference)
         if not found:
-            raise ArgumentError(f"no tensor of the graph is {shown}. {self.listing()}")
-        raise ArgumentError(f"{shown} means {len(found)} tensors of the graph; name one by its uid or object. {self.listing()}")
+            raise ArgumentError(f"no tensor of the graph is {called}. {self.listing()}")
+        raise ArgumentError(f"{called} means {len(found)} tensors of the graph; name one by its uid or object. {self.listing()}")
 
     def name(self, tensor: Any) -> str:
         """The name that was set, of a node's output ``node::port`` where none was."""

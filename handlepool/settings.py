@@ -8,6 +8,7 @@ import numpy as np
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.integers import as_integer, flag
 from handlepool.layouts import as_dtype
+from handlepool.wording import shown
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -52,7 +53,7 @@ def normalise(settings: Mapping[str, Any]) -> Settings:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise ArgumentError(f"{name}={value!r}; it must be a text")
+        raise ArgumentError(f"{name}={shown(value)}; it must be a text")
     return value
 
 
@@ -60,7 +61,7 @@ def _dtype(name: str, value: Any) -> np.dtype[Any]:
     try:
         return as_dtype(value)
     except ArrayTypeError as error:
-        raise ArrayTypeError(f"{name}={value!r}: {error}") from error
+        raise ArrayTypeError(f"{name}={shown(value)}: {error}") from error
 
 
 def _limit(name: str, value: Any) -> int:
@@ -69,7 +70,7 @@ def _limit(name: str, value: Any) -> int:
     except TypeError:
         limit = -1
     if limit < 0:
-        raise ArgumentError(f"{name}={value!r}; it must be 0 bytes or more, or None for no limit")
+        raise ArgumentError(f"{name}={shown(value)}; it must be 0 bytes or more, or None for no limit")
     return limit
 
 
@@ -78,8 +79,8 @@ def _modes(name: str, value: Any) -> tuple[str, ...]:
         modes = (value,) if isinstance(value, str) else tuple(getattr(mode, "name", mode) for mode in value)
     except TypeError:
         modes = ()
-    if not modes or any(mode not in HEURISTICS for mode in modes):
-        raise ArgumentError(f"{name}={value!r}; it must be one or more of {', '.join(HEURISTICS)}, in the order to ask them")
+    if not modes or not all(isinstance(mode, str) and mode in HEURISTICS for mode in modes):
+        raise ArgumentError(f"{name}={shown(value)}; it must be one or more of {', '.join(HEURISTICS)}, in the order to ask them")
     return modes
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from handlepool.errors import ArgumentError
 from handlepool.integers import as_integer
+from handlepool.wording import shown
 
 Shape = tuple[int, ...]
 MOST_AXES = 8
@@ -65,12 +66,12 @@ class Convolution:
                 result = tuple(map(as_integer, value))
             except TypeError:
                 raise ArgumentError(
-                    f"{what}: {name}={value!r} is no list of integers; give {rank - 2}, one per spatial axis"
+                    f"{what}: {name}={shown(value)} is no list of integers; give {rank - 2}, one per spatial axis"
                 ) from None
             # The defaults are the least legal values, too.
             if len(result) != rank - 2 or min(result) < default or max(result) > MOST_ELEMENTS:
                 raise ArgumentError(
-                    f"{what}: {name}={list(result)} does not fit tensors of {rank} axes; "
+                    f"{what}: {name}={shown(value)} does not fit tensors of {rank} axes; "
                     f"give {rank - 2} integers, each at least {default} and at most {MOST_ELEMENTS}"
                 )
             return result

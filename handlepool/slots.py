@@ -6,13 +6,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from handlepool.cleanup import do_all
 from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver
 from handlepool.drivers.objects import Handle, Stream
 from handlepool.integers import at_least
 from handlepool.workspace import EMPTY, Block, DeviceScratch, Workspace
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _ENDED = object()
 """What a slot that belongs to nobody is bound to, for a hit: no stream."""
@@ -92,6 +95,29 @@ def hits(pool: Any) -> tuple[Callable[..., Handle], Callable[..., "Slot"], Calla
         pool.current_device = current_device
 
     return get_handle, find, use
+
+
+def of_pool_to_come(find: Callable[[], Any]) -> Callable[[F], F]:
+    """Decorate the ``get_handle(stream=None)`` of a pool that the first call asks for: it becomes that pool's own.
+
+    For whoever imported it before, too, at the cost of the pool's own; a function around that would cost a third of a hit.
+    """
+
+    def decorate(function: F) -> F:
+        def first(stream: Any = None) -> Slot:
+            pool = find()
+            slot: Slot = pool.slot(stream)  # loads the driver, which the pool's own function knows from then on
+            # In this order: as long as not all is there, a call misses and comes here again, in this thread after an interrupt as
+            # in others. A call that began with the old code looks for an attribute that no stream has.
+            made.__code__ = pool.get_handle.__code__
+            for cell, known in zip(made.__closure__, pool.get_handle.__closure__, strict=True):
+                cell.cell_contents = known.cell_contents
+            return slot
+
+        made: Any = hits(SimpleNamespace(attribute="_handlepool_to_come", get_handle=function, slot=first))[0]
+        return made
+
+    return decorate
 
 
 class StreamWatch(weakref.ref[Any]):

@@ -17,6 +17,7 @@ from handlepool.integers import as_integer
 from handlepool.pool import HandlePool
 from handlepool.sides import MOST_SIDE_SLOTS
 from handlepool.slots import Slot
+from handlepool.wording import shown
 
 __all__ = ["Fork", "ParallelStates"]
 
@@ -48,7 +49,7 @@ class ParallelStates:
         except TypeError:
             self.count = 0
         if not 1 <= self.count <= MOST_SIDE_SLOTS:
-            raise ArgumentError(f"ParallelStates({count!r}): 1 to {MOST_SIDE_SLOTS} states, as many as the GPU has queues")
+            raise ArgumentError(f"ParallelStates({shown(count)}): 1 to {MOST_SIDE_SLOTS} states, as many as the GPU has queues")
         if pool is None:
             pool = default_pool()
         check_pool("ParallelStates", pool)
@@ -117,7 +118,7 @@ class ParallelStates:
         except TypeError:
             number = -1
         if not 0 <= number < self.count:
-            raise StateIndexError(f"state {index!r} of {self.count}: the index must be 0 to {self.count - 1}")
+            raise StateIndexError(f"state {shown(index)} of {self.count}: the index must be 0 to {self.count - 1}")
         self.pool._check_usable()
         lock = self._locks.setdefault((self.pool.driver.current_device(), number), threading.Lock())
         # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another. It is

@@ -15,6 +15,7 @@ from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM, Driver
 from handlepool.errors import DeviceMismatchError, StreamError
 from handlepool.integers import as_integer
 from handlepool.protocols import has
+from handlepool.wording import shown
 
 _DEFAULTS = (LEGACY_STREAM, PER_THREAD_STREAM)
 
@@ -68,7 +69,7 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
     if driver.owns_stream(stream):
         pointer = stream.ptr
         if pointer not in _DEFAULTS:
-            _check_device(stream, stream.device_id, device)
+            _check_device(pointer, stream.device_id, device)
             return StreamReference(device, pointer, (device, id(stream)), stream, stream)
     else:
         pointer = _pointer(stream)
@@ -85,13 +86,13 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
 def check_foreign(driver: Driver, reference: StreamReference) -> None:
     """Raise `DeviceMismatchError` when a bare pointer is a stream of another device; asked on a miss alone."""
     if reference.stream is None:
-        _check_device(reference.owner, driver.stream_device(reference.pointer), reference.device)
+        _check_device(reference.pointer, driver.stream_device(reference.pointer), reference.device)
 
 
-def _check_device(stream: object, found: int, current: int) -> None:
+def _check_device(pointer: int, found: int, current: int) -> None:
     if found not in (-1, current):
         raise DeviceMismatchError(
-            f"stream {stream!r} belongs to device {found} and the current device is {current}; make device {found} current, "
+            f"stream {pointer:#x} belongs to device {found} and the current device is {current}; make device {found} current, "
             f"as in `with cupy.cuda.Device({found}):`"
         )
 
@@ -103,7 +104,7 @@ def _pointer(stream: Any) -> int:
             pointer = as_integer(stream)
         except TypeError:
             raise StreamError(
-                f"{stream!r} is no stream: {type(stream).__name__} has no __cuda_stream__; pass a stream of CuPy, torch "
+                f"{shown(stream)} is no stream: {type(stream).__name__} has no __cuda_stream__; pass a stream of CuPy, torch "
                 f"(2.10 or later), JAX or cuda.core, a cudaStream_t as an integer, or None for CuPy's current stream"
             ) from None
     else:
@@ -112,16 +113,18 @@ def _pointer(stream: Any) -> int:
         try:
             version, pointer = answer
         except (TypeError, ValueError):
-            raise StreamError(f"__cuda_stream__ of {stream!r} gave {answer!r}, not (version, pointer)") from None
+            raise StreamError(f"__cuda_stream__ of {shown(stream)} gave {shown(answer)}, not (version, pointer)") from None
         if version != 0:
             raise StreamError(
-                f"__cuda_stream__ of {stream!r} speaks version {version!r} of the protocol; handlepool knows version 0. "
-                f"Pass the pointer as an integer"
+                f"__cuda_stream__ of {shown(stream)} speaks version {shown(version)} of the protocol; handlepool knows "
+                f"version 0. Pass the pointer as an integer"
             )
         try:
             pointer = as_integer(pointer)
         except TypeError:
-            raise StreamError(f"__cuda_stream__ of {stream!r} gave the pointer {pointer!r}, which is no integer") from None
+            raise StreamError(
+                f"__cuda_stream__ of {shown(stream)} gave the pointer {shown(pointer)}, which is no integer"
+            ) from None
     if pointer < 0:
-        raise StreamError(f"{pointer} is no cudaStream_t")
+        raise StreamError(f"{shown(stream if protocol is None else pointer)} is no cudaStream_t")
     return LEGACY_STREAM if pointer == 1 else pointer

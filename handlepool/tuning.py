@@ -20,6 +20,7 @@ from handlepool.pool import HandlePool
 from handlepool.states import ParallelStates
 from handlepool.streams import check_foreign, resolve
 from handlepool.trials import Candidate, Stand, side_slots
+from handlepool.wording import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find
     See `GraphFunction.tune`.
     """
     if states is not None and not isinstance(states, ParallelStates):
-        raise ArgumentError(f"{name}.tune with states={states!r}: pass a ParallelStates, or None for one stream alone")
+        raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for one stream alone")
     pool = current_pool() if states is None else states.pool
     pool._check_usable()
     driver = pool.driver

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from handlepool import HandlePool, deferred, drivers
+from handlepool import HandlePool, defaults, deferred, drivers
 from handlepool.drivers.host import HostDriver
 
 TIMEOUT = 60
@@ -67,6 +67,18 @@ def make_pool(make_driver):
     yield make
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture
+def unused(monkeypatch):
+    """No default pool yet, and what becomes one ended afterwards."""
+    monkeypatch.setattr(defaults, "_default", None)
+    monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
+    yield
+    made = defaults._default
+    if made is not None:
+        made.everybodys = False
+        made.close()
 
 
 @pytest.fixture

@@ -12,18 +12,6 @@ from handlepool import ArgumentError, HandlePool, OwnershipError, ParallelStateE
 from handlepool.drivers.host import HostDriver
 
 
-@pytest.fixture
-def unused(monkeypatch):
-    """No default pool yet, and what becomes one ended afterwards."""
-    monkeypatch.setattr(defaults, "_default", None)
-    monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
-    yield
-    made = defaults._default
-    if made is not None:
-        made.everybodys = False
-        made.close()
-
-
 @pytest.mark.parametrize("close", [handlepool.close, lambda: handlepool.default_pool().close()])
 def test_a_close_leaves_the_default_pool_to_the_others(unused, close):
     pool = handlepool.default_pool()

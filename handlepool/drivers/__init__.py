@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from handlepool.drivers.base import Driver
 from handlepool.errors import ArgumentError, DriverNotAvailableError, ForkedProcessError
+from handlepool.wording import shown
 
 NAMES = ("cuda", "host")
 VARIABLE = "HANDLEPOOL_DRIVER"
@@ -43,8 +44,8 @@ def choose(name: str | None = None) -> tuple[str, str]:
         reason = f"set by {VARIABLE}"
     else:
         name, reason = "cuda", f"the default; {VARIABLE} is not set"
-    if name not in NAMES:
-        raise ArgumentError(f"no driver is named {name!r} ({reason}); the drivers are {' and '.join(NAMES)}")
+    if not isinstance(name, str) or name not in NAMES:
+        raise ArgumentError(f"no driver is named {shown(name)} ({reason}); the drivers are {' and '.join(NAMES)}")
     return name, reason
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from handlepool.drivers.objects import Copy, Executable, Handle, RecordedGraph, RecordingMemory, Stream
 from handlepool.drivers.views import View
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.wording import kind_of
 
 LEGACY_STREAM = 0
 PER_THREAD_STREAM = 2
@@ -263,8 +264,7 @@ def check_operands(
         kind: Any = driver.array_type
         if not isinstance(array, (kind, View)):
             raise ArrayTypeError(
-                f"{name}: {operand(index)} is a {type(array).__module__}.{type(array).__qualname__}; the {driver.name} driver "
-                f"takes {kind.__module__}.{kind.__qualname__}"
+                f"{name}: {operand(index)} is a {kind_of(array)}; the {driver.name} driver takes {kind_of(kind)}"
             )
         found = driver.array_device(array)
         if found != device:

@@ -27,6 +27,7 @@ from handlepool.drivers.host.streams import Device, Stream
 from handlepool.drivers.objects import Copy
 from handlepool.drivers.views import HOST, View
 from handlepool.errors import ArgumentError, ArrayTypeError, ContractError
+from handlepool.wording import shown
 
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
 
@@ -75,10 +76,12 @@ class HostDriver(Controls, Events, Handles, Recordings):
         check_order: bool = False,
     ) -> None:
         if devices < 1 or memory < 0:
-            raise ArgumentError(f"a host driver has at least one device and no negative memory: {devices}, {memory}")
+            raise ArgumentError(
+                f"a host driver has at least one device and no negative memory: {shown(devices)}, {shown(memory)}"
+            )
         runner = schedulers.make(scheduler, seed)
         if runner is None:
-            raise ArgumentError(f"scheduler {scheduler!r} is neither 'threads' nor 'adversarial'")
+            raise ArgumentError(f"scheduler {shown(scheduler)} is neither 'threads' nor 'adversarial'")
         if check_order:
             runner.order = Order()
         streams = StreamTable(devices, runner)
