@@ -12,7 +12,6 @@ from handlepool.calls import (
     AnyCall,
     GraphCall,
     check_arrays,
-    check_hashable,
     hit,
     launchers,
     marks_of,
@@ -243,10 +242,11 @@ class GraphFunction(partial[Any]):
             check_arrays(self._name, driver, device, arrays, outs)
             raise
         except TypeError:
-            check_hashable(self._name, options)
+            self._recipe.check_static(options, references is not None)
             normalise(dict(settings))
             raise
         if plan is None:
+            self._recipe.check_static(options, references is not None)
             normalise(dict(settings))
             check_arrays(self._name, driver, device, arrays, outs)
             plan = self._build(pool, device, key, arrays, outs, options)
