@@ -1,9 +1,9 @@
 """Activations as launches of their own, of arrays of any shape and layout without gaps."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never
 
-from handlepool.calls import AnyCall
+from handlepool.calls import AnyCall, by_keyword, misplaced
 from handlepool.context import launchers
 from handlepool.defaults import current_pool
 from handlepool.errors import ArgumentError
@@ -25,7 +25,8 @@ def activation_call(pool: HandlePool, kind: str, x: Any, out: Any = None) -> Any
     return _functions[kind].prepare(pool, (x,), out, {})
 
 
-def relu(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+@by_keyword
+def relu(x: Any, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> Any:
     """Apply max(x, 0), on the current stream.
 
     Parameters
@@ -47,32 +48,38 @@ def relu(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
     ArgumentError
         For a type, strides or an ``out`` that cannot be taken.
     """
-    return _apply("relu", x, out, pool)
+    return _apply(relu, x, extra, out, pool)
 
 
-def sigmoid(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+@by_keyword
+def sigmoid(x: Any, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> Any:
     """Apply 1 / (1 + exp(-x)), on the current stream; parameters and errors are those of `relu`."""
-    return _apply("sigmoid", x, out, pool)
+    return _apply(sigmoid, x, extra, out, pool)
 
 
-def tanh(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+@by_keyword
+def tanh(x: Any, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> Any:
     """Apply tanh(x), on the current stream; parameters and errors are those of `relu`."""
-    return _apply("tanh", x, out, pool)
+    return _apply(tanh, x, extra, out, pool)
 
 
-def gelu(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+@by_keyword
+def gelu(x: Any, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> Any:
     """Apply x (1 + erf(x / sqrt(2))) / 2, on the current stream; parameters and errors are those of `relu`."""
-    return _apply("gelu", x, out, pool)
+    return _apply(gelu, x, extra, out, pool)
 
 
-def swish(x: Any, *, out: Any = None, pool: HandlePool | None = None) -> Any:
+@by_keyword
+def swish(x: Any, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> Any:
     """Apply x / (1 + exp(-x)), also called SiLU, on the current stream; parameters and errors are those of `relu`."""
-    return _apply("swish", x, out, pool)
+    return _apply(swish, x, extra, out, pool)
 
 
-def _apply(kind: str, x: Any, out: Any, pool: HandlePool | None) -> Any:
+def _apply(function: Callable[..., Any], x: Any, extra: tuple[Any, ...], out: Any, pool: HandlePool | None) -> Any:
+    if extra:
+        raise misplaced(function, extra)
     chosen = current_pool() if pool is None else pool
-    call = activation_call(chosen, kind, x, out)
+    call = activation_call(chosen, function.__name__, x, out)
     return call.launch(chosen.slot(call.stream))
 
 
@@ -90,7 +97,9 @@ def _checker(kind: str) -> Callable[[tuple[Layout, ...], tuple[Layout, ...]], No
 
 
 def _preparer(kind: str) -> Callable[..., AnyCall]:
-    def prepare(_: object, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+    def prepare(function: Any, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+        if len(args) > 1:
+            raise misplaced(function, args[1:])
         options = dict(kwargs)
         return activation_call(options.pop("pool", None) or pool, kind, *args, **options)
 

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from inspect import signature
+from typing import Any, Protocol, TypeVar
 
 from handlepool.condition import diagnose
 from handlepool.context import NOT_CACHED, recordings, thread
 from handlepool.drivers.base import Driver, check_operands, operand_name
-from handlepool.errors import ArgumentError
+from handlepool.errors import ArgumentError, SignatureError
 from handlepool.layouts import Layout
 from handlepool.plan import Plan
 from handlepool.plan_cache import Entry, Shortcut
 from handlepool.pool import HandlePool
 from handlepool.slots import Slot
-from handlepool.wording import shown
+from handlepool.wording import holds_values, shown
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class AnyCall(Protocol):
@@ -215,16 +218,24 @@ class CallSequence:
         return CallSequence(self, make(self.result))
 
 
-def check_hashable(name: str, options: dict[str, Any]) -> None:
-    """Raise for an option that cannot be a part of a key."""
-    for option, value in options.items():
-        try:
-            hash(value)
-        except TypeError:
-            raise ArgumentError(
-                f"{name} was given {option}={shown(value)}, which cannot be hashed; options are a part of the plan's key, so "
-                f"pass a tuple for a list"
-            ) from None
+def by_keyword(function: F) -> F:
+    """Decorate a function whose ``*extra`` is there to be refused by `misplaced`: its signature is shown without that."""
+    shown_as = signature(function)
+    parameters = [p for p in shown_as.parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    function.__signature__ = shown_as.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def misplaced(function: Callable[..., Any], extra: Sequence[Any]) -> SignatureError:
+    """The error for what was given by position to a `by_keyword` function after all that it takes so."""
+    parameters = signature(function).parameters.values()
+    taken = ", ".join(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    meant = next(name for name in (("bias", "out") if holds_values(extra[0]) else keywords) if name in keywords)
+    return SignatureError(
+        f"{function.__name__} takes {taken} by position, and was given {shown(extra[0])} after that: {meant} is a keyword, as in "
+        f"{function.__name__}({taken}, {meant}=...). The keywords are {', '.join(keywords)}"
+    )
 
 
 def check_arrays(name: str, driver: Driver, device: int, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:

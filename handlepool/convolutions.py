@@ -1,10 +1,10 @@
 """Two-dimensional convolution with bias and activation, as a graph function."""
 
 from inspect import signature
-from typing import Any
+from typing import Any, Never
 
 from handlepool.activations import ACTIVATIONS, activate, activation_call
-from handlepool.calls import AnyCall, hit
+from handlepool.calls import AnyCall, by_keyword, hit, misplaced
 from handlepool.context import NOT_CACHED, launchers
 from handlepool.conv_checks import Pair, check_array, check_channels, pair
 from handlepool.defaults import current_pool
@@ -21,10 +21,11 @@ SATURATED = 30.0
 """Beyond this, tanh is 1 in float32."""
 
 
+@by_keyword
 def conv2d(
     x: Any,
     w: Any,
-    *,
+    *extra: Never,
     stride: Pair = 1,
     padding: Pair = 0,
     dilation: Pair = 1,
@@ -80,6 +81,8 @@ def conv2d(
     GraphNotSupportedError
         When cuDNN has no plan, as for a workspace limit that none meets.
     """
+    if extra:
+        raise misplaced(conv2d, extra)
     chosen = current_pool() if pool is None else pool
     marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
     function = _conv2d if activation is None else _fused
@@ -105,12 +108,15 @@ def conv2d(
     return call.launch(chosen.slot(call.stream))
 
 
-def conv2d_plan(x: Any, w: Any, *, pool: HandlePool | None = None, **options: Any) -> Plan:
+@by_keyword
+def conv2d_plan(x: Any, w: Any, *extra: Never, pool: HandlePool | None = None, **options: Any) -> Plan:
     """Return the plan that `conv2d` uses for these arguments, built when there is none yet.
 
     Its ``engine``, ``workspace_size`` and ``candidates`` say what cuDNN chose. Where an activation is a launch of its own, it is
     the convolution's plan.
     """
+    if extra:
+        raise misplaced(conv2d, extra)
     return _prepare(current_pool() if pool is None else pool, x, w, **options).plan
 
 
@@ -158,6 +164,8 @@ def _hit_branch(_: object, pool: HandlePool, begin: Any, args: tuple[Any, ...], 
     try:
         return _hit(pool, begin, *args, **kwargs)
     except TypeError:
+        if len(args) > 2:
+            raise misplaced(conv2d, args[2:]) from None
         signature(conv2d).bind(*args, **kwargs)  # says what is wrong with the arguments, where that was it
         raise
 

@@ -1,9 +1,9 @@
 """The gradients of two-dimensional convolution, as graph functions."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
-from handlepool.calls import AnyCall
+from handlepool.calls import AnyCall, by_keyword, misplaced
 from handlepool.context import launchers
 from handlepool.conv_checks import Pair, Shape, as_shape, check_array, check_channels, check_result, pair
 from handlepool.defaults import current_pool
@@ -12,11 +12,12 @@ from handlepool.layouts import Layout
 from handlepool.pool import HandlePool
 
 
+@by_keyword
 def conv2d_input_grad(
     dy: Any,
     w: Any,
     shape: Sequence[int],
-    *,
+    *extra: Never,
     stride: Pair = 1,
     padding: Pair = 0,
     dilation: Pair = 1,
@@ -52,6 +53,8 @@ def conv2d_input_grad(
     ArgumentError, GraphNotSupportedError
         As in `handlepool.conv2d`.
     """
+    if extra:
+        raise misplaced(conv2d_input_grad, extra)
     chosen = current_pool() if pool is None else pool
     call = _prepare_input(
         chosen,
@@ -70,11 +73,12 @@ def conv2d_input_grad(
     return call.launch(chosen.slot(call.stream))
 
 
+@by_keyword
 def conv2d_weight_grad(
     x: Any,
     dy: Any,
     shape: Sequence[int],
-    *,
+    *extra: Never,
     stride: Pair = 1,
     padding: Pair = 0,
     dilation: Pair = 1,
@@ -111,6 +115,8 @@ def conv2d_weight_grad(
     ArgumentError, GraphNotSupportedError
         As in `handlepool.conv2d`.
     """
+    if extra:
+        raise misplaced(conv2d_weight_grad, extra)
     chosen = current_pool() if pool is None else pool
     call = _prepare_weight(
         chosen,
@@ -158,11 +164,15 @@ def _prepare(
 
 
 def _input_branch(_: object, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+    if len(args) > 3:
+        raise misplaced(conv2d_input_grad, args[3:])
     options = dict(kwargs)
     return _prepare_input(options.pop("pool", None) or pool, *args, **options)
 
 
 def _weight_branch(_: object, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+    if len(args) > 3:
+        raise misplaced(conv2d_weight_grad, args[3:])
     options = dict(kwargs)
     return _prepare_weight(options.pop("pool", None) or pool, *args, **options)
 

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, Unpack
 from handlepool.annotations import ArrayCall, P, R_co
 from handlepool.arrays import Adapted, adapt, layout_of
 from handlepool.building import build
-from handlepool.calls import AnyCall, GraphCall, check_arrays, check_hashable, hit, marks_of, new_outputs, shortcut
+from handlepool.calls import AnyCall, GraphCall, check_arrays, hit, marks_of, new_outputs, shortcut
 from handlepool.comparison import compare
 from handlepool.condition import diagnose
 from handlepool.context import NOT_CACHED, launchers
@@ -234,10 +234,11 @@ class GraphFunction(ArrayCall[P, R_co]):
             check_arrays(self._name, driver, device, arrays, outs)
             raise
         except TypeError:
-            check_hashable(self._name, options)
+            self._recipe.check_static(options, references is not None)
             normalise(dict(settings))
             raise
         if plan is None:
+            self._recipe.check_static(options, references is not None)
             normalise(dict(settings))
             check_arrays(self._name, driver, device, arrays, outs)
             plan = self._build(pool, device, key, arrays, outs, options)

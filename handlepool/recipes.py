@@ -7,6 +7,7 @@ from typing import Any
 
 from handlepool.errors import ArgumentError
 from handlepool.integers import as_integer
+from handlepool.layouts import ArraySpec
 from handlepool.settings import Settings
 from handlepool.wording import holds_values, shown
 
@@ -120,6 +121,31 @@ class Recipe:
     settings: Settings = ()
     check: Callable[..., None] | None = None
     copies: bool = True
+
+    def check_static(self, options: Mapping[str, Any], by_reference: bool) -> None:
+        """Raise for options that are arrays, and for those that cannot be a part of a plan's key."""
+        name, signature = self.name, self.signature
+        for option, value in options.items():
+            if holds_values(value) or isinstance(value, ArraySpec):
+                if option in signature.keywords:
+                    raise ArgumentError(
+                        f"{name} was given {option}={shown(value)}: an option is no array, but a part of the plan's key; pass a "
+                        f"number, a text or a tuple"
+                    )
+                if by_reference:
+                    raise ArgumentError(f"{name}.run was given {option}= by keyword; arrays go into its dictionary, by reference")
+                order = [*signature.required, *signature.optional, *([f"*{signature.variadic}"] if signature.variadic else [])]
+                if self.inputs is not None:
+                    order = [entry if isinstance(entry, str) else shown(entry) for entry in self.inputs]
+                which = f"{option} is parameter {order.index(option) + 1} of" if option in order else "they are"
+                raise ArgumentError(f"{name} was given {option}= by keyword: arrays are positional; {which} {', '.join(order)}")
+            try:
+                hash(value)
+            except TypeError:
+                raise ArgumentError(
+                    f"{name} was given {option}={shown(value)}, which cannot be hashed; options are a part of the plan's key, so "
+                    f"pass a tuple for a list"
+                ) from None
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -24,11 +24,10 @@ def kind_of(value: object) -> str:
 
 
 def holds_values(value: object) -> bool:
-    """Whether a value is an array, of whatever library, or described as one; a NumPy scalar is none."""
+    """Whether a value is an array, of whatever library; a NumPy scalar is none."""
     if isinstance(value, (type, np.generic)):
         return False
-    described = has(value, "shape") and has(value, "dtype")
-    return described or any(has(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))
+    return any(has(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))
 
 
 def shown(value: object) -> str:
