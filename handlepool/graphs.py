@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
-from functools import partial, update_wrapper
+from functools import partial, reduce, update_wrapper
+from sys import modules
 from typing import Any, Concatenate, Unpack
 
 from handlepool.annotations import ArrayCall, P, R_co
@@ -372,6 +373,28 @@ class GraphFunction(ArrayCall[P, R_co]):
                 root._variants.pop(next(iter(root._variants)), None)
         return variant
 
+    def __reduce__(self) -> Any:
+        """Go by name, as functions do: the function itself, or its settings and the function that is found there."""
+        name = str(getattr(self, "__qualname__", self._name))
+        try:
+            found: Any = reduce(getattr, name.split("."), modules.get(self.__module__))
+        except AttributeError:
+            found = None
+        if found is self:
+            return name
+        if isinstance(found, GraphFunction) and found._root is self._root:
+            return _variant, (found, self._recipe.settings)
+        raise ArgumentError(
+            f"graph function {self._name} cannot be pickled: another process finds it by its name, and {self.__module__}.{name} "
+            f"does not lead to it. Define it at the level of a module, under its own name"
+        )
+
+    def __copy__(self) -> "GraphFunction":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "GraphFunction":
+        return self
+
     def cache_clear(self) -> None:
         """Forget the plans of this function and of its variants by `options`; those in use live on with their users."""
         root = self._root
@@ -379,6 +402,11 @@ class GraphFunction(ArrayCall[P, R_co]):
 
 
 launchers[GraphFunction] = GraphFunction._hit_branch, GraphFunction._prepare_branch
+
+
+def _variant(function: GraphFunction, settings: Settings) -> GraphFunction:
+    """A function with these settings and no other."""
+    return function.options(**dict.fromkeys(dict(function._recipe.settings)) | dict(settings))
 
 
 def _name(function: Callable[..., Any], settings: Settings) -> str:

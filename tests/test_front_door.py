@@ -73,7 +73,7 @@ def test_a_function_that_was_imported_early_is_that_of_the_pool_set_later(unused
     assert handlepool.get_workspace(10).nbytes == 10
 
 
-def test_a_hit_of_a_function_that_was_imported_early_costs_what_the_pools_own_does(make_pool):
+def test_g2_a_hit_of_a_function_that_was_imported_early_costs_what_the_pools_own_does(make_pool):
     mine = make_pool(devices=1)
     early = slots.of_pool_to_come(lambda: mine)(defaults.get_handle)
     for _ in range(3):
