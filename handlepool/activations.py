@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Never
 
+from handlepool.annotations import ArrayT
 from handlepool.calls import AnyCall, by_keyword, misplaced
 from handlepool.context import launchers
 from handlepool.defaults import current_pool
@@ -26,7 +27,7 @@ def activation_call(pool: HandlePool, kind: str, x: Any, out: Any = None) -> Any
 
 
 @by_keyword
-def relu(x: Any, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> Any:
+def relu(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply max(x, 0), on the current stream.
 
     Parameters
@@ -52,25 +53,25 @@ def relu(x: Any, *extra: Never, out: Any = None, pool: HandlePool | None = None)
 
 
 @by_keyword
-def sigmoid(x: Any, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> Any:
+def sigmoid(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply 1 / (1 + exp(-x)), on the current stream; parameters and errors are those of `relu`."""
     return _apply(sigmoid, x, extra, out, pool)
 
 
 @by_keyword
-def tanh(x: Any, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> Any:
+def tanh(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply tanh(x), on the current stream; parameters and errors are those of `relu`."""
     return _apply(tanh, x, extra, out, pool)
 
 
 @by_keyword
-def gelu(x: Any, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> Any:
+def gelu(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply x (1 + erf(x / sqrt(2))) / 2, on the current stream; parameters and errors are those of `relu`."""
     return _apply(gelu, x, extra, out, pool)
 
 
 @by_keyword
-def swish(x: Any, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> Any:
+def swish(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply x / (1 + exp(-x)), also called SiLU, on the current stream; parameters and errors are those of `relu`."""
     return _apply(swish, x, extra, out, pool)
 

@@ -4,6 +4,7 @@ from inspect import signature
 from typing import Any, Never
 
 from handlepool.activations import ACTIVATIONS, activate, activation_call
+from handlepool.annotations import ArrayT
 from handlepool.calls import AnyCall, by_keyword, hit, misplaced
 from handlepool.context import NOT_CACHED, launchers
 from handlepool.conv_checks import Pair, check_array, check_channels, pair
@@ -23,7 +24,7 @@ SATURATED = 30.0
 
 @by_keyword
 def conv2d(
-    x: Any,
+    x: ArrayT,
     w: Any,
     *extra: Never,
     stride: Pair = 1,
@@ -38,7 +39,7 @@ def conv2d(
     allow_tf32: bool = True,
     deterministic: bool = False,
     pool: HandlePool | None = None,
-) -> Any:
+) -> ArrayT:
     """Convolve images with filters, add a bias and apply an activation, on the current stream.
 
     Parameters

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Never
 
+from handlepool.annotations import ArrayT
 from handlepool.calls import AnyCall, by_keyword, misplaced
 from handlepool.context import launchers
 from handlepool.conv_checks import Pair, Shape, as_shape, check_array, check_channels, check_result, pair
@@ -14,7 +15,7 @@ from handlepool.pool import HandlePool
 
 @by_keyword
 def conv2d_input_grad(
-    dy: Any,
+    dy: ArrayT,
     w: Any,
     shape: Sequence[int],
     *extra: Never,
@@ -27,7 +28,7 @@ def conv2d_input_grad(
     allow_tf32: bool = True,
     deterministic: bool = False,
     pool: HandlePool | None = None,
-) -> Any:
+) -> ArrayT:
     """Compute the gradient of `handlepool.conv2d` with respect to its images, on the current stream.
 
     Parameters
@@ -75,7 +76,7 @@ def conv2d_input_grad(
 
 @by_keyword
 def conv2d_weight_grad(
-    x: Any,
+    x: ArrayT,
     dy: Any,
     shape: Sequence[int],
     *extra: Never,
@@ -88,7 +89,7 @@ def conv2d_weight_grad(
     allow_tf32: bool = True,
     deterministic: bool = False,
     pool: HandlePool | None = None,
-) -> Any:
+) -> ArrayT:
     """Compute the gradient of `handlepool.conv2d` with respect to its filters, on the current stream.
 
     Parameters

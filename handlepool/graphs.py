@@ -389,10 +389,10 @@ class GraphFunction(ArrayCall[P, R_co]):
             f"does not lead to it. Define it at the level of a module, under its own name"
         )
 
-    def __copy__(self) -> "GraphFunction":
+    def __copy__(self) -> "GraphFunction[P, R_co]":
         return self
 
-    def __deepcopy__(self, memo: Any) -> "GraphFunction":
+    def __deepcopy__(self, memo: Any) -> "GraphFunction[P, R_co]":
         return self
 
     def cache_clear(self) -> None:
@@ -404,9 +404,10 @@ class GraphFunction(ArrayCall[P, R_co]):
 launchers[GraphFunction] = GraphFunction._hit_branch, GraphFunction._prepare_branch
 
 
-def _variant(function: GraphFunction, settings: Settings) -> GraphFunction:
+def _variant(function: GraphFunction[..., Any], settings: Settings) -> GraphFunction[..., Any]:
     """A function with these settings and no other."""
-    return function.options(**dict.fromkeys(dict(function._recipe.settings)) | dict(settings))
+    chosen: dict[str, Any] = dict.fromkeys(dict(function._recipe.settings)) | dict(settings)
+    return function.options(**chosen)
 
 
 def _name(function: Callable[..., Any], settings: Settings) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import handlepool
+import handlepool.ops
 from handlepool import Graph, GraphFunction, GraphTensor
 
 Half = NDArray[np.float16]
@@ -49,6 +50,21 @@ def declared(g: Graph, w: GraphTensor) -> None:
     g.conv_fprop(x, w).set_name("y")
 
 
+@handlepool.graph(outputs=["y"])
+def named(g: Graph, x: GraphTensor, *, slope: float = 0.0) -> None:
+    g.relu(x, negative_slope=slope).set_name("y")
+
+
+@handlepool.graph
+def mapped(g: Graph, x: GraphTensor) -> dict[str, list[str]]:
+    g.relu(x).set_name("y")
+    return {"outputs": ["y"]}
+
+
+def no_graph(g: int, x: GraphTensor) -> GraphTensor:
+    return x
+
+
 @handlepool.graph
 def total(g: Graph, *tensors: GraphTensor, twice: bool = False) -> GraphTensor:
     first, second = tensors
@@ -83,9 +99,22 @@ def calls(x: Half, w: Half, y: NDArray[Any], maybe: Half | None) -> None:
 
     declared(x, w)
     declared(x, w, out=y)
+    named(x, slope=0.1)
+    named(x, slop=0.1)  # expect: error
+    mapped(x)
+    handlepool.graph(no_graph)  # expect: error
+    handlepool.graph(no_graph, inputs=["x"])  # expect: error
     total(x, w)
     total(x, w, twice=True)
     total(x, w, twise=True)  # expect: error
+
+
+def ready_made(x: Half, w: Half) -> None:
+    assert_type(handlepool.conv2d(x, w, padding=1, activation="relu"), Half)
+    assert_type(handlepool.conv2d_input_grad(x, w, x.shape), Half)
+    assert_type(handlepool.conv2d_weight_grad(x, w, w.shape), Half)
+    assert_type(handlepool.ops.gelu(x), Half)
+    handlepool.conv2d(x, w, pading=1)  # expect: error
 
 
 def elsewhere(x: Half, w: Half, cupys: Any) -> None:
