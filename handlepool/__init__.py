@@ -5,9 +5,6 @@ Importing this imports neither CuPy nor torch and makes nothing; the driver is l
 
 from typing import TYPE_CHECKING, Any
 
-from handlepool.annotations import Array
-from handlepool.decorator import graph
-from handlepool.defaults import close, default_pool, get_handle, get_workspace, prewarm, set_default_pool, stats, trim
 from handlepool.errors import (
     ArgumentError,
     ArrayTypeError,
@@ -27,15 +24,18 @@ from handlepool.errors import (
     StateIndexError,
     StreamError,
 )
-from handlepool.executor import ParallelStateExecutor
-from handlepool.graphs import GraphFunction
-from handlepool.layouts import ArraySpec
+from handlepool.graphs.annotations import Array
+from handlepool.graphs.decorator import graph
+from handlepool.graphs.function import GraphFunction
 from handlepool.ops import conv2d, conv2d_input_grad, conv2d_weight_grad
-from handlepool.pool import HandlePool
-from handlepool.program import Program
-from handlepool.recorder import record
-from handlepool.states import Fork, ParallelStates
-from handlepool.tasks import StreamFuture
+from handlepool.pool.default import close, default_pool, get_handle, get_workspace, prewarm, set_default_pool, stats, trim
+from handlepool.pool.pool import HandlePool
+from handlepool.recording.program import Program
+from handlepool.recording.record import record
+from handlepool.regions.executor import ParallelStateExecutor
+from handlepool.regions.future import StreamFuture
+from handlepool.regions.states import Fork, ParallelStates
+from handlepool.tensors.layout import ArraySpec
 
 __version__ = "0.1.0"
 
@@ -89,8 +89,8 @@ CAFFE2_STATES = 4
 _states: dict[HandlePool, ParallelStates] = {}
 
 if TYPE_CHECKING:
-    from handlepool.annotations import GraphTensor
-    from handlepool.frontend_types import Graph
+    from handlepool.graphs.annotations import GraphTensor
+    from handlepool.tensors.frontend_types import Graph
 
 _MODULES = ("drivers", "errors", "ops", "reference")
 
@@ -101,7 +101,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in ("Graph", "GraphTensor"):  # 1,600 generated lines, for annotations alone
-        from handlepool import frontend_types
+        from handlepool.tensors import frontend_types
 
         return getattr(frontend_types, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

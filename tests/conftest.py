@@ -5,8 +5,10 @@ import threading
 
 import pytest
 
-from handlepool import HandlePool, defaults, deferred, drivers
-from handlepool.drivers.host import HostDriver
+from handlepool import HandlePool, drivers
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import default as defaults
+from handlepool.pool import deferred
 
 TIMEOUT = 60
 """Of barriers, events and threads that are expected to be met, set or done."""
@@ -113,7 +115,7 @@ def each_pool(request, make_driver, monkeypatch):
     if driver == "cuda" and (problem := drivers.available("cuda")):
         pytest.skip(f"needs an NVIDIA GPU: {problem}")
     with HandlePool(driver=make_driver() if driver == "host" else "cuda") as pool:
-        monkeypatch.setattr("handlepool.defaults._default", pool)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
         stream = pool.driver.create_stream()
         with stream:
             yield pool

@@ -174,7 +174,7 @@ def joined_late():
     """A daemon thread that replays a program, and that a function which runs last at exit waits for."""
     import atexit
 
-    from handlepool import exits
+    from handlepool.pool import exits
 
     stop, begun = threading.Event(), threading.Event()
     program = handlepool.record(convolve, *arrays(handlepool.default_pool().driver))
@@ -329,8 +329,9 @@ def forked():
 
 def forked_among_locks():
     """A child made by os.fork while other threads load a driver, create a handle and begin to check."""
-    from handlepool import drivers, handles
-    from handlepool.drivers import shared
+    from handlepool import drivers
+    from handlepool.drivers.cuda import shared
+    from handlepool.pool import handles
 
     warnings.simplefilter("ignore", DeprecationWarning)
     held, forking, end = threading.Barrier(3), threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Writes ``handlepool/frontend_types.py``, the types of what graph functions build with, from the installed cudnn-frontend.
+"""Writes ``handlepool/tensors/frontend_types.py``, the types of what graph functions build with, from the installed cudnn-frontend.
 
 ``python tests/frontend_types.py`` asks the classes for their methods, the tables behind the generated ones for their tensors and
 attributes, and the C++ binding's docstrings for types and for what is needed. A test holds the file to the installed version.

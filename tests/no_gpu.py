@@ -11,9 +11,9 @@ import numpy as np
 from cupy.cuda.memory import MemoryPointer, UnownedMemory
 
 from handlepool import HandlePool, ParallelStates
-from handlepool.drivers import frontend
-from handlepool.drivers.cuda import CudaDriver
-from handlepool.drivers.executable import CudaExecutable
+from handlepool.drivers.cuda.driver import CudaDriver
+from handlepool.drivers.cuda.executable import CudaExecutable
+from handlepool.tensors import frontend
 
 
 class Launch(SimpleNamespace):

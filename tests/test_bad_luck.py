@@ -13,8 +13,9 @@ from scenes import TIMEOUT, Scene, Thread
 from uses import assert_usable
 
 import handlepool
-from handlepool import OutOfMemoryError, ParallelStateExecutor, ParallelStates, PoolClosedError, deferred
-from handlepool.drivers.host import HostDriver
+from handlepool import OutOfMemoryError, ParallelStateExecutor, ParallelStates, PoolClosedError
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import deferred
 
 NOTHING = {"handles": 0, "events": 0, "scratch_bytes": 0}
 

@@ -14,7 +14,8 @@ from lines import at_line
 from test_call_counts import BOUNDS, counted
 
 import handlepool
-from handlepool import HandlePool, defaults, pool, slots
+from handlepool import HandlePool
+from handlepool.pool import default, pool, slot
 
 OF_THE_POOL = ("get_handle", "get_workspace", "prewarm", "stats", "trim")
 MODULES = {"drivers", "errors", "ops", "reference"}
@@ -56,7 +57,7 @@ from handlepool import *
 rlcompleter.Completer({"handlepool": handlepool}).complete("handlepool.", 0)
 pydoc.render_doc(handlepool)
 heavy = {"cupy", "torch", "cudnn", "cuda", "scipy"} & sys.modules.keys()
-print(json.dumps([sorted(heavy), handlepool.defaults._default is None]))
+print(json.dumps([sorted(heavy), handlepool.pool.default._default is None]))
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout or "0") == [[], True], done.stderr
@@ -64,7 +65,7 @@ print(json.dumps([sorted(heavy), handlepool.defaults._default is None]))
 
 def test_a_function_that_was_imported_early_is_that_of_the_pool_set_later(unused, make_pool):
     mine = make_pool(devices=1)
-    early = slots.of_pool_to_come(handlepool.default_pool)(defaults.get_handle)
+    early = slot.of_pool_to_come(handlepool.default_pool)(default.get_handle)
     handlepool.set_default_pool(mine)
     assert early() is mine.get_handle()
     assert early.__code__ is mine.get_handle.__code__
@@ -75,7 +76,7 @@ def test_a_function_that_was_imported_early_is_that_of_the_pool_set_later(unused
 
 def test_g2_a_hit_of_a_function_that_was_imported_early_costs_what_the_pools_own_does(make_pool):
     mine = make_pool(devices=1)
-    early = slots.of_pool_to_come(lambda: mine)(defaults.get_handle)
+    early = slot.of_pool_to_come(lambda: mine)(default.get_handle)
     for _ in range(3):
         early()
     assert counted(lambda: early()) == counted(lambda: mine.get_handle()) <= BOUNDS["hit of get_handle"]
@@ -90,7 +91,7 @@ def test_a_first_call_that_fails_or_is_interrupted_anywhere_leaves_the_next_one_
 
     places = []
     for k in itertools.count(1):
-        early = slots.of_pool_to_come(lambda: mine)(defaults.get_handle)
+        early = slot.of_pool_to_come(lambda: mine)(default.get_handle)
         try:
             where = at_line(k, early, interrupt, {"slots.py"})
         except KeyboardInterrupt as error:
@@ -114,7 +115,7 @@ def test_a_first_call_in_another_ones_middle_leaves_both_with_the_right_pools_ha
     first.get_handle()
 
     def twice_at(k):
-        early, handles = slots.of_pool_to_come(lambda: second)(defaults.get_handle), []
+        early, handles = slot.of_pool_to_come(lambda: second)(default.get_handle), []
 
         def call():
             handles.append(early())

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from handlepool.drivers import frontend
-from handlepool.drivers.host import HostDriver, evaluator
+from handlepool.drivers.host import evaluator
+from handlepool.drivers.host.driver import HostDriver
 from handlepool.errors import ArrayTypeError, ContractError, DeviceMismatchError
+from handlepool.tensors import frontend
 
 SEEDS = range(50)
 TIMEOUT = 60

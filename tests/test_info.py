@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from handlepool import info
+from handlepool.cli import info
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -17,9 +17,9 @@ from handlepool import (
     conv2d,
     conv2d_input_grad,
     conv2d_weight_grad,
-    reference,
 )
-from handlepool.integers import as_integer, at_least
+from handlepool._util.integers import as_integer, at_least
+from handlepool.testing import reference
 
 KINDS = [np.int8, np.uint8, np.int32, np.int64, np.uint64, np.intp]
 WRONG = [True, False, np.True_, 1.5, 2.0, np.float64(2), "2", b"2", [2], object]
@@ -28,7 +28,7 @@ WRONG = [True, False, np.True_, 1.5, 2.0, np.float64(2), "2", b"2", [2], object]
 @pytest.fixture
 def scene(monkeypatch):
     with Scene(seed=1) as scene:
-        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
         yield scene
 
 

@@ -9,17 +9,9 @@ import numpy as np
 import pytest
 
 import handlepool
-from handlepool import (
-    ArraySpec,
-    GraphFunction,
-    HandlePool,
-    ParallelStateExecutor,
-    ParallelStates,
-    drivers,
-    ops,
-    reference,
-)
-from handlepool.drivers.host import HostDriver
+from handlepool import ArraySpec, GraphFunction, HandlePool, ParallelStateExecutor, ParallelStates, drivers, ops
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.testing import reference
 
 MARK = 123456
 """In every value of every array; -MARK where an integer is taken."""
@@ -79,7 +71,7 @@ def shown(*_, **__):
 @pytest.fixture
 def default(make_pool, monkeypatch):
     pool = make_pool(devices=1, check_order=False)
-    monkeypatch.setattr("handlepool.defaults._default", pool)
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
     with pool.driver.create_stream():
         yield pool
 

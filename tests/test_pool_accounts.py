@@ -8,15 +8,8 @@ import numpy as np
 import pytest
 from uses import STREAMS, assert_usable, calls
 
-from handlepool import (
-    ArgumentError,
-    HandlePool,
-    HandlePoolError,
-    ParallelStates,
-    PoolClosedError,
-    conv2d,
-)
-from handlepool.snapshots import MEANINGS
+from handlepool import ArgumentError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError, conv2d
+from handlepool.pool.stats import MEANINGS
 
 # Prewarm, trim, stats, repr
 

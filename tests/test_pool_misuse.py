@@ -8,7 +8,7 @@ from uses import EFFECTS, STREAMS, assert_usable, calls, fails_at
 
 import handlepool
 from handlepool import ArgumentError, HandlePool, ParallelStateExecutor, ParallelStates, StreamError
-from handlepool.drivers.host import HostDriver
+from handlepool.drivers.host.driver import HostDriver
 
 
 class Speaks:
@@ -211,6 +211,6 @@ TAKE_A_POOL = {
 @pytest.mark.parametrize("function", TAKE_A_POOL)
 @pytest.mark.parametrize("pool", [5, "host", ParallelStates])
 def test_what_is_no_pool_is_refused(make_pool, monkeypatch, function, pool):
-    monkeypatch.setattr("handlepool.defaults._default", make_pool())
+    monkeypatch.setattr("handlepool.pool.default._default", make_pool())
     with pytest.raises(ArgumentError, match=r"was given pool=.*; pass a HandlePool, or None for the default pool"):
         TAKE_A_POOL[function](pool)

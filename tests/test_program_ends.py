@@ -12,9 +12,10 @@ from scenes import TIMEOUT, Scene, Thread
 from test_interrupts import interrupt, line_of
 
 import handlepool
-from handlepool import PoolClosedError, context, deferred, exits
-from handlepool.drivers.host import HostDriver
-from handlepool.turns import Turns
+from handlepool import PoolClosedError
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import context, deferred, exits
+from handlepool.recording.turns import Turns
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +199,7 @@ def test_programs_that_nobody_uses_come_to_an_end_before_those_that_are_waited_f
 
 def test_after_the_end_other_threads_are_told_late_and_the_one_that_ends_at_once(monkeypatch):
     pauses = []
-    monkeypatch.setattr("handlepool.turns.sleep", pauses.append)
+    monkeypatch.setattr("handlepool.recording.turns.sleep", pauses.append)
     turns, acts = Turns("it"), []
     assert turns.end(0.0, lambda: acts.append("ended"))
     with pytest.raises(PoolClosedError, match="interpreter"):

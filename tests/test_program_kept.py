@@ -10,7 +10,7 @@ import pytest
 from scenes import Scene
 
 import handlepool
-from handlepool.kept import Kept
+from handlepool.recording.kept import Kept
 
 
 class Adding:

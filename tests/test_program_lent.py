@@ -11,9 +11,11 @@ from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_wa
 from uses import ON_A_SIDE_STREAM, in_a_branch
 
 import handlepool
-from handlepool import ParallelStates, deferred, last_use
-from handlepool.deferred import parked, settle
-from handlepool.program import Program
+from handlepool import ParallelStates
+from handlepool.pool import deferred
+from handlepool.pool.deferred import parked, settle
+from handlepool.recording import last_use
+from handlepool.recording.program import Program
 
 NOTHING = {"handles": 0, "events": 0, "scratch_bytes": 0}
 

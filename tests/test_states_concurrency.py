@@ -4,7 +4,8 @@ import pytest
 from scenes import Scene, Thread, over_seeds
 
 import handlepool
-from handlepool import ParallelStates, calls
+from handlepool import ParallelStates
+from handlepool.graphs import launch as calls
 
 # Branches are concurrent
 

@@ -12,19 +12,11 @@ from lines import at_line
 from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_starts
 
 import handlepool
-from handlepool import (
-    ArgumentError,
-    ContractError,
-    DeviceMismatchError,
-    OwnershipError,
-    ParallelStates,
-    PoolClosedError,
-    context,
-    conv2d,
-    forks,
-    maps,
-)
-from handlepool.drivers.host import HostDriver
+from handlepool import ArgumentError, ContractError, DeviceMismatchError, OwnershipError, ParallelStates, PoolClosedError, conv2d
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import context
+from handlepool.regions import fork as forks
+from handlepool.regions import maps
 
 
 @handlepool.graph
@@ -468,7 +460,7 @@ def test_g8_a_finaliser_at_every_line_of_a_map_frees_a_block_and_no_output_takes
 def test_g3_a_map_inside_another_device_in_the_forks_body_is_on_the_forks_own(monkeypatch, stream):
     driver = HostDriver(devices=2, scheduler="adversarial", check_order=True)
     with Scene(driver) as scene, scene.stream if stream == "own" else driver.legacy_stream:
-        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
         xs = arrays(scene, range(6))
         for _ in range(2):
             scene.states.map(double, xs)

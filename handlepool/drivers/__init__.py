@@ -5,9 +5,9 @@ import threading
 from importlib import import_module
 from importlib.util import find_spec
 
-from handlepool.drivers.base import Driver
+from handlepool._util.wording import shown
+from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, DriverNotAvailableError, ForkedProcessError
-from handlepool.wording import shown
 
 NAMES = ("cuda", "host")
 VARIABLE = "HANDLEPOOL_DRIVER"
@@ -60,7 +60,7 @@ def available(name: str) -> str | None:
             found = False
         if not found:
             return f"{package} is not installed; install handlepool[cu12] or handlepool[cu13]"
-    from handlepool.drivers import cuda
+    from handlepool.drivers.cuda import driver as cuda
 
     return cuda.unavailable()
 
@@ -89,7 +89,7 @@ def load(name: str | None = None) -> Driver:
                     f"the {name} driver ({reason}) cannot run here: {problem}. "
                     f"On a machine without a GPU, set {VARIABLE}=host or pass driver='host'"
                 )
-            module = import_module(f"handlepool.drivers.{name}")
+            module = import_module(f"handlepool.drivers.{name}.driver")
             driver = _loaded.setdefault(name, (module.CudaDriver if name == "cuda" else module.HostDriver)())
     return driver
 

@@ -17,9 +17,9 @@ from handlepool import (
     ParallelStateExecutor,
     ParallelStates,
     PoolClosedError,
-    last_use,
 )
-from handlepool.deferred import settle
+from handlepool.pool.deferred import settle
+from handlepool.recording import last_use
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 

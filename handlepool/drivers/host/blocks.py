@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool.drivers.host.ordering import Access, Past
+from handlepool.drivers.host.race_checker import Access, Past
 from handlepool.errors import ContractError
 
 Array = np.ndarray[Any, Any]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from handlepool.drivers.host.operations import NOTHING, Operation
-from handlepool.drivers.host.ordering import Access
+from handlepool.drivers.host.race_checker import Access
 from handlepool.errors import ArgumentError, CaptureError, ContractError
 
 if TYPE_CHECKING:

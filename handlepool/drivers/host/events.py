@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from handlepool.drivers.host.ordering import Order
 from handlepool.drivers.host.queues import Event, StreamTable
+from handlepool.drivers.host.race_checker import Order
 from handlepool.drivers.host.streams import ThreadState
 from handlepool.errors import ContractError
 

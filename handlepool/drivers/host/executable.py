@@ -18,7 +18,7 @@ from handlepool.drivers.host.memory import Memory
 from handlepool.drivers.host.queues import StreamTable
 from handlepool.drivers.objects import ALIGNMENT, Copy, scratch_of
 from handlepool.errors import ArgumentError, ContractError
-from handlepool.inference import dense_strides
+from handlepool.tensors.inference import dense_strides
 
 
 class HostExecutable:

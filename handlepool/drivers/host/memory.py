@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool.drivers.base import PER_THREAD_STREAM
 from handlepool.drivers.host.blocks import ALIGNMENT, Array, Block, Lease, Owner
 from handlepool.drivers.host.operations import Scheduler
 from handlepool.drivers.host.queues import Event, Queue, StreamTable
 from handlepool.drivers.host.streams import Stream
+from handlepool.drivers.protocol import PER_THREAD_STREAM
 from handlepool.errors import CaptureError, ContractError
 
 ARENA_ALIGNMENT = 512

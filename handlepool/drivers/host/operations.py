@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from handlepool.drivers.host.ordering import Access, Clock, Order
+from handlepool.drivers.host.race_checker import Access, Clock, Order
 from handlepool.errors import ContractError
 
 PATIENCE_SECONDS = 10.0

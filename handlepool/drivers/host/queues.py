@@ -8,11 +8,11 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.drivers.host.captures import Capture, Captures, HostGraph, Mark, Node
 from handlepool.drivers.host.operations import NOTHING, Operation, Scheduler
-from handlepool.drivers.host.ordering import Access
+from handlepool.drivers.host.race_checker import Access
 from handlepool.drivers.host.streams import Stream, ThreadState
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, ContractError
 
 _drivers = itertools.count(1)
