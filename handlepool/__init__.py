@@ -25,8 +25,7 @@ from handlepool.errors import (
     StreamError,
 )
 from handlepool.graphs.annotations import Array
-from handlepool.graphs.decorator import graph
-from handlepool.graphs.function import GraphFunction
+from handlepool.graphs.function import GraphFunction, graph
 from handlepool.ops import conv2d, conv2d_input_grad, conv2d_weight_grad
 from handlepool.pool.default import close, default_pool, get_handle, get_workspace, prewarm, set_default_pool, stats, trim
 from handlepool.pool.pool import HandlePool
@@ -92,7 +91,7 @@ if TYPE_CHECKING:
     from handlepool.graphs.annotations import GraphTensor
     from handlepool.tensors.frontend_types import Graph
 
-_MODULES = ("drivers", "errors", "ops", "reference")
+_MODULES = ("drivers", "errors", "ops", "testing")
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,7 @@ Image = pytest.importorskip("PIL.Image", reason="the demo's extra is not install
 pytest.importorskip("matplotlib", reason="the demo's extra is not installed: pip install 'handlepool[demo]'")
 
 from handlepool import drivers  # noqa: E402
-from handlepool.cli import demo
+from handlepool.cli import demo  # noqa: E402
 from handlepool.cli.demo.filters import builtin_filters, load_filters  # noqa: E402
 from handlepool.cli.demo.images import load_photograph, sample_photograph  # noqa: E402
 from handlepool.cli.demo.measure import Report, Span, Times  # noqa: E402

@@ -11,7 +11,7 @@ from scenes import Scene, Thread
 
 import handlepool
 from handlepool import GraphNotSupportedError, ParallelStateExecutor
-from handlepool._util.cleanup import do_all
+from handlepool._util import do_all
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
 

@@ -467,7 +467,7 @@ def test_steps_of_a_launch_are_operations_of_their_own(driver):
 
 
 def _block_of(array):
-    from handlepool.drivers.host.blocks import owner_of
+    from handlepool.drivers.host.memory import owner_of
 
     return owner_of(array).block
 

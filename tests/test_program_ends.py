@@ -14,8 +14,8 @@ from test_interrupts import interrupt, line_of
 import handlepool
 from handlepool import PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.pool import context, deferred, exits
-from handlepool.recording.turns import Turns
+from handlepool.pool import context, deferred
+from handlepool.recording.program import Turns
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def abandoned():
     """What is let go of never is let go of after the test."""
     yield
     deferred._abandoned.clear()
-    exits.under_way.clear()
+    deferred.under_way.clear()
 
 
 MODULES = ("recorder.py", "recording.py", "program.py", "last_use.py", "exits.py", "kept.py", "inputs.py")
@@ -179,27 +179,27 @@ def test_an_interrupt_of_one_end_at_exit_spares_none_of_the_others(monkeypatch):
     dropped = []
     pool = SimpleNamespace(plans=SimpleNamespace(drop=lambda: dropped.append(True)))
     programs = [Left(inside=True), Left(), Left(interrupt, inside=True), Left(inside=True)]
-    monkeypatch.setattr(exits, "_programs", references(programs))
-    monkeypatch.setattr(exits, "pools", lambda: [pool])
+    monkeypatch.setattr(deferred, "_programs", references(programs))
+    monkeypatch.setattr(deferred, "pools", lambda: [pool])
     with pytest.raises(KeyboardInterrupt):
-        exits._at_exit()
-    assert exits.under_way
+        deferred._at_exit()
+    assert deferred.under_way
     assert dropped
     assert [len(left.told) for left in programs] == [2, 1, 1, 2]
 
 
 def test_programs_that_nobody_uses_come_to_an_end_before_those_that_are_waited_for(monkeypatch):
     programs = [Left(inside=True), Left()]
-    monkeypatch.setattr(exits, "_programs", references(programs))
-    monkeypatch.setattr(exits, "pools", list)
-    exits._at_exit()
+    monkeypatch.setattr(deferred, "_programs", references(programs))
+    monkeypatch.setattr(deferred, "pools", list)
+    deferred._at_exit()
     assert [len(left.told) for left in programs] == [2, 1]
     assert programs[0].told[0] == 0.0 < programs[0].told[1]
 
 
 def test_after_the_end_other_threads_are_told_late_and_the_one_that_ends_at_once(monkeypatch):
     pauses = []
-    monkeypatch.setattr("handlepool.recording.turns.sleep", pauses.append)
+    monkeypatch.setattr("handlepool.recording.program.sleep", pauses.append)
     turns, acts = Turns("it"), []
     assert turns.end(0.0, lambda: acts.append("ended"))
     with pytest.raises(PoolClosedError, match="interpreter"):

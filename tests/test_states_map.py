@@ -16,7 +16,6 @@ from handlepool import ArgumentError, ContractError, DeviceMismatchError, Owners
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context
 from handlepool.regions import fork as forks
-from handlepool.regions import maps
 
 
 @handlepool.graph
@@ -44,7 +43,7 @@ def scene(make_driver, scheduler):
 def together(monkeypatch):
     """How many branches each map started together."""
     counts = []
-    run = maps._run_together
+    run = forks._run_together
 
     def count(fork, function, calls, given):
         results = run(fork, function, calls, given)
@@ -52,7 +51,7 @@ def together(monkeypatch):
             counts.append(len(calls))
         return results
 
-    monkeypatch.setattr(maps, "_run_together", count)
+    monkeypatch.setattr(forks, "_run_together", count)
     return counts
 
 
@@ -414,7 +413,7 @@ def test_g8_the_outputs_of_branches_are_allocated_before_the_edge_that_starts_th
 
 @pytest.mark.parametrize("number", [1, 2, 3, 6])
 def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, monkeypatch):
-    run = maps._run_together
+    run = forks._run_together
 
     def early(fork, *args):
         driver = fork._driver
@@ -427,7 +426,7 @@ def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, mo
         driver.record_event = late
         return run(fork, *args)
 
-    monkeypatch.setattr(maps, "_run_together", early)
+    monkeypatch.setattr(forks, "_run_together", early)
     results = over_seeds(lambda scene: another_thread_frees_a_block(scene, number), control=True)
     assert 3 in [y for y, *_ in results]
 

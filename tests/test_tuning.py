@@ -27,7 +27,7 @@ from handlepool import (
     drivers,
 )
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.graphs.trials import ROUNDS
+from handlepool.graphs.tuning import ROUNDS
 from handlepool.pool.context import thread
 from handlepool.pool.deferred import settle
 
@@ -564,8 +564,8 @@ def test_where_nothing_can_be_timed_the_plan_stays(make):
 @pytest.mark.parametrize("interrupt", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("method", ["synchronize_event", "begin_capture", "end_capture", "launch", "elapsed", None])
 def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, interrupt, monkeypatch):
-    monkeypatch.setattr("handlepool.graphs.trials.ROUNDS", 1)
-    monkeypatch.setattr("handlepool.graphs.trials.MOST_LAUNCHES", 2)
+    monkeypatch.setattr("handlepool.graphs.tuning.ROUNDS", 1)
+    monkeypatch.setattr("handlepool.graphs.tuning.MOST_LAUNCHES", 2)
     k = 1
     failed = True
     while failed:

@@ -15,7 +15,7 @@ from frontend_types import PATH, generate
 
 import handlepool
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.settings import COMPILE_SETTINGS, GRAPH_SETTINGS, Given
+from handlepool.graphs.signature import COMPILE_SETTINGS, GRAPH_SETTINGS, Given
 
 ROOT = Path(__file__).parent.parent
 TYPES = Path(__file__).parent / "data" / "types"
@@ -66,7 +66,7 @@ def test_the_frontends_types_are_those_of_the_installed_one():
     written = PATH.read_text(encoding="utf-8")
     if f"nvidia-cudnn-frontend {cudnn.__version__} " not in written:
         pytest.skip(
-            f"handlepool/tensors/frontend_types.py is of another version than {cudnn.__version__}; write it anew where that is right"
+            f"tensors/frontend_types.py is of another version than {cudnn.__version__}; write it anew where that is right"
         )
     assert generate() == written
 

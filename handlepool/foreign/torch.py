@@ -15,8 +15,7 @@ import torch
 
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.tensors.frontend import NAMES
-from handlepool.tensors.layout import as_dtype
-from handlepool.tensors.view import View
+from handlepool.tensors.layout import View, as_dtype
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from handlepool.graphs.plan import Plan
 from handlepool.pool.context import thread
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors import frontend
-from handlepool.tensors.view import HOST, View
+from handlepool.tensors.layout import HOST, View
 
 TOLERANCE = {"float64": 1e-6, "float32": 1e-2, "float16": 3e-2, "bfloat16": 1e-1}
 """Of the largest result, for the coarsest type of the operands; float32 may be TF32."""

@@ -1,24 +1,67 @@
 """Builds plans: declares arrays as graph tensors, gives every tensor its geometry, and has the driver compile."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from handlepool.drivers.objects import scratch_of
-from handlepool.drivers.protocol import Driver
+from handlepool.drivers.protocol import Driver, scratch_of
 from handlepool.errors import GraphNotSupportedError
-from handlepool.graphs.declarations import check_out, element_strides, layout_of
 from handlepool.graphs.forms import conform
 from handlepool.graphs.plan import Plan
-from handlepool.graphs.refusals import refusal
-from handlepool.graphs.settings import COMPILE_SETTINGS, GRAPH_SETTINGS, normalise
-from handlepool.graphs.signature import Recipe
-from handlepool.graphs.trace import Request, draft
+from handlepool.graphs.signature import COMPILE_SETTINGS, GRAPH_SETTINGS, Recipe, normalise
+from handlepool.graphs.trace import Request, check_out, draft, element_strides, layout_of
 from handlepool.pool.device import DeviceSlots
 from handlepool.tensors import frontend
 from handlepool.tensors.inference import infer
 from handlepool.tensors.layout import Layout
+
+MOST_REASONS = 4
+_ENGINE = re.compile(r'^\{"engineId":(\d+)')
+_REASON = re.compile(r"Reason:\s*(.+)$")
+_PLAN = re.compile(r"^\s*\[\d+\]\s+(\S+?):\s+(.+)$")
+
+
+def refusal(name: str, graph: Any, operands: list[Any], error: GraphNotSupportedError) -> GraphNotSupportedError:
+    """The error of a build that was refused."""
+    nodes = " -> ".join(map(_title, graph.nodes)) or "a graph without nodes"
+    arrays = "; ".join(
+        f"{tensor.name} {getattr(tensor.data_type, 'name', 'of no type')} {tuple(tensor.dim)} strides {tuple(tensor.stride)}"
+        for tensor in operands
+    )
+    return GraphNotSupportedError(f"{name}: no plan for {nodes} over {arrays} (strides in elements). {shorten(str(error))}")
+
+
+def shorten(answer: str) -> str:
+    """Bring cuDNN's answer of many lines to its first, and to the distinct reasons with the engines or plans that gave them.
+
+    What an engine's own lines begin with is the cause; the others are where the cause was passed on.
+    """
+    head, *lines = [line.strip() for line in answer.splitlines() if line.strip()] or [""]
+    reasons: dict[str, list[str]] = {}
+    engine: str | None = None  # whose lines these are; empty once its cause was read
+    for line in lines:
+        if found := _ENGINE.search(line):
+            engine = f"engine {found[1]}"
+        elif found := _PLAN.search(line):
+            reasons.setdefault(found[2], []).append(found[1])
+        elif engine and (found := _REASON.search(line)):
+            reasons.setdefault(found[1], []).append(engine)
+            engine = ""
+        elif engine is None:
+            reasons.setdefault(line, [])
+    listed = [f"{', '.join(names)}: {reason}" if names else reason for reason, names in reasons.items()]
+    more = len(listed) - MOST_REASONS
+    if more > 0:
+        listed[MOST_REASONS:] = [f"and {more} other reasons"]
+    return "; ".join([head.removesuffix(" _").removesuffix(":"), *listed])
+
+
+def _title(node: Any) -> str:
+    kind = node.params.get("mode") if node.node_type.name == "POINTWISE" else node.node_type.name.lower()
+    return node.name if str(node.name).startswith(f"{kind}.") else f"{node.name} ({kind})"
+
 
 DEFAULTS = {"intermediate_dtype": np.dtype(np.float32), "compute_dtype": np.dtype(np.float32)}
 

@@ -23,11 +23,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from handlepool.drivers.objects import Copy, scratch_of
+from handlepool.drivers.protocol import Copy, scratch_of
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.tensors import frontend
-from handlepool.tensors.inference import axis_order, dense_strides
-from handlepool.tensors.shapes import Shape, title
+from handlepool.tensors.inference import Shape, axis_order, dense_strides, title
 
 MOST_COPIED = 16 << 20
 """Most bytes of one operand that a launch copies by itself."""

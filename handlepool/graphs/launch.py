@@ -5,7 +5,7 @@ from functools import partial
 from inspect import signature
 from typing import Any, Protocol, TypeVar
 
-from handlepool._util.wording import holds_values, shown
+from handlepool._util import holds_values, shown
 from handlepool.drivers.protocol import Driver, check_operands, operand_name
 from handlepool.errors import ArgumentError, SignatureError
 from handlepool.graphs.plan import Plan

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from handlepool._util.integers import as_integer
-from handlepool._util.wording import shown
-from handlepool.drivers.objects import Copy, Executable
+from handlepool._util import as_integer, shown
+from handlepool.drivers.protocol import Copy, Executable
 from handlepool.errors import ArgumentError
 from handlepool.tensors.layout import Layout
 

@@ -8,8 +8,7 @@ two tensors is refused, never guessed.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from handlepool._util.integers import as_integer
-from handlepool._util.wording import shown
+from handlepool._util import as_integer, shown
 from handlepool.errors import ArgumentError
 
 MOST_LISTED = 24

@@ -6,7 +6,7 @@ from typing import Any, Never
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import AnyCall, by_keyword, misplaced
-from handlepool.ops.conv_checks import Pair, Shape, as_shape, check_array, check_channels, check_result, pair
+from handlepool.ops.convolution import Pair, Shape, as_shape, check_array, check_channels, check_result, pair
 from handlepool.pool.context import launchers
 from handlepool.pool.default import current_pool
 from handlepool.pool.pool import HandlePool

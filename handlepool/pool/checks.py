@@ -13,8 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from handlepool.drivers.objects import Copy, Executable, Handle
-from handlepool.drivers.protocol import Driver
+from handlepool.drivers.protocol import Copy, Driver, Executable, Handle
 from handlepool.errors import ContractError, OwnershipError
 from handlepool.pool.context import BranchRegion, thread
 from handlepool.pool.slot import Slot

@@ -4,8 +4,8 @@ import os
 import threading
 from typing import Any
 
-from handlepool._util.wording import shown
-from handlepool.drivers.objects import Handle
+from handlepool._util import shown
+from handlepool.drivers.protocol import Handle
 from handlepool.errors import ArgumentError, OwnershipError
 from handlepool.pool import status
 from handlepool.pool.context import elsewhere, thread

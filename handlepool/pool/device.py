@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from handlepool._util.cleanup import do_all, take_each
+from handlepool._util import do_all, take_each
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.protocol import PER_THREAD_STREAM, Driver
 from handlepool.pool.deferred import parked, settle_all

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from handlepool._util.cleanup import do_all, take_each
-from handlepool.drivers.objects import Handle
-from handlepool.drivers.protocol import Driver
+from handlepool._util import do_all, take_each
+from handlepool.drivers.protocol import Driver, Handle
 from handlepool.errors import OutOfMemoryError
 from handlepool.pool.deferred import settle_all
 from handlepool.pool.status import diagnose

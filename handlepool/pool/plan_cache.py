@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
 
-from handlepool.drivers.objects import Copy
+from handlepool.drivers.protocol import Copy
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 
 Shortcut = Callable[[Any, tuple[Any, ...], Any], Any]

@@ -25,11 +25,8 @@ from types import TracebackType
 from typing import Any
 
 from handlepool import drivers
-from handlepool._util.cleanup import do_all
-from handlepool._util.integers import at_least, flag
-from handlepool._util.wording import shown
-from handlepool.drivers.objects import Handle
-from handlepool.drivers.protocol import Driver
+from handlepool._util import at_least, do_all, flag, shown
+from handlepool.drivers.protocol import Driver, Handle
 from handlepool.errors import ArgumentError
 from handlepool.pool import status
 from handlepool.pool.checks import CheckedDriver, CheckedSlot

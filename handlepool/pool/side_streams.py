@@ -6,9 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from handlepool._util.cleanup import do_all, take_each
-from handlepool.drivers.objects import Handle
-from handlepool.drivers.protocol import Driver
+from handlepool._util import do_all, take_each
+from handlepool.drivers.protocol import Driver, Handle
 from handlepool.pool.deferred import parked, settle
 from handlepool.pool.slot import Slot
 from handlepool.pool.workspace import DeviceScratch

@@ -9,10 +9,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from handlepool._util.cleanup import do_all
-from handlepool._util.integers import at_least
-from handlepool.drivers.objects import Handle, Stream
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver
+from handlepool._util import at_least, do_all
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
 from handlepool.pool.workspace import EMPTY, Block, DeviceScratch, Workspace
 
 F = TypeVar("F", bound=Callable[..., Any])

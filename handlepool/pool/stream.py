@@ -11,9 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from handlepool._util.integers import as_integer
-from handlepool._util.protocols import has
-from handlepool._util.wording import shown
+from handlepool._util import as_integer, has, shown
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver
 from handlepool.errors import DeviceMismatchError, StreamError
 

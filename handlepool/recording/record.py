@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from handlepool._util.wording import shown
+from handlepool._util import shown
 from handlepool.drivers.protocol import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.context import run_on, thread

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from handlepool._util.wording import kind_of, shown
+from handlepool._util import kind_of, shown
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import is_array
 from handlepool.tensors.inference import dense_strides
-from handlepool.tensors.view import HOST, View
+from handlepool.tensors.layout import HOST, View
 
 _PLAIN = (int, float, complex, str, bytes, np.generic)
 _MOST_WORK: Any = 10_000

@@ -15,8 +15,7 @@ from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolEx
 from sys import modules
 from typing import Any, TypeVar
 
-from handlepool._util.integers import as_integer
-from handlepool._util.wording import shown
+from handlepool._util import as_integer, shown
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError

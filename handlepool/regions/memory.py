@@ -11,8 +11,7 @@ import os
 import types
 from typing import Any
 
-from handlepool.drivers.objects import Stream
-from handlepool.drivers.protocol import Driver
+from handlepool.drivers.protocol import Driver, Stream
 from handlepool.pool.context import thread
 from handlepool.pool.deferred import keep_for_good
 

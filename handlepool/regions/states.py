@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from handlepool._util.integers import as_integer
-from handlepool._util.wording import shown
+from handlepool._util import as_integer, shown
 from handlepool.errors import ArgumentError, OwnershipError, StateBusyError, StateIndexError
 from handlepool.pool.context import thread
 from handlepool.pool.default import check_pool, default_pool

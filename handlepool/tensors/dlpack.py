@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util.wording import kind_of
+from handlepool._util import kind_of
 from handlepool.errors import ArgumentError, ArrayTypeError
-from handlepool.tensors.layout import as_dtype
-from handlepool.tensors.view import HOST, UNKNOWN, View
+from handlepool.tensors.layout import HOST, UNKNOWN, View, as_dtype
 
 _HOST_MEMORY = (1, 3, 11)  # of the CPU, and pinned by CUDA or by ROCm
 _GPU_MEMORY = (2, 13)  # of a CUDA device, and managed

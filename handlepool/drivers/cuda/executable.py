@@ -11,8 +11,7 @@ import numpy as np
 from cupy.cuda.memory import MemoryPointer, UnownedMemory
 
 from handlepool.drivers.cuda import fast_launch
-from handlepool.drivers.objects import ALIGNMENT, Copy, Handle, scratch_of
-from handlepool.drivers.protocol import Driver, check_operands
+from handlepool.drivers.protocol import ALIGNMENT, Copy, Driver, Handle, check_operands, scratch_of
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 
 MOST_OPERANDS = 64

@@ -17,8 +17,7 @@ import numpy as np
 from handlepool.drivers.host.convolution import Array, Unfolding, accumulate, filter_matrix, flip, multiply
 from handlepool.drivers.host.pointwise import OPERATIONS
 from handlepool.errors import ArgumentError, GraphNotSupportedError
-from handlepool.tensors.inference import infer
-from handlepool.tensors.shapes import Convolution, Shape, title
+from handlepool.tensors.inference import Convolution, Shape, infer, title
 
 ALIGNMENT = 256
 COLUMN_BYTES = 128 << 20

@@ -4,17 +4,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from handlepool.drivers.host.blocks import Array, Block, Owner, owner_of
 from handlepool.drivers.host.captures import HostGraph
-from handlepool.drivers.host.memory import DeviceMemory, Memory
-from handlepool.drivers.host.queues import Queue, StreamTable
+from handlepool.drivers.host.memory import Array, Block, DeviceMemory, Memory, Owner, owner_of
+from handlepool.drivers.host.streams import Queue, StreamTable
 from handlepool.errors import CaptureError, ContractError
 
 __all__ = ["RecordedGraph", "RecordingMemory", "Recordings"]
 
 
 class RecordedGraph:
-    """A `HostGraph` as `handlepool.drivers.objects.RecordedGraph`."""
+    """A `HostGraph` as `handlepool.drivers.protocol.RecordedGraph`."""
 
     def __init__(self, graph: HostGraph, table: StreamTable, note: Callable[[str], None]) -> None:
         self.graph = graph
@@ -43,7 +42,7 @@ class RecordedGraph:
 
 
 class RecordingMemory:
-    """Arenas of one recording, as `handlepool.drivers.objects.RecordingMemory`."""
+    """Arenas of one recording, as `handlepool.drivers.protocol.RecordingMemory`."""
 
     def __init__(self, table: StreamTable) -> None:
         self._table = table

@@ -22,7 +22,7 @@ import numpy as np
 from handlepool.errors import ContractError
 
 if TYPE_CHECKING:
-    from handlepool.drivers.host.operations import Operation
+    from handlepool.drivers.host.scheduler import Operation
 
 Array = np.ndarray[Any, Any]
 Clock = dict[int, int]

@@ -6,11 +6,9 @@ Tests stand on it. No GPU has it, so nothing of the package above the drivers ma
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-from handlepool.drivers.host.blocks import Array, accesses, raw_view
 from handlepool.drivers.host.contract import CallLog, HandleUse, HostHandle
-from handlepool.drivers.host.memory import Memory
-from handlepool.drivers.host.queues import Event, Latch, Queue, StreamTable
-from handlepool.drivers.host.streams import Stream
+from handlepool.drivers.host.memory import Array, Memory, accesses, raw_view
+from handlepool.drivers.host.streams import Event, Latch, Queue, Stream, StreamTable
 
 
 class Controls:
