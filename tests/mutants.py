@@ -3,7 +3,7 @@
 ``python tests/mutants.py pool/device pool/pool --count 50 --seed 1`` makes fifty mutants of ``handlepool/pool/device.py`` and
 ``handlepool/pool/pool.py``, one after the other, in a copy of the tree, and says of each whether a test failed. All tests run
 once before, to learn which of them call which function and how long they take. For a mutant those run that call its function,
-the quickest first, until together they would take longer than ``--budget``. As a plugin of pytest this module is what learns that.
+the quickest first, until together they would take longer than ``--budget``. As a plugin of pytest this module is what learns it.
 """
 
 import argparse

@@ -253,7 +253,7 @@ def test_checked_pools_compare_each_new_plan_with_float64(monkeypatch):
             return next(answers)
 
     monkeypatch.setattr(pointwise, "OPERATIONS", Table(pointwise.OPERATIONS))
-    monkeypatch.setattr("handlepool.drivers.host.driver.evaluator.OPERATIONS", pointwise.OPERATIONS)
+    monkeypatch.setattr("handlepool.drivers.host.evaluator.OPERATIONS", pointwise.OPERATIONS)
     with HandlePool(driver=HostDriver(), check=True) as pool, pytest.raises(ContractError, match=r"relu: plan .* otherwise than"):
         ops.relu(x, pool=pool)
 

@@ -93,7 +93,7 @@ def test_a_first_call_that_fails_or_is_interrupted_anywhere_leaves_the_next_one_
     for k in itertools.count(1):
         early = slot.of_pool_to_come(lambda: mine)(default.get_handle)
         try:
-            where = at_line(k, early, interrupt, {"slots.py"})
+            where = at_line(k, early, interrupt, {"slot.py"})
         except KeyboardInterrupt as error:
             where = error.__notes__[0]
         if where is None:
@@ -120,7 +120,7 @@ def test_a_first_call_in_another_ones_middle_leaves_both_with_the_right_pools_ha
         def call():
             handles.append(early())
 
-        where = at_line(k, call, call, {"slots.py"})
+        where = at_line(k, call, call, {"slot.py"})
         assert set(handles) == {second.get_handle()}, where
         return where
 

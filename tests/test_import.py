@@ -100,7 +100,7 @@ print(json.dumps([name for name in handlepool.__all__ if globals().get(name) is 
 def test_every_public_callable_can_be_called():
     """No submodule hides a function of the same name."""
     program = """
-import json, handlepool, handlepool.pool, handlepool.states, handlepool.graphs
+import json, handlepool, handlepool.pool.pool, handlepool.regions.states, handlepool.graphs.function
 print(json.dumps([name for name in handlepool.__all__ if not callable(getattr(handlepool, name))]))
 """
     assert in_a_new_process(program, HANDLEPOOL_DRIVER="host") == []

@@ -26,7 +26,7 @@ def abandoned():
     deferred.under_way.clear()
 
 
-MODULES = ("recorder.py", "recording.py", "program.py", "last_use.py", "exits.py", "kept.py", "inputs.py")
+MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py")
 SPARED = {  # where only a tracer can interrupt: nothing is called before but what returns from Python
     "try:",
     "thread.recording = None",

@@ -111,7 +111,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
         Whether to check how handles are used, which cuDNN does not.
     check_order : bool
         Whether to check that conflicting accesses to device memory are ordered, by streams, events or waits of the host; see
-        `handlepool.drivers.host.driver.ordering`. For tests: it costs several times what the work does.
+        `handlepool.drivers.host.race_checker`. For tests: it costs several times what the work does.
 
     Notes
     -----
