@@ -189,7 +189,7 @@ def synchronised(driver: Any, stream: Any) -> Callable[[], AbstractContextManage
 
 def conditions(driver: str) -> dict[str, Any]:
     """What ran where and when; nothing that names the machine."""
-    from handlepool import info
+    from handlepool.cli import info
 
     found: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),

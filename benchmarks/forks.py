@@ -56,7 +56,7 @@ def main() -> int:
         import numpy as np
 
         from handlepool import ParallelStates
-        from handlepool.context import launchers
+        from handlepool.pool.context import launchers
 
         launchers[Empty] = Empty.launch, None
         driver = pool.driver

@@ -279,7 +279,7 @@ def reduction_case(rng):
 
 def as_declared(shape, strides):
     """The strides as handlepool declares them: those of axes of extent 1 as a dense array would have them."""
-    from handlepool.inference import axis_order, dense_strides
+    from handlepool.tensors.inference import axis_order, dense_strides
 
     plain = dense_strides(shape, axis_order(shape, strides))
     return [int(a) if extent == 1 else b for extent, a, b in zip(shape, plain, strides, strict=True)]
@@ -464,8 +464,8 @@ def declare(case, handle, ruled):
     if not ruled:
         g, xs, ys = build(case, handle)
         return g, [*xs, *ys], ()
-    from handlepool.forms import conform
-    from handlepool.inference import infer
+    from handlepool.graphs.forms import conform
+    from handlepool.tensors.inference import infer
 
     told = {**case}
     for side in ("in", "out"):

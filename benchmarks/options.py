@@ -50,7 +50,7 @@ def positive(text: str) -> int:
 
 def side_streams(text: str) -> int:
     """An option's value: as many states as there can be."""
-    from handlepool.sides import MOST_SIDE_SLOTS
+    from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 
     value = positive(text)
     if value > MOST_SIDE_SLOTS:

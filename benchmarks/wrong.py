@@ -14,7 +14,7 @@ from options import arguments, parse, positive, side_streams
 from work import Shape, graph_function
 
 from handlepool import ParallelStates
-from handlepool.plan import Plan
+from handlepool.graphs.plan import Plan
 
 NEEDY = Shape(4, 256, 14, 256, 3, "float32", "NCHW")
 NEEDY_ON_HOST = Shape(2, 16, 12, 16, 3, "float32", "NCHW")

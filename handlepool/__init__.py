@@ -5,9 +5,6 @@ Importing this imports neither CuPy nor torch and makes nothing; the driver is l
 
 from typing import TYPE_CHECKING, Any
 
-from handlepool.annotations import Array
-from handlepool.decorator import graph
-from handlepool.defaults import close, default_pool, set_default_pool
 from handlepool.errors import (
     ArgumentError,
     ArrayTypeError,
@@ -22,19 +19,22 @@ from handlepool.errors import (
     OwnershipError,
     PoisonedContextError,
     PoolClosedError,
+    SignatureError,
     StateBusyError,
     StateIndexError,
     StreamError,
 )
-from handlepool.executor import ParallelStateExecutor
-from handlepool.graphs import GraphFunction
-from handlepool.layouts import ArraySpec
+from handlepool.graphs.annotations import Array
+from handlepool.graphs.function import GraphFunction, graph
 from handlepool.ops import conv2d, conv2d_input_grad, conv2d_weight_grad
-from handlepool.pool import HandlePool
-from handlepool.program import Program
-from handlepool.recorder import record
-from handlepool.states import Fork, ParallelStates
-from handlepool.tasks import StreamFuture
+from handlepool.pool.default import close, default_pool, get_handle, get_workspace, prewarm, set_default_pool, stats, trim
+from handlepool.pool.pool import HandlePool
+from handlepool.recording.program import Program
+from handlepool.recording.record import record
+from handlepool.regions.executor import ParallelStateExecutor
+from handlepool.regions.future import StreamFuture
+from handlepool.regions.states import Fork, ParallelStates
+from handlepool.tensors.layout import ArraySpec
 
 __version__ = "0.1.0"
 
@@ -62,6 +62,7 @@ __all__ = [
     "PoisonedContextError",
     "PoolClosedError",
     "Program",
+    "SignatureError",
     "StateBusyError",
     "StateIndexError",
     "StreamError",
@@ -86,28 +87,20 @@ CAFFE2_STATES = 4
 
 _states: dict[HandlePool, ParallelStates] = {}
 
-_OF_THE_POOL = ("get_handle", "get_workspace", "prewarm", "stats", "trim")
-
 if TYPE_CHECKING:
-    from handlepool.annotations import GraphTensor
-    from handlepool.frontend_types import Graph
+    from handlepool.graphs.annotations import GraphTensor
+    from handlepool.tensors.frontend_types import Graph
 
-    _pool = HandlePool()
-    get_handle = _pool.get_handle
-    get_workspace = _pool.get_workspace
-    prewarm = _pool.prewarm
-    stats = _pool.stats
-    trim = _pool.trim
+_MODULES = ("drivers", "errors", "ops", "testing")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__", *(name for name in _MODULES if name in globals())])
 
 
 def __getattr__(name: str) -> Any:
-    # The module's functions *are* the default pool's methods: a function around them would cost a third of a hit.
-    if name in _OF_THE_POOL:
-        method = getattr(default_pool(), name)
-        globals()[name] = method
-        return method
     if name in ("Graph", "GraphTensor"):  # 1,600 generated lines, for annotations alone
-        from handlepool import frontend_types
+        from handlepool.tensors import frontend_types
 
         return getattr(frontend_types, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     options = parser().parse_args(arguments)
     if options.command == "info":
-        from handlepool import info
+        from handlepool.cli import info
 
         return info.main(as_json=options.json)
-    from handlepool import demo
+    from handlepool.cli import demo
 
     return demo.main(options)
 

@@ -53,6 +53,10 @@ class ArgumentError(HandlePoolError, ValueError):
     """A value that no call could succeed with: a size, a count, an option, a shape or a type."""
 
 
+class SignatureError(ArgumentError, TypeError):
+    """An argument was given by position that is taken by keyword alone."""
+
+
 class ArrayTypeError(HandlePoolError, TypeError):
     """An array of a kind that this driver cannot take."""
 

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from handlepool import deferred
-from handlepool.drivers.base import LEGACY_STREAM, PER_THREAD_STREAM
-from handlepool.forks import Fork
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.pool import deferred
+from handlepool.regions.fork import Fork
 
 RESTORES = {"set_device", "swap_allocator", "use_stream", "pop_stream"}
 """Calls that make current what was current before; they fail in no context that lives, and nothing could be done then."""

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from handlepool.layouts import as_dtype
-from handlepool.reference import relative_error
+from handlepool.tensors.layout import as_dtype
+from handlepool.testing.reference import relative_error
 
 TOLERANCE = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 2e-3}
 """Relative error by type; that of float32 is TF32's."""

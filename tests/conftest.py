@@ -5,8 +5,10 @@ import threading
 
 import pytest
 
-from handlepool import HandlePool, deferred, drivers
-from handlepool.drivers.host import HostDriver
+from handlepool import HandlePool, drivers
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import default as defaults
+from handlepool.pool import deferred
 
 TIMEOUT = 60
 """Of barriers, events and threads that are expected to be met, set or done."""
@@ -70,6 +72,18 @@ def make_pool(make_driver):
 
 
 @pytest.fixture
+def unused(monkeypatch):
+    """No default pool yet, and what becomes one ended afterwards."""
+    monkeypatch.setattr(defaults, "_default", None)
+    monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
+    yield
+    made = defaults._default
+    if made is not None:
+        made.everybodys = False
+        made.close()
+
+
+@pytest.fixture
 def in_thread():
     """Runs a function in a new thread, to its end, and gives its value or raises its error: ``in_thread(fn, *args)``."""
 
@@ -101,7 +115,7 @@ def each_pool(request, make_driver, monkeypatch):
     if driver == "cuda" and (problem := drivers.available("cuda")):
         pytest.skip(f"needs an NVIDIA GPU: {problem}")
     with HandlePool(driver=make_driver() if driver == "host" else "cuda") as pool:
-        monkeypatch.setattr("handlepool.defaults._default", pool)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
         stream = pool.driver.create_stream()
         with stream:
             yield pool

@@ -174,7 +174,7 @@ def joined_late():
     """A daemon thread that replays a program, and that a function which runs last at exit waits for."""
     import atexit
 
-    from handlepool import exits
+    from handlepool.pool import deferred
 
     stop, begun = threading.Event(), threading.Event()
     program = handlepool.record(convolve, *arrays(handlepool.default_pool().driver))
@@ -195,9 +195,9 @@ def joined_late():
         if thread.is_alive():
             print("the thread waits for ever", file=sys.stderr)
 
-    atexit.unregister(exits._at_exit)
+    atexit.unregister(deferred._at_exit)
     atexit.register(stop_and_join)
-    atexit.register(exits._at_exit)  # the last is the first to run
+    atexit.register(deferred._at_exit)  # the last is the first to run
     thread.start()
     begun.wait(TIMEOUT)
     return 0
@@ -329,8 +329,9 @@ def forked():
 
 def forked_among_locks():
     """A child made by os.fork while other threads load a driver, create a handle and begin to check."""
-    from handlepool import drivers, handles
-    from handlepool.drivers import shared
+    from handlepool import drivers
+    from handlepool.drivers.cuda import driver
+    from handlepool.pool import handles
 
     warnings.simplefilter("ignore", DeprecationWarning)
     held, forking, end = threading.Barrier(3), threading.Event(), threading.Event()
@@ -342,7 +343,7 @@ def forked_among_locks():
         return load(name)
 
     def hold():
-        with handles._create_lock, shared._lock:
+        with handles._create_lock, driver._lock:
             held.wait(TIMEOUT)
             end.wait(TIMEOUT)
 

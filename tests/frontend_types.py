@@ -1,4 +1,4 @@
-"""Writes ``handlepool/frontend_types.py``, the types of what graph functions build with, from the installed cudnn-frontend.
+"""Writes ``handlepool/tensors/frontend_types.py``, the types of what graph functions build with, from the installed frontend.
 
 ``python tests/frontend_types.py`` asks the classes for their methods, the tables behind the generated ones for their tensors and
 attributes, and the C++ binding's docstrings for types and for what is needed. A test holds the file to the installed version.
@@ -13,7 +13,7 @@ import cudnn
 from cudnn import _pybind_module, _pygraph
 from cudnn.graph_types import Tensor
 
-PATH = Path(__file__).parent.parent / "handlepool" / "frontend_types.py"
+PATH = Path(__file__).parent.parent / "handlepool" / "tensors" / "frontend_types.py"
 WIDTH = 130
 PLAIN = {"int", "float", "bool", "str", "None", "Any", "GraphTensor"}
 DIMENSIONS = "Sequence[int] | Mapping[str, Sequence[int]] | None"

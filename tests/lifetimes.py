@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import handlepool
-from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError, deferred
-from handlepool.drivers.host import HostDriver
+from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import deferred
 
 TIMEOUT = 60
 DEVICES = 2

@@ -1,9 +1,9 @@
 """Mutants of the package, given to the tests: what survives is a hole in them, or changes nothing that matters.
 
-``python tests/mutants.py devices pool --count 50 --seed 1`` makes fifty mutants of ``handlepool/devices.py`` and
-``handlepool/pool.py``, one after the other, in a copy of the tree, and says of each whether a test failed. All tests run once
-before, to learn which of them call which function and how long they take. For a mutant those run that call its function, the
-quickest first, until together they would take longer than ``--budget``. As a plugin of pytest this module is what learns that.
+``python tests/mutants.py pool/device pool/pool --count 50 --seed 1`` makes fifty mutants of ``handlepool/pool/device.py`` and
+``handlepool/pool/pool.py``, one after the other, in a copy of the tree, and says of each whether a test failed. All tests run
+once before, to learn which of them call which function and how long they take. For a mutant those run that call its function,
+the quickest first, until together they would take longer than ``--budget``. As a plugin of pytest this module is what learns it.
 """
 
 import argparse
@@ -26,7 +26,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "handlepool"
-MODULES = ["devices", "pool", "regions", "recording", "forks", "joins", "maps", "tasks", "threads", "workspace", "calls"]
+MODULES = [
+    "pool/device",
+    "pool/pool",
+    "pool/thread_slots",
+    "pool/workspace",
+    "regions/memory",
+    "regions/fork",
+    "regions/future",
+    "graphs/launch",
+    "recording/capture",
+]
 OTHERS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "==", ast.IsNot: "!="}
 OTHERS |= {ast.In: "not in", ast.NotIn: "in", ast.Add: "-", ast.Sub: "+"}
 WORDS = {"__repr__", "describe"}

@@ -11,9 +11,9 @@ import numpy as np
 from cupy.cuda.memory import MemoryPointer, UnownedMemory
 
 from handlepool import HandlePool, ParallelStates
-from handlepool.drivers import frontend
-from handlepool.drivers.cuda import CudaDriver
-from handlepool.drivers.executable import CudaExecutable
+from handlepool.drivers.cuda.driver import CudaDriver
+from handlepool.drivers.cuda.executable import CudaExecutable
+from handlepool.tensors import frontend
 
 
 class Launch(SimpleNamespace):
@@ -67,6 +67,7 @@ class Executable(CudaExecutable):
         self.name, self.titles = name, titles
         self.workspace_size, self.engine, self.candidates = driver.workspace_size, "engine", 3
         self._uids = [tensor.uid for tensor in operands]
+        self._copies = ()
         self._index = driver.compiled * 100 + (plan_index or 0)
         self._raw = self._enter if driver.raw else None
 

@@ -5,9 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from handlepool import ContractError, HandlePool, ParallelStates, deferred
-from handlepool.drivers.host import HostDriver
+from handlepool import ContractError, HandlePool, ParallelStates
+from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.memory import RegionAllocator
+from handlepool.pool import deferred
 
 SEEDS = range(100)
 TIMEOUT = 60  # of whatever is expected to happen

@@ -5,7 +5,8 @@ import pytest
 from arrays import FULL, TOLERANCE, Arrays
 
 import handlepool
-from handlepool import ArgumentError, ParallelStates, ops, reference
+from handlepool import ArgumentError, ParallelStates, ops
+from handlepool.testing import reference
 
 KINDS = ops.ACTIVATIONS
 

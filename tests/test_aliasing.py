@@ -50,7 +50,7 @@ WAYS = {
 @pytest.fixture
 def pool(make_driver, monkeypatch):
     with HandlePool(driver=make_driver()) as pool, pool.driver.create_stream() as stream:
-        monkeypatch.setattr("handlepool.defaults._default", pool)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
         yield pool
         pool.driver.synchronize_stream(stream.ptr)
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import handlepool
-from handlepool import ArgumentError, ArrayTypeError, ParallelStateExecutor, ParallelStates, conv2d, dlpack, ops
-from handlepool.reference import conv2d as convolve
-from handlepool.reference import relative_error as error
+from handlepool import ArgumentError, ArrayTypeError, ParallelStateExecutor, ParallelStates, conv2d, ops
+from handlepool.tensors import dlpack
+from handlepool.testing.reference import conv2d as convolve
+from handlepool.testing.reference import relative_error as error
 
 CPU, CUDA = 1, 2
 
@@ -68,7 +69,7 @@ KINDS = [Producer, OldProducer, Interface]
 @pytest.fixture
 def pool(make_pool, monkeypatch):
     pool = make_pool(scheduler="adversarial")
-    monkeypatch.setattr("handlepool.defaults._default", pool)
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
     return pool
 
 

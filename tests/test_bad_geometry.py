@@ -6,7 +6,8 @@ import pytest
 from arrays import Arrays
 
 import handlepool
-from handlepool import ArgumentError, ArraySpec, GraphNotSupportedError, HandlePool, ParallelStates, ops, reference
+from handlepool import ArgumentError, ArraySpec, GraphNotSupportedError, HandlePool, ParallelStates, ops
+from handlepool.testing import reference
 
 
 @handlepool.graph
@@ -162,7 +163,7 @@ def test_an_output_that_overlaps_itself_is_refused(host, strides, known, monkeyp
     out = np.lib.stride_tricks.as_strided(base, (4, 4), strides)
     before = host.take(base)
     with HandlePool(driver=host.driver) as pool:
-        monkeypatch.setattr("handlepool.defaults._default", pool)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
         if known:
             double(x, out=host.poisoned(4, 4))
         key = double.plan_for(x).keys[0]

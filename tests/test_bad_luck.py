@@ -13,8 +13,9 @@ from scenes import TIMEOUT, Scene, Thread
 from uses import assert_usable
 
 import handlepool
-from handlepool import OutOfMemoryError, ParallelStateExecutor, ParallelStates, PoolClosedError, deferred
-from handlepool.drivers.host import HostDriver
+from handlepool import OutOfMemoryError, ParallelStateExecutor, ParallelStates, PoolClosedError
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import deferred
 
 NOTHING = {"handles": 0, "events": 0, "scratch_bytes": 0}
 
@@ -124,16 +125,17 @@ def test_g9_a_close_under_a_capture_harms_it_not_and_what_it_has_goes_with_its_e
     assert scene.read(y) == 5
 
 
-def test_g8_after_an_inner_join_that_failed_what_comes_later_is_let_go_of_at_the_outer_join(scene):
+@pytest.mark.parametrize("method", ["record_event", "current_device"])  # in the join, and before it
+def test_g8_after_an_inner_join_that_failed_what_comes_later_is_let_go_of_at_the_outer_join(scene, method):
     class Held:
         pass
 
     def branch():
         with pytest.raises(RuntimeError, match="injected"), scene.states.fork() as inner:  # noqa: PT012
             inner.run(lambda: None)
-            scene.driver.fail_at(1, "record_event")
+            scene.driver.fail_at(1, method)
 
-    with scene.states.fork() as fork:
+    with ParallelStates(1, pool=scene.pool).fork() as fork:  # or its second lease would join the inner one
         fork.run(branch)
         thing = Held()
         gone = weakref.ref(thing)

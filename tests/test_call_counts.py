@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 import handlepool
-from handlepool import HandlePool, ParallelStates, deferred
-from handlepool.drivers.host import HostDriver
+from handlepool import HandlePool, ParallelStates
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import deferred
 
 BOUNDS = {
     "hit of get_handle": (2, 0),
@@ -146,7 +147,7 @@ def count_each(paths: dict[str, Callable[[], object]]) -> dict[str, tuple[int, i
 def count_all() -> dict[str, tuple[int, int]]:
     """On the host driver."""
     with HandlePool(driver=HostDriver(devices=1)) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("handlepool.defaults._default", pool)
+        patch.setattr("handlepool.pool.default._default", pool)
         driver = pool.driver
         x, w = (driver.asarray(np.ones(shape, np.float32)) for shape in SHAPES)
         with driver.create_stream():
@@ -159,7 +160,7 @@ def count_cuda() -> dict[str, tuple[int, int]]:
     import cupy
     from no_gpu import NoGpuDriver, World
 
-    from handlepool.drivers import shortcuts
+    from handlepool.drivers.cuda import fast_launch as shortcuts
 
     def nothing(*_):
         pass
@@ -186,7 +187,7 @@ def count_cuda() -> dict[str, tuple[int, int]]:
             return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: False, release=lambda: True)
 
     with World(driver=Recording()) as world, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("handlepool.defaults._default", world.pool)
+        patch.setattr("handlepool.pool.default._default", world.pool)
         patch.setattr(shortcuts, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))
         x, w = (world.array(*shape) for shape in SHAPES)
         program = handlepool.record(world.states.map, conv, [x] * 4, [w] * 4, pool=world.pool)

@@ -4,7 +4,7 @@ import pytest
 from accounts import Accounts
 
 from handlepool import ContractError, ParallelStates
-from handlepool.workspace import DeviceScratch
+from handlepool.pool.workspace import DeviceScratch
 
 
 def capture(pool, stream, *sizes):

@@ -17,11 +17,11 @@ from handlepool import (
     ParallelStateExecutor,
     ParallelStates,
 )
-from handlepool.checks import CheckedSlot
-from handlepool.context import launchers
-from handlepool.drivers.host import HostDriver
-from handlepool.slots import Slot
-from handlepool.threads import MOST_FOREIGN_STREAMS
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool.checks import CheckedSlot
+from handlepool.pool.context import launchers
+from handlepool.pool.slot import Slot
+from handlepool.pool.thread_slots import MOST_FOREIGN_STREAMS
 
 CHECKS = {True: pytest.raises, False: None}
 
@@ -227,7 +227,7 @@ def a_branch_for_which_another_thread_asked(_, executor, use, in_thread):
 def a_branch_after_a_join_that_failed(states, _, use, __):
     def left_capturing():
         use()
-        handlepool.defaults.current_pool().driver.current_stream().begin_capture("relaxed")
+        handlepool.pool.default.current_pool().driver.current_stream().begin_capture("relaxed")
 
     with pytest.raises(CaptureError, match="began to capture its stream"), states.fork() as inner:
         inner.run(left_capturing)
@@ -334,11 +334,11 @@ def test_cupys_functions_are_replaced_while_a_pool_watches_alone():
     program = """
 from cupy.fft import _fft
 from cupy.random import _generator
-from handlepool.drivers import shared
+from handlepool.drivers.cuda import driver
 
 before = _fft.get_plan_cache, _generator.get_random_state
 names = []
-first, second = shared.watch(names.append), shared.watch(names.append)
+first, second = driver.watch(names.append), driver.watch(names.append)
 assert _fft.get_plan_cache is not before[0]
 for use in (_fft.get_plan_cache, _generator.get_random_state):
     try:

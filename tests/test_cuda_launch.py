@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, calls
-from handlepool.plan import Plan
+from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.graphs import launch
+from handlepool.graphs.plan import Plan
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 cuda = pytest.importorskip("handlepool.drivers.cuda", reason="the cuda driver's packages are not installed")
@@ -40,6 +41,7 @@ def executable():
     made = object.__new__(cuda.CudaExecutable)
     made._driver, made._device, made._several_devices = driver, 0, True
     made._uids, made._index = [1, 2, 3], 7
+    made._copies = ()
     made.name, made.titles = "conv2d", ["argument 0 (x)", "argument 1 (w)", "out="]
     made._raw = Entry()
     return made
@@ -101,7 +103,7 @@ def test_g10_a_launch_that_fails_leaves_the_slot_its_buffer(executable, make_poo
     slot = make_pool().slot()
     buffer = slot.buffer = executable._driver.launch_buffer()
     with pytest.raises(ArrayTypeError):
-        calls.launch(slot.pool, plan, slot, (np.zeros(8, np.float32),), False)
+        launch.launch(slot.pool, plan, slot, (np.zeros(8, np.float32),), False)
     assert slot.buffer is buffer
 
 

@@ -8,20 +8,9 @@ from arrays import Arrays
 from scenes import TIMEOUT
 
 import handlepool
-from handlepool import ArgumentError, HandlePool, OwnershipError, ParallelStateExecutor, ParallelStates, PoolClosedError, defaults
-from handlepool.drivers.host import HostDriver
-
-
-@pytest.fixture
-def unused(monkeypatch):
-    """No default pool yet, and what becomes one ended afterwards."""
-    monkeypatch.setattr(defaults, "_default", None)
-    monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
-    yield
-    made = defaults._default
-    if made is not None:
-        made.everybodys = False
-        made.close()
+from handlepool import ArgumentError, HandlePool, OwnershipError, ParallelStateExecutor, ParallelStates, PoolClosedError
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import default
 
 
 @pytest.mark.parametrize("close", [handlepool.close, lambda: handlepool.default_pool().close()])
@@ -86,7 +75,7 @@ def test_a_close_does_no_harm_to_threads_that_work(unused):
 
 def test_a_close_before_the_first_use_makes_nothing(unused):
     handlepool.close()
-    assert defaults._default is None
+    assert default._default is None
 
 
 def test_a_pool_that_somebody_made_is_closed_for_good(unused):
@@ -123,7 +112,7 @@ def test_a_choice_after_the_first_use_is_too_late(unused):
 def test_what_is_no_pool_is_refused(unused, value):
     with pytest.raises(ArgumentError, match="set_default_pool was given"):
         handlepool.set_default_pool(value)
-    assert defaults._default is None
+    assert default._default is None
 
 
 def test_a_closed_pool_is_no_default(unused):

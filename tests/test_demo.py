@@ -13,10 +13,11 @@ import pytest
 Image = pytest.importorskip("PIL.Image", reason="the demo's extra is not installed: pip install 'handlepool[demo]'")
 pytest.importorskip("matplotlib", reason="the demo's extra is not installed: pip install 'handlepool[demo]'")
 
-from handlepool import demo, drivers  # noqa: E402
-from handlepool.demo.filters import builtin_filters, load_filters  # noqa: E402
-from handlepool.demo.images import load_photograph, sample_photograph  # noqa: E402
-from handlepool.demo.measure import Report, Span, Times  # noqa: E402
+from handlepool import drivers  # noqa: E402
+from handlepool.cli import demo  # noqa: E402
+from handlepool.cli.demo.filters import builtin_filters, load_filters  # noqa: E402
+from handlepool.cli.demo.images import load_photograph, sample_photograph  # noqa: E402
+from handlepool.cli.demo.measure import Report, Span, Times  # noqa: E402
 from handlepool.errors import ArgumentError, DriverNotAvailableError  # noqa: E402
 
 RNG = np.random.default_rng(7)
@@ -350,7 +351,7 @@ def test_cuda_without_a_gpu_is_one_line_and_exit_status_2(tmp_path, monkeypatch)
 
 
 def test_a_result_that_is_wrong_is_named_and_exit_status_1(tmp_path, monkeypatch, capsys):
-    import handlepool.demo.measure as measure
+    import handlepool.cli.demo.measure as measure
 
     monkeypatch.setattr(measure, "reference_conv2d", lambda x, w, **_: np.full(x.shape, 1e3))
     options = Namespace(image=None, out=tmp_path / "out.png", states=2, size=32, driver="host", filters=_one_filter(tmp_path))

@@ -8,7 +8,8 @@ import pytest
 from arrays import Arrays
 
 import handlepool
-from handlepool import HandlePool, reference
+from handlepool import HandlePool
+from handlepool.testing import reference
 
 DOCS = Path(__file__).parent.parent / "docs"
 pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="docs/ is not here")
@@ -20,7 +21,7 @@ def blocks_of(page):
 
 def test_the_examples_run(make_driver, monkeypatch, capsys):
     with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.defaults._default", pool)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
         arrays = Arrays(pool)
         names = {"x": arrays.random(2, 16, 14, 14), "w": arrays.random(8, 16, 3, 3)}
         expected = reference.conv2d(arrays.take(names["x"]), arrays.take(names["w"]), padding=1, activation="relu")
@@ -36,7 +37,7 @@ def test_the_examples_run(make_driver, monkeypatch, capsys):
 
 def test_the_example_of_recording_runs(make_driver, monkeypatch):
     with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.defaults._default", pool)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
         arrays = Arrays(pool)
         w, used = arrays.random(8, 16, 3, 3), []
         images, next_images = ([arrays.random(2, 16, 14, 14) for _ in range(3)] for _ in range(2))

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from handlepool import ArgumentError, DriverNotAvailableError, HandlePool, drivers
-from handlepool.drivers.host import HostDriver
+from handlepool.drivers.host.driver import HostDriver
 
 EXTRAS = r"install handlepool\[cu12\] or handlepool\[cu13\]"
 WAY_OUT = r"On a machine without a GPU, set HANDLEPOOL_DRIVER=host or pass driver='host'"

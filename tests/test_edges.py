@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from handlepool.drivers.edges import with_edge_data
+from handlepool.drivers.cuda.edges import with_edge_data
 
 QUESTIONS = ["cuGraphGetEdges", "cuGraphNodeGetDependencies", "cuGraphNodeGetDependentNodes", "cuStreamGetCaptureInfo"]
 

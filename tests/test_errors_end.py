@@ -10,9 +10,10 @@ import pytest
 from scenes import Scene, Thread
 
 import handlepool
-from handlepool import GraphNotSupportedError, ParallelStateExecutor, deferred
-from handlepool.cleanup import do_all
-from handlepool.drivers.host import HostDriver
+from handlepool import GraphNotSupportedError, ParallelStateExecutor
+from handlepool._util import do_all
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import deferred
 
 
 class Thing:

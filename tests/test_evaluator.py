@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special
 
-from handlepool.drivers import frontend
-from handlepool.drivers.host import HostDriver, evaluator
+from handlepool.drivers.host import evaluator
+from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.pointwise import OPERATIONS
 from handlepool.errors import ArgumentError, GraphNotSupportedError
-from handlepool.inference import infer
-from handlepool.reference import ACTIVATIONS, conv2d, relative_error
+from handlepool.tensors import frontend
+from handlepool.tensors.inference import infer
+from handlepool.testing.reference import ACTIVATIONS, conv2d, relative_error
 
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 1e-14}
 DTYPES = [np.dtype(name) for name in ("float16", "float32")]

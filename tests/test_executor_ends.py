@@ -10,7 +10,8 @@ import pytest
 from scenes import TIMEOUT, Scene, over_seeds
 from submitting import TaskError, busy, returned
 
-from handlepool import ForkedProcessError, ParallelStateExecutor, deferred
+from handlepool import ForkedProcessError, ParallelStateExecutor
+from handlepool.pool import deferred
 
 
 @pytest.fixture

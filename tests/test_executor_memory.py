@@ -7,7 +7,8 @@ import pytest
 from scenes import TIMEOUT, Scene, over_seeds
 from submitting import TaskError, busy, returned
 
-from handlepool import ContractError, ParallelStateExecutor, regions
+from handlepool import ContractError, ParallelStateExecutor
+from handlepool.regions import memory
 
 
 class Held:
@@ -55,7 +56,7 @@ def test_g8_a_tasks_arguments_are_kept(scene):
 
 
 def test_g8_control_a_tasks_arguments_that_are_not_kept(unchecked, monkeypatch):
-    monkeypatch.setattr(regions.Region, "keep_call", lambda *_: None)
+    monkeypatch.setattr(memory.Region, "keep_call", lambda *_: None)
     assert an_argument_is_dropped(unchecked) == 101
     with Scene() as scene, pytest.raises(ContractError, match="not ordered"):
         an_argument_is_dropped(scene)
@@ -224,5 +225,5 @@ def test_g8_what_a_task_made_for_a_branch_is_kept_to_the_branches_join():
 
 
 def test_g8_control_a_task_whose_memory_goes_back_when_the_branch_asked_for_its_result(monkeypatch):
-    monkeypatch.setattr(regions.Region, "release", lambda region: region.kept.clear())
+    monkeypatch.setattr(memory.Region, "release", lambda region: region.kept.clear())
     assert len(set(map(str, over_seeds(outputs_of_a_subtask, control=True)))) > 1

@@ -255,12 +255,12 @@ def test_g8_a_task_that_outlives_the_branch_that_submitted_it_has_no_side_stream
 
 def test_g8_control_a_task_on_the_side_stream_of_a_branch_that_is_over(monkeypatch):
     def on_the_submitters(driver, stream, device, outer=None):
-        region = handlepool.regions.Region(driver, stream, device, outer)
+        region = handlepool.regions.memory.Region(driver, stream, device, outer)
         assert region.allocator is not None  # made for the outermost stream
         region.stream = driver.current_stream()
         return region
 
-    monkeypatch.setattr("handlepool.tasks.Region", on_the_submitters)
+    monkeypatch.setattr("handlepool.regions.future.Region", on_the_submitters)
     assert len(set(over_seeds_with(outlives_its_branch, control=True))) > 1
 
 
@@ -287,7 +287,7 @@ def test_g9_a_result_does_not_ask_for_the_side_stream_that_its_submitter_was_len
     executor = ParallelStateExecutor(1, pool=scene.pool)
     if torch:
         monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
-        monkeypatch.setattr("handlepool.executor.torch_among", lambda *_: Torch(scene.driver))
+        monkeypatch.setattr("handlepool.regions.executor.torch_among", lambda *_: Torch(scene.driver))
     if submitter == "branch":
         future = scene.states.map(executor.submit, [scene.plus], [x], [1])[0]
     else:

@@ -12,9 +12,9 @@ from accounts import Accounts
 from scenes import Scene, over_seeds
 from uses import assert_usable
 
-from handlepool import deferred
-from handlepool.drivers.host import HostDriver
-from handlepool.regions import Region
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import deferred
+from handlepool.regions.memory import Region
 
 FAILING = ["record_event", "wait_event", "current_device"]  # of the join; after the last, nothing of it was done
 

@@ -12,8 +12,9 @@ from accounts import RESTORES, Accounts
 from scenes import TIMEOUT, Thread
 from uses import assert_usable
 
-from handlepool import HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, conv2d, deferred, graph, record
-from handlepool.drivers.host import HostDriver
+from handlepool import HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, conv2d, graph, record
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import deferred
 
 
 class Injected(RuntimeError):

@@ -13,11 +13,13 @@ from scenes import Scene, Thread
 from uses import assert_usable
 
 import handlepool
-from handlepool import ContractError, ParallelStateExecutor, StateBusyError, condition, deferred, drivers, reference
-from handlepool.defaults import default_pool
-from handlepool.drivers.host import HostDriver
-from handlepool.slots import Slot
-from handlepool.workspace import Workspace
+from handlepool import ContractError, ParallelStateExecutor, StateBusyError, drivers
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import deferred, status
+from handlepool.pool.default import default_pool
+from handlepool.pool.slot import Slot
+from handlepool.pool.workspace import Workspace
+from handlepool.testing import reference
 
 
 @handlepool.graph
@@ -183,13 +185,13 @@ def test_g15_a_finaliser_that_asks_for_a_state_at_every_line_of_one_does_not_wai
 
 
 def test_g10_a_finaliser_may_ask_for_the_default_pool_at_every_line_of_its_making(monkeypatch):
-    before = len(condition._pools)
+    before = len(status._pools)
     for k in itertools.count(1):
-        monkeypatch.setattr("handlepool.defaults._default", None)
+        monkeypatch.setattr("handlepool.pool.default._default", None)
         got = []
         where = at_line(k, lambda got=got: got.append(default_pool()), lambda got=got: got.append(default_pool()))
         assert len(set(map(id, got))) == 1
-        assert len(condition._pools) == before + 1
+        assert len(status._pools) == before + 1
         got[0].everybodys = False
         got[0].close()
         if where is None:

@@ -9,8 +9,8 @@ from arrays import Arrays
 
 import handlepool
 from handlepool import ArgumentError, ArraySpec, ArrayTypeError, DeviceMismatchError, GraphNotSupportedError, HandlePool
-from handlepool.graphs import GraphFunction
-from handlepool.reference import conv2d as reference
+from handlepool.graphs.function import GraphFunction
+from handlepool.testing.reference import conv2d as reference
 
 UNIT = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
 SHAPES = {"x": (2, 4, 8, 8), "w": (6, 4, 3, 3), "b": (1, 6, 1, 1)}
@@ -20,7 +20,7 @@ SHAPES = {"x": (2, 4, 8, 8), "w": (6, 4, 3, 3), "b": (1, 6, 1, 1)}
 def pool(make_driver, monkeypatch):
     """The default pool, on a host driver of two devices, with a stream of its own."""
     with HandlePool(driver=make_driver()) as pool, pool.driver.create_stream() as stream:
-        monkeypatch.setattr("handlepool.defaults._default", pool)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
         yield pool
         pool.driver.synchronize_stream(stream.ptr)
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from scenes import Scene, over_seeds
 
 import handlepool
-from handlepool import regions
-from handlepool.forks import Fork
+from handlepool.regions import memory
+from handlepool.regions.fork import Fork
 
 
 @handlepool.graph
@@ -68,13 +68,13 @@ def with_a_region(fork, enter=Fork.__enter__):
 
 
 def test_g8_control_a_graph_function_whose_arguments_are_not_kept(monkeypatch):
-    class Forgetful(regions.Region):
+    class Forgetful(memory.Region):
         def __init__(self, *args):
             super().__init__(*args)
             self.keep = lambda _: None
             self.kept = SimpleNamespace(append=self.keep, clear=lambda: None)
 
-    monkeypatch.setattr("handlepool.forks.Region", Forgetful)
+    monkeypatch.setattr("handlepool.regions.fork.Region", Forgetful)
     monkeypatch.setattr(Fork, "__enter__", with_a_region)
     assert 200 in over_seeds(a_graph_functions_argument_is_dropped, seeds=range(50), control=True)
 

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from handlepool.drivers.host import HostDriver
+from handlepool.drivers.host.driver import HostDriver
 from handlepool.errors import ArgumentError, CaptureError, ContractError
 
 SEEDS = range(50)

@@ -9,8 +9,8 @@ import weakref
 import numpy as np
 import pytest
 
-from handlepool.drivers.host import HostDriver, Stream
-from handlepool.drivers.host.schedulers import MAX_WORKERS
+from handlepool.drivers.host.driver import HostDriver, Stream
+from handlepool.drivers.host.scheduler import MAX_WORKERS
 from handlepool.errors import ArgumentError, ContractError
 
 SEEDS = range(50)
@@ -423,7 +423,7 @@ def ends_cleanly(program):
 def test_the_interpreter_ends_cleanly_while_an_operation_never_does():
     ends_cleanly("""
 import threading
-from handlepool.drivers.host import HostDriver
+from handlepool.drivers.host.driver import HostDriver
 driver, entered = HostDriver(), threading.Event()
 stream = driver.create_stream()
 driver.enqueue(stream.ptr, lambda: (entered.set(), threading.Event().wait()))
@@ -439,7 +439,7 @@ def finish():
     driver.synchronize_stream(stream.ptr)
     assert log == list(range(100))
 atexit.register(finish)  # before ours, so it runs after ours
-from handlepool.drivers.host import HostDriver
+from handlepool.drivers.host.driver import HostDriver
 driver, log = HostDriver(), []
 stream = driver.create_stream()
 for i in range(100):
@@ -451,7 +451,7 @@ def test_a_forked_child_ends_cleanly_while_its_parent_holds_the_scheduler():
     ends_cleanly("""
 import os, sys, warnings
 warnings.simplefilter("ignore")  # of a fork beside threads
-from handlepool.drivers.host import HostDriver
+from handlepool.drivers.host.driver import HostDriver
 driver = HostDriver()
 stream = driver.create_stream()
 driver.enqueue(stream.ptr, lambda: None)
@@ -468,7 +468,7 @@ def test_the_interpreter_ends_cleanly_with_work_queued_and_running():
     ends_cleanly("""
 import threading
 import numpy as np
-from handlepool.drivers.host import HostDriver
+from handlepool.drivers.host.driver import HostDriver
 driver = HostDriver()
 streams = [driver.create_stream() for _ in range(8)]
 big = np.ones((400, 400), np.float32)
@@ -771,7 +771,7 @@ def test_calls_are_counted_by_name(driver):
 
 
 def test_every_method_of_the_protocol_is_counted():
-    from handlepool.drivers.base import Driver
+    from handlepool.drivers.protocol import Driver
 
     methods = {name for name, value in vars(Driver).items() if callable(value) and not name.startswith("_")}
     methods -= {"capture_failure", "context_lost", "watch_shared"}  # what a driver knows, not what it does

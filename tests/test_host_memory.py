@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from handlepool.drivers import frontend
-from handlepool.drivers.host import HostDriver, evaluator
+from handlepool.drivers.host import evaluator
+from handlepool.drivers.host.driver import HostDriver
 from handlepool.errors import ArrayTypeError, ContractError, DeviceMismatchError
+from handlepool.tensors import frontend
 
 SEEDS = range(50)
 TIMEOUT = 60
@@ -466,7 +467,7 @@ def test_steps_of_a_launch_are_operations_of_their_own(driver):
 
 
 def _block_of(array):
-    from handlepool.drivers.host.blocks import owner_of
+    from handlepool.drivers.host.memory import owner_of
 
     return owner_of(array).block
 

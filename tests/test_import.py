@@ -31,7 +31,7 @@ def test_importing_loads_no_array_library_no_binding_and_no_driver():
     modules = in_a_new_process(program)
     assert not {name for name in modules if name.split(".")[0] in HEAVY}
     assert "handlepool.drivers.cuda" not in modules
-    assert "handlepool.frontend_types" not in modules
+    assert "handlepool.tensors.frontend_types" not in modules
     assert not {name for name in modules if name.startswith("handlepool.drivers.host")}
 
 
@@ -100,7 +100,7 @@ print(json.dumps([name for name in handlepool.__all__ if globals().get(name) is 
 def test_every_public_callable_can_be_called():
     """No submodule hides a function of the same name."""
     program = """
-import json, handlepool, handlepool.pool, handlepool.states, handlepool.graphs
+import json, handlepool, handlepool.pool.pool, handlepool.regions.states, handlepool.graphs.function
 print(json.dumps([name for name in handlepool.__all__ if not callable(getattr(handlepool, name))]))
 """
     assert in_a_new_process(program, HANDLEPOOL_DRIVER="host") == []

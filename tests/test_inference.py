@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handlepool.drivers import frontend
 from handlepool.errors import ArgumentError, GraphNotSupportedError
-from handlepool.inference import axis_order, dense_strides, infer
+from handlepool.tensors import frontend
+from handlepool.tensors.inference import axis_order, dense_strides, infer
 
 HALF, FLOAT = cudnn.data_type.HALF, cudnn.data_type.FLOAT
 NCHW, NHWC = (0, 1, 2, 3), (0, 2, 3, 1)

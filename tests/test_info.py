@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from handlepool import info
+from handlepool.cli import info
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -104,7 +104,7 @@ def test_without_a_gpu_driver_the_devices_say_why(monkeypatch):
 
 
 def test_info_does_not_import_torch():
-    code = "import sys; sys.modules['torch'] = None; from handlepool import info; print(info.collect()['packages'])"
+    code = "import sys; sys.modules['torch'] = None; from handlepool.cli import info; print(info.collect()['packages'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "handlepool" in done.stdout

@@ -19,19 +19,10 @@ from lines import at_line
 from scenes import TIMEOUT, Thread
 from uses import assert_usable
 
-from handlepool import (
-    ContractError,
-    HandlePool,
-    OwnershipError,
-    ParallelStates,
-    PoolClosedError,
-    deferred,
-    graph,
-    handles,
-    record,
-    turns,
-)
-from handlepool.drivers.host import HostDriver
+from handlepool import ContractError, HandlePool, OwnershipError, ParallelStates, PoolClosedError, graph, record
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import deferred, handles
+from handlepool.recording import program as recorded
 
 
 @graph
@@ -297,7 +288,7 @@ class Meeting:
         program, use = self.program, functools.partial(self.use, "replay")
         use() if first == "this" else self.worker.begin(use)()
         assert program._turns.bias.thread == (threading.get_ident() if first == "this" else self.worker._thread.ident)
-        monkeypatch.setattr("handlepool.turns.sleep", lambda seconds: (self.release(), time.sleep(seconds)))
+        monkeypatch.setattr("handlepool.recording.program.sleep", lambda seconds: (self.release(), time.sleep(seconds)))
         monkeypatch.setattr(self.driver, "copy", self.alone(self.driver.copy))
         monkeypatch.setattr(program._turns, "_lock", WatchedLock(program._turns._lock, self))
         monkeypatch.setattr(program, "_launch", self.alone(program._launch))
@@ -397,19 +388,19 @@ def test_one_thread_inside_its_launch_without_a_lock_at_every_line_of_anothers_u
 
 @pytest.mark.parametrize("other", ["replay", "update"])  # a close lets go of the last stream before it frees
 def test_control_a_bias_that_is_not_taken_away_lets_two_threads_in(monkeypatch, other):
-    class Stubborn(turns.Turns):
+    class Stubborn(recorded.Turns):
         bias = property(lambda self: self._kept, lambda self, bias: setattr(self, "_kept", getattr(self, "_kept", None) or bias))
 
-    monkeypatch.setattr("handlepool.program.Turns", Stubborn)
+    monkeypatch.setattr("handlepool.recording.program.Turns", Stubborn)
     assert meet_at_every_line(monkeypatch, "replay", other, first="this")[0]
 
 
 @pytest.mark.parametrize("this", USES)
 def test_control_a_launch_that_is_not_announced_lets_two_threads_in(monkeypatch, this):
-    class Silent(turns.Bias):
+    class Silent(recorded.Bias):
         launching = property(lambda self: False, lambda self, launching: None)
 
-    monkeypatch.setattr("handlepool.turns.Bias", Silent)
+    monkeypatch.setattr("handlepool.recording.program.Bias", Silent)
     assert meet_at_every_line(monkeypatch, this, "replay", first="other")[0]
 
 
@@ -421,7 +412,7 @@ def test_a_thread_whose_wait_for_a_launch_was_interrupted_waits_again(monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("handlepool.turns.sleep", interrupted)
+        patch.setattr("handlepool.recording.program.sleep", interrupted)
         with pytest.raises(KeyboardInterrupt):
             meeting.use("replay")
     meeting.use("replay")

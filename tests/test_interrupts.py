@@ -19,11 +19,12 @@ from scenes import Scene, Thread
 from uses import assert_usable
 
 import handlepool
-from handlepool import ContractError, context, deferred
-from handlepool.context import thread
-from handlepool.drivers.host import HostDriver
-from handlepool.regions import Region
-from handlepool.workspace import DeviceScratch
+from handlepool import ContractError
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import context, deferred
+from handlepool.pool.context import thread
+from handlepool.pool.workspace import DeviceScratch
+from handlepool.regions.memory import Region
 
 # What is raised in a destructor is lost, as Python says it is.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from scenes import Scene, Thread, over_seeds
 
-from handlepool import conv2d, reference
-from handlepool.inference import dense_strides
+from handlepool import conv2d
 from handlepool.ops import conv2d_plan
+from handlepool.tensors.inference import dense_strides
+from handlepool.testing import reference
 
 TOLERANCE = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 1e-5}
 ORDERS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1)}
@@ -190,7 +191,7 @@ def test_g5_concurrent_convolutions_have_workspaces_of_their_own():
 
 
 def test_g5_control_one_workspace_for_all_states(monkeypatch):
-    from handlepool.slots import Slot
+    from handlepool.pool.slot import Slot
 
     def make(scene):
         monkeypatch.setattr(Slot, "reserve", lambda slot, nbytes: shared)

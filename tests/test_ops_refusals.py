@@ -16,8 +16,8 @@ from handlepool import (
     conv2d_input_grad,
     conv2d_weight_grad,
     graph,
-    reference,
 )
+from handlepool.testing import reference
 
 GOOD = {"x": (2, 4, 8, 8), "w": (6, 4, 3, 3), "bias": (6,), "out": (2, 6, 6, 6)}
 
@@ -361,7 +361,7 @@ def test_an_operand_of_a_known_geometry_is_named_with_its_operation(scene, wrong
 
 
 def test_an_operand_by_reference_is_named_by_it(scene, monkeypatch):
-    monkeypatch.setattr("handlepool.defaults._default", scene.pool)
+    monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
 
     @graph
     def double(g, x):

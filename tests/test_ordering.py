@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from handlepool import ContractError
-from handlepool.drivers.host import HostDriver
-from handlepool.drivers.host.blocks import owner_of
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.drivers.host.memory import owner_of
 
 
 class World:

@@ -10,7 +10,7 @@ from scenes import TIMEOUT, Scene, Thread
 
 import handlepool
 from handlepool import ArgumentError, GraphNotSupportedError, HandlePool
-from handlepool.plan_cache import PlanCache
+from handlepool.pool.plan_cache import PlanCache
 
 
 class BuildError(Exception):
@@ -336,7 +336,7 @@ def test_a_graph_function_of_two_outputs(scene):
 
 def test_options_that_are_equal_and_of_other_types_have_plans_of_their_own(make_pool, monkeypatch):
     pool = make_pool()
-    monkeypatch.setattr("handlepool.defaults._default", pool)
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
 
     @handlepool.graph
     def choose(g, x, *, which):

@@ -3,10 +3,7 @@
 import pytest
 from uses import ASKING, EFFECTS, FOREIGN, STREAMS, assert_usable, calls, fails_at
 
-from handlepool import (
-    DeviceMismatchError,
-    HandlePool,
-)
+from handlepool import DeviceMismatchError, HandlePool
 
 # Guarantee 2: bound once
 

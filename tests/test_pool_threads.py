@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from handlepool import ContractError, HandlePool, ParallelStates
-from handlepool.drivers.host import HostDriver
-from handlepool.sides import MOST_SIDE_SLOTS
-from handlepool.slots import Slot
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool.side_streams import MOST_SIDE_SLOTS
+from handlepool.pool.slot import Slot
 
 TIMEOUT = 60
 THREADS = 12

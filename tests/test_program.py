@@ -11,8 +11,8 @@ from uses import EFFECTS, FOREIGN, STREAMS, assert_usable, calls
 
 import handlepool
 from handlepool import ArgumentError, ContractError, ParallelStates
-from handlepool.deferred import parked, settle
-from handlepool.workspace import DeviceScratch
+from handlepool.pool.deferred import parked, settle
+from handlepool.pool.workspace import DeviceScratch
 
 
 class Sharing(CarelessDriver):
@@ -54,7 +54,7 @@ def conv(x, w):
 def scene(make_driver, scheduler, monkeypatch):
     """Its pool is the default one during the test."""
     with Scene(make_driver(scheduler=scheduler)) as scene:
-        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
         yield scene
 
 
@@ -350,7 +350,7 @@ def test_control_copies_one_by_one_read_what_was_just_written(monkeypatch):
         for copy in copies:
             driver.copy(copy.target, copy.source)
 
-    monkeypatch.setattr("handlepool.program.copy_all", one_by_one)
+    monkeypatch.setattr("handlepool.recording.program.copy_all", one_by_one)
     assert set(over_seeds(with_pool(swapped), seeds=range(20))) == {(2, 2, 2, 2)}
 
 
@@ -359,7 +359,7 @@ def with_pool(scenario):
 
     def run(scene):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("handlepool.defaults._default", scene.pool)
+            patch.setattr("handlepool.pool.default._default", scene.pool)
             return scenario(scene)
 
     return run

@@ -15,17 +15,9 @@ from scenes import Scene
 from test_interrupts import interrupt, line_of
 
 import handlepool
-from handlepool import (
-    CaptureError,
-    ContractError,
-    DeviceMismatchError,
-    HandlePoolError,
-    PoisonedContextError,
-    Program,
-    context,
-    deferred,
-)
-from handlepool.drivers.host import HostDriver
+from handlepool import CaptureError, ContractError, DeviceMismatchError, HandlePoolError, PoisonedContextError, Program
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import context, deferred
 
 # What is raised in a destructor is lost, as Python says it is.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -170,7 +162,7 @@ def test_g6_control_a_use_whose_end_is_marked_only_where_it_succeeds_is_caught(m
 
 
 def test_g6_control_a_close_that_leaves_nothing_behind_when_it_is_interrupted_is_caught(monkeypatch):
-    monkeypatch.setattr("handlepool.program.parked", deque())
+    monkeypatch.setattr("handlepool.recording.program.parked", deque())
     with pytest.raises(AssertionError):
         test_g6_after_an_interrupt_at_any_line_of_a_use_the_next_one_is_ordered("own", "own", "close")
 

@@ -12,9 +12,10 @@ from scenes import TIMEOUT, Scene, Thread
 from test_interrupts import interrupt, line_of
 
 import handlepool
-from handlepool import PoolClosedError, context, deferred, exits
-from handlepool.drivers.host import HostDriver
-from handlepool.turns import Turns
+from handlepool import PoolClosedError
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import context, deferred
+from handlepool.recording.program import Turns
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +23,10 @@ def abandoned():
     """What is let go of never is let go of after the test."""
     yield
     deferred._abandoned.clear()
-    exits.under_way.clear()
+    deferred.under_way.clear()
 
 
-MODULES = ("recorder.py", "recording.py", "program.py", "last_use.py", "exits.py", "kept.py", "inputs.py")
+MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py")
 SPARED = {  # where only a tracer can interrupt: nothing is called before but what returns from Python
     "try:",
     "thread.recording = None",
@@ -130,7 +131,7 @@ def test_whoever_settles_does_not_wait_for_a_thread_that_closes():
         scene.driver.destroy_event = halted
         closer = Thread(program.close)
         assert inside.wait(TIMEOUT)
-        settler = Thread(partial(regions.settle, most=1000))
+        settler = Thread(partial(deferred.settle, most=1000))
         try:
             settler.join(TIMEOUT / 4)
             waits = settler.is_alive()
@@ -178,27 +179,27 @@ def test_an_interrupt_of_one_end_at_exit_spares_none_of_the_others(monkeypatch):
     dropped = []
     pool = SimpleNamespace(plans=SimpleNamespace(drop=lambda: dropped.append(True)))
     programs = [Left(inside=True), Left(), Left(interrupt, inside=True), Left(inside=True)]
-    monkeypatch.setattr(exits, "_programs", references(programs))
-    monkeypatch.setattr(exits, "pools", lambda: [pool])
+    monkeypatch.setattr(deferred, "_programs", references(programs))
+    monkeypatch.setattr(deferred, "pools", lambda: [pool])
     with pytest.raises(KeyboardInterrupt):
-        exits._at_exit()
-    assert exits.under_way
+        deferred._at_exit()
+    assert deferred.under_way
     assert dropped
     assert [len(left.told) for left in programs] == [2, 1, 1, 2]
 
 
 def test_programs_that_nobody_uses_come_to_an_end_before_those_that_are_waited_for(monkeypatch):
     programs = [Left(inside=True), Left()]
-    monkeypatch.setattr(exits, "_programs", references(programs))
-    monkeypatch.setattr(exits, "pools", list)
-    exits._at_exit()
+    monkeypatch.setattr(deferred, "_programs", references(programs))
+    monkeypatch.setattr(deferred, "pools", list)
+    deferred._at_exit()
     assert [len(left.told) for left in programs] == [2, 1]
     assert programs[0].told[0] == 0.0 < programs[0].told[1]
 
 
 def test_after_the_end_other_threads_are_told_late_and_the_one_that_ends_at_once(monkeypatch):
     pauses = []
-    monkeypatch.setattr("handlepool.turns.sleep", pauses.append)
+    monkeypatch.setattr("handlepool.recording.program.sleep", pauses.append)
     turns, acts = Turns("it"), []
     assert turns.end(0.0, lambda: acts.append("ended"))
     with pytest.raises(PoolClosedError, match="interpreter"):

@@ -10,7 +10,7 @@ import pytest
 from scenes import Scene
 
 import handlepool
-from handlepool.kept import Kept
+from handlepool.recording.capture import Kept
 
 
 class Adding:

@@ -11,9 +11,11 @@ from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_wa
 from uses import ON_A_SIDE_STREAM, in_a_branch
 
 import handlepool
-from handlepool import ParallelStates, deferred, last_use
-from handlepool.deferred import parked, settle
-from handlepool.program import Program
+from handlepool import ParallelStates
+from handlepool.pool import deferred
+from handlepool.pool.deferred import parked, settle
+from handlepool.recording import program as recorded
+from handlepool.recording.program import Program
 
 NOTHING = {"handles": 0, "events": 0, "scratch_bytes": 0}
 
@@ -138,7 +140,7 @@ class Model:
 
 def test_a_program_in_a_cycle_with_its_stream_is_given_back(make_driver):
     with Scene(make_driver(scheduler="adversarial")) as scene:
-        before = len(deferred._abandoned), set(last_use._streams)
+        before = len(deferred._abandoned), set(recorded._streams)
         stream = scene.driver.create_stream()
         with stream:
             program = handlepool.record(lambda x: scene.plus(x, 10), scene.array(1), pool=scene.pool)
@@ -152,7 +154,7 @@ def test_a_program_in_a_cycle_with_its_stream_is_given_back(make_driver):
         settle(most=1000)
         gc.collect()
         assert gone() is None
-        assert (len(deferred._abandoned), set(last_use._streams)) == before
+        assert (len(deferred._abandoned), set(recorded._streams)) == before
 
 
 def test_a_fork_in_a_cycle_with_its_stream_gives_its_states_back(make_driver):

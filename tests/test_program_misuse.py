@@ -30,9 +30,9 @@ from handlepool import (
     StateBusyError,
     StreamError,
 )
-from handlepool.context import thread
-from handlepool.deferred import settle
-from handlepool.drivers.host import HostDriver
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool.context import thread
+from handlepool.pool.deferred import settle
 
 F8 = np.dtype(np.float64)
 
@@ -41,7 +41,7 @@ F8 = np.dtype(np.float64)
 def scene(make_driver, scheduler, monkeypatch):
     """Its pool is the default one during the test; in the end nothing is being captured and the pool is in order."""
     with Scene(make_driver(scheduler=scheduler)) as scene:
-        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
         yield scene
         in_order(scene)
 

@@ -10,7 +10,7 @@ import pytest
 
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, HandlePool, ParallelStateExecutor, StreamError
-from handlepool.context import launchers
+from handlepool.pool.context import launchers
 
 
 class Anything:
@@ -45,7 +45,7 @@ def proxy(kind):
 @pytest.fixture
 def pool(make_driver, monkeypatch):
     with HandlePool(driver=make_driver()) as pool, pool.driver.create_stream():
-        monkeypatch.setattr("handlepool.defaults._default", pool)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
         yield pool
 
 

@@ -17,7 +17,7 @@ OK = ("right", "refused")
 def caller(make_driver, scheduler, monkeypatch):
     """On a pool that is the default one."""
     with HandlePool(driver=make_driver(scheduler=scheduler)) as pool:
-        monkeypatch.setattr("handlepool.defaults._default", pool)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
         caller = Caller(pool)
         yield caller
         caller.close()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handlepool.errors import ArgumentError
-from handlepool.reference import conv2d, relative_error
+from handlepool.testing.reference import conv2d, relative_error
 
 
 def pairs(low, high):

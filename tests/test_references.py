@@ -5,8 +5,8 @@ import re
 import pytest
 
 from handlepool import ArgumentError
-from handlepool.drivers import frontend
-from handlepool.references import KEYWORDS, MOST_LISTED, References, made_by_nodes
+from handlepool.graphs.tensor_names import KEYWORDS, MOST_LISTED, References, made_by_nodes
+from handlepool.tensors import frontend
 
 
 class Graph:

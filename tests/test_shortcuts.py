@@ -18,9 +18,10 @@ from no_gpu import World, addresses
 from scenes import TIMEOUT, Thread
 
 import handlepool
-from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, GraphFunction, PoolClosedError, context, conv2d
-from handlepool.drivers import shortcuts
-from handlepool.plan_cache import MOST_SHORTCUTS
+from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, GraphFunction, PoolClosedError, conv2d
+from handlepool.drivers.cuda import fast_launch as shortcuts
+from handlepool.pool import context
+from handlepool.pool.plan_cache import MOST_SHORTCUTS
 
 
 @handlepool.graph
@@ -62,7 +63,7 @@ def make_world(monkeypatch):
         world.prepared = 0
         allocating = SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc))
         monkeypatch.setattr(shortcuts, "cupy", allocating)
-        monkeypatch.setattr("handlepool.defaults._default", world.pool)
+        monkeypatch.setattr("handlepool.pool.default._default", world.pool)
         worlds.append(world.__enter__())
         return world
 
@@ -616,7 +617,7 @@ def test_pools_do_not_see_each_others_plans(make_world, monkeypatch):
     assert launch.index != first
     assert launch.handle == two.pool.get_handle().backend_handle != one.pool.get_handle().backend_handle
     assert again(two, double, x).index == launch.index
-    monkeypatch.setattr("handlepool.defaults._default", one.pool)
+    monkeypatch.setattr("handlepool.pool.default._default", one.pool)
     with one.stream:
         back = again(two, double, x)
     assert (back.index, back.handle) == (first, one.driver.launches[0].handle)

@@ -49,7 +49,7 @@ def test_making_states_and_forks_makes_nothing_on_the_device():
 
 def test_states_without_a_pool_are_of_the_default_pool(monkeypatch):
     with Scene() as scene:
-        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
         assert ParallelStates(2).pool is scene.pool
 
 
@@ -220,8 +220,8 @@ def test_g3_device_and_stream_and_allocator_are_as_before_whatever_a_branch_does
         assert scene.driver.current_stream() is scene.stream
         assert scene.driver.swap_allocator(None) is allocator
         hoard.__exit__(None, None, None)
-        assert handlepool.context.thread.region is None
-        assert handlepool.context.thread.pool is None
+        assert handlepool.pool.context.thread.region is None
+        assert handlepool.pool.context.thread.pool is None
         assert works(scene)
 
 

@@ -7,7 +7,9 @@ from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_st
 from uses import FOREIGN, ON_A_SIDE_STREAM, in_a_branch
 
 import handlepool
-from handlepool import OwnershipError, ParallelStates, context, regions
+from handlepool import OwnershipError, ParallelStates
+from handlepool.pool import context
+from handlepool.regions import memory
 
 # Regions inside regions, with the order of all of them
 
@@ -212,8 +214,8 @@ def test_g8_work_of_a_branch_on_another_stream_has_memory_of_that_stream(run, wo
 
 @pytest.mark.parametrize("work", WORKS)
 def test_g8_control_memory_of_the_outer_regions_is_handed_on_while_that_stream_uses_it(monkeypatch, work):
-    monkeypatch.setattr("handlepool.forks.inherited", lambda *_: context.thread.region)
-    monkeypatch.setattr("handlepool.regions._allocator_of", lambda _: context.thread.region.allocator)
+    monkeypatch.setattr("handlepool.regions.fork.inherited", lambda *_: context.thread.region)
+    monkeypatch.setattr("handlepool.regions.memory._allocator_of", lambda _: context.thread.region.allocator)
     values = set(over_seeds(on_a_stream_of_its_own(in_a_branch, work), control=True, seeds=range(40)))
     assert values - {(5,) * 6}
 
@@ -275,7 +277,7 @@ def test_g8_a_branchs_own_stream_is_its_own_by_whatever_name(name, run):
 
 
 def test_g8_control_memory_of_a_region_over_a_side_stream_is_handed_on_with_it(monkeypatch):
-    monkeypatch.setattr("handlepool.forks.inherited", lambda *_: None)
+    monkeypatch.setattr("handlepool.regions.fork.inherited", lambda *_: None)
     assert set(over_seeds(over_its_own_stream("itself", in_a_branch), control=True, seeds=range(30))) - {12}
 
 
@@ -329,18 +331,18 @@ def test_g8_a_branch_inside_that_goes_back_to_the_outer_ones_stream_has_memory_o
 
 
 def test_g8_control_memory_of_the_inner_region_is_handed_on_while_the_outer_branch_uses_it(monkeypatch):
-    its = lambda pointer: context.thread.region.allocator if pointer in regions.lent else None  # noqa: E731
-    monkeypatch.setattr("handlepool.regions._allocator_of", its)
+    its = lambda pointer: context.thread.region.allocator if pointer in memory.lent else None  # noqa: E731
+    monkeypatch.setattr("handlepool.regions.memory._allocator_of", its)
     values = over_seeds(on_the_outer_branchs_stream(made_current), control=True, seeds=range(30))
     assert set(values) - {(5,) * 6}
 
 
 def test_nothing_is_lent_after_the_join(make_driver):
-    before = set(regions.lent)  # of forks that a lost context ended, in other tests
+    before = set(memory.lent)  # of forks that a lost context ended, in other tests
     with Scene(make_driver()) as scene:
         for run in ON_A_SIDE_STREAM:
             run(scene, lambda: scene.states.map(scene.array, range(3)))
-            assert set(regions.lent) == before
+            assert set(memory.lent) == before
 
 
 def in_two_pools(check):
@@ -367,7 +369,7 @@ def test_g8_a_region_inside_a_region_of_a_pool_that_checks_is_a_part_of_it(check
 
 
 def test_g8_control_a_region_that_is_no_part_of_the_outer_one_lets_go_too_early(monkeypatch):
-    monkeypatch.setattr("handlepool.regions.underneath", lambda driver: driver)
+    monkeypatch.setattr("handlepool.regions.memory.underneath", lambda driver: driver)
     assert set(over_seeds(in_two_pools(True), control=True, seeds=range(30), check=True)) - {(11, 12)}
 
 

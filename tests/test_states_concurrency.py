@@ -3,7 +3,9 @@
 import pytest
 from scenes import Scene, Thread, over_seeds
 
+import handlepool
 from handlepool import ParallelStates
+from handlepool.graphs import launch as calls
 
 # Branches are concurrent
 
@@ -34,6 +36,33 @@ def test_g7_branches_take_the_states_in_turn():
         streams = scene.states.map(lambda _: scene.driver.current_stream().ptr, range(7))
     assert streams == (streams[:3] * 3)[:7]
     assert len(set(streams)) == 3
+
+
+@handlepool.graph
+def double(g, x):
+    return g.add(x, x)
+
+
+@pytest.mark.parametrize("form", ["run", "map"])
+def test_g7_branches_of_a_graph_function_that_is_known_take_the_states_in_turn(monkeypatch, form):
+    with Scene(count=3) as scene:
+        xs, pointers = [scene.array(1) for _ in range(7)], []
+        scene.states.map(double, xs)
+        launch = calls.launch
+
+        def noting(pool, plan, slot, operands, given):
+            pointers.append(slot.pointer)
+            launch(pool, plan, slot, operands, given)
+
+        monkeypatch.setattr(calls, "launch", noting)
+        with scene.states.fork() as fork:
+            if form == "map":
+                fork.map(double, xs)
+            else:
+                for x in xs:
+                    fork.run(double, x)
+    assert pointers == (pointers[:3] * 3)[:7]
+    assert len(set(pointers)) == 3
 
 
 def test_g7_a_branch_that_is_held_up_does_not_hold_up_its_sibling(make_driver):

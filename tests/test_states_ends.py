@@ -9,7 +9,7 @@ from scenes import TIMEOUT, Scene, Thread, over_seeds
 
 import handlepool
 from handlepool import ArgumentError, CaptureError
-from handlepool.drivers.host import HostDriver
+from handlepool.drivers.host.driver import HostDriver
 
 
 def leased(scene):
@@ -54,7 +54,7 @@ def test_nothing_is_lost_by_a_failure_of_any_driver_call_in_a_fork(method):
             reached = calls[method]
             assert scene.driver.current_device() == 0
             assert scene.driver.current_stream() is scene.stream
-            assert handlepool.context.thread.region is None
+            assert handlepool.pool.context.thread.region is None
             assert works(scene), f"after a failure of call {k}"
             calls[method] = reached
         assert k > 1, "nothing failed"
@@ -322,7 +322,7 @@ def test_g13_a_fork_that_a_forked_child_drops_makes_no_driver_call_there():
             try:
                 scene.driver.calls.clear()
                 del fork
-                handlepool.deferred.settle(most=1000)
+                handlepool.pool.deferred.settle(most=1000)
                 code = 2 if scene.driver.calls else 0
             finally:
                 os._exit(code)
@@ -364,9 +364,9 @@ def test_g11_states_that_come_back_after_a_close_and_may_not_go_yet_go_later(clo
         for _ in range(2):
             scene.states.map(double, scene.xs, out=scene.outs)
         CLOSES[close](scene)
-        handlepool.deferred.settle(most=1000)
+        handlepool.pool.deferred.settle(most=1000)
         assert scene.driver.alive() == {"handles": 0, "events": 0, "streams": 1, "scratch_bytes": 0}
-    handlepool.deferred._abandoned.clear()
+    handlepool.pool.deferred._abandoned.clear()
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -376,11 +376,11 @@ def test_g11_a_pool_is_forgotten_by_a_later_close_where_all_that_the_first_left_
         scene.driver.fail_at(1, "destroy_handle")
         with pytest.raises(RuntimeError, match="injected"):
             scene.pool.close()
-        handlepool.deferred.settle(most=1000)
+        handlepool.pool.deferred.settle(most=1000)
         assert scene.driver.alive()["handles"] == 0
-        assert scene.pool in handlepool.condition._pools
+        assert scene.pool in handlepool.pool.status._pools
         scene.pool.close()
-        assert scene.pool not in handlepool.condition._pools
+        assert scene.pool not in handlepool.pool.status._pools
 
 
 # Threads that come and go

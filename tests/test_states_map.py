@@ -12,19 +12,10 @@ from lines import at_line
 from scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_starts
 
 import handlepool
-from handlepool import (
-    ArgumentError,
-    ContractError,
-    DeviceMismatchError,
-    OwnershipError,
-    ParallelStates,
-    PoolClosedError,
-    context,
-    conv2d,
-    forks,
-    maps,
-)
-from handlepool.drivers.host import HostDriver
+from handlepool import ArgumentError, ContractError, DeviceMismatchError, OwnershipError, ParallelStates, PoolClosedError, conv2d
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import context
+from handlepool.regions import fork as forks
 
 
 @handlepool.graph
@@ -52,7 +43,7 @@ def scene(make_driver, scheduler):
 def together(monkeypatch):
     """How many branches each map started together."""
     counts = []
-    run = maps._run_together
+    run = forks._run_together
 
     def count(fork, function, calls, given):
         results = run(fork, function, calls, given)
@@ -60,7 +51,7 @@ def together(monkeypatch):
             counts.append(len(calls))
         return results
 
-    monkeypatch.setattr(maps, "_run_together", count)
+    monkeypatch.setattr(forks, "_run_together", count)
     return counts
 
 
@@ -422,7 +413,7 @@ def test_g8_the_outputs_of_branches_are_allocated_before_the_edge_that_starts_th
 
 @pytest.mark.parametrize("number", [1, 2, 3, 6])
 def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, monkeypatch):
-    run = maps._run_together
+    run = forks._run_together
 
     def early(fork, *args):
         driver = fork._driver
@@ -435,7 +426,7 @@ def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, mo
         driver.record_event = late
         return run(fork, *args)
 
-    monkeypatch.setattr(maps, "_run_together", early)
+    monkeypatch.setattr(forks, "_run_together", early)
     results = over_seeds(lambda scene: another_thread_frees_a_block(scene, number), control=True)
     assert 3 in [y for y, *_ in results]
 
@@ -468,7 +459,7 @@ def test_g8_a_finaliser_at_every_line_of_a_map_frees_a_block_and_no_output_takes
 def test_g3_a_map_inside_another_device_in_the_forks_body_is_on_the_forks_own(monkeypatch, stream):
     driver = HostDriver(devices=2, scheduler="adversarial", check_order=True)
     with Scene(driver) as scene, scene.stream if stream == "own" else driver.legacy_stream:
-        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
         xs = arrays(scene, range(6))
         for _ in range(2):
             scene.states.map(double, xs)

@@ -8,7 +8,8 @@ import functools
 import pytest
 from scenes import Scene, Thread, over_seeds
 
-from handlepool import context, regions
+from handlepool.pool import context
+from handlepool.regions import memory
 
 
 def keeps_nothing(scene):
@@ -24,7 +25,7 @@ def forget(monkeypatch):
     """Empties a region's list of what is kept when the control asks for it."""
 
     def forgetful(scene):
-        monkeypatch.setattr(regions.Region, "keep_call", lambda *_: None)
+        monkeypatch.setattr(memory.Region, "keep_call", lambda *_: None)
 
     return forgetful
 

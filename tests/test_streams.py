@@ -6,8 +6,8 @@ import pytest
 from uses import FOREIGN, Foreign
 
 from handlepool import CaptureError, ContractError
-from handlepool.streams import resolve
-from handlepool.threads import MOST_FOREIGN_STREAMS
+from handlepool.pool.stream import resolve
+from handlepool.pool.thread_slots import MOST_FOREIGN_STREAMS
 
 SEEDS = range(60)
 

@@ -26,10 +26,10 @@ from handlepool import (
     StateBusyError,
     drivers,
 )
-from handlepool.context import thread
-from handlepool.deferred import settle
-from handlepool.drivers.host import HostDriver
-from handlepool.trials import ROUNDS
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.graphs.tuning import ROUNDS
+from handlepool.pool.context import thread
+from handlepool.pool.deferred import settle
 
 
 @dataclass
@@ -129,7 +129,7 @@ def make(monkeypatch):
         driver = TimedDriver(plans, scheduler=scheduler, check_order=check_order, devices=2)
         scene = Scene(driver, **options)
         scene.__enter__()
-        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
         scenes.append(scene)
         return scene
 
@@ -457,7 +457,7 @@ def refused(scene, error, says, *arrays, **options):
 
 def test_tuning_without_a_gpu_is_refused(make_pool, monkeypatch):
     pool = make_pool()
-    monkeypatch.setattr("handlepool.defaults._default", pool)
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
     x, w = arrays_of(pool.driver)
     for states in (None, ParallelStates(2, pool=pool)):
         with pytest.raises(DriverNotAvailableError, match=r"conv\.tune times plans on a GPU"):
@@ -564,8 +564,8 @@ def test_where_nothing_can_be_timed_the_plan_stays(make):
 @pytest.mark.parametrize("interrupt", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("method", ["synchronize_event", "begin_capture", "end_capture", "launch", "elapsed", None])
 def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, interrupt, monkeypatch):
-    monkeypatch.setattr("handlepool.trials.ROUNDS", 1)
-    monkeypatch.setattr("handlepool.trials.MOST_LAUNCHES", 2)
+    monkeypatch.setattr("handlepool.graphs.tuning.ROUNDS", 1)
+    monkeypatch.setattr("handlepool.graphs.tuning.MOST_LAUNCHES", 2)
     k = 1
     failed = True
     while failed:

@@ -14,8 +14,8 @@ import pytest
 from frontend_types import PATH, generate
 
 import handlepool
-from handlepool.graphs import GraphFunction
-from handlepool.settings import COMPILE_SETTINGS, GRAPH_SETTINGS, Given
+from handlepool.graphs.function import GraphFunction
+from handlepool.graphs.signature import COMPILE_SETTINGS, GRAPH_SETTINGS, Given
 
 ROOT = Path(__file__).parent.parent
 TYPES = Path(__file__).parent / "data" / "types"
@@ -66,7 +66,7 @@ def test_the_frontends_types_are_those_of_the_installed_one():
     written = PATH.read_text(encoding="utf-8")
     if f"nvidia-cudnn-frontend {cudnn.__version__} " not in written:
         pytest.skip(
-            f"handlepool/frontend_types.py is of another version than {cudnn.__version__}; write it anew where that is right"
+            f"tensors/frontend_types.py is of another version than {cudnn.__version__}; write it anew where that is right"
         )
     assert generate() == written
 
@@ -91,6 +91,6 @@ def test_a_graph_function_with_annotations_runs(make_driver, monkeypatch):
         return g.relu(x) if b is None else g.add(x, b)
 
     with handlepool.HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.defaults._default", pool)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
         x = pool.driver.empty((2, 3), (12, 4), np.dtype(np.float32))
         assert biased(x).shape == biased(x, x).shape == (2, 3)

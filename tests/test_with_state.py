@@ -9,7 +9,8 @@ import pytest
 from scenes import TIMEOUT, Scene, Thread
 
 import handlepool
-from handlepool import OwnershipError, ParallelStates, StateBusyError, StateIndexError, context
+from handlepool import OwnershipError, ParallelStates, StateBusyError, StateIndexError
+from handlepool.pool import context
 
 
 class BranchError(Exception):
@@ -247,7 +248,7 @@ def test_with_state_gives_the_state_first_and_then_the_arguments():
 
 def test_with_cudnn_state_takes_one_of_four_states_of_the_process(monkeypatch):
     with Scene() as scene:
-        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
         x, y = scene.array(1), scene.array()
         handlepool.with_cudnn_state(3, lambda state, value: scene.put(y, lambda x: x + value, x), value=1)
         assert scene.read(y) == 2
@@ -257,7 +258,7 @@ def test_with_cudnn_state_takes_one_of_four_states_of_the_process(monkeypatch):
 
 def test_g15_with_cudnn_state_excludes_from_its_first_use_on(monkeypatch):
     with Scene() as scene:
-        monkeypatch.setattr("handlepool.defaults._default", scene.pool)
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
         made, meeting = [], threading.Barrier(4)
 
         class Slow(ParallelStates):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import handlepool
-from handlepool import ArgumentError, ContractError, reference
+from handlepool import ArgumentError, ContractError
+from handlepool.testing import reference
 
 SEEDS = range(100)
 RNG = np.random.default_rng(5)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from handlepool import OutOfMemoryError, ParallelStates
-from handlepool.drivers.host import HostDriver
+from handlepool.drivers.host.driver import HostDriver
 
 
 def address(pool, array):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import wrong_results
 
-from handlepool.drivers import frontend
 from handlepool.drivers.host import evaluator
-from handlepool.inference import infer
+from handlepool.tensors import frontend
+from handlepool.tensors.inference import infer
 
 if not wrong_results.PAGE.exists():
     pytest.skip("docs/ is not here", allow_module_level=True)

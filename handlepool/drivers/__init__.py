@@ -5,7 +5,8 @@ import threading
 from importlib import import_module
 from importlib.util import find_spec
 
-from handlepool.drivers.base import Driver
+from handlepool._util import shown
+from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, DriverNotAvailableError, ForkedProcessError
 
 NAMES = ("cuda", "host")
@@ -43,8 +44,8 @@ def choose(name: str | None = None) -> tuple[str, str]:
         reason = f"set by {VARIABLE}"
     else:
         name, reason = "cuda", f"the default; {VARIABLE} is not set"
-    if name not in NAMES:
-        raise ArgumentError(f"no driver is named {name!r} ({reason}); the drivers are {' and '.join(NAMES)}")
+    if not isinstance(name, str) or name not in NAMES:
+        raise ArgumentError(f"no driver is named {shown(name)} ({reason}); the drivers are {' and '.join(NAMES)}")
     return name, reason
 
 
@@ -59,7 +60,7 @@ def available(name: str) -> str | None:
             found = False
         if not found:
             return f"{package} is not installed; install handlepool[cu12] or handlepool[cu13]"
-    from handlepool.drivers import cuda
+    from handlepool.drivers.cuda import driver as cuda
 
     return cuda.unavailable()
 
@@ -88,7 +89,7 @@ def load(name: str | None = None) -> Driver:
                     f"the {name} driver ({reason}) cannot run here: {problem}. "
                     f"On a machine without a GPU, set {VARIABLE}=host or pass driver='host'"
                 )
-            module = import_module(f"handlepool.drivers.{name}")
+            module = import_module(f"handlepool.drivers.{name}.driver")
             driver = _loaded.setdefault(name, (module.CudaDriver if name == "cuda" else module.HostDriver)())
     return driver
 

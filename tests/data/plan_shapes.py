@@ -14,7 +14,7 @@ ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 
 import cudnn  # noqa: E402
 
-from handlepool.inference import axis_order, dense_strides, infer  # noqa: E402
+from handlepool.tensors.inference import axis_order, dense_strides, infer  # noqa: E402
 
 properties = json.loads(Path(sys.argv[2]).read_text())
 # What cuDNN has asked for since those were serialised: of a whole device, nothing beyond the usual, and as the data sheet says.

@@ -194,6 +194,13 @@ def reuse(pool, bench):
     return act
 
 
+def repair(pool, bench):
+    """A handle that its caller destroyed is replaced."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cudnn.destroy_handle(pool.get_handle(stream))
+    return lambda: pool.get_handle(stream)
+
+
 def collect(pool, bench):
     """The collector meets streams, forks and executors in cycles, and a later fork leaves the one that nobody left."""
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -267,7 +274,7 @@ OURS = {
     operation.__name__.replace("_", " "): operation
     for operation in (
         create, create_for_pointers, take_captured, grow, build, fork, fork_captured, trim, trim_captured, close, end_thread,
-        end_stream, reuse, collect, forget, drop_program, shut_down,
+        end_stream, reuse, repair, collect, forget, drop_program, shut_down,
     )
 }  # fmt: skip
 

@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config, items):
         # the host holds back would hold the host; one that a kernel keeps busy does not.
         import cupy
 
-        from handlepool.drivers.cuda import CudaDriver
+        from handlepool.drivers.cuda.driver import CudaDriver
 
         cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
         # It tells streams apart by their addresses, so that a new one at an old address would stand for both.
@@ -288,7 +288,7 @@ def edges():
     def of(graph):
         from cuda.bindings import driver
 
-        from handlepool.drivers.edges import with_edge_data
+        from handlepool.drivers.cuda.edges import with_edge_data
 
         status, _, count = driver.cuGraphGetNodes(graph)
         assert status == 0

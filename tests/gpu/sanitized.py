@@ -10,7 +10,7 @@ from conftest import Kernels
 from cupy.cuda import MemoryPointer, UnownedMemory
 
 from handlepool import HandlePool, ParallelStates
-from handlepool.drivers.cuda import CudaDriver
+from handlepool.drivers.cuda.driver import CudaDriver
 
 N = 1 << 12
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import handlepool
-from handlepool import ArgumentError, ArrayTypeError, ParallelStates, conv2d, deferred
-from handlepool.reference import conv2d as convolve
+from handlepool import ArgumentError, ArrayTypeError, ParallelStates, conv2d
+from handlepool.pool import deferred
+from handlepool.testing.reference import conv2d as convolve
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 

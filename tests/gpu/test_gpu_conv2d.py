@@ -30,7 +30,7 @@ GEOMETRIES = {
 
 
 def reference(x, w, **options):
-    from handlepool.reference import conv2d
+    from handlepool.testing.reference import conv2d
 
     bias = options.pop("bias", None)
     return conv2d(wide(x), wide(w), bias=None if bias is None else wide(bias), **options)

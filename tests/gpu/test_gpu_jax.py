@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from handlepool import ArgumentError, ParallelStates, conv2d
-from handlepool.reference import conv2d as convolve
+from handlepool.testing.reference import conv2d as convolve
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)

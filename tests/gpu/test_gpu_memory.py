@@ -16,7 +16,7 @@ N = 1 << 16
 @pytest.fixture
 def pool_without_edges(stream):
     """A pool whose branches allocate from the caller's arena, without the edge from the caller's stream."""
-    from handlepool.drivers.cuda import CudaDriver
+    from handlepool.drivers.cuda.driver import CudaDriver
 
     class WithoutEdges(CudaDriver):
         def region_allocator(self, stream, keep, of):

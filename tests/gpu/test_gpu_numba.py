@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from handlepool import conv2d
-from handlepool.reference import conv2d as convolve
+from handlepool.testing.reference import conv2d as convolve
 
 pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 

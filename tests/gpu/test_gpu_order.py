@@ -23,7 +23,7 @@ class BranchError(Exception):
 @pytest.fixture
 def careless_pool(stream):
     """A pool whose driver leaves every wait out."""
-    from handlepool.drivers.cuda import CudaDriver
+    from handlepool.drivers.cuda.driver import CudaDriver
 
     class Careless(CudaDriver):
         wait_event = staticmethod(lambda pointer, event: None)

@@ -17,9 +17,9 @@ from handlepool import (
     ParallelStateExecutor,
     ParallelStates,
     PoolClosedError,
-    last_use,
 )
-from handlepool.deferred import settle
+from handlepool.pool.deferred import settle
+from handlepool.recording import program as recorded
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -577,14 +577,14 @@ def test_a_program_and_an_open_fork_in_a_cycle_with_their_streams_are_given_back
                 self.fork.run(conv, images[1], weights)
                 self.stream.synchronize()
 
-    before = set(last_use._streams)
+    before = set(recorded._streams)
     model = Model()
     del model
     gc.collect()
     settle(most=1000)
     cupy.cuda.Device().synchronize()
     settle(most=1000)
-    assert set(last_use._streams) == before
+    assert set(recorded._streams) == before
     stats = pool.stats()
     assert (stats["handles_leased"], stats["scratch_bytes_recorded"]) == (0, 0)
 

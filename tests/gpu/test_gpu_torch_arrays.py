@@ -8,8 +8,8 @@ import pytest
 
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, CaptureError, HandlePool, ParallelStateExecutor, ParallelStates, conv2d
-from handlepool.reference import conv2d as convolve
-from handlepool.reference import relative_error
+from handlepool.testing.reference import conv2d as convolve
+from handlepool.testing.reference import relative_error
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -30,7 +30,7 @@ def torch():
 @pytest.fixture
 def default(pool, monkeypatch):
     """The test's pool as the default one."""
-    monkeypatch.setattr("handlepool.defaults._default", pool)
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
     return pool
 
 
@@ -248,7 +248,7 @@ def test_g6_mixed_arrays_are_ordered_with_both_streams(default, torch, integers,
 @pytest.fixture
 def careless_pool(stream):
     """A pool whose driver leaves every wait out."""
-    from handlepool.drivers.cuda import CudaDriver
+    from handlepool.drivers.cuda.driver import CudaDriver
 
     class Careless(CudaDriver):
         wait_event = staticmethod(lambda pointer, event: None)
@@ -467,7 +467,7 @@ def test_g8_torchs_allocator_is_told_that_the_caller_uses_what_a_branch_returned
 
 
 def test_g8_control_untold_torchs_allocator_reuses_the_block(pool, torch, stream, latch, theirs, monkeypatch):
-    from handlepool.integrations import torch as integration
+    from handlepool.foreign import torch as integration
 
     monkeypatch.setattr(integration, "record", lambda value, pointer, device: None)
     target, reused, another = reuse_what_a_branch_returned(pool, torch, latch, theirs)

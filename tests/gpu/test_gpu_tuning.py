@@ -18,7 +18,7 @@ def conv(g, x, w):
 
 @pytest.fixture
 def default_pool(pool, monkeypatch):
-    monkeypatch.setattr("handlepool.defaults._default", pool)
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
     return pool
 
 
@@ -85,7 +85,7 @@ def test_the_scratch_limit_holds_and_scratch_goes_back(stream, random_array, mon
     x = random_array((4, 256, 14, 14), "float32", "nchw", 1)
     w = random_array((256, 256, 3, 3), "float32", "nchw", 2)
     with HandlePool(driver="cuda", scratch_limit=16 << 20) as pool:
-        monkeypatch.setattr("handlepool.defaults._default", pool)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
         tuning = conv.tune(x, w, states=ParallelStates(4, pool=pool))
         assert any("no room for" in each.skipped for each in tuning.candidates)
         assert tuning.winner.workspace_size <= 4 << 20

@@ -9,7 +9,7 @@ from arrays import TOLERANCE, Arrays
 
 import handlepool
 from handlepool import ops
-from handlepool.reference import conv2d as reference
+from handlepool.testing.reference import conv2d as reference
 
 TIMEOUT = 60
 

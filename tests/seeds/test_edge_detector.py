@@ -6,9 +6,9 @@ from arrays import FULL, TOLERANCE, Arrays
 
 import handlepool
 from handlepool import GraphNotSupportedError, ops
-from handlepool.convolutions import conv2d_plan
-from handlepool.reference import ACTIVATIONS
-from handlepool.reference import conv2d as reference
+from handlepool.ops.convolution import conv2d_plan
+from handlepool.testing.reference import ACTIVATIONS
+from handlepool.testing.reference import conv2d as reference
 
 HEIGHT, WIDTH = 128, 96
 EDGES = np.array([[1, 1, 1], [1, -8, 1], [1, 1, 1]], float)

@@ -7,7 +7,7 @@ from arrays import TOLERANCE, Arrays
 
 import handlepool
 from handlepool import ArgumentError, GraphNotSupportedError
-from handlepool.reference import conv2d as reference
+from handlepool.testing.reference import conv2d as reference
 
 X, W, Y = (2, 16, 14, 14), (8, 16, 3, 3), (2, 8, 14, 14)
 

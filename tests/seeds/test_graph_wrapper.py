@@ -4,7 +4,7 @@ import pytest
 from arrays import TOLERANCE, Arrays
 
 import handlepool
-from handlepool.reference import conv2d as reference
+from handlepool.testing.reference import conv2d as reference
 
 X, W, Y = (2, 16, 14, 14), (8, 16, 3, 3), (2, 8, 14, 14)
 UNIT = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}

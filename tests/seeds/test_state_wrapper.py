@@ -6,7 +6,7 @@ from arrays import TOLERANCE, Arrays
 
 import handlepool
 from handlepool import ParallelStates, StateIndexError
-from handlepool.reference import conv2d as reference
+from handlepool.testing.reference import conv2d as reference
 
 STATES = 4
 WIDTH, FILTERS = 8, 8  # channels and filters of one group

@@ -10,13 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from handlepool.drivers.host.operations import NOTHING, Operation
-from handlepool.drivers.host.ordering import Access
+from handlepool.drivers.host.race_checker import Access
+from handlepool.drivers.host.scheduler import NOTHING, Operation
 from handlepool.errors import ArgumentError, CaptureError, ContractError
 
 if TYPE_CHECKING:
-    from handlepool.drivers.host.queues import Queue, StreamTable
-    from handlepool.drivers.host.streams import Stream, ThreadState
+    from handlepool.drivers.host.streams import Queue, Stream, StreamTable, ThreadState
 
 MODES = ("global", "thread_local", "relaxed")
 

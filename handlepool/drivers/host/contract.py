@@ -10,8 +10,7 @@ from collections.abc import Callable, Container
 from types import TracebackType
 from typing import Any
 
-from handlepool.drivers.host.queues import Queue, StreamTable
-from handlepool.drivers.host.streams import ThreadState
+from handlepool.drivers.host.streams import Queue, StreamTable, ThreadState
 from handlepool.errors import ContractError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool.shapes import Convolution, Shape
+from handlepool.tensors.inference import Convolution, Shape
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

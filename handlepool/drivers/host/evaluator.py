@@ -17,8 +17,7 @@ import numpy as np
 from handlepool.drivers.host.convolution import Array, Unfolding, accumulate, filter_matrix, flip, multiply
 from handlepool.drivers.host.pointwise import OPERATIONS
 from handlepool.errors import ArgumentError, GraphNotSupportedError
-from handlepool.inference import infer
-from handlepool.shapes import Convolution, Shape, title
+from handlepool.tensors.inference import Convolution, Shape, infer, title
 
 ALIGNMENT = 256
 COLUMN_BYTES = 128 << 20
@@ -96,7 +95,7 @@ def plan(
     Parameters
     ----------
     graph : cudnn.pygraph
-        Its real outputs were marked by `handlepool.inference.infer`.
+        Its real outputs were marked by `handlepool.tensors.inference.infer`.
     operands : sequence of graph tensor
         The graph's real tensors in the order in which the arrays will come: inputs, then outputs.
     shapes : mapping, optional

@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from handlepool.drivers.host.blocks import Array, Block, accesses, address_of, raw_view
 from handlepool.drivers.host.contract import HandleUse
-from handlepool.drivers.host.memory import Memory
-from handlepool.drivers.host.queues import StreamTable
-from handlepool.drivers.objects import ALIGNMENT, Copy, scratch_of
+from handlepool.drivers.host.memory import Array, Block, Memory, accesses, address_of, raw_view
+from handlepool.drivers.host.streams import StreamTable
+from handlepool.drivers.protocol import ALIGNMENT, Copy, scratch_of
 from handlepool.errors import ArgumentError, ContractError
-from handlepool.inference import dense_strides
+from handlepool.tensors.inference import dense_strides
 
 
 class HostExecutable:
-    """A planned graph of one device, as `handlepool.drivers.objects.Executable`."""
+    """A planned graph of one device, as `handlepool.drivers.protocol.Executable`."""
 
     candidates = 1
 
@@ -64,7 +63,7 @@ class HostExecutable:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """Queue the steps on the handle's stream; see `handlepool.drivers.objects.Executable.launch`."""
+        """Queue the steps on the handle's stream; see `handlepool.drivers.protocol.Executable.launch`."""
         self._check_operands(self.name, self.device, operands, self.titles.__getitem__)
         if check is not None:
             check([address_of(array) for array in operands])

@@ -4,18 +4,22 @@ A stream is destroyed by a finaliser, which may run in any thread at any moment,
 the stream's queue and appends to a deque, and takes no lock (G10).
 """
 
+import itertools
 import sys
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from handlepool.drivers.host.captures import HostGraph
-from handlepool.errors import ContractError
+from handlepool.drivers.host.captures import Capture, Captures, HostGraph, Mark, Node
+from handlepool.drivers.host.race_checker import Access
+from handlepool.drivers.host.scheduler import NOTHING, Operation, Scheduler
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.errors import ArgumentError, ContractError
 
 if TYPE_CHECKING:
-    from handlepool.drivers.host.operations import Scheduler
-    from handlepool.drivers.host.queues import Event, Queue, StreamTable
+    from handlepool.drivers.host.scheduler import Scheduler
 
 
 class Stream:
@@ -149,3 +153,240 @@ class Device:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._table.thread.device = self._before.pop()
+
+
+_drivers = itertools.count(1)
+
+
+class Queue:
+    """What a stream is to the device: an identity, and the last operation that it was given."""
+
+    __slots__ = ("alive", "capture", "default", "device", "frontier", "id", "pointer", "synchronous", "tail")
+
+    def __init__(self, pointer: int, device: int, identity: int) -> None:
+        self.pointer = pointer
+        self.device = device
+        self.id = identity
+        self.alive = True
+        self.default = pointer in (LEGACY_STREAM, PER_THREAD_STREAM)
+        self.synchronous = pointer == LEGACY_STREAM
+        """The null stream alone has run what it was given when the call returns."""
+        self.tail = NOTHING
+        self.capture: Capture | None = None
+        self.frontier: tuple[Node, ...] = ()
+
+    def __repr__(self) -> str:
+        gone = "" if self.alive else ", destroyed"
+        return f"<stream {self.pointer:#x} of device {self.device}, id {self.id}{gone}>"
+
+
+class Event:
+    """A moment of a stream, as `HostDriver.create_event` returns it."""
+
+    __slots__ = ("__weakref__", "destroyed", "device", "moment", "timing")
+
+    def __init__(self, device: int, timing: bool) -> None:
+        self.device = device
+        self.timing = timing
+        self.moment: Operation | Mark | None = None
+        """What was last in the stream, or in the capture, when it was recorded; a wait keeps that, whatever is recorded later."""
+        self.destroyed = False
+
+    def __repr__(self) -> str:
+        kinds = {Operation: "recorded", Mark: "captured"}
+        state = "destroyed" if self.destroyed else kinds.get(type(self.moment), "new")
+        return f"<event of device {self.device}, {state}>"
+
+
+class Latch:
+    """Blocks a stream at one place until it is released, by any thread."""
+
+    def __init__(self, scheduler: Scheduler, operation: Operation) -> None:
+        self._scheduler = scheduler
+        self._operation = operation
+
+    @property
+    def passed(self) -> bool:
+        """Whether the stream has come to the latch and passed it."""
+        return self._operation.done
+
+    def release(self) -> None:
+        """Let the stream go on; harmless when that was done already."""
+        self._scheduler.release(self._operation)
+
+
+class StreamTable:
+    """Pointers to queues, and all that is done with queues."""
+
+    def __init__(self, devices: int, scheduler: Scheduler) -> None:
+        self.devices = devices
+        self.scheduler = scheduler
+        self.legacy = Stream(self, None, LEGACY_STREAM, -1, None)
+        self.per_thread = Stream(self, None, PER_THREAD_STREAM, -1, None)
+        self.thread = ThreadState(self.legacy, devices, scheduler)
+        self.captures = Captures(self.thread)
+        self._ids = itertools.count(1)
+        self._null = [Queue(LEGACY_STREAM, device, next(self._ids)) for device in range(devices)]
+        self._queues: dict[int, Queue] = {}
+        self._retired: list[deque[int]] = [deque() for _ in range(devices)]
+        base = next(_drivers) << 40  # another driver's pointers are unknown to this one
+        self._pointers = [itertools.count(base + (device << 32) + 0x1000, 0x100) for device in range(devices)]
+
+    # Streams
+
+    def create(self) -> Stream:
+        """A stream of the current device, at the address of the one that was destroyed last."""
+        device = self.thread.device
+        try:
+            pointer = self._retired[device].pop()
+        except IndexError:
+            pointer = next(self._pointers[device])
+        queue = self._queues[pointer] = Queue(pointer, device, next(self._ids))
+        return Stream(self, queue, pointer, device, None)
+
+    def retire(self, queue: Queue) -> None:
+        """A stream's last reference has gone. Runs in finalisers: no lock."""
+        queue.alive = False
+        self._retired[queue.device].append(queue.pointer)
+
+    def alive(self) -> int:
+        """How many streams there are beside the default streams."""
+        return sum(queue.alive for queue in list(self._queues.values()))
+
+    def resolve(self, pointer: int) -> Queue:
+        """The queue that a pointer names now, for the calling thread.
+
+        Raises
+        ------
+        ContractError
+            For a pointer that names no live stream. On a GPU that is a segmentation fault.
+        """
+        thread = self.thread
+        if pointer == LEGACY_STREAM or pointer == 1:  # 1 is cudaStreamLegacy
+            return self._null[thread.device]
+        if pointer == PER_THREAD_STREAM:
+            own = thread.own[thread.device]
+            if own is None:
+                own = thread.own[thread.device] = Queue(pointer, thread.device, next(self._ids))
+            return own
+        queue = self._queues.get(pointer)
+        if queue is None or not queue.alive:
+            past = f"{queue!r}" if queue is not None else "never created by this driver"
+            raise ContractError(f"pointer {pointer:#x} names no live stream ({past}): on a GPU, a segmentation fault")
+        return queue
+
+    def set_device(self, ordinal: int) -> None:
+        """Make a device current."""
+        if not 0 <= ordinal < self.devices:
+            raise ArgumentError(f"device {ordinal} does not exist: this driver has {self.devices}")
+        self.thread.device = ordinal
+
+    # Work
+
+    def give(self, queue: Queue, function: Callable[[], object], accesses: Sequence[Access] = (), label: str = "") -> None:
+        """Queue an operation: on a capture if the stream is in one."""
+        if queue.device != self.thread.device:
+            raise ContractError(f"{label or 'an operation'} was given to {queue!r} while device {self.thread.device} is current")
+        if queue.capture is not None and self.captures.add(queue, function, accesses, label):
+            return
+        scheduler = self.scheduler
+        operation = Operation(function, label=label, accesses=accesses, claimed=queue.synchronous and scheduler.inline)
+        scheduler.submit(operation, queue)
+        self._given(queue, operation)
+
+    def _given(self, queue: Queue, operation: Operation) -> None:
+        if queue.synchronous:
+            self.scheduler.wait(operation, f"{operation.label or 'an operation'} on {queue!r}")
+        else:
+            self.scheduler.nudge()
+
+    def latch(self, queue: Queue) -> Latch:
+        """Block a queue; the null stream, too, and there the next call waits."""
+        self.captures.refuse(queue, "a latch")
+        operation = Operation(label=f"latch on {queue!r}", held=True)
+        self.scheduler.submit(operation, queue)
+        return Latch(self.scheduler, operation)
+
+    def synchronize(self, queue: Queue) -> None:
+        """Wait on the host for all that a queue was given."""
+        self.captures.refuse(queue, "synchronisation with the host")
+        self.wait_on_host(queue.tail, repr(queue))
+
+    def wait_on_host(self, operation: Operation, purpose: str) -> None:
+        """Return when an operation is done; whatever is queued from now on runs after it."""
+        self.scheduler.wait(operation, purpose)
+        if self.scheduler.order is not None:
+            self.scheduler.order.waited(operation)
+
+    # Events
+
+    def event(self, *, timing: bool = False) -> Event:
+        """A new event of the current device."""
+        return Event(self.thread.device, timing)
+
+    def record(self, event: Event, queue: Queue) -> None:
+        """Let an event stand for what a queue was given so far."""
+        self.check_event(event)
+        if event.device != queue.device:
+            raise ContractError(f"{event!r} was recorded on {queue!r}: an event is recorded on its own device")
+        if queue.capture is not None and (mark := self.captures.mark(queue)) is not None:
+            event.moment = mark
+        elif event.timing:
+            event.moment = operation = Operation(label="event")
+            self.scheduler.submit(operation, queue)
+            if queue.synchronous:
+                self.scheduler.wait(operation, f"an event on {queue!r}")
+        else:
+            event.moment = queue.tail
+
+    def wait(self, queue: Queue, event: Event) -> None:
+        """Let what a queue is given from now on run after an event; nothing, for one that was never recorded."""
+        self.check_event(event)
+        moment = event.moment
+        if isinstance(moment, Mark):
+            self.captures.join(queue, moment)
+        elif moment is not None:
+            self.captures.refuse(queue, f"a wait for work outside the capture ({event!r})")
+            if not moment.done or self.scheduler.order is not None:  # the checker's clocks depend on no schedule
+                operation = Operation(label="wait for an event")
+                self.scheduler.submit(operation, queue, (moment,))
+                if queue.synchronous:
+                    self.scheduler.wait(operation, f"an event that {queue!r} waits for")
+
+    def check_event(self, event: Event) -> None:
+        """Raise for an event that was destroyed."""
+        if event.destroyed:
+            raise ContractError(f"{event!r} is used after it was destroyed")
+
+    def operation_of(self, event: Event, call: str) -> Operation:
+        """What an event stands for, for a call that asks on the host."""
+        self.check_event(event)
+        if isinstance(event.moment, Mark):
+            event.moment.capture.spoil(f"{call} of an event that was recorded in it")
+            raise ContractError(f"{call} of {event!r}: it was recorded in a capture and stands for no work that runs")
+        return event.moment or NOTHING
+
+    # Graphs
+
+    def launch(self, graph: HostGraph, stream: Stream | None) -> None:
+        """Queue a recorded graph on a stream, the current one by default."""
+        stream = stream or self.thread.current[self.thread.device]
+        self.launch_on(graph, self.resolve(stream.ptr))
+
+    def launch_on(self, graph: HostGraph, queue: Queue) -> None:
+        """Queue a recorded graph: its nodes in the order of their own edges only, as one entry of the queue."""
+        if queue.capture is not None and self.captures.embed(queue, graph.nodes):
+            return
+        scheduler = self.scheduler
+        start = Operation(label="graph launch")
+        scheduler.submit(start, queue, (graph.last,))
+        made: dict[Node, Operation] = {}
+        for node in graph.nodes:
+            operation = made[node] = Operation(node.function, label=node.label, accesses=node.accesses)
+            lane = 0
+            if scheduler.order is not None and (lane := graph.lanes.get(node.lane, 0)) == 0:
+                lane = graph.lanes[node.lane] = scheduler.order.component()
+            scheduler.submit(operation, None, [made[earlier] for earlier in node.after] or (start,), lane)
+        graph.last = Operation(label="graph end")
+        scheduler.submit(graph.last, queue, tuple(made.values()))
+        self._given(queue, graph.last)

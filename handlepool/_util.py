@@ -1,0 +1,145 @@
+"""Small helpers below everything: protocols of other libraries, values in messages, integers, and clean-up after errors."""
+
+import reprlib
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from operator import index
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from handlepool.errors import ArgumentError
+
+
+def has(value: object, name: str) -> bool:
+    """Whether an object has an attribute, its type's or its own; one that is made for any name asked, as by a proxy, is none."""
+    if hasattr(type(value), name):
+        return True
+    own = getattr(value, "__dict__", None)
+    return isinstance(own, dict) and name in own
+
+
+ARRAY_PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
+MOST_SHOWN = 100
+"""Characters of a value."""
+
+_SCALARS = (str, bytes, int, float, complex, Enum, np.bool_, np.number)
+_PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFunctionType)
+
+
+def kind_of(value: object) -> str:
+    """The name of a type, or of a value's type, with its module's."""
+    kind = value if isinstance(value, type) else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def holds_values(value: object) -> bool:
+    """Whether a value is an array, of whatever library; a NumPy scalar is none."""
+    if isinstance(value, (type, np.generic)):
+        return False
+    return any(has(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))
+
+
+def shown(value: object) -> str:
+    """A value for a message: an array by its kind, shape and type, what may show one by its kind, all else as it shows itself."""
+    return _shortened.repr(value)
+
+
+class _Shortened(reprlib.Repr):
+    def repr1(self, x: Any, level: int) -> str:
+        if holds_values(x):
+            return _described(x)
+        for container in (tuple, list, dict, set, frozenset):
+            if isinstance(x, container):
+                text: str = getattr(self, f"repr_{container.__name__}")(x, level)
+                return text
+        kind: Any = type(x)
+        if not (isinstance(x, _PLAIN) or kind.__repr__ is object.__repr__ or kind.__name__ == "dtype"):  # torch's
+            return f"<{kind_of(x)} object>"
+        text = repr(x)
+        return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+_shortened = _Shortened()
+
+
+def _described(array: Any) -> str:
+    try:
+        geometry = f" of shape {tuple(map(int, array.shape))}, {array.dtype}"
+    except Exception:  # its library calls them otherwise, or does not tell
+        geometry = ""
+    return f"<{kind_of(array)}{geometry}>"
+
+
+def as_integer(value: Any) -> int:
+    """The integer that a value is.
+
+    Raises
+    ------
+    TypeError
+        For what is none.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{shown(value)} is no integer")
+    return index(value)
+
+
+def at_least(least: int, what: str, value: Any, unit: str = "") -> int:
+    """The integer that an argument is, which must not be below ``least``.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the argument, ``what``, and what it may be.
+    """
+    try:
+        number = as_integer(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ArgumentError(f"{what}={shown(value)}; it must be an integer, {least}{unit} or more")
+    return number
+
+
+def flag(what: str, value: Any) -> bool:
+    """The bool that an argument is.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the argument, ``what``.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentError(f"{what}={shown(value)}; it must be True or False")
+    return bool(value)
+
+
+T = TypeVar("T")
+
+
+def do_all(steps: Iterable[Callable[[], object]]) -> None:
+    """Do every step, also after one has failed; raise the first failure then."""
+    failure: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except BaseException as trouble:
+            failure = failure or trouble
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
+
+
+def take_each(things: list[T]) -> Iterator[T]:
+    """Take what a list holds, the first first; other threads append to it and pop from it, too.
+
+    One at a time, so that an interrupt costs what is in hand at most.
+    """
+    for _ in range(len(things)):
+        try:
+            yield things.pop(0)
+        except IndexError:  # another thread was faster
+            return

@@ -1,0 +1,102 @@
+"""``python -m handlepool demo``: filters of a photograph, concurrently on side streams, checked and drawn."""
+
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from handlepool import drivers
+from handlepool.cli import info
+from handlepool.cli.demo.filters import builtin_filters, load_filters
+from handlepool.errors import ArgumentError, DriverNotAvailableError, HandlePoolError
+
+_MOST_STATES = 32
+
+
+def main(options: Namespace) -> int:
+    """Run the demo.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        ``image``, ``filters`` (Path or None), ``out`` (Path), ``states``, ``size`` (int), ``driver`` (str or None).
+
+    Returns
+    -------
+    int
+        0; 1 when a result is further than 2e-3 from the reference; 2, with one line on stderr, when the demo could not
+        run.
+    """
+    try:
+        return _run(options)
+    except MemoryError as error:
+        _complain(f"{error}; pass a smaller --size, smaller filters or fewer --states")
+    except HandlePoolError as error:
+        _complain(error)
+    except ImportError as error:
+        _complain(f"{error}; install the extra: pip install 'handlepool[demo]'")
+    return 2
+
+
+def choose_driver(name: str | None) -> tuple[str, str]:
+    """The driver that the demo runs on, and why.
+
+    One that was asked for, by argument or by ``HANDLEPOOL_DRIVER``, or an error; else cuda where it is available, else
+    host. Library code never falls back like that.
+    """
+    asked = name is not None or bool(os.environ.get("HANDLEPOOL_DRIVER"))
+    chosen, reason = drivers.choose(name)
+    missing = drivers.available(chosen)
+    if missing is None:
+        return chosen, reason
+    if asked:
+        raise DriverNotAvailableError(f"the {chosen} driver was asked for ({reason}), but {missing}; `--driver host` needs none")
+    return "host", f"because {missing}"
+
+
+def _check_out(out: Path, image: Path | None, filters: Path | None) -> None:
+    """Find out before the work what the writing at its end would trip over."""
+    if out.is_dir() or not out.parent.is_dir():
+        what = "is a folder" if out.is_dir() else "lies in a folder that does not exist"
+        raise ArgumentError(f"{str(out)!r} {what}; pass the path of the PNG to write as --out")
+    for what, given in (("photograph", image), ("file of filters", filters)):
+        if given is not None and out.exists() and given.exists() and out.samefile(given):
+            raise ArgumentError(f"--out {str(out)!r} is the {what} itself; pass another file")
+
+
+def _complain(error: object) -> None:
+    print(f"handlepool demo: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def _run(options: Namespace) -> int:
+    from handlepool.cli.demo.figure import draw
+    from handlepool.cli.demo.images import load_photograph, sample_photograph
+    from handlepool.cli.demo.measure import measure
+    from handlepool.cli.demo.table import render
+    from handlepool.pool.pool import HandlePool
+
+    if not 1 <= options.states <= _MOST_STATES:
+        raise ArgumentError(f"{options.states} states are out of range; pass 1 to {_MOST_STATES} as --states")
+    _check_out(options.out, options.image, options.filters)
+    filters = builtin_filters() if options.filters is None else load_filters(options.filters)
+    path = sample_photograph() if options.image is None else options.image
+    photograph = load_photograph(path, options.size)
+    driver, reason = choose_driver(options.driver)
+    height, width = photograph.shape[:2]
+    device = info.device_name() if driver == "cuda" else "NumPy on the CPU"
+    print(f"driver   {driver} ({reason}), {device}")
+    print(f"picture  {path.name}, {width} x {height} pixels; {len(filters)} filters over {options.states} states")
+
+    pool = HandlePool(driver=driver)
+    try:
+        report = measure(photograph, filters, states=options.states, pool=pool)
+    finally:
+        pool.close()
+    print()
+    print(render(report))
+    draw(report, photograph, f"{path.name} on the {driver} driver, {device}", options.out)
+    print(f"\nwrote {options.out}")
+    wrong = [result.name for result in report.results if not result.right]
+    if wrong:
+        _complain(f"further than 2e-3 from the float64 reference: {', '.join(wrong)}")
+    return 1 if wrong else 0

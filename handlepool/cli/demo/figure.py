@@ -1,0 +1,208 @@
+"""The picture of the demo: the photograph, what each filter made of it, and when each ran on which side stream."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
+
+from handlepool.cli.demo.measure import Report, Result, Span
+from handlepool.cli.demo.table import counted, milliseconds
+from handlepool.errors import ArgumentError
+
+_WIDTH, _MARGIN, _GAP, _CAPTION, _HEADER, _ROW, _DPI = 16.0, 0.35, 0.14, 0.46, 0.85, 0.4, 120  # inches, dots an inch
+_LEAST_COLUMNS, _MOST_COLUMNS = 3, 12
+_INK, _PALE, _PAPER, _GREY = "#1c2126", "#6b747c", "#ffffff", (0.42, 0.45, 0.49)
+
+_Box = tuple[float, float, float, float]  # left, bottom, width, height in inches
+_Colour = tuple[float, float, float]
+
+
+def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path) -> None:
+    """Write the picture.
+
+    Parameters
+    ----------
+    report : Report
+        What was measured.
+    photograph : ndarray of float32, shape (height, width, 3)
+        The picture that the filters were given.
+    title : str
+        Names the picture, the driver and the device.
+    path : Path
+        Where the PNG goes.
+
+    Raises
+    ------
+    ArgumentError
+        When the file cannot be written.
+    """
+    height, width = photograph.shape[:2]
+    tiles = len(report.results) + 1
+    aspect = min(max(height / width, 0.15), 2.5)
+    columns = _columns(tiles, aspect)
+    rows = math.ceil(tiles / columns)
+    tile_width = (_WIDTH - 2 * _MARGIN - (columns - 1) * _GAP) / columns
+    tile_height = tile_width * aspect
+    streams = list(dict.fromkeys(span.stream for span in report.spans))
+    line_height = _ROW * len(streams)
+    total = _HEADER + rows * (tile_height + _CAPTION + _GAP) + 0.45 + line_height + 0.62
+
+    figure = Figure(figsize=(_WIDTH, total), dpi=_DPI, facecolor=_PAPER)
+    FigureCanvasAgg(figure)
+    _write(figure, _MARGIN, total - 0.3, title, size=16, weight="bold")
+    _write(figure, _MARGIN, total - 0.62, _subtitle(report), size=10.5, color=_PALE)
+
+    colours = _colours(len(report.results))
+    for index in range(tiles):
+        row, column = divmod(index, columns)
+        left = _MARGIN + column * (tile_width + _GAP)
+        top = total - _HEADER - row * (tile_height + _CAPTION + _GAP)
+        box = (left, top - _CAPTION - tile_height, tile_width, tile_height)
+        if index == 0:
+            _tile(figure, box, photograph, "the photograph", _by(width, height), _GREY)
+        else:
+            result = report.results[index - 1]
+            shown, note = _displayable(result)
+            note = _by(result.size, result.size) + note
+            _tile(figure, box, shown, f"{index}  {result.name}", note, colours[index - 1])
+    axes = _axes(figure, (1.55, 0.62, _WIDTH - 1.55 - _MARGIN, line_height))
+    _time_line(axes, report, streams, colours)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a filter's name in any script
+        try:
+            figure.savefig(path, format="png")
+        except OSError as error:
+            raise ArgumentError(f"cannot write {str(path)!r}: {error.strerror or error}; pass another --out") from error
+
+
+def _columns(tiles: int, aspect: float) -> int:
+    """As many columns as make the grid about two and a half times as wide as high, and leave few gaps."""
+
+    def badness(columns: int) -> float:
+        rows = math.ceil(tiles / columns)
+        return abs(math.log(columns / (rows * aspect) / 2.5)) + (rows * columns - tiles) / tiles
+
+    return min(range(_LEAST_COLUMNS, max(_LEAST_COLUMNS, min(tiles, _MOST_COLUMNS)) + 1), key=badness)
+
+
+def _colours(count: int) -> list[_Colour]:
+    """One colour a filter, neighbours far apart."""
+    hues = 0.9 * colormaps["turbo"](np.linspace(0.04, 0.96, count))[:, :3]
+    stride = next((step for step in (5, 3, 7, 2, 1) if math.gcd(step, count) == 1), 1)
+    return [(float(r), float(g), float(b)) for r, g, b in (hues[index * stride % count] for index in range(count))]
+
+
+def _displayable(result: Result) -> tuple[NDArray[np.float32], str]:
+    """Bring a filter's result to 0 ... 1, and say how when it was not there.
+
+    A kernel whose weights sum to zero gives values about zero: grey is zero then, and the range that is shown is
+    symmetric. One whose weights sum to one gives a picture again. Any other is stretched from its darkest value to its
+    brightest.
+    """
+    pixels, weight = result.pixels, result.weight
+    if abs(weight) <= 1e-3 * result.absolute_weight:
+        peak = float(np.percentile(np.abs(pixels), 98.0)) or 1.0
+        return np.clip(0.5 + pixels / (2 * peak), 0, 1), f", grey is 0, white {peak:.2g}"
+    if abs(weight - 1.0) <= 1e-3:
+        return np.clip(pixels, 0, 1), ""
+    low, high = (float(value) for value in np.percentile(pixels, (0.5, 99.5)))
+    return np.clip((pixels - low) / ((high - low) or 1.0), 0, 1), f", {low:.2g} to {high:.2g}"
+
+
+def _tile(figure: Figure, box: _Box, pixels: NDArray[np.float32], caption: str, note: str, colour: _Colour) -> None:
+    left, bottom, width, height = box
+    axes = _axes(figure, box)
+    axes.imshow(pixels, interpolation="antialiased")
+    axes.set_anchor("N")
+    axes.set_axis_off()
+    # The strip above the image has the colour of the filter's bar on the time line.
+    strip = _axes(figure, (left, bottom + height + 0.03, width, 0.035))
+    strip.set_axis_off()
+    strip.add_patch(Rectangle((0, 0), 1, 1, color=colour, linewidth=0))
+    fitting = max(width * 72 / (0.62 * len(caption)), 5.0)  # points, for letters of average width
+    _write(figure, left, bottom + height + 0.34, caption, size=min(10.5, fitting))
+    _write(figure, left, bottom + height + 0.16, note, size=8.5, color=_PALE)
+
+
+def _axes(figure: Figure, box: _Box) -> Axes:
+    """Axes at a place given in inches from the lower left corner."""
+    total_width, total_height = figure.get_size_inches()
+    left, bottom, width, height = box
+    return figure.add_axes((left / total_width, bottom / total_height, width / total_width, height / total_height))
+
+
+def _write(
+    figure: Figure, left: float, middle: float, text: str, *, size: float, color: str = _INK, weight: str = "normal"
+) -> None:
+    """Put text at a place given in inches from the lower left corner, taken literally."""
+    total_width, total_height = figure.get_size_inches()
+    place = (left / total_width, middle / total_height)
+    figure.text(*place, text, size=size, color=color, weight=weight, va="center", parse_math=False)
+
+
+def _time_line(axes: Axes, report: Report, streams: Sequence[int], colours: Sequence[_Colour]) -> None:
+    end = max(report.region, max(span.end for span in report.spans))
+    points = axes.get_position().width * _WIDTH * 72
+    for index, span in enumerate(report.spans):
+        row = streams.index(span.stream)
+        axes.barh(row, span.end - span.start, left=span.start, height=0.72, color=colours[index], linewidth=0)
+        label = _fitting_label(span, index + 1, (span.end - span.start) / end * points)
+        ink = _INK if sum(np.multiply(colours[index], (0.299, 0.587, 0.114))) > 0.55 else "white"
+        text = axes.text((span.start + span.end) / 2, row, label, size=9, color=ink, ha="center", va="center")
+        text.set(parse_math=False, clip_on=True)
+    axes.set_xlim(0, end * 1.005)
+    axes.set_ylim(len(streams) - 0.45, -0.55)
+    axes.set_yticks(range(len(streams)), [_stream_name(stream, report, streams) for stream in streams], size=9.5)
+    axes.axvline(report.region, color=_PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_xlabel("milliseconds after the fork, from stream events; the broken line is the join", size=9.5, color=_PALE)
+    axes.tick_params(length=0, colors=_INK, labelsize=9.5)
+    axes.grid(axis="x", color="#e3e7ea", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_title(
+        f"which branch ran when: {counted(len(report.spans), 'branch', 'branches')} over "
+        f"{counted(len(streams), 'stream')}, {report.overlap:.1f} at a time on average",
+        loc="left",
+        size=11.5,
+        color=_INK,
+        pad=8,
+    )
+
+
+def _fitting_label(span: Span, number: int, points: float) -> str:
+    """The number and the name where the bar is wide enough for them, else the number, else nothing."""
+    for text in (f"{number}  {span.name}", str(number)):
+        if len(text) * 5.6 + 4 <= points:
+            return text
+    return ""
+
+
+def _by(width: int, height: int) -> str:
+    return f"{width} \N{MULTIPLICATION SIGN} {height}"
+
+
+def _stream_name(stream: int, report: Report, streams: Sequence[int]) -> str:
+    if stream == report.caller:
+        return "caller's stream"
+    return f"side stream {[other for other in streams if other != report.caller].index(stream) + 1}"
+
+
+def _subtitle(report: Report) -> str:
+    times = report.times
+    parts = (
+        f"{counted(len(report.results), 'convolution')} forked over {counted(report.states, 'state')}: "
+        f"{milliseconds(times.forked)}",
+        f"on one stream: {milliseconds(times.single)}",
+        f"same-size filters as one convolution: {milliseconds(times.stacked)}",
+    )
+    text = "   \N{MIDDLE DOT}   ".join(parts)
+    return text if report.driver == "cuda" else f"{text}  (host driver: says nothing about a GPU)"

@@ -1,0 +1,263 @@
+"""Runs the filters over the states, checks what they give and times how."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from handlepool.cli.demo.filters import Filter
+from handlepool.drivers.protocol import Driver
+from handlepool.graphs.plan import Plan
+from handlepool.ops import conv2d, conv2d_plan
+from handlepool.pool.pool import HandlePool
+from handlepool.regions.states import ParallelStates
+from handlepool.testing.reference import conv2d as reference_conv2d
+
+TOLERANCE = 2e-3
+_BUDGET, _FEWEST, _MOST = 4000.0, 3, 31  # milliseconds that all repeats may take together; repeats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """What one filter gave.
+
+    Attributes
+    ----------
+    pixels : ndarray of float32, shape (height, width, 3)
+    weight, absolute_weight : float
+        The sums of the kernel's numbers and of their magnitudes.
+    largest, relative : float
+        The largest absolute error against float64, and the norm of the error divided by the norm of the reference.
+    engine : str
+        cuDNN's name for the plan.
+    workspace : int
+        Bytes.
+    """
+
+    name: str
+    size: int
+    pixels: NDArray[np.float32]
+    weight: float
+    absolute_weight: float
+    largest: float
+    relative: float
+    engine: str
+    workspace: int
+
+    @property
+    def right(self) -> bool:
+        """Whether the result is within the tolerance."""
+        return self.relative <= TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a branch ran, in milliseconds after the fork, and the pointer of the stream that it ran on."""
+
+    name: str
+    stream: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Medians in milliseconds: the region forked, the same on one stream, and same-size filters as one convolution."""
+
+    forked: float
+    single: float
+    stacked: float
+    stacked_convolutions: int
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Report:
+    """All that the demo found. ``region`` is the time in milliseconds from fork to join that ``spans`` belong to."""
+
+    driver: str
+    states: int
+    results: tuple[Result, ...]
+    spans: tuple[Span, ...]
+    region: float
+    caller: int
+    times: Times
+
+    @property
+    def overlap(self) -> float:
+        """How many branches ran at a time, averaged over the time in which at least one ran."""
+        busy, until = 0.0, 0.0
+        for span in sorted(self.spans, key=lambda span: span.start):
+            busy += max(0.0, span.end - max(span.start, until))
+            until = max(until, span.end)
+        return sum(span.end - span.start for span in self.spans) / busy if busy else 1.0
+
+
+class _Work:
+    """The photograph and the weights on the device, and the ways to convolve them."""
+
+    def __init__(self, photograph: NDArray[np.float32], filters: Sequence[Filter], states: int, pool: HandlePool) -> None:
+        self.pool = pool
+        self.driver: Driver = pool.driver
+        self.states = ParallelStates(states, pool=pool)
+        # No more scratch than the device has for all states and the caller's stream at once.
+        self.workspace_limit = self.driver.memory_info()[0] // (2 * (states + 1))
+        self.x = self._channels_last(photograph[np.newaxis].transpose(0, 3, 1, 2))
+        self.weights = [self._channels_last(filter.weights()) for filter in filters]
+        by_size: dict[int, list[NDArray[np.float32]]] = {}
+        for filter in filters:
+            by_size.setdefault(filter.size, []).append(filter.weights())
+        self.stacks = [self._channels_last(np.concatenate(group)) for group in by_size.values()]
+
+    def _channels_last(self, values: NDArray[np.float32]) -> Any:
+        """Copy to the device with the channels innermost in memory, the layout that cuDNN prefers."""
+        return self.driver.asarray(np.ascontiguousarray(values.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
+
+    def options(self, w: Any) -> dict[str, Any]:
+        """Padding that keeps the size; and float32 to the last bit, not rounded to TF32 before.
+
+        Kernels whose weights cancel take small differences of large numbers: TF32's rounding of the pixels would come out
+        of them a tenfold larger. On an H200 the plans without it are the faster ones as well, for three channels.
+        """
+        return {
+            "padding": w.shape[2] // 2,
+            "allow_tf32": False,
+            "workspace_limit": self.workspace_limit,
+            "pool": self.pool,
+        }
+
+    def convolve(self, w: Any) -> Any:
+        return conv2d(self.x, w, **self.options(w))
+
+    def plan(self, w: Any) -> Plan:
+        return conv2d_plan(self.x, w, **self.options(w))
+
+    def forked(self) -> list[Any]:
+        with self.states.fork() as fork:
+            return [fork.run(conv2d, self.x, w, **self.options(w)) for w in self.weights]
+
+    def single(self) -> list[Any]:
+        return [self.convolve(w) for w in self.weights]
+
+    def stacked(self) -> list[Any]:
+        return [self.convolve(w) for w in self.stacks]
+
+    def timing_events(self, count: int) -> list[Any]:
+        with self.driver.relaxed():
+            return [self.driver.create_event(timing=True) for _ in range(count)]
+
+    def destroy(self, events: Sequence[Any]) -> None:
+        with self.driver.relaxed():
+            for event in events:
+                self.driver.destroy_event(event)
+
+    def time(self, work: Callable[[], list[Any]]) -> float:
+        """Milliseconds on the caller's stream."""
+        driver, events = self.driver, self.timing_events(2)
+        caller = driver.current_stream().ptr
+        driver.record_event(events[0], caller)
+        work()
+        driver.record_event(events[1], caller)
+        driver.synchronize_stream(caller)
+        elapsed = driver.elapsed(*events)
+        self.destroy(events)
+        return elapsed
+
+    def trace(self, names: Sequence[str]) -> tuple[float, list[Span]]:
+        """Run the region once with an event at the start and at the end of every branch."""
+        driver, count = self.driver, len(names)
+        events = self.timing_events(2 * count + 2)
+        starts, ends = events[:count], events[count : 2 * count]
+        fork_event, join_event = events[2 * count :]
+        caller = driver.current_stream().ptr
+
+        def branch(w: Any, start: Any, end: Any) -> int:
+            stream = driver.current_stream().ptr
+            driver.record_event(start, stream)
+            self.convolve(w)
+            driver.record_event(end, stream)
+            return stream
+
+        driver.record_event(fork_event, caller)
+        streams = self.states.map(branch, self.weights, starts, ends)
+        driver.record_event(join_event, caller)
+        driver.synchronize_stream(caller)
+        spans = [
+            Span(name, stream, driver.elapsed(fork_event, start), driver.elapsed(fork_event, end))
+            for name, stream, start, end in zip(names, streams, starts, ends, strict=True)
+        ]
+        region = driver.elapsed(fork_event, join_event)
+        self.destroy(events)
+        return region, spans
+
+
+def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, states: int, pool: HandlePool) -> Report:
+    """Apply every filter to all three channels, concurrently; check, trace and time it.
+
+    Parameters
+    ----------
+    photograph : ndarray of float32, shape (height, width, 3)
+        Red, green and blue from 0 to 1.
+    filters : sequence of Filter
+        Each becomes one branch of the region.
+    states : int
+        How many side streams to run on.
+    pool : HandlePool
+        Decides the driver; its current device and stream are used.
+    """
+    work = _Work(photograph, filters, states, pool)
+    # The first run builds the plans and loads the kernels, which may wait for the device, so it is not timed.
+    outputs = [work.driver.asnumpy(y) for y in work.forked()]
+    results = tuple(_check(photograph, filter, w, y, work) for filter, w, y in zip(filters, work.weights, outputs, strict=True))
+    times = _times(work)
+    names = [filter.name for filter in filters]
+    count = 5 if 5 * times.forked < _BUDGET else 1
+    traces = sorted((work.trace(names) for _ in range(count)), key=lambda trace: trace[0])
+    region, spans = traces[count // 2]
+    return Report(
+        driver=work.driver.name,
+        states=states,
+        results=results,
+        spans=tuple(spans),
+        region=region,
+        caller=work.driver.current_stream().ptr,
+        times=times,
+    )
+
+
+def _check(photograph: NDArray[np.float32], filter: Filter, w: Any, y: NDArray[Any], work: _Work) -> Result:
+    plan = work.plan(w)
+    # The reference is told the same in other words: three groups of one channel, in float64.
+    x = photograph[np.newaxis].transpose(0, 3, 1, 2)
+    kernels = np.broadcast_to(filter.kernel, (3, 1, filter.size, filter.size))
+    expected = reference_conv2d(x, kernels, padding=filter.size // 2, groups=3)
+    error = y - expected
+    wrong, norm = float(np.linalg.norm(error)), float(np.linalg.norm(expected))
+    return Result(
+        name=filter.name,
+        size=filter.size,
+        pixels=np.ascontiguousarray(y[0].transpose(1, 2, 0), dtype=np.float32),
+        weight=float(filter.kernel.sum(dtype=np.float64)),
+        absolute_weight=float(np.abs(filter.kernel).sum(dtype=np.float64)),
+        largest=float(np.abs(error).max()),
+        relative=wrong / norm if norm else (np.inf if wrong else 0.0),
+        engine=plan.engine,
+        workspace=plan.workspace_size,
+    )
+
+
+def _times(work: _Work) -> Times:
+    """Medians of interleaved repeats, so that a change of the clock falls on all three ways alike."""
+    ways = (work.forked, work.single, work.stacked)
+    warm_up = sum(work.time(way) for way in ways)
+    repeats = int(min(max(_BUDGET / max(warm_up, 1e-3), _FEWEST), _MOST))
+    samples: list[list[float]] = [[], [], []]
+    for repeat in range(repeats):
+        for index in range(3):
+            way = (index + repeat) % 3  # none is always the first
+            samples[way].append(work.time(ways[way]))
+    forked, single, stacked = (statistics.median(sample) for sample in samples)
+    return Times(forked, single, stacked, len(work.stacks), repeats)

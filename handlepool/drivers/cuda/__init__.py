@@ -1,0 +1,1 @@
+"""NVIDIA GPUs: the one place that imports CuPy and CUDA's bindings."""

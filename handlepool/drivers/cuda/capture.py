@@ -1,0 +1,125 @@
+"""What the cuda driver needs to record: graphs, memory of a recording's own, and what CUDA's refusals mean."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import cupy
+from cuda.bindings import driver as cu
+from cupy.cuda import runtime
+from cupy.cuda.memory import BaseMemory, OutOfMemoryError
+
+_MEANINGS = {
+    900: "a call that a stream cannot take while it is recorded: to wait for the GPU, to read values, to allocate past CuPy",
+    901: "an earlier call that a stream cannot take while it is recorded",
+    902: "a wait that would join it to another capture",
+    903: "a capture that was begun elsewhere",
+    904: "work on a stream that nothing waits for afterwards",
+    905: "a wait for work outside of the recording",
+    906: "work on the legacy default stream, which cannot be recorded",
+    907: "a wait on the host for an event of the recording",
+    908: "a capture that was begun in another thread",
+}
+"""Errors of stream capture by their numbers, which are the same in the runtime and in the driver."""
+
+
+def failure(error: BaseException | None) -> str | None:
+    """See `handlepool.drivers.protocol.Driver.capture_failure`."""
+    while error is not None:
+        meaning = _MEANINGS.get(getattr(error, "status", 0))
+        if meaning is None and isinstance(error, RuntimeError) and "capturing" in str(error):  # CuPy asks before it calls
+            meaning = _MEANINGS[900]
+        if meaning is not None:
+            return f"{meaning} ({error})"
+        error = error.__cause__ or error.__context__
+    return None
+
+
+class CudaGraph:
+    """A captured graph and its executable, as raw pointers: no destructor of theirs can call CUDA at a bad moment.
+
+    Attributes
+    ----------
+    pointer : int
+        The ``cudaGraph_t``.
+    """
+
+    __slots__ = ("_executable", "launch", "nodes", "pointer")
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+        self._executable = 0
+        try:
+            status, _, self.nodes = cu.cuGraphGetNodes(pointer)
+            if status != cu.CUresult.CUDA_SUCCESS:
+                raise RuntimeError(f"CUDA driver error: {status.name}")
+            self._executable = int(runtime.graphInstantiate(pointer))
+        except BaseException as error:
+            self.destroy()
+            if getattr(error, "status", 0) == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                raise MemoryError(str(error)) from error
+            raise
+        self.launch: Callable[[int], None] = partial(runtime.graphLaunch, self._executable)
+
+    def upload(self, pointer: int) -> None:
+        """See `handlepool.drivers.protocol.RecordedGraph`."""
+        runtime.graphUpload(self._executable, pointer)
+
+    def destroy(self) -> None:
+        """See `handlepool.drivers.protocol.RecordedGraph`."""
+        executable, self._executable = self._executable, 0
+        pointer, self.pointer = self.pointer, 0
+        try:
+            if executable:
+                runtime.graphExecDestroy(executable)
+        finally:
+            if pointer:
+                runtime.graphDestroy(pointer)
+
+
+class CudaRecordingMemory:
+    """A pool of CuPy's for one recording.
+
+    It must live as long as any array in it does: a pool of CuPy's that goes frees what is in use.
+    """
+
+    def __init__(self, relaxed: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._pool = cupy.cuda.MemoryPool()
+        self._relaxed = relaxed
+        self._devices: set[int] = set()
+        self._addresses: set[int] = set()  # of what was given: no other pool has them as long as this one has not given them back
+
+    def allocator(self, nbytes: int) -> Any:
+        """See `handlepool.drivers.protocol.RecordingMemory`."""
+        with self._relaxed():
+            self._devices.add(runtime.getDevice())
+            try:
+                memory = self._pool.malloc(nbytes)
+            except OutOfMemoryError:
+                cupy.get_default_memory_pool().free_all_blocks()
+                memory = self._pool.malloc(nbytes)
+            self._addresses.add(memory.mem.ptr)
+            return memory
+
+    @property
+    def nbytes(self) -> int:
+        """See `handlepool.drivers.protocol.RecordingMemory`."""
+        return sum(self._on_each(self._pool.total_bytes))
+
+    def holds(self, value: object) -> bool:
+        """See `handlepool.drivers.protocol.RecordingMemory`."""
+        memory = value.data.mem if isinstance(value, cupy.ndarray) else value
+        return isinstance(memory, BaseMemory) and memory.ptr in self._addresses
+
+    def release(self) -> bool:
+        """See `handlepool.drivers.protocol.RecordingMemory`."""
+        self._on_each(self._pool.free_all_blocks)
+        return not sum(self._on_each(self._pool.used_bytes))
+
+    def _on_each(self, function: Callable[[], Any]) -> list[Any]:
+        values = []
+        for device in self._devices:
+            with cupy.cuda.Device(device):
+                values.append(function())
+        return values

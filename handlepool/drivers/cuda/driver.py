@@ -1,0 +1,388 @@
+"""The driver for NVIDIA GPUs: CuPy, nvidia-cudnn-frontend and, for what CuPy lacks, ``cuda.bindings.driver``.
+
+With `executable`, `shortcuts`, `recorded` and `shared`, the only module that imports CuPy or launches with cuDNN's binding. The
+runtime half of cuda-bindings is never used: it needs a driver as new as itself. cuDNN's rule for threads is that a handle is used
+by one thread at a time; who keeps it is the pool.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+
+import cudnn
+import cupy
+import numpy as np
+from cuda.bindings import driver as cu
+from cupy.cuda import runtime
+from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
+
+from handlepool.drivers.cuda import capture as recorded
+from handlepool.drivers.cuda.edges import with_edge_data
+from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
+from handlepool.drivers.event_pool import Events
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Copy, Handle, Stream
+from handlepool.errors import ArrayTypeError, CaptureError
+from handlepool.tensors import frontend
+from handlepool.tensors.layout import HOST, UNKNOWN, View
+
+_PASSED = (
+    ("cupy.fft", "cupy.fft._fft", "get_plan_cache"),
+    ("cupy.random", "cupy.random._generator", "get_random_state"),
+)
+"""What is reported, and the function that its users pass through: the module that looks it up, and its name there."""
+
+_reports: dict[object, Callable[[str], None]] = {}
+_replaced: list[tuple[Any, str, Any]] = []
+_lock = threading.RLock()  # guards both; CuPy's modules are imported inside, where the collector may run a finaliser
+
+
+def watch_uses(report: Callable[[str], None]) -> Callable[[], None]:
+    """Have ``report(name)`` called before each use, in the thread of the user; returns what ends it."""
+    with _lock:
+        if not _reports:
+            for name, module_name, attribute in _PASSED:
+                module = import_module(module_name)
+                function = getattr(module, attribute, None)
+                if function is not None:  # a CuPy that has it elsewhere is not watched
+                    _replaced.append((module, attribute, function))
+                    setattr(module, attribute, _reporting(name, function))
+        key = object()
+        _reports[key] = report
+
+    def end() -> None:
+        with _lock:
+            if _reports.pop(key, None) is not None and not _reports:
+                while _replaced:
+                    setattr(*_replaced.pop())
+
+    return end
+
+
+def _reporting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        for report in tuple(_reports.values()):
+            report(name)
+        return function(*args, **kwargs)
+
+    return reporting
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
+_get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator
+_set_allocator: Callable[[Any], None] = cupy.cuda.memory._set_thread_local_allocator
+_capture_info = with_edge_data(cu, "cuStreamGetCaptureInfo")
+_RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_STICKY = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
+"""Errors that a context does not survive, by their numbers, which are the same in the runtime and in the driver: memory that
+cannot be corrected, addresses and instructions that are illegal, misaligned or out of space, failed assertions and launches."""
+
+
+def unavailable() -> str | None:
+    """Say why there is nothing to run on: no GPU, no driver, no libcudnn. None where all is there."""
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        return f"no usable NVIDIA GPU ({error})"
+    if count == 0:
+        return "no NVIDIA GPU is visible"
+    try:
+        cudnn.backend_version()
+    except Exception as error:
+        return f"libcudnn was not found ({error}); install handlepool[cu12] or handlepool[cu13]"
+    return None
+
+
+class CudaDriverError(RuntimeError):
+    """A status of the CUDA driver."""
+
+    def __init__(self, status: Any) -> None:
+        super().__init__(f"CUDA driver error: {status.name}")
+        self.status = int(status)
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """The one place where a status of the CUDA driver is checked."""
+    status, *values = result
+    if status != cu.CUresult.CUDA_SUCCESS:
+        raise CudaDriverError(status)
+    return values[0] if values else None
+
+
+class _Relaxed:
+    """This thread's capture mode is *relaxed* inside: calls that are unsafe for other modes harm no capture."""
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        self._mode = _check(cu.cuThreadExchangeStreamCaptureMode(_RELAXED))
+
+    def __exit__(self, *_: object) -> None:
+        _check(cu.cuThreadExchangeStreamCaptureMode(self._mode))
+
+
+class _ForeignStream:
+    """A pointer with its owner, in the form that ``Stream.from_external`` takes."""
+
+    def __init__(self, pointer: int, owner: object) -> None:
+        self.pointer = pointer
+        self.owner = owner
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
+class CudaDriver:
+    """NVIDIA GPUs through CuPy and cudnn-frontend. See `handlepool.drivers.protocol.Driver` for every method's contract."""
+
+    name = "cuda"
+    array_type: type = cupy.ndarray
+    current_device: Callable[[], int] = staticmethod(runtime.getDevice)
+    current_stream: Callable[..., Stream] = staticmethod(cupy.cuda.get_current_stream)
+    record_event: Callable[[Any, int], None] = staticmethod(runtime.eventRecord)
+    wait_event: Callable[[int, Any], None] = staticmethod(runtime.streamWaitEvent)
+    set_device: Callable[[int], None] = staticmethod(runtime.setDevice)
+    is_capturing: Callable[[int], bool] = staticmethod(runtime.streamIsCapturing)
+    # Not hot, but without a step of Python's after the deed, where an interrupt could hide that it was done.
+    free: Callable[[int], None] = staticmethod(runtime.free)
+    destroy_event: Callable[[Any], None] = staticmethod(runtime.eventDestroy)
+    device = staticmethod(cupy.cuda.Device)
+
+    def __init__(self) -> None:
+        self._edges: dict[int, Events] = {}  # by device: of allocations in branches
+        for name in ("current_stream", "record_event", "wait_event", "is_capturing"):  # an object's own are found sooner
+            setattr(self, name, getattr(self, name))
+
+    def device_count(self) -> int:
+        return int(runtime.getDeviceCount())
+
+    # Streams
+
+    def create_stream(self) -> Stream:
+        stream: Stream = cupy.cuda.Stream(non_blocking=True)
+        return stream
+
+    def wrap_stream(self, pointer: int, owner: object) -> Stream:
+        stream: Stream
+        if pointer == 0:
+            stream = cupy.cuda.Stream.null
+        elif pointer == PER_THREAD_STREAM:
+            stream = cupy.cuda.Stream.ptds
+        else:
+            stream = cupy.cuda.Stream.from_external(_ForeignStream(pointer, owner))
+        return stream
+
+    def push_stream(self, stream: Any) -> None:
+        # Not `use`: the end of a `with` statement brings back the stream that was *entered* before, whatever is in use.
+        stream.__enter__()
+
+    def pop_stream(self, stream: Any, previous: Any) -> None:
+        stream.__exit__(None, None, None)
+        previous.use()  # it may have been in use without having been entered
+
+    def owns_stream(self, stream: object) -> bool:
+        # from_external gives a Stream too, but one whose end is not the stream's end.
+        return type(stream) is cupy.cuda.Stream and getattr(stream, "_foreign_stream_ref", None) is None
+
+    def stream_id(self, pointer: int) -> int:
+        return int(_check(cu.cuStreamGetId(pointer)))
+
+    def capture_id(self, pointer: int) -> int:
+        if not runtime.streamIsCapturing(pointer):  # 0.1 µs; the id below costs ten times that
+            return 0
+        _status, identity, *_ = _check_all(_capture_info(pointer))
+        return int(identity)
+
+    def stream_device(self, pointer: int) -> int:
+        context = _check(cu.cuStreamGetCtx(pointer))
+        _check(cu.cuCtxPushCurrent(context))
+        try:
+            return int(_check(cu.cuCtxGetDevice()))
+        finally:
+            _check(cu.cuCtxPopCurrent())
+
+    def synchronize_stream(self, pointer: int) -> None:
+        runtime.streamSynchronize(pointer)
+
+    # Events are raw pointers: no destructor of theirs can call CUDA at a bad moment.
+
+    def create_event(self, *, timing: bool = False) -> int:
+        return int(runtime.eventCreateWithFlags(0 if timing else runtime.eventDisableTiming))
+
+    def event_done(self, event: int) -> bool:
+        return bool(runtime.eventQuery(event) == 0)
+
+    def synchronize_event(self, event: int) -> None:
+        runtime.eventSynchronize(event)
+
+    def elapsed(self, start: int, end: int) -> float:
+        return float(runtime.eventElapsedTime(start, end))
+
+    # Handles
+
+    def create_handle(self) -> Handle:
+        handle: Handle = cudnn.create_handle()
+        return handle
+
+    def bind_handle(self, handle: Handle, pointer: int) -> None:
+        # set_stream skips the pointer that it remembers, which is wrong after a pointer was recycled.
+        handle.stream = None
+        cudnn.set_stream(handle, pointer)
+
+    def destroy_handle(self, handle: Handle) -> None:
+        cudnn.destroy_handle(handle)
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> int:
+        try:
+            return int(runtime.malloc(nbytes))
+        except runtime.CUDARuntimeError as error:
+            if error.status == _OUT_OF_MEMORY:
+                raise MemoryError(str(error)) from error
+            raise
+
+    def memory_info(self) -> tuple[int, int]:
+        free, total = runtime.memGetInfo()
+        return int(free), int(total)
+
+    def release_cached(self) -> None:
+        cupy.get_default_memory_pool().free_all_blocks()
+
+    def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Any:
+        memory = UnownedMemory(pointer, nbytes, owner, self.current_device())
+        return cupy.ndarray((nbytes,), np.uint8, MemoryPointer(memory, 0))
+
+    def region_allocator(self, stream: Any, keep: Callable[[object], None], of: Callable[[int], Any]) -> Any:
+        base = cupy.cuda.get_allocator()
+        device = self.current_device()
+        origin = stream.ptr
+        edges = self._edges.get(device) or self._edges.setdefault(device, Events(self))
+
+        def allocate(nbytes: int) -> Any:
+            current = cupy.cuda.get_current_stream()
+            pointer = current.ptr
+            if pointer == origin or runtime.getDevice() != device or (its := of(pointer)) is None:
+                memory = base(nbytes)
+            elif its is not allocate:
+                return its(nbytes)
+            else:
+                if origin != LEGACY_STREAM and runtime.streamIsCapturing(origin) != runtime.streamIsCapturing(current.ptr):
+                    raise CaptureError(
+                        f"an allocation on stream {current.ptr:#x} inside a region of stream {origin:#x}, one of which began to "
+                        f"be captured since: the capture cannot wait for the other. Begin it before the region, or after"
+                    )
+                stream.use()
+                try:
+                    memory = base(nbytes)
+                finally:
+                    current.use()
+                edges.order(origin, current.ptr)
+            keep(memory.mem)
+            return memory
+
+        return allocate
+
+    def swap_allocator(self, allocator: Any) -> Any:
+        previous = _get_allocator()
+        _set_allocator(allocator)
+        return previous
+
+    # Captures
+
+    def relaxed(self) -> AbstractContextManager[Any]:
+        return _Relaxed()
+
+    def begin_capture(self, pointer: int) -> None:
+        runtime.streamBeginCapture(pointer, runtime.streamCaptureModeThreadLocal)
+
+    def end_capture(self, pointer: int) -> recorded.CudaGraph:
+        return recorded.CudaGraph(int(runtime.streamEndCapture(pointer)))
+
+    def capture_failure(self, error: BaseException) -> str | None:
+        return recorded.failure(error)
+
+    def recording_memory(self) -> recorded.CudaRecordingMemory:
+        return recorded.CudaRecordingMemory(_Relaxed)
+
+    # When something is wrong
+
+    def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
+        cause = error
+        while cause is not None:
+            if getattr(cause, "status", 0) in _STICKY:
+                return cause
+            cause = cause.__cause__ or cause.__context__
+        if ask and (error is None or isinstance(error, (RuntimeError, MemoryError))):  # cuDNN's errors do not say
+            try:
+                with _Relaxed():
+                    runtime.memGetInfo()
+            except (runtime.CUDARuntimeError, CudaDriverError) as refusal:
+                return refusal if refusal.status in _STICKY else None
+        return None
+
+    def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
+        return watch_uses(report)
+
+    # Arrays and graphs
+
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
+        try:
+            return cupy.ndarray(shape, dtype, None, strides)
+        except OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    def asarray(self, values: Any) -> Any:
+        # Through pinned memory the copy is asynchronous; from pageable memory it has read `values` when it returns. Both are
+        # ordered on the current stream. CuPy keeps the layout of row-major and column-major arrays alone, so the axes are put
+        # in the order of the memory for the copy.
+        values = np.asarray(values)
+        order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
+        return cupy.asarray(values.transpose(order), order="C").transpose(np.argsort(order).tolist())
+
+    def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(cupy.asnumpy(array, order="A"))
+
+    def copy(self, target: Any, source: Any) -> None:
+        cupy.copyto(target, source)
+
+    def array_device(self, array: Any) -> int:
+        return int(array.data.device_id)
+
+    def array_pointer(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    def adopt(self, view: View) -> Any:
+        if view.device_id == UNKNOWN:
+            # 0 is memory that CUDA does not know, and 1 the host's that it does.
+            found = runtime.pointerGetAttributes(view.ptr)
+            view.device_id = self.current_device() if not view.size else int(found.device) if found.type > 1 else HOST
+        if view.device_id == HOST:
+            raise ArrayTypeError("it is in host memory, and the cuda driver takes arrays in a GPU's; copy it there first")
+        return view
+
+    def launch_buffer(self) -> Any:
+        pointers = new_buffer()
+        return pointers, pointers.buffer_info()[0]
+
+    def new_graph(self, handle: Handle, **settings: Any) -> Any:
+        return frontend.new_graph(handle, **settings)
+
+    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> CudaExecutable:
+        return CudaExecutable(self, graph, operands, copies, **settings)
+
+
+def _check_all(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    _check(result)
+    return result[1:]

@@ -1,0 +1,186 @@
+"""Functions that launch one plan of the cuda driver at once, each written for its plan.
+
+What stands above a launch is mostly attributes of arrays, and a loop over operands costs half as much again as the same written
+out. So a plan's function is generated, as `dataclasses` generates an ``__init__``, with what it compares in its text.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import cupy
+
+from handlepool.drivers.protocol import TENSOR_ALIGNMENT
+
+MOST_TOGETHER = 1 << 20
+"""Most bytes of a map's outputs that are allocated as one block, in three quarters of the time. It lives as long as any of them
+does, so larger ones, for which the time matters less, have blocks of their own."""
+_BLOCK = 512  # what CuPy rounds up to
+
+_TEXT = """\
+def launch(begin, arrays, out, fresh=None):
+    if out is {unwanted}:
+        return NOT_CACHED
+    try:
+        {inputs}, = arrays
+        {unpack}
+        if recordings or {differ}:
+            return NOT_CACHED
+        {read}
+    except Exception:  # another number of arrays, or another library's
+        return NOT_CACHED
+    if ({addresses}) % {alignment}{overlap}:
+        return NOT_CACHED  # and said there
+    try:
+        {made}
+        if begin is None:
+            try:
+                slot = current_stream({device}).{attribute}.slot
+                handle = slot.handle
+            except AttributeError:  # none is there, or, on what was a side stream, no more
+                slot = find()
+                handle = slot.handle
+            if handle.stream is not slot.bound{elsewhere}:
+                slot = find()
+                handle = slot.handle
+        else:
+            slot = begin(({operands},), launch)
+            handle = slot.handle
+            if handle.stream is not slot.pointer:
+                handle = sound(slot).handle
+        scratch = slot.buffer
+        if scratch is None:
+            return NOT_CACHED  # inside another launch of this slot, in a finaliser
+        if cache.recent is not entry:
+            cache.recent = entry
+            entry.used = tick()
+        {enqueue}
+    except Exception as error:
+        diagnose(pool, error)
+        raise
+    return {result}
+
+def allocate(count):
+    if count * {step} > {most_together}:
+        made = []
+        for _ in range(count):
+            {allocate}
+            made.append(({ys},))
+        return made
+    block = alloc(count * {step})
+    return [({slices},) for at in range(0, count * {step}, {step})]
+"""
+_MADE = """if fresh is None:
+            {allocate}
+        else:
+            {ys}, = fresh
+        {read}"""
+_ENQUEUE = """\
+buffer, location = scratch
+        {store}
+        raw(location, {count}, 0, handle.backend_handle, index)"""
+# Addresses go into the slot's buffer. From the first one to `raw`, which is called without a tuple of arguments, nothing is
+# called, and nothing made that the collector counts: it cannot run a finaliser in between that launches on this slot, too.
+
+_ENQUEUE_WITH_SCRATCH = """\
+slot.buffer = None
+        try:
+            workspace = slot.reserve({size})
+            buffer, location = scratch
+            {store}
+            raw(location, {count}, workspace, handle.backend_handle, index)
+        finally:
+            slot.buffer = scratch"""
+# The scratch is the slot's and may grow. A finaliser that launches on the slot meanwhile finds no buffer, and `calls.launch`
+# gives it addresses and scratch for itself.
+
+
+def shortcut(
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    apart: Sequence[tuple[int, int, int, int, bool]] | None,
+    single: bool,
+    workspace_size: int,
+    device: int | None,
+    names: dict[str, Any],
+) -> Callable[..., Any]:
+    """Make the function; see `Executable.shortcut`.
+
+    Parameters
+    ----------
+    inputs, outputs, apart, single
+        As there.
+    workspace_size : int
+        Bytes of scratch for a launch.
+    device : int or None
+        The plan's, where there are several.
+    names : dict
+        As there, with ``raw``, the raw entry, and ``index``, its last argument.
+    """
+    xs, ys = [f"x{i}" for i in range(len(inputs))], [f"y{i}" for i in range(len(outputs))]
+    given = apart is not None
+    layouts = dict(zip(xs + ys, (*inputs, *outputs), strict=True))
+    operands = list(layouts)
+    compared = [(a, layouts[a]) for a in (operands if given else xs)]
+    differ = [f"{a}.shape != {_numbers(layout.shape)}" for a, layout in compared[1:]]  # the first one's is a part of the key
+    differ += [f"{a}.strides != {_numbers(layout.strides)} or {a}.dtype is not dtype_{a}" for a, layout in compared]
+    if device is not None:
+        differ = [f"current_device() != {device}", *differ, *(f"{a}.data.device_id != {device}" for a, _ in compared)]
+    allocate = "; ".join(f"{b} = {_array(b, layouts[b], f'alloc({layouts[b].reach})')}" for b in ys)
+    offsets = list(accumulate((-(-layouts[b].reach // _BLOCK) * _BLOCK for b in ys), initial=0))
+    text = _TEXT.format(
+        inputs=", ".join(xs),
+        unwanted="None" if given else "not None",
+        unpack=_unpack(ys, single) if given else "pass",
+        differ=" or ".join(differ),
+        read=_read([a for a, _ in compared]),
+        addresses=" | ".join(f"p{a}" for a, _ in compared),
+        alignment=TENSOR_ALIGNMENT,
+        overlap="".join(_overlap(operands, *pair) for pair in apart or ()),
+        device=0 if device is None else device,
+        elsewhere="" if device is None else f" or slot.device != {device}",
+        attribute=names["pool"].attribute,
+        made="pass" if given else _MADE.format(allocate=allocate, ys=", ".join(ys), read=_read(ys)),
+        allocate=allocate,
+        slices=", ".join(_array(b, layouts[b], f"block + (at + {at})") for b, at in zip(ys, offsets, strict=False)),
+        step=offsets[-1],
+        most_together=MOST_TOGETHER,
+        ys=", ".join(ys),
+        operands=", ".join(operands),
+        enqueue=(_ENQUEUE_WITH_SCRATCH if workspace_size else _ENQUEUE).format(
+            size=workspace_size,
+            store="; ".join(f"buffer[{i}] = p{a}" for i, a in enumerate(operands)),
+            count=len(operands),
+        ),
+        result="out" if given else ys[0] if single else f"({', '.join(ys)},)",
+    )
+    values = {f"dtype_{a}": layout.dtype for a, layout in layouts.items()}
+    space: dict[str, Any] = names | values | {"ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc}
+    exec(compile(text, "<a plan's launch>", "exec"), space)
+    made: Callable[..., Any] = space["launch"]
+    made.allocate = space["allocate"]  # type: ignore[attr-defined]
+    return made
+
+
+def _numbers(values: Sequence[int]) -> str:
+    return repr(tuple(map(int, values)))
+
+
+def _unpack(outputs: list[str], single: bool) -> str:
+    return f"{outputs[0]} = out" if single else f"{', '.join(outputs)}, = out if isinstance(out, (tuple, list)) else ()"
+
+
+def _array(b: str, layout: Any, memory: str) -> str:
+    # With memory given, CuPy's constructor does not go over the strides to find out how much it takes.
+    return f"ndarray({_numbers(layout.shape)}, dtype_{b}, {memory}, {_numbers(layout.strides)})"
+
+
+def _read(arrays: list[str]) -> str:
+    return "; ".join(f"p{a} = {a}.data.ptr" for a in arrays)
+
+
+def _overlap(operands: list[str], one: int, other: int, reach: int, others: int, same: bool) -> str:
+    """An output over an input or another output, as `Plan.check_apart` has it."""
+    start, begin = f"p{operands[one]}", f"p{operands[other]}"
+    exact = f" and {start} != {begin}" if same else ""
+    return f" or {start} < {begin} + {others} and {begin} < {start} + {reach}{exact}"

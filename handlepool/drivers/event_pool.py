@@ -1,0 +1,56 @@
+"""Events of one device for reuse: between streams whose order is none of a fork's, and at the ends of tasks."""
+
+from typing import Any
+
+from handlepool.drivers.protocol import Driver
+
+
+class Events:
+    """Events of one device. One may be recorded anew as soon as nobody will wait for its old record any more."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._free: list[Any] = []  # appends and pops are atomic
+        self._closed = False
+
+    def take(self) -> Any:
+        """An event; called with its device current."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            with self._driver.relaxed():
+                return self._driver.create_event()
+
+    def put(self, event: Any) -> None:
+        """Take an event back."""
+        self._free.append(event)
+        if self._closed:  # in this order, so that one of the two threads sees it
+            self._settle()
+
+    def order(self, first: int, then: int) -> None:
+        """Let a stream wait for what another one was given by now; pointers of streams of the device, which is current."""
+        event = self.take()
+        try:
+            self._driver.record_event(event, first)
+            self._driver.wait_event(then, event)
+        finally:
+            self.put(event)  # a wait holds on to the record that it was given
+
+    def _settle(self) -> bool:
+        """Destroy the free events, and from now on whatever is put back. Whether that could be done."""
+        self._closed = True
+        while self._free:
+            try:
+                event = self._free.pop()
+            except IndexError:
+                break
+            done: list[None] = []
+            try:
+                with self._driver.relaxed():
+                    done.extend(map(self._driver.destroy_event, (event,)))  # in one step: no interrupt comes between
+            except Exception:
+                return False
+            finally:
+                if not done:
+                    self._free.append(event)  # for a later try
+        return True

@@ -1,0 +1,370 @@
+"""The driver without a GPU: NumPy arrays, streams that are ordered queues, events, handles, memory and captures.
+
+`HostDriver` is the whole of it; the parts are `schedulers` (what runs when), `queues`, `streams` and `events`, `captures` and
+`recorded` (programs), `memory` (scratch, arenas), `contract` (handles, checks, counts, faults), `executable` over `evaluator`
+(graphs), and `controls` (what tests need beside the protocol).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from handlepool._util import shown
+from handlepool.drivers.host import scheduler as schedulers
+from handlepool.drivers.host.contract import Handles, HostHandle, Relaxed
+from handlepool.drivers.host.executable import HostExecutable
+from handlepool.drivers.host.graphs import Recordings
+from handlepool.drivers.host.memory import Array, Memory, RegionAllocator, address_of, owner_of, raw_view
+from handlepool.drivers.host.race_checker import Order
+from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable, ThreadState
+from handlepool.drivers.host.testing import Controls
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Copy, check_operands, operand_name
+from handlepool.errors import ArgumentError, ArrayTypeError, ContractError
+from handlepool.tensors import frontend
+from handlepool.tensors.layout import HOST, View
+
+
+class Events:
+    """The part of `HostDriver` that orders streams by events."""
+
+    order: Order | None
+    _events_alive: set[Event]
+    _forbid: Callable[[str], None]
+    _note: Callable[[str], None]
+    _streams: StreamTable
+    _thread: ThreadState
+
+    def record_event(self, event: Event, pointer: int) -> None:
+        """Let the event stand for all that the stream was given so far; it may be recorded again."""
+        self._note("record_event")
+        self._streams.record(event, self._streams.resolve(pointer))
+
+    def wait_event(self, pointer: int, event: Event) -> None:
+        """Let what the stream is given from now on run after what the event stands for now."""
+        self._note("wait_event")
+        self._streams.wait(self._streams.resolve(pointer), event)
+
+    def create_event(self, *, timing: bool = False) -> Event:
+        """A new event of the current device."""
+        self._note("create_event")
+        self._forbid("create_event")
+        event = Event(self._thread.device, timing)
+        self._events_alive.add(event)
+        return event
+
+    def destroy_event(self, event: Event) -> None:
+        """Destroy an event; waits that were queued hold what they wait for."""
+        self._note("destroy_event")
+        self._streams.check_event(event)
+        self._forbid("destroy_event")
+        event.destroyed = True
+        self._events_alive.discard(event)
+
+    def event_done(self, event: Event) -> bool:
+        """Whether what the event stands for has run; true of an event that was never recorded."""
+        self._note("event_done")
+        self._forbid("event_done")
+        operation = self._streams.operation_of(event, "event_done")
+        self._streams.scheduler.nudge()  # who polls must see progress
+        if self.order is not None and operation.done:
+            self.order.waited(operation)
+        return operation.done
+
+    def synchronize_event(self, event: Event) -> None:
+        """Wait until what the event stands for has run."""
+        self._note("synchronize_event")
+        self._forbid("synchronize_event")
+        self._streams.wait_on_host(self._streams.operation_of(event, "synchronize_event"), repr(event))
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        """Milliseconds between two timing events that have passed."""
+        self._note("elapsed")
+        times = []
+        for event in (start, end):
+            operation = self._streams.operation_of(event, "elapsed")
+            if not event.timing or event.moment is None or not operation.done:
+                raise ContractError(f"elapsed: {event!r} is no timing event that was recorded and has passed")
+            times.append(operation.time)
+        return (times[1] - times[0]) * 1e3
+
+
+__all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
+
+
+class HostDriver(Controls, Events, Handles, Recordings):
+    """A `handlepool.drivers.protocol.Driver` on the CPU.
+
+    Parameters
+    ----------
+    devices : int
+        Pretended devices, each with its own memory and streams.
+    scheduler : {"threads", "adversarial"}
+        "threads" overlaps streams for real. "adversarial" has no threads and runs queued work in an order that the seed
+        picks, mostly when somebody waits for it, so that a wait that is missing gives wrong results again and again.
+    seed : int
+        Of the adversarial scheduler.
+    memory : int
+        Bytes of each device.
+    checks : bool
+        Whether to check how handles are used, which cuDNN does not.
+    check_order : bool
+        Whether to check that conflicting accesses to device memory are ordered, by streams, events or waits of the host; see
+        `handlepool.drivers.host.race_checker`. For tests: it costs several times what the work does.
+
+    Notes
+    -----
+    The legacy default stream (pointer 0) alone is synchronous with the host. There is no implicit order between it and any other
+    stream, as between it and non-blocking streams on a GPU.
+
+    What fails in queued work is raised by the next call that waits for a stream or event.
+
+    The finaliser of a stream spoils no capture. Of the calls that do, see `Captures.forbid`.
+    """
+
+    name = "host"
+    array_type: type = np.ndarray
+
+    def __init__(
+        self,
+        *,
+        devices: int = 2,
+        scheduler: str = "threads",
+        seed: int = 0,
+        memory: int = 1 << 30,
+        checks: bool = True,
+        check_order: bool = False,
+    ) -> None:
+        if devices < 1 or memory < 0:
+            raise ArgumentError(
+                f"a host driver has at least one device and no negative memory: {shown(devices)}, {shown(memory)}"
+            )
+        runner = schedulers.make(scheduler, seed)
+        if runner is None:
+            raise ArgumentError(f"scheduler {shown(scheduler)} is neither 'threads' nor 'adversarial'")
+        if check_order:
+            runner.order = Order()
+        streams = StreamTable(devices, runner)
+        super().__init__(streams, Memory(streams, memory), checks)
+        self._name = f"{devices} devices, {scheduler}" + (f", seed {seed}" if scheduler == "adversarial" else "")
+        self._relaxed = Relaxed(self._thread)
+        self._forbid = self._streams.captures.forbid
+
+    def __repr__(self) -> str:
+        return f"<HostDriver: {self._name}>"
+
+    # Hot
+
+    def current_device(self) -> int:
+        """This thread's device."""
+        self._note("current_device")
+        return self._thread.device
+
+    def current_stream(self, device: int = -1) -> Stream:
+        """This thread's current stream of a device, of the current one by default; the same object until another is used."""
+        self._note("current_stream")
+        thread = self._thread
+        return thread.current[thread.device if device == -1 else device]
+
+    # Devices and streams
+
+    def device_count(self) -> int:
+        """Number of devices."""
+        self._note("device_count")
+        return self._streams.devices
+
+    def device(self, ordinal: int) -> Device:
+        """Make a device current, and the one before current again on leaving."""
+        self._note("device")
+        return Device(self._streams, ordinal)
+
+    def set_device(self, ordinal: int) -> None:
+        """Make a device current for this thread."""
+        self._note("set_device")
+        self._streams.set_device(ordinal)
+
+    def create_stream(self) -> Stream:
+        """A new stream of the current device, at the address of the one that was destroyed last."""
+        self._note("create_stream")
+        self._forbid("create_stream")
+        return self._streams.create()
+
+    def wrap_stream(self, pointer: int, owner: object) -> Stream:
+        """A stream object for somebody else's pointer; nothing is asked of the pointer, as CuPy's ``from_external`` does."""
+        self._note("wrap_stream")
+        default = {LEGACY_STREAM: self._streams.legacy, PER_THREAD_STREAM: self._streams.per_thread}.get(pointer)
+        return default or Stream(self._streams, None, pointer, -1, owner)
+
+    def push_stream(self, stream: Any) -> None:
+        """Make a stream of the current device current for this thread; ``with`` statements inside come back to it."""
+        self._note("push_stream")
+        stream.__enter__()
+
+    def pop_stream(self, stream: Any, previous: Any) -> None:
+        """End `push_stream`; ``previous`` was current before."""
+        self._note("pop_stream")
+        stream.__exit__(None, None, None)
+        previous.use()
+
+    def owns_stream(self, stream: object) -> bool:
+        """Whether the object's life is the stream's life, or it is a default stream's object of this driver."""
+        self._note("owns_stream")
+        return isinstance(stream, Stream) and stream.is_owned_by(self._streams)
+
+    def stream_id(self, pointer: int) -> int:
+        """The stream's id, which no other stream ever has; asking it of a capturing stream invalidates the capture."""
+        self._note("stream_id")
+        queue = self._streams.resolve(pointer)
+        self._streams.captures.refuse(queue, "stream_id")
+        return queue.id
+
+    def capture_id(self, pointer: int) -> int:
+        """The id of the capture that a stream takes part in, also of an invalidated one, or 0."""
+        self._note("capture_id")
+        capture = self._streams.resolve(pointer).capture
+        return 0 if capture is None else capture.id
+
+    def stream_device(self, pointer: int) -> int:
+        """The ordinal of a stream's device."""
+        self._note("stream_device")
+        queue = self._streams.resolve(pointer)
+        if queue.default:
+            raise ContractError(f"stream_device({pointer}): a default stream belongs to whatever device is current")
+        return queue.device
+
+    def synchronize_stream(self, pointer: int) -> None:
+        """Wait until the stream has run all that it was given."""
+        self._note("synchronize_stream")
+        self._forbid("synchronize_stream")
+        self._streams.synchronize(self._streams.resolve(pointer))
+
+    # When something is wrong
+
+    def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
+        """What `lose_context` was told, once a call has failed for it, or for the asking."""
+        lost = self.lost
+        while error is not None and error is not lost:
+            error = error.__cause__ or error.__context__
+        return lost if ask or error is not None else None
+
+    def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
+        """NumPy shares nothing between streams."""
+        return lambda: None
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> int:
+        """Scratch memory of the current device, aligned to 256 bytes."""
+        self._note("allocate")
+        self._forbid("allocate")
+        return self._memory.current.allocate(nbytes)
+
+    def free(self, pointer: int) -> None:
+        """Give scratch memory back; waits for queued work that touches it."""
+        self._note("free")
+        self._forbid("free")
+        self._memory.current.free(pointer)
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes free and bytes in all on the current device."""
+        self._note("memory_info")
+        memory = self._memory.current
+        return memory.total - memory.used, memory.total
+
+    def release_cached(self) -> None:
+        """Give the arenas' free blocks back to the current device; waits for queued work that touches them."""
+        self._note("release_cached")
+        self._forbid("release_cached")
+        self._memory.current.release_cached()
+
+    def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Array:
+        """A uint8 array over scratch memory; keeps ``owner`` alive."""
+        self._note("scratch_array")
+        return self._memory.scratch_array(pointer, nbytes, owner)
+
+    def region_allocator(self, stream: Any, keep: Callable[[object], None], of: Callable[[int], Any]) -> RegionAllocator:
+        """An allocator for branches of a region that was forked from ``stream``, on the current device."""
+        self._note("region_allocator")
+        return RegionAllocator(self._streams, stream, keep, of)
+
+    def swap_allocator(self, allocator: Any) -> Any:
+        """Make an allocator this thread's; returns the one before, None for the default."""
+        self._note("swap_allocator")
+        previous = self._thread.allocator
+        self._thread.allocator = allocator
+        return previous
+
+    # Captures
+
+    def relaxed(self) -> Relaxed:
+        """Exchange this thread's stream-capture mode for *relaxed*, and back on leaving."""
+        self._note("relaxed")
+        return self._relaxed
+
+    # Arrays and graphs
+
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        """An uninitialised array on the current device; strides in bytes, none negative."""
+        self._note("empty")
+        return self._memory.empty(shape, strides, np.dtype(dtype))
+
+    def asarray(self, values: Any) -> Array:
+        """A copy on the current device, in the same layout, made by the current stream from the values as they are now."""
+        self._note("asarray")
+        source = np.array(values, order="K")
+        array = self._memory.empty(source.shape, source.strides, source.dtype)
+        self._enqueue(self._current_queue(), np.copyto, (array,), (source,), "copy to the device")
+        return array
+
+    def asnumpy(self, array: Array) -> Array:
+        """A copy on the host, after the current stream has run what it was given."""
+        self._note("asnumpy")
+        self._streams.synchronize(self._current_queue())
+        if self.order is not None and (owner := owner_of(array)) is not None:
+            self.order.host_reads(owner.block, raw_view(array)[0], "copy to the host")
+        return np.array(array, order="K")
+
+    def array_device(self, array: Array) -> int:
+        """The ordinal of an array's device; the current one, for an array that this driver did not make."""
+        self._note("array_device")
+        owner = owner_of(array)
+        return self._thread.device if owner is None else owner.block.device
+
+    def array_pointer(self, array: Array) -> int:
+        """The address of an array's first element."""
+        self._note("array_pointer")
+        return address_of(array)
+
+    def adopt(self, view: View) -> Array:
+        """Host memory of another library's as an array; no device is its own."""
+        self._note("adopt")
+        if view.device_id != HOST:
+            raise ArrayTypeError("it is in a GPU's memory, and the host driver takes arrays in the host's")
+        if not view.ptr and view.size:
+            raise ArrayTypeError("it has no memory")
+        return view.as_numpy()
+
+    def launch_buffer(self) -> tuple[()]:
+        """Nothing to write to: a launch here needs no storage of the slot's."""
+        self._note("launch_buffer")
+        return ()
+
+    def new_graph(self, handle: Any, **settings: Any) -> Any:
+        """An empty `cudnn.pygraph`, which is read and never built; see `handlepool.tensors.frontend.new_graph`."""
+        self._note("new_graph")
+        return frontend.new_graph(None, **settings)
+
+    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> HostExecutable:
+        """Plan a graph for the current device. Of the settings for cuDNN, only ``workspace_limit`` means anything here."""
+        from handlepool.drivers.host import evaluator  # needed by graphs alone
+
+        self._note("compile")
+        self._forbid("compile")
+        plan = evaluator.plan(graph, operands, workspace_limit=settings.get("workspace_limit"))
+        check = partial(check_operands, self)
+        geometry = tuple((tuple(tensor.dim), tuple(tensor.stride)) for tensor in operands)
+        name = settings.get("name", plan.engine)
+        titles = settings.get("titles", [operand_name(index) for index in range(len(operands))])
+        where = (self._thread.device, self._streams, self._memory)
+        return HostExecutable(plan, geometry, copies, *where, self._note, check, self.checks, name, titles)

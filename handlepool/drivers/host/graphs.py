@@ -1,0 +1,135 @@
+"""What the host driver needs to record: graphs that are launched by a stream's pointer, and memory of a recording's own."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from handlepool.drivers.host.captures import HostGraph
+from handlepool.drivers.host.memory import Array, Block, DeviceMemory, Memory, Owner, owner_of
+from handlepool.drivers.host.streams import Queue, StreamTable
+from handlepool.errors import CaptureError, ContractError
+
+__all__ = ["RecordedGraph", "RecordingMemory", "Recordings"]
+
+
+class RecordedGraph:
+    """A `HostGraph` as `handlepool.drivers.protocol.RecordedGraph`."""
+
+    def __init__(self, graph: HostGraph, table: StreamTable, note: Callable[[str], None]) -> None:
+        self.graph = graph
+        self.nodes = len(graph.nodes)
+        self._table = table
+        self._note = note
+        self._destroyed = False
+
+    def launch(self, pointer: int) -> None:
+        """Queue it on a stream."""
+        self._note("launch_graph")
+        if self._destroyed:
+            raise ContractError(f"a graph of {self.nodes} nodes is launched after it was destroyed")
+        self._table.launch_on(self.graph, self._table.resolve(pointer))
+
+    def upload(self, pointer: int) -> None:
+        """Nothing: there is no device to bring it to."""
+        self._note("upload_graph")
+        self._table.resolve(pointer)
+
+    def destroy(self) -> None:
+        """Refuse launches from now on."""
+        self._note("destroy_graph")
+        self._table.captures.forbid("destroy_graph")
+        self._destroyed = True
+
+
+class RecordingMemory:
+    """Arenas of one recording, as `handlepool.drivers.protocol.RecordingMemory`."""
+
+    def __init__(self, table: StreamTable) -> None:
+        self._table = table
+        self._homes: dict[object, tuple[DeviceMemory, list[Block]]] = {}
+        self._blocks: set[Block] = set()
+        self.allocator = self
+        self.nbytes = 0
+
+    def take(self, device: DeviceMemory, key: object, nbytes: int) -> Owner:
+        """A block; takes care of captures by itself, as an allocator must."""
+        size = DeviceMemory.rounded(nbytes)
+        _, home = self._homes.setdefault((device, key, size), (device, []))
+        try:
+            block = home.pop()
+            block.generation += 1
+        except IndexError:
+            block = self._fresh(device, size)
+        return Owner(block, home, nbytes)
+
+    def _fresh(self, device: DeviceMemory, size: int) -> Block:
+        thread = self._table.thread
+        thread.relaxed += 1
+        try:
+            block = device.fresh(size)
+        finally:
+            thread.relaxed -= 1
+        self._blocks.add(block)
+        self.nbytes += size
+        return block
+
+    def holds(self, value: object) -> bool:
+        """Whether a value is an array in this memory, or what owns a block of it."""
+        owner = owner_of(value) if isinstance(value, np.ndarray) else value
+        return isinstance(owner, Owner) and owner.block in self._blocks
+
+    def release(self) -> bool:
+        """Give back the blocks that no array has."""
+        self._table.captures.forbid("release of a recording's memory")
+        for device, home in self._homes.values():
+            while home:
+                block = home.pop()
+                device.give_back(block)
+                self._blocks.discard(block)
+                self.nbytes -= block.nbytes
+        return not self._blocks
+
+
+class Recordings:
+    """The part of `HostDriver` that records."""
+
+    _memory: Memory
+    _note: Callable[[str], None]
+    _streams: StreamTable
+    _enqueue: Callable[..., None]
+    _current_queue: Callable[[], Queue]
+
+    def is_capturing(self, pointer: int) -> bool:
+        """Whether a stream takes part in a capture."""
+        self._note("is_capturing")
+        return self._streams.resolve(pointer).capture is not None
+
+    def begin_capture(self, pointer: int) -> None:
+        """Capture, in thread-local mode, what a stream is given from now on."""
+        self._note("begin_capture")
+        self._streams.captures.begin(self._streams.resolve(pointer), "thread_local")
+
+    def end_capture(self, pointer: int) -> RecordedGraph:
+        """End the capture that began on a stream."""
+        self._note("end_capture")
+        nodes = self._streams.captures.end(self._streams.resolve(pointer))
+        return RecordedGraph(HostGraph(self._streams, nodes), self._streams, self._note)
+
+    def capture_failure(self, error: BaseException) -> str | None:
+        """What a capture could not take."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, CaptureError):
+                return str(cause)
+            cause = cause.__cause__ or cause.__context__
+        return None
+
+    def recording_memory(self) -> RecordingMemory:
+        """Memory of a recording's own."""
+        self._note("recording_memory")
+        return RecordingMemory(self._streams)
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Copy an array into another on the current stream."""
+        self._note("copy")
+        self._enqueue(self._current_queue(), np.copyto, (target,), (source,), "copy")

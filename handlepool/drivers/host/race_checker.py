@@ -1,0 +1,191 @@
+"""A happens-before checker: which accesses to device memory nothing orders, whatever the schedule was (G5, G6, G8, G9, G11).
+
+Every operation carries a vector clock with one component for each stream: how much of what that stream was given has surely run
+before it. It is made when the operation is queued, of the clocks of all that the operation waits for, so it depends on what the
+program asked for and never on what happened to run when. What the host has waited for comes before all that it queues from then
+on; threads of the host are not told apart, so that what one has waited for counts for all.
+
+Memory remembers who accessed it. Two accesses to the same bytes are a conflict when at least one writes, or when the allocator
+gave the memory to another owner in between, which counts as a write; a conflict without an order is an error that names both.
+
+The null stream is a stream like any other here: that it has run what it was given when a call returns is the host driver's own
+doing, and orders nothing on a GPU.
+"""
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from handlepool.errors import ContractError
+
+if TYPE_CHECKING:
+    from handlepool.drivers.host.scheduler import Operation
+
+Array = np.ndarray[Any, Any]
+Clock = dict[int, int]
+
+MOST_WORK: Any = 10_000
+"""How hard to try to prove that two strided arrays share no byte; past it they count as sharing."""
+
+
+class History(Protocol):
+    """Memory that remembers who accessed it."""
+
+    address: int
+    generation: int
+    past: "list[Past]"
+
+
+class Access:
+    """What an operation does to a part of a block."""
+
+    __slots__ = ("block", "view", "writes")
+
+    def __init__(self, block: Any, view: Array, writes: bool) -> None:
+        self.block = block
+        self.view = view
+        self.writes = writes
+
+
+class Past:
+    """An access that was queued, and when."""
+
+    __slots__ = ("component", "generation", "moment", "start", "stop", "view", "what", "where", "writes")
+
+    def __init__(self, access: Access, what: str, where: str, component: int, moment: int) -> None:
+        self.component = component
+        self.moment = moment
+        self.generation: int = access.block.generation
+        self.view = access.view
+        self.start, self.stop = _bounds(access.view)
+        self.what = what
+        self.where = where
+        self.writes = access.writes
+
+    def __str__(self) -> str:
+        return f"{self.what!r} on {self.where} {'writes' if self.writes else 'reads'}"
+
+    def conflicts(self, other: "Past") -> bool:
+        """Whether the two may not be unordered."""
+        if not (self.writes or other.writes or self.generation != other.generation):
+            return False
+        if self.stop <= other.start or other.stop <= self.start:
+            return False
+        try:
+            return np.shares_memory(self.view, other.view, max_work=MOST_WORK)
+        except np.exceptions.TooHardError:
+            return True
+
+    def stands_for(self, earlier: "Past") -> bool:
+        """Whether whoever is ordered after this access, or in conflict with the earlier one, is so with this one, too."""
+        return (
+            (self.writes or not earlier.writes)
+            and self.start <= earlier.start
+            and earlier.stop <= self.stop
+            and (self.view.flags.c_contiguous or self.view.flags.f_contiguous)
+        )
+
+
+class Order:
+    """The clocks of one driver's operations, and of the host.
+
+    Attributes
+    ----------
+    found : list of ContractError
+        Every conflict that was raised, for tests whose code swallows errors.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[ContractError] = []
+        self._host: Clock = {}
+        self._moments: Clock = {}
+        self._components = itertools.count(-1, -1)
+        self._lock = threading.Lock()  # taken inside the scheduler's
+
+    def component(self) -> int:
+        """A component for what is on no stream: one branch of a recorded graph."""
+        return next(self._components)
+
+    def given(self, operation: "Operation", component: int, where: str, after: Sequence["Operation"]) -> None:
+        """An operation is being queued: give it its clock, and see whether its accesses are in order.
+
+        Raises
+        ------
+        ContractError
+            For the first that is not; the operation must not be queued then.
+        """
+        with self._lock:
+            host = self._host
+            clock: Clock = {}
+            for earlier in after:
+                for stream, moment in earlier.clock.items():
+                    # What the host knows to have run is before everything, so no clock has to say so.
+                    if moment > clock.get(stream, 0) and moment > host.get(stream, 0):
+                        clock[stream] = moment
+            moment = self._moments[component] = self._moments.get(component, 0) + 1
+            clock[component] = moment
+            for access in operation.accesses:
+                if access.view.size:
+                    self._accessed(Past(access, operation.label or "an operation", where, component, moment), access.block, clock)
+            operation.clock = clock
+
+    def _accessed(self, now: Past, block: Any, clock: Clock) -> None:
+        kept = []
+        for past in block.past:
+            if self._host.get(past.component, 0) >= past.moment:
+                continue
+            if clock.get(past.component, 0) >= past.moment:
+                if not now.stands_for(past):
+                    kept.append(past)
+                continue
+            kept.append(past)
+            if now.conflicts(past):
+                self._report(f"{now} bytes {_span(now, block)} of {block!r} and {past} bytes {_span(past, block)}", now, past)
+        block.past = [*kept, now]
+
+    def _report(self, what: str, now: Past, past: Past) -> None:
+        reused = " Between the two the allocator gave the memory to another owner." if now.generation != past.generation else ""
+        error = ContractError(
+            f"not ordered: {what}, and neither waits for the other.{reused} Let the later one's stream wait for an event that is "
+            f"recorded after the earlier one"
+        )
+        self.found.append(error)
+        raise error
+
+    def waited(self, operation: "Operation") -> None:
+        """The host has waited for an operation, or seen that it was done."""
+        with self._lock:
+            for stream, moment in operation.clock.items():
+                if moment > self._host.get(stream, 0):
+                    self._host[stream] = moment
+
+    def host_reads(self, block: Any, view: Array, what: str) -> None:
+        """The host reads a part of a block, now.
+
+        Raises
+        ------
+        ContractError
+            If something was queued that writes there and that the host has not waited for.
+        """
+        now = Past(Access(block, view, False), what, "the host", 0, 0)
+        with self._lock:
+            for past in block.past:
+                if past.writes and self._host.get(past.component, 0) < past.moment and now.conflicts(past):
+                    self._report(f"{now} bytes {_span(now, block)} of {block!r} and {past} bytes {_span(past, block)}", now, past)
+
+
+def _bounds(view: Array) -> tuple[int, int]:
+    start = stop = view.__array_interface__["data"][0]
+    for extent, step in zip(view.shape, view.strides, strict=True):
+        if step < 0:
+            start += (extent - 1) * step
+        else:
+            stop += (extent - 1) * step
+    return start, stop + view.dtype.itemsize
+
+
+def _span(past: Past, block: Any) -> str:
+    return f"{past.start - block.address} to {past.stop - block.address}"

@@ -1,0 +1,125 @@
+"""What the host driver offers beside the protocol: work of one's own on its streams, latches, counts and faults.
+
+Tests stand on it. No GPU has it, so nothing of the package above the drivers may.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+from handlepool.drivers.host.contract import CallLog, HandleUse, HostHandle
+from handlepool.drivers.host.memory import Array, Memory, accesses, raw_view
+from handlepool.drivers.host.streams import Event, Latch, Queue, Stream, StreamTable
+
+
+class Controls:
+    """The part of `HostDriver` that is not of the protocol.
+
+    Attributes
+    ----------
+    calls : collections.Counter
+        How often each method of the protocol was called, by its name, and ``launch`` of an executable; clear it at will.
+    checks : bool
+        Whether it is checked how handles are used.
+    order : Order or None
+        The checker of the order of accesses, where ``check_order=True`` was given; ``order.found`` has what it found.
+    """
+
+    def __init__(self, streams: StreamTable, memory: Memory, checks: bool) -> None:
+        self.checks = checks
+        self._memory = memory
+        self.order = streams.scheduler.order
+        self._streams = streams
+        self._thread = streams.thread
+        self._handles_alive: set[HostHandle] = set()
+        self._events_alive: set[Event] = set()
+        self._log = CallLog()
+        self._note = self._log.note
+        self.calls = self._log.calls
+        self.lost: Exception | None = None
+
+    def alive(self) -> dict[str, int]:
+        """What was made through the protocol and is not destroyed: handles, events, streams, bytes of scratch."""
+        return {
+            "handles": len(self._handles_alive),
+            "events": len(self._events_alive),
+            "streams": self._streams.alive(),
+            "scratch_bytes": self._memory.scratch_bytes(),
+        }
+
+    @property
+    def legacy_stream(self) -> Stream:
+        """The object of the legacy default stream."""
+        return self._streams.legacy
+
+    @property
+    def per_thread_stream(self) -> Stream:
+        """The object of the per-thread default stream."""
+        return self._streams.per_thread
+
+    def enqueue(
+        self,
+        pointer: int,
+        function: Callable[..., object],
+        *,
+        writes: Sequence[Array] = (),
+        reads: Sequence[Array] = (),
+        label: str = "",
+    ) -> None:
+        """Queue a function on a stream of the current device.
+
+        Parameters
+        ----------
+        pointer : int
+        function : callable
+            Called as ``function(*writes, *reads)``, as NumPy's ``copyto``, with arrays over the raw memory of those given here.
+            Give it arrays in this way: one that it closes over stays alive until the work has run, which on a GPU it would not.
+        writes, reads : sequence of array
+        label : str
+            What errors call it.
+        """
+        self._enqueue(self._streams.resolve(pointer), function, writes, reads, label)
+
+    def use_handle(self, handle: Any, function: Callable[..., object], *arrays: Array, label: str = "use_handle") -> None:
+        """Queue ``function(*arrays)`` on a handle's stream, with the checks that a cuDNN call with the handle calls for."""
+        use = HandleUse(self._streams, handle, label, self.checks)
+        with use:
+            self._enqueue(use.bound_queue(), function, arrays, (), label)
+
+    def latch(self, pointer: int) -> Latch:
+        """Block a stream at this place until the latch is released."""
+        return self._streams.latch(self._streams.resolve(pointer))
+
+    def fail_at(self, k: int, method: str | None = None, error: BaseException | None = None, spared: Container[str] = ()) -> None:
+        """Make the k-th call from now raise, once, before it has any effect.
+
+        Parameters
+        ----------
+        k : int
+            From 1; 0 takes the order back.
+        method : str, optional
+            Count calls of this method only. By default all that `calls` counts are.
+        error : BaseException, optional
+            What to raise; a RuntimeError that says so by default.
+        spared : container of str
+            Methods that are not counted.
+        """
+        self._log.fail_at(k, method, error, spared)
+
+    def lose_context(self, error: Exception | None = None) -> Exception:
+        """Make every further call fail but those that ask for the current device and stream, as after an illegal address."""
+        lost = self.lost = error or RuntimeError("an illegal memory access was encountered")
+        self._log.fail_always(lost, ("current_device", "current_stream", "owns_stream", "wrap_stream"))
+        return lost
+
+    def _current_queue(self) -> Queue:
+        thread = self._thread
+        return self._streams.resolve(thread.current[thread.device].ptr)
+
+    def _enqueue(
+        self, queue: Queue, function: Callable[..., object], writes: Sequence[Array], reads: Sequence[Array], label: str
+    ) -> None:
+        written = [raw_view(array) for array in writes]
+        read = [raw_view(array) for array in reads]
+        raw = [view for view, _ in (*written, *read)]
+        touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
+        self._streams.give(queue, lambda: function(*raw), touched, label)

@@ -1,0 +1,431 @@
+"""What the rest of handlepool needs from a GPU, and nothing more.
+
+Two drivers implement it: `cuda` (CuPy and nvidia-cudnn-frontend) and `host` (NumPy, no GPU). A driver knows nothing of the
+pool. Conventions that hold for both:
+
+- *Device* is the ordinal. "The current device" is this thread's. Whoever calls makes the right device current first; a
+  driver does not switch devices on its own.
+- *Pointer* is the integer value of a stream's ``cudaStream_t``. 0 is the legacy default stream and 2 the per-thread default
+  stream, of whatever device is current.
+- *Event* is opaque to the callers. It is created for ordering, or, with ``timing=True``, for `elapsed`.
+- What may harm another thread's CUDA-graph capture (creating and destroying handles, streams and events, allocating and
+  freeing, asking whether an event has passed, compiling) is called inside ``with driver.relaxed():``, which exchanges this
+  thread's capture mode for *relaxed*. The driver does not do it on its own, so that the care is visible where it is taken and the
+  host driver can refuse a call without it.
+- No method waits for the device unless its name says so (`synchronize_event`, `synchronize_stream`); `free` may.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from handlepool._util import kind_of
+from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.tensors.layout import View
+
+ALIGNMENT = 256
+"""Bytes that scratch begins at multiples of."""
+
+
+class Stream(Protocol):
+    """The array library's stream object: weakly referenceable, with free attributes, equal by pointer."""
+
+    ptr: int
+    device_id: int
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+class Handle(Protocol):
+    """A cuDNN handle object, as `cudnn.Handle`: `stream` is the pointer it is bound to, None once it was destroyed."""
+
+    backend_handle: int | None
+    stream: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """An operand that a launch copies into scratch before, or, of an output, out of it afterwards.
+
+    Attributes
+    ----------
+    operand : int
+        Its place among the operands.
+    output : bool
+        Whether it is written.
+    shape : tuple of int
+        Axes of the dense copy, from the outermost to the innermost.
+    strides : tuple of int
+        Of the operand's memory along them, in bytes; 0 where the operand repeats.
+    offset, nbytes : int
+        Where the copy lies in the scratch of copies, and how large it is.
+    """
+
+    operand: int
+    output: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def scratch_of(copies: Iterable[Copy]) -> int:
+    """Bytes of scratch that copies take."""
+    return max((copy.offset + -(-copy.nbytes // ALIGNMENT) * ALIGNMENT for copy in copies), default=0)
+
+
+class Executable(Protocol):
+    """A compiled graph on one device. `launch` may be called by many threads, each with its own handle and workspace."""
+
+    name: str
+    titles: Sequence[str]
+    workspace_size: int
+    engine: str
+    candidates: int
+
+    def launch(
+        self,
+        handle: Handle,
+        operands: Sequence[Any],
+        workspace: int,
+        check: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """Enqueue the graph on the handle's stream; where it cannot, for an operand, raise before anything is enqueued.
+
+        Shapes, strides and types of the operands are those of the plan. What else may differ from call to call is checked:
+        see `check_operands`.
+
+        Parameters
+        ----------
+        handle : Handle
+            Bound to the stream to run on.
+        operands : sequence of array
+            The arrays in the order of ``operands`` that was given to `Driver.compile`.
+        workspace : int
+            Device pointer to at least ``workspace_size`` bytes; never 0 when that is positive.
+        check : callable, optional
+            Called with the operands' addresses before anything is enqueued; what it raises goes on.
+        """
+
+    def shortcut(
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        apart: Sequence[tuple[int, int, int, int, bool]] | None,
+        single: bool,
+        names: dict[str, Any],
+    ) -> Callable[..., Any] | None:
+        """Make a function that launches the graph at once where nothing stands against it; None where the driver has no better
+        one than what can be written for any.
+
+        It is ``launch(begin, arrays, out, fresh=None)``, and returns the outputs, or ``NOT_CACHED`` where the arrays are others
+        than it was made for, or must not be launched with. ``begin`` is None, or what returns the slot to launch on when it is
+        called with the operands and ``launch``; outputs are allocated before, or are ``fresh``, one of the ``count`` tuples that
+        ``launch.allocate(count)`` returned, which may share a block of memory.
+
+        Parameters
+        ----------
+        inputs, outputs : sequence of Layout
+            Of the arrays. The first input's shape is not compared: whoever looked the function up has done that.
+        apart : sequence of tuple, optional
+            What ``out`` must not lie over, as in `Plan`; None for outputs that are to be allocated.
+        single : bool
+            Whether there is one output, not a tuple.
+        names : dict
+            ``NOT_CACHED``; ``recordings``, which is empty while nothing is recorded; ``current_device`` and ``current_stream``;
+            ``pool``, its ``find()`` and ``sound(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(pool, error)``.
+        """
+
+
+class RecordedGraph(Protocol):
+    """What was captured, ready to be launched again and again; a graph never runs beside itself."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of operations in it."""
+
+    @property
+    def launch(self) -> Callable[[int], None]:
+        """``launch(pointer)`` enqueues all of it on a stream, as one launch. Used by one thread at a time."""
+
+    def upload(self, pointer: int) -> None:
+        """Bring it to the device, in the order of a stream, so that the first launch does not have to."""
+
+    def destroy(self) -> None:
+        """Give it back; a launch that is under way goes on. Called inside `Driver.relaxed`."""
+
+
+class RecordingMemory(Protocol):
+    """Memory for what is allocated while a function is recorded, and for nothing else."""
+
+    @property
+    def allocator(self) -> Any:
+        """For `Driver.swap_allocator`. Harms no capture. What is freed comes back here, and is given to the recording alone."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken from the device."""
+
+    def holds(self, value: object) -> bool:
+        """Whether a value is an array in this memory, or what stands for a block of it."""
+
+    def release(self) -> bool:
+        """Give what no array has back to the device; called inside `Driver.relaxed`. Whether that was all."""
+
+
+LEGACY_STREAM = 0
+PER_THREAD_STREAM = 2
+TENSOR_ALIGNMENT = 16
+"""Bytes that every tensor's address is a multiple of, as cuDNN assumes where a graph does not say otherwise. An address that is
+not can end in a misaligned access, which no later call of the process survives."""
+
+
+class Driver(Protocol):
+    """The hardware seam."""
+
+    name: str
+    array_type: type
+
+    # Hot, and called by position only, so that a driver can hand out the array library's own C functions.
+    def current_device(self) -> int:
+        """This thread's device."""
+
+    def current_stream(self, device: int = -1, /) -> Stream:
+        """This thread's stream on the current device."""
+
+    def record_event(self, event: Any, pointer: int, /) -> None:
+        """Let the event stand for all that the stream was given so far."""
+
+    def wait_event(self, pointer: int, event: Any, /) -> None:
+        """Let what the stream is given from now on run after the event."""
+
+    def set_device(self, ordinal: int, /) -> None:
+        """Make a device current for this thread."""
+
+    def is_capturing(self, pointer: int, /) -> bool:
+        """Whether a stream, which is not the legacy default stream, takes part in a capture."""
+
+    # Devices and streams
+    def device_count(self) -> int:
+        """Number of visible devices."""
+
+    def device(self, ordinal: int) -> AbstractContextManager[Any]:
+        """Make a device current, and the one before current again on leaving."""
+
+    def create_stream(self) -> Stream:
+        """A new non-blocking stream of the current device; destroyed with its last reference."""
+
+    def wrap_stream(self, pointer: int, owner: object) -> Stream:
+        """A stream object for a pointer of the current device that somebody else owns; keeps ``owner`` alive.
+
+        For the pointer of a default stream, the one object of it that lasts.
+        """
+
+    def push_stream(self, stream: Stream) -> None:
+        """Make a stream of the current device current for this thread, so that ``with`` statements inside come back to it."""
+
+    def pop_stream(self, stream: Stream, previous: Stream) -> None:
+        """End `push_stream`; ``previous`` was current before."""
+
+    def owns_stream(self, stream: object) -> bool:
+        """Whether this is the array library's stream object whose life is the stream's life, or a default stream's object."""
+
+    def stream_id(self, pointer: int) -> int:
+        """The driver's id of a stream, unique for the process's life. Must not be asked of a capturing stream."""
+
+    def capture_id(self, pointer: int) -> int:
+        """The id of the capture that a stream takes part in, or 0."""
+
+    def stream_device(self, pointer: int) -> int:
+        """The ordinal of a stream's device. Must not be asked of a default stream."""
+
+    def synchronize_stream(self, pointer: int) -> None:
+        """Wait on the host until the stream has run all that it was given."""
+
+    # Events
+    def create_event(self, *, timing: bool = False) -> Any:
+        """A new event on the current device."""
+
+    def destroy_event(self, event: Any) -> None:
+        """Give an event back; its pending work goes on."""
+
+    def event_done(self, event: Any) -> bool:
+        """Whether the work that an event stands for has run."""
+
+    def synchronize_event(self, event: Any) -> None:
+        """Wait on the host for an event."""
+
+    def elapsed(self, start: Any, end: Any) -> float:
+        """Milliseconds between two timing events that have passed."""
+
+    # Handles
+    def create_handle(self) -> Handle:
+        """A new cuDNN handle on the current device, bound to the legacy default stream."""
+
+    def bind_handle(self, handle: Handle, pointer: int) -> None:
+        """Bind a handle to a stream, also when it remembers the same pointer. Afterwards ``handle.stream is pointer``."""
+
+    def destroy_handle(self, handle: Handle) -> None:
+        """Destroy a handle; harmless when that was done already."""
+
+    # Memory
+    def allocate(self, nbytes: int) -> int:
+        """Device memory of the driver's own, not of the array library's pool; 256-byte aligned. Raises MemoryError."""
+
+    def free(self, pointer: int) -> None:
+        """Give `allocate`'s memory back; waits for work that may still use it."""
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes free and bytes in all on the current device."""
+
+    def release_cached(self) -> None:
+        """Have the array library's own pool give its free blocks back to the device."""
+
+    def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Any:
+        """A one-dimensional uint8 array over memory from `allocate`; keeps ``owner`` alive. 0 bytes at 0 are legal."""
+
+    def region_allocator(self, stream: Stream, keep: Callable[[object], None], of: Callable[[int], Any]) -> Any:
+        """An allocator for branches of a region that was forked from ``stream``.
+
+        What it allocates comes from the arena of ``stream`` (so that, freed after the join, it is reused in the order of
+        that stream), is passed to ``keep``, and is followed by an edge from ``stream`` to the stream that is current at that
+        time (so that work queued on ``stream`` before another thread freed the block has run before the branch writes to it).
+
+        For another stream than ``stream``, ``of(pointer)`` says whose memory it is: this allocator's, another region's where a
+        branch of that runs there, or None for a stream that the branch chose itself: it comes from that stream's own arena, since
+        no join waits for what runs there.
+        """
+
+    def swap_allocator(self, allocator: Any) -> Any:
+        """Make an allocator this thread's; returns the one before, None for the default."""
+
+    # Captures
+    def relaxed(self) -> AbstractContextManager[Any]:
+        """Exchange this thread's stream-capture mode for *relaxed*, and back on leaving."""
+
+    def begin_capture(self, pointer: int) -> None:
+        """Capture, in thread-local mode, what a stream is given from now on, and what the streams are that wait for it."""
+
+    def end_capture(self, pointer: int) -> RecordedGraph:
+        """End the capture that began on a stream, also where this raises what was wrong with it; called inside `relaxed`.
+
+        Raises `MemoryError` where the device has no memory for the graph.
+        """
+
+    def capture_failure(self, error: BaseException) -> str | None:
+        """What in an error, or in what it came from, a capture could not take, in words; None where it was something else."""
+
+    def recording_memory(self) -> RecordingMemory:
+        """Memory of a recording's own."""
+
+    # When something is wrong
+    def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
+        """The error after which no call of this process can succeed any more, None where there was none.
+
+        Looked for in ``error`` and what it came from; where they say nothing and ``ask`` is true, by a call that is refused then.
+        """
+
+    def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
+        """Have ``report(name)`` called before this thread uses something of the array library's that all its streams share.
+
+        Returns
+        -------
+        callable
+            What ends it.
+        """
+
+    # Arrays and graphs
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
+        """An uninitialised array on the current device; strides in bytes."""
+
+    def asarray(self, values: Any) -> Any:
+        """A host array's copy on the current device, ready for the current stream."""
+
+    def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
+        """A device array's copy on the host, ordered after the current stream."""
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Copy an array into another of the same shape and type, both on the current device, on the current stream."""
+
+    def array_device(self, array: Any) -> int:
+        """The ordinal of the device that an array lives on."""
+
+    def array_pointer(self, array: Any) -> int:
+        """The address of an array's first element."""
+
+    def adopt(self, view: View) -> Any:
+        """Memory of another library's as an operand; raises ArrayTypeError for memory that the driver's graphs cannot use."""
+
+    def launch_buffer(self) -> Any:
+        """Storage that one launch at a time by a `shortcut` needs, made for each slot; never None."""
+
+    def new_graph(self, handle: Handle, **settings: Any) -> Any:
+        """An empty `cudnn.pygraph`. ``handle`` is the device's builder handle and must outlive the graph."""
+
+    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
+        """Plan and build a graph whose real tensors all have shape, strides and type.
+
+        Parameters
+        ----------
+        graph : cudnn.pygraph
+            From `new_graph`, with its nodes.
+        operands : sequence of graph tensor
+            The graph's real tensors in the order in which `Executable.launch` will get the arrays: inputs, then outputs.
+        copies : sequence of Copy
+            The operands that a launch copies, on its stream, in scratch that ``Executable.workspace_size`` counts, too. The
+            graph's tensor is the copy.
+        **settings
+            ``workspace_limit`` (bytes or None), ``allow_tf32``, ``deterministic``, ``heuristics``; ``name`` and ``titles``, what
+            messages call the graph and its operands.
+
+        Raises
+        ------
+        GraphNotSupportedError
+            With the backend's own words.
+        """
+
+
+def operand_name(index: int, inputs: int = sys.maxsize, outs: int = 0) -> str:
+    """What messages call the operand at a place of a call with so many inputs, and so many outputs in its ``out``."""
+    if index < inputs:
+        return f"argument {index}"
+    return "out=" if outs == 1 else f"out[{index - inputs}]"
+
+
+def check_operands(
+    driver: Driver, name: str, device: int, operands: Sequence[Any], operand: Callable[[int], str] = operand_name
+) -> None:
+    """Raise for the first array that a graph on a device cannot take; ``operand`` says what messages call it.
+
+    Raises
+    ------
+    ArrayTypeError
+        For what is no array of the driver's.
+    DeviceMismatchError
+        For an array on another device.
+    ArgumentError
+        For an array that is empty or misaligned.
+    """
+    for index, array in enumerate(operands):
+        kind: Any = driver.array_type
+        if not isinstance(array, (kind, View)):
+            raise ArrayTypeError(
+                f"{name}: {operand(index)} is a {kind_of(array)}; the {driver.name} driver takes {kind_of(kind)}"
+            )
+        found = driver.array_device(array)
+        if found != device:
+            raise DeviceMismatchError(
+                f"{name}: {operand(index)} is on device {found} and the current device is {device}; make device {found} "
+                f"current, or copy the array"
+            )
+        if not array.size:
+            raise ArgumentError(f"{name}: {operand(index)} is empty, of shape {array.shape}")
+        if address := driver.array_pointer(array) % TENSOR_ALIGNMENT:
+            raise ArgumentError(
+                f"{name}: {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of "
+                f"{TENSOR_ALIGNMENT}, which cuDNN cannot take; pass a copy of it"
+            )

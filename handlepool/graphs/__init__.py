@@ -1,0 +1,1 @@
+"""Graph functions: from a Python function to a plan that is launched."""

@@ -1,0 +1,63 @@
+"""What types are written with: arrays, graph tensors, and what a call of a graph function takes and gives. Nothing here runs."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+
+
+class Array(Protocol):
+    """An array of CuPy, torch, NumPy or another library, as far as they are alike."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents."""
+
+    @property
+    def dtype(self) -> Any:
+        """The library's own data type."""
+
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+ArrayT = TypeVar("ArrayT", bound=Array)
+
+if TYPE_CHECKING:
+    from handlepool.tensors.frontend_types import GraphTensor as Tensor
+
+    GraphTensor: TypeAlias = Tensor | Any
+    """Of a parameter: the function has no other methods than a graph tensor's, and a call may pass an array."""
+
+    Q = ParamSpec("Q")
+    Outs = TypeVar("Outs", bound=Array | Sequence[Array])
+
+    class ArrayCall(partial[Any], Generic[P, R_co]):
+        """How a function is called over arrays that has the parameters P behind the graph, and returns R.
+
+        A new array has the type of the first one. It is Any where the function does not return what is output, and, for mypy, of
+        a function of any number of tensors. With ``out=`` other arguments are not checked: Python's types cannot say it.
+        """
+
+        @overload
+        def __call__(
+            self: "ArrayCall[Concatenate[Tensor, Q], Tensor]", x: ArrayT, /, *args: Q.args, **options: Q.kwargs
+        ) -> ArrayT: ...
+        @overload
+        def __call__(
+            self: "ArrayCall[Concatenate[Tensor, Q], Sequence[Tensor]]", x: ArrayT, /, *args: Q.args, **options: Q.kwargs
+        ) -> tuple[ArrayT, ...]: ...
+        @overload
+        def __call__(self: "ArrayCall[P, Mapping[str, Any] | None]", *args: P.args, **options: P.kwargs) -> Any: ...
+        @overload  # of any number: no more than seven are written out
+        def __call__(
+            self: "ArrayCall[Concatenate[Any, Any, Any, Any, Any, Any, Any, Any, ...], Any]", *args: P.args, **options: P.kwargs
+        ) -> Any: ...
+        @overload
+        def __call__(self, *arrays: Any, out: Outs, **options: Any) -> Outs: ...
+        @overload
+        def __call__(self: "ArrayCall[..., Tensor]", x: ArrayT, /, *arrays: Any, out: None, **options: Any) -> ArrayT: ...
+        @overload
+        def __call__(self, *arrays: Any, out: None, **options: Any) -> Any: ...
+        def __call__(self, *_: Any, **__: Any) -> Any:  # type: ignore[misc]  # it takes what the overloads take
+            """Launch; see `GraphFunction`."""
+else:
+    ArrayCall = partial

@@ -1,0 +1,378 @@
+"""Arrays of other libraries: brought into the driver's form for one call. See `handlepool.foreign` for the call."""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from handlepool._util import ARRAY_PROTOCOLS, has, kind_of
+from handlepool.drivers.protocol import LEGACY_STREAM, check_operands, operand_name
+from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.graphs.launch import AnyCall
+from handlepool.graphs.plan import Plan
+from handlepool.graphs.signature import Settings
+from handlepool.pool.context import thread
+from handlepool.pool.deferred import keep_for_good, parked, settle
+from handlepool.pool.pool import HandlePool
+from handlepool.pool.slot import Slot
+from handlepool.regions.stream_order import integration, order
+from handlepool.tensors.dlpack import from_cuda_array, from_dlpack
+from handlepool.tensors.layout import HOST, Layout, View
+
+
+class ForeignCall:
+    """A `GraphCall` with arrays of other libraries."""
+
+    __slots__ = ("_adapted", "_call", "_result", "operands")
+
+    def __init__(self, adapted: "Adapted", call: AnyCall, result: Any) -> None:
+        self._adapted = adapted
+        self._call = call
+        self._result = result
+        self.operands = call.operands
+
+    @property
+    def plan(self) -> Plan:
+        """As `GraphCall.plan`."""
+        return self._call.plan
+
+    @property
+    def result(self) -> Any:
+        """The outputs, which are not of the first array's kind everywhere before `launch` has returned."""
+        return self._result
+
+    @property
+    def stream(self) -> int | None:
+        """As `Adapted.stream`."""
+        return self._adapted.stream
+
+    @property
+    def callers(self) -> list[int]:
+        """As `Adapted.callers`."""
+        return self._adapted.callers
+
+    def launch(self, slot: Slot) -> Any:
+        """Enqueue on the slot's stream, in order with the callers, and return the outputs."""
+        adapted = self._adapted
+        pointer = slot.pointer
+        for caller in adapted.callers:
+            order(adapted.pool, adapted.device, caller, pointer)
+        self._call.launch(slot)
+        for caller in adapted.callers:
+            order(adapted.pool, adapted.device, pointer, caller)
+        return self._finish(slot)
+
+    def enqueue(self, slot: Slot) -> Any:
+        """Enqueue a branch: the fork has seen to the order."""
+        self._call.launch(slot)
+        return self._finish(slot)
+
+    def _finish(self, slot: Slot) -> Any:
+        adapted = self._adapted
+        if adapted.kept:
+            self._keep_until_run(slot)
+        if adapted.wrap is None or not adapted.made:
+            return self._result
+        # The library's stream is made to wait for the current one, which is to be the one that writes the outputs.
+        driver = adapted.pool.driver
+        previous = driver.current_stream()
+        if previous.ptr == slot.pointer:
+            return _wrapped(adapted.wrap, self._result)
+        stream = slot.side_stream or driver.wrap_stream(slot.pointer, None)
+        driver.push_stream(stream)
+        try:
+            return _wrapped(adapted.wrap, self._result)
+        finally:
+            driver.pop_stream(stream, previous)
+
+    def _keep_until_run(self, slot: Slot) -> None:
+        adapted = self._adapted
+        if thread.recording is not None:
+            thread.recording.keep(adapted.kept)
+        elif slot.pointer == LEGACY_STREAM or not adapted.pool.driver.capture_id(slot.pointer):
+            if parked:
+                settle()
+            parked.append(_Kept(adapted.pool, adapted.device, slot.pointer, adapted.kept))
+
+    def then(self, make: Callable[[Any], Any]) -> "ForeignCall":
+        """As `GraphCall.then`."""
+        return ForeignCall(self._adapted, self._call.then(make), self._result)
+
+
+def _wrapped(wrap: Callable[[Any], Any], made: Any) -> Any:
+    if isinstance(made, tuple):
+        return tuple([_wrapped(wrap, array) for array in made])
+    try:
+        return wrap(made)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):  # a type or a layout that the library has not
+        return made
+
+
+class _Kept:
+    """Arrays that a stream may still read."""
+
+    def __init__(self, pool: HandlePool, device: int, pointer: int, arrays: list[Any]) -> None:
+        self._arrays = arrays
+        self._pool = pool
+        self._device = device
+        self._event = pool.device(device).edges.take()
+        pool.driver.record_event(self._event, pointer)
+
+    def _settle(self) -> bool:
+        pool = self._pool
+        if pool._forked or pool._poison is not None:
+            keep_for_good(self)
+            return True
+        try:
+            with pool.on_device(self._device):
+                with pool.driver.relaxed():
+                    passed = pool.driver.event_done(self._event)
+                if passed:
+                    pool.device(self._device).edges.put(self._event)
+                return passed
+        except Exception:  # queued work failed, say
+            return False
+
+
+_IMMUTABLE = ("jax", "jaxlib")
+
+
+class Adapted:
+    """The arrays of one call in the driver's form.
+
+    Parameters
+    ----------
+    name : str
+        Of the graph function, for messages.
+    pool : HandlePool
+    arrays : tuple of array
+        Of any kind, also mixed.
+    outs : tuple of array, optional
+        To be written; of any kind.
+    operand : str, optional
+        What messages call the only array, where it is not the first argument.
+
+    Attributes
+    ----------
+    arrays, outs : tuple
+        What the driver takes.
+    stream : int or None
+        The stream to run on, where it is not the array library's current one.
+    callers : list of int
+        The streams that the arrays are in use on.
+    kept : list
+        Memory that is to be kept until the GPU has passed the call.
+    made : list
+        The new outputs, in the driver's form or of torch.
+    wrap : callable or None
+        Makes an output in the driver's form one of the first array's kind.
+
+    Raises
+    ------
+    ArrayTypeError, ArgumentError, DeviceMismatchError
+        For an array that the driver cannot take.
+    """
+
+    __slots__ = (
+        "_first",
+        "_given",
+        "_inputs",
+        "_name",
+        "_operand",
+        "_torch",
+        "arrays",
+        "callers",
+        "device",
+        "kept",
+        "made",
+        "outs",
+        "pool",
+        "stream",
+        "wrap",
+    )
+
+    def __init__(
+        self, name: str, pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...] = (), operand: str | None = None
+    ) -> None:
+        driver = pool.driver
+        self.pool = pool
+        self.device = driver.current_device()
+        self.stream: int | None = None
+        self.callers: list[int] = []
+        self.made: list[Any] = []
+        self.kept: list[Any] = []
+        self.wrap: Callable[[Any], Any] | None = None
+        self._name = name
+        self._operand = operand
+        self._inputs = len(arrays)
+        self._given = given = arrays + outs
+        operands: list[Any] = list(given)
+        here = driver.current_stream().ptr
+        tensor: Any = getattr(sys.modules.get("torch"), "Tensor", ())
+        torch: Any = None
+        rest = False
+        theirs: int | None = None
+        for place, array in enumerate(given):
+            if isinstance(array, tensor):
+                torch = integration()
+                operands[place] = operand = self._adopt(place, torch.view, array)
+                if theirs is None and type(operand) is View:
+                    theirs = torch.current_stream(self.device)
+            else:
+                rest = True
+        # While something is recorded, torch's stream is no part of it: the replay is ordered by its own stream.
+        if theirs is not None and theirs != here and thread.recording is None:
+            self.callers.append(theirs)
+            if thread.region is None:  # in a branch or a task, its stream wins
+                self.stream = theirs
+                if rest:
+                    self.callers.append(here)
+        if rest:
+            self._adapt_rest(operands, here if self.stream is None else self.stream)
+        self.arrays, self.outs = tuple(operands[: self._inputs]), tuple(operands[self._inputs :])
+        self._first = first = arrays[0] if arrays else None
+        self._torch = torch
+        if isinstance(first, tensor):
+            if thread.recording is not None:  # the recording's memory is what the graph may write to later
+                self.wrap, self._torch = torch.adopt_recorded, None
+        else:
+            self._torch = None
+            if not isinstance(first, (driver.array_type, View)):
+                self.wrap = _wrapper(first)
+
+    def _adapt_rest(self, operands: list[Any], stream: int) -> None:
+        """Adapt what is no torch tensor."""
+        native = self.pool.driver.array_type
+        for place, array in enumerate(operands):
+            if isinstance(array, (native, View)):
+                continue
+            if has(array, "__dlpack__"):
+                operands[place] = self._adopt(place, lambda array: from_dlpack(array, stream), array)
+            elif has(array, "__cuda_array_interface__"):
+                operands[place] = self._adopt(place, self._from_cuda_array, array)
+            elif has(array, "__array_interface__"):
+                operands[place] = self._adopt(place, _from_host_array, array)
+            else:
+                raise ArrayTypeError(
+                    f"{self._name}: {self._called(place)} is a {kind_of(array)}; the {self.pool.driver.name} driver takes "
+                    f"{kind_of(native)}, torch tensors, and arrays with __dlpack__ or __cuda_array_interface__"
+                )
+            if type(operands[place]) is View:  # what the host driver is given holds on to its arrays by itself
+                self.kept.append(operands[place])
+
+    def _called(self, place: int) -> str:
+        return self._operand or operand_name(place, self._inputs, len(self._given) - self._inputs)
+
+    def _from_cuda_array(self, array: Any) -> View:
+        view, stream = from_cuda_array(array)
+        if stream is not None:
+            self.callers.append(stream)
+        return view
+
+    def _adopt(self, place: int, view: Callable[[Any], View], array: Any) -> Any:
+        try:
+            operand = self.pool.driver.adopt(view(array))
+        except (ArrayTypeError, ArgumentError) as error:
+            raise type(error)(f"{self._name}: {self._called(place)}, a {kind_of(array)}: {error}") from error
+        if type(operand) is View and operand.device_id != self.device:
+            raise DeviceMismatchError(
+                f"{self._name}: {self._called(place)}, a {kind_of(array)}, is on device {operand.device_id} and the current "
+                f"device is {self.device}; make device {operand.device_id} current, or copy the array"
+            )
+        return operand
+
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
+        """A new output in the driver's form, as `Driver.empty`, in memory of the first array's library where that is torch."""
+        driver = self.pool.driver
+        if self._torch is None:
+            operand = made = driver.empty(shape, strides, dtype)
+        else:
+            made = self._torch.empty(shape, strides, dtype, self._first)
+            operand = driver.adopt(View(made.data_ptr(), shape, strides, dtype, made.get_device(), False, made))
+        self.made.append(made)
+        return operand
+
+    def prepare(self, prepare: Callable[..., AnyCall], out: Any, options: dict[str, Any], settings: Settings = ()) -> ForeignCall:
+        """A call with these arrays; ``prepare`` is `GraphFunction.prepare`."""
+        call = prepare(self.pool, self.arrays, self.outs or None, options, settings, self)
+        if out is None:
+            return ForeignCall(self, call, self.made[0] if call.plan.single else tuple(self.made))
+        self._write(range(len(self.arrays), len(self._given)))
+        return ForeignCall(self, call, out)
+
+    def call(self, call: AnyCall, written: Iterable[int]) -> ForeignCall:
+        """A call whose result is a tuple of the outputs that were made; ``written`` are the places of those that were given."""
+        self._write(written)
+        return ForeignCall(self, call, tuple(self.made))
+
+    def _write(self, places: Iterable[int]) -> None:
+        """What is to be seen to before arrays are written."""
+        operands = self.arrays + self.outs
+        for place in places:
+            array, operand = self._given[place], operands[place]
+            if _is_tensor(array):
+                integration().written(array)
+                continue
+            if getattr(operand, "readonly", False) or type(array).__module__.partition(".")[0] in _IMMUTABLE:
+                raise ArgumentError(
+                    f"{self._name}: {self._called(place)}, a {kind_of(array)}, is an output and cannot be written; pass another "
+                    f"array, or leave it out"
+                )
+
+
+def adapt(name: str, pool: HandlePool, arrays: tuple[Any, ...]) -> Adapted | None:
+    """The arrays of a call in the driver's form; None where they are its own."""
+    native = pool.driver.array_type
+    return None if all(type(array) is native for array in arrays) else Adapted(name, pool, arrays)
+
+
+def layout_of(name: str, pool: HandlePool, operand: str, array: Any) -> Layout:
+    """The layout of an array of any kind, or of what has a shape, strides and a type; for `GraphFunction.plan_for`.
+
+    ``operand`` is what messages call it.
+
+    Raises
+    ------
+    ArrayTypeError, DeviceMismatchError, ArgumentError
+        As for a call.
+    """
+    native = isinstance(array, pool.driver.array_type)
+    if not native and is_array(array):
+        (array,) = Adapted(name, pool, (array,), operand=operand).arrays
+        native = True
+    if native:
+        check_operands(pool.driver, name, pool.driver.current_device(), (array,), lambda _: operand)
+    elif not all(has(array, attribute) for attribute in ("shape", "strides", "dtype")):
+        raise ArrayTypeError(f"{name}: {operand} is a {type(array).__qualname__}; pass an array or an ArraySpec")
+    elif 0 in array.shape:
+        raise ArgumentError(f"{name}: {operand} is empty, of shape {array.shape}")
+    return Layout.of(array)
+
+
+# Kinds
+
+
+def is_array(value: object) -> bool:
+    """Whether a value is an array of whatever library."""
+    return _is_tensor(value) or any(has(value, protocol) for protocol in ARRAY_PROTOCOLS)
+
+
+def _is_tensor(array: object) -> bool:
+    return "torch" in sys.modules and isinstance(array, getattr(sys.modules["torch"], "Tensor", ()))
+
+
+def _wrapper(array: Any) -> Callable[[Any], Any] | None:
+    """What makes an array of another one's kind over the driver's; None where its library has nothing for that."""
+    root = type(array).__module__.partition(".")[0]
+    if root.startswith("numba"):
+        as_cuda_array = getattr(sys.modules.get("numba.cuda"), "as_cuda_array", None)
+        return None if as_cuda_array is None else lambda made: as_cuda_array(made, sync=False)
+    namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else sys.modules.get(root)
+    return getattr(namespace, "from_dlpack", None)
+
+
+def _from_host_array(array: Any) -> View:
+    values = np.asarray(array)
+    address, readonly = values.__array_interface__["data"]
+    return View(address, values.shape, values.strides, values.dtype, HOST, readonly, (values, array))

@@ -1,0 +1,102 @@
+"""Compares a new plan with the host driver's evaluator in float64, for pools that were made with ``check=True``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from handlepool.errors import ContractError, GraphNotSupportedError
+from handlepool.graphs.plan import Plan
+from handlepool.pool.context import thread
+from handlepool.pool.pool import HandlePool
+from handlepool.tensors import frontend
+from handlepool.tensors.layout import HOST, View
+
+TOLERANCE = {"float64": 1e-6, "float32": 1e-2, "float16": 3e-2, "bfloat16": 1e-1}
+"""Of the largest result, for the coarsest type of the operands; float32 may be TF32."""
+COARSE = 0.3
+"""Of the types of 8 bits."""
+_JUMPS = ("ceil", "floor", "mod", "cmp", "logical", "binary_select")
+
+
+def compare(pool: HandlePool, plan: Plan, graph: Any, operands: Sequence[Any]) -> None:
+    """Launch a plan once on random data, on the current stream, and compare the outputs with what the evaluator gives.
+
+    Waits for the stream. Nothing is compared while something is captured, where nobody may wait, and of graphs that the evaluator
+    does not know.
+
+    Parameters
+    ----------
+    pool : HandlePool
+    plan : Plan
+        Just built, on the current device.
+    graph : cudnn.pygraph
+    operands : sequence of graph tensor
+        As it was compiled for.
+
+    Raises
+    ------
+    ContractError
+        Where they differ.
+    """
+    from handlepool.drivers.host import evaluator  # needed here alone
+
+    driver = pool.driver
+    stream = driver.current_stream()
+    if thread.recording is not None or (stream.ptr and driver.is_capturing(stream.ptr)):
+        return
+    try:
+        evaluation = evaluator.plan(graph, operands, exact=True)
+    except GraphNotSupportedError:
+        return
+    random = np.random.default_rng(0)
+    copies = {copy.operand: copy for copy in plan.copies}
+    inputs = len(plan.inputs)
+    arrays, exact, views, kept = [], [], [], []
+    for place, tensor in enumerate(operands):
+        dtype = frontend.numpy_dtype(tensor.data_type)
+        dim, steps = tuple(tensor.dim), tuple(step * dtype.itemsize for step in tensor.stride)
+        copy = copies.get(place)
+        shape, strides = (dim, steps) if copy is None else (copy.shape, copy.strides)
+        memory = random.uniform(-1, 1, sum((e - 1) * s for e, s in zip(shape, strides, strict=True)) // dtype.itemsize + 1)
+        memory = (memory if dtype.kind in "fV" else memory * 4).astype(dtype)
+        there = driver.asarray(memory)
+        kept.append(there)
+        arrays.append(driver.adopt(View(driver.array_pointer(there), shape, strides, dtype, _where(pool), False, there)))
+        here = memory.astype(np.float64)
+        view = as_strided(here, shape, [step // dtype.itemsize * 8 for step in strides])
+        if copy is None:
+            exact.append(view)
+        else:
+            dense = np.zeros(copy.nbytes // dtype.itemsize)
+            if place < inputs:
+                dense[:] = view.ravel()
+            exact.append(as_strided(dense, dim, [step // dtype.itemsize * 8 for step in steps]))
+        views.append(view)
+    slot = pool.slot()
+    plan.executable.launch(slot.handle, arrays, slot.reserve(plan.workspace_size))
+    evaluation.run(exact, np.zeros(evaluation.workspace_size, np.uint8))
+    tolerance = max(TOLERANCE.get(str(layout.dtype), COARSE) for layout in plan.inputs + plan.outputs)
+    jumps = any(str(node.params.get("mode", "")).startswith(_JUMPS) for node in graph.nodes)
+    for place in range(inputs, len(operands)):
+        got = driver.asnumpy(kept[place]).astype(np.float64)
+        wanted = exact[place]
+        if place in copies:
+            shape = copies[place].shape
+            wanted = as_strided(wanted, (int(np.prod(shape)),), (8,)).reshape(shape)
+        result = as_strided(got, views[place].shape, views[place].strides)
+        known = np.isfinite(wanted)
+        largest = max(1.0, float(np.abs(wanted[known]).max(initial=0)))
+        wrong = known & ~(np.abs(result - wanted) <= tolerance * largest)
+        if wrong.sum() > wrong.size * 0.02 * jumps:
+            worst = float(np.nan_to_num(np.abs(result - wanted)[wrong], nan=np.inf).max())
+            raise ContractError(
+                f"{plan.name}: plan {plan.engine} for {', '.join(map(str, plan.inputs))} computes {int(wrong.sum())} of "
+                f"{wrong.size} elements of output {place - inputs} otherwise than float64 does, by up to {worst:.3g}; choose "
+                f"another with Plan.select, and report it"
+            )
+
+
+def _where(pool: HandlePool) -> int:
+    return HOST if pool.driver.array_type is np.ndarray else pool.driver.current_device()

@@ -1,0 +1,154 @@
+"""Builds plans: declares arrays as graph tensors, gives every tensor its geometry, and has the driver compile."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from handlepool.drivers.protocol import Driver, scratch_of
+from handlepool.errors import GraphNotSupportedError
+from handlepool.graphs.forms import conform
+from handlepool.graphs.plan import Plan
+from handlepool.graphs.signature import COMPILE_SETTINGS, GRAPH_SETTINGS, Recipe, normalise
+from handlepool.graphs.trace import Request, check_out, draft, element_strides, layout_of
+from handlepool.pool.device import DeviceSlots
+from handlepool.tensors import frontend
+from handlepool.tensors.inference import infer
+from handlepool.tensors.layout import Layout
+
+MOST_REASONS = 4
+_ENGINE = re.compile(r'^\{"engineId":(\d+)')
+_REASON = re.compile(r"Reason:\s*(.+)$")
+_PLAN = re.compile(r"^\s*\[\d+\]\s+(\S+?):\s+(.+)$")
+
+
+def refusal(name: str, graph: Any, operands: list[Any], error: GraphNotSupportedError) -> GraphNotSupportedError:
+    """The error of a build that was refused."""
+    nodes = " -> ".join(map(_title, graph.nodes)) or "a graph without nodes"
+    arrays = "; ".join(
+        f"{tensor.name} {getattr(tensor.data_type, 'name', 'of no type')} {tuple(tensor.dim)} strides {tuple(tensor.stride)}"
+        for tensor in operands
+    )
+    return GraphNotSupportedError(f"{name}: no plan for {nodes} over {arrays} (strides in elements). {shorten(str(error))}")
+
+
+def shorten(answer: str) -> str:
+    """Bring cuDNN's answer of many lines to its first, and to the distinct reasons with the engines or plans that gave them.
+
+    What an engine's own lines begin with is the cause; the others are where the cause was passed on.
+    """
+    head, *lines = [line.strip() for line in answer.splitlines() if line.strip()] or [""]
+    reasons: dict[str, list[str]] = {}
+    engine: str | None = None  # whose lines these are; empty once its cause was read
+    for line in lines:
+        if found := _ENGINE.search(line):
+            engine = f"engine {found[1]}"
+        elif found := _PLAN.search(line):
+            reasons.setdefault(found[2], []).append(found[1])
+        elif engine and (found := _REASON.search(line)):
+            reasons.setdefault(found[1], []).append(engine)
+            engine = ""
+        elif engine is None:
+            reasons.setdefault(line, [])
+    listed = [f"{', '.join(names)}: {reason}" if names else reason for reason, names in reasons.items()]
+    more = len(listed) - MOST_REASONS
+    if more > 0:
+        listed[MOST_REASONS:] = [f"and {more} other reasons"]
+    return "; ".join([head.removesuffix(" _").removesuffix(":"), *listed])
+
+
+def _title(node: Any) -> str:
+    kind = node.params.get("mode") if node.node_type.name == "POINTWISE" else node.node_type.name.lower()
+    return node.name if str(node.name).startswith(f"{kind}.") else f"{node.name} ({kind})"
+
+
+DEFAULTS = {"intermediate_dtype": np.dtype(np.float32), "compute_dtype": np.dtype(np.float32)}
+
+
+def build(
+    recipe: Recipe,
+    request: Request,
+    device: DeviceSlots,
+    driver: Driver,
+    choose: Callable[[int, bool], Plan],
+    index: int | None = None,
+    compare: Callable[[Plan, Any, list[Any]], None] | None = None,
+) -> Plan:
+    """Build one plan on the current device.
+
+    ``index`` chooses among the candidates, ``choose`` is the plan's own, and ``compare`` is called with the plan, its graph and
+    the graph's real tensors, to raise where the plan is wrong.
+    """
+    name = recipe.name
+    if recipe.check is not None:
+        recipe.check(request.layouts, request.outs, **request.options)
+    recipe.signature.check_options(name, request.options)
+    settings = DEFAULTS | dict(recipe.settings) | dict(normalise(dict(request.settings)))
+    with device.handles.build_lock:
+        handle = device.handles.for_building()
+    own = {"name": name} | {key: value for key, value in settings.items() if key in GRAPH_SETTINGS}
+    drafted = draft(recipe, request, lambda: driver.new_graph(handle, **own))
+    graph, outputs = drafted.graph, drafted.outputs
+    inputs, given = drafted.operands()
+    # The graph was made without a type for what leaves its type open, so that an array can give it.
+    io_dtype = frontend.data_type(settings.get("io_dtype") or frontend.numpy_dtype(inputs[0].data_type))
+    graph.context.io_data_type = io_dtype
+    try:
+        shapes = infer(graph, outputs, io_dtype=io_dtype)
+        scalar = all(not layout.shape for layout in request.layouts)  # declared as one element along one axis
+        for place, array in enumerate(given):
+            if array is not None:
+                check_out(name, _layout(outputs[place], scalar), array)
+                outputs[place].set_stride(element_strides(f"out of {name}", array) or [1])
+        layouts = tuple(_layout(tensor, scalar) for tensor in outputs)
+        operands = [*inputs, *outputs]
+        titles = drafted.titles()
+        copies = conform(graph, operands, len(inputs), shapes, lambda place: f"{name}: {titles[place]}", recipe.copies)
+        _number(operands)
+        asked = {key: value for key, value in settings.items() if key in COMPILE_SETTINGS}
+        if index is not None:
+            asked["plan_index"] = index
+        if (limit := asked.get("workspace_limit")) is not None:
+            taken = scratch_of(copies)
+            if taken > limit:
+                raise GraphNotSupportedError(f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}")
+            asked["workspace_limit"] = limit - taken
+        with device.handles.build_lock, driver.relaxed():
+            executable = driver.compile(graph, operands, copies=copies, name=name, titles=titles, **asked)
+    except GraphNotSupportedError as error:
+        raise refusal(name, graph, [*inputs, *outputs], error) from error
+    plan = Plan(
+        name,
+        device.device,
+        executable,
+        drafted.taken(),
+        layouts,
+        drafted.single,
+        len(outputs) == 1 and all(node.node_type.name == "POINTWISE" for node in graph.nodes),
+        graph,
+        drafted.keys,
+        drafted.places(),
+        choose,
+        copies,
+    )
+    if compare is not None:
+        compare(plan, graph, operands)
+    return plan
+
+
+def _layout(tensor: Any, scalar: bool) -> Layout:
+    layout = layout_of(tensor)
+    return Layout((), (), layout.dtype) if scalar and layout.size == 1 else layout
+
+
+def _number(operands: list[Any]) -> None:
+    """Make uids ascend in the order of the operands, since the raw entry takes its pointers in that order.
+
+    Uids that a caller set stay where they ascend already.
+    """
+    uids = [tensor.uid for tensor in operands]
+    if uids != sorted(uids):
+        first = max(uids) + 1_000_000  # beyond every uid that the frontend gave in this graph
+        for number, tensor in enumerate(operands):
+            tensor.set_uid(first + number)

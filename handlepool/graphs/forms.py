@@ -1,0 +1,404 @@
+"""The forms of operands that cuDNN is known to compute rightly (guarantee 18), and the copies that bring the others into one.
+
+cuDNN takes graphs that it computes wrongly, and some whose kernels end the context. What is right was measured: up to eight plans
+each of some thousand graphs against float64, by ``benchmarks/geometries.py``, with its tables in
+``benchmarks/results/geometries``. From them, for each kind of graph:
+
+- *Pointwise nodes alone* are right over two axes without gaps, declared as (M, N, 1, 1) with N innermost, where an operand fills
+  both, repeats along either, or is one element. So the axes are merged to two, in the order of the first output's memory.
+- *A convolution alone*, or a gradient, takes images and filters without gaps, contiguous or channels-last in any mixture, and
+  images that are channels-last with gaps. With a bias alone, what has no gaps. With more behind it, what is channels-last without
+  gaps; addends fill the output, or are one for each channel, or one element. Contiguous arrays are right with a bias and relu.
+- *A matrix product* has three axes; its factors are contiguous or transposed, and without anything behind it so is its output,
+  gaps allowed. With more behind it, the rest is contiguous; addends fill it, repeat along the batch, or are a row, a column, or
+  one element.
+- Of *reductions* nothing wrong was seen without gaps, contiguous or channels-last. Other nodes were not measured: their operands
+  are brought into such a form, too.
+
+An operand in another form is copied into scratch before the launch, or out of it afterwards, on the launch's own stream, up to
+`MOST_COPIED` bytes; beyond that it is refused. The rule is asked when a geometry is first seen, by both drivers alike.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from handlepool.drivers.protocol import Copy, scratch_of
+from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.tensors import frontend
+from handlepool.tensors.inference import Shape, axis_order, dense_strides, title
+
+MOST_COPIED = 16 << 20
+"""Most bytes of one operand that a launch copies by itself."""
+_CONVOLUTIONS = {"CONV_FPROP": ("image", "weight"), "CONV_DGRAD": ("loss", "filter"), "CONV_WGRAD": ("image", "loss")}
+
+
+def conform(
+    graph: Any,
+    operands: Sequence[Any],
+    inputs: int,
+    shapes: Mapping[int, Shape],
+    called: Callable[[int], str],
+    copying: bool = True,
+) -> tuple[Copy, ...]:
+    """Declare the operands of a graph in forms that cuDNN computes rightly, and say what is to be copied for that.
+
+    Parameters
+    ----------
+    graph : cudnn.pygraph
+        Every tensor has its shape, and every real one strides and a type. Changed in place.
+    operands : sequence of graph tensor
+        Inputs, then outputs.
+    inputs : int
+        Number of inputs.
+    shapes : mapping
+        What `infer` returned.
+    called : callable
+        What messages call an operand, by its place.
+    copying : bool
+        Whether operands may be copied.
+
+    Returns
+    -------
+    tuple of Copy
+
+    Raises
+    ------
+    ArgumentError
+        For an operand that would have to be copied, and is too large for that.
+    GraphNotSupportedError
+        For a graph that has no form which is known to be right, or none without copies where there are to be none.
+    """
+    forms = _Forms(graph, operands, inputs, shapes, called, copying)
+    nodes = [node for node in graph.nodes if node.node_type.name != "POINTWISE"]
+    kind = nodes[0].node_type.name if len(nodes) == 1 else ""
+    if not nodes and all(node.params.get("mode") != "gen_index" for node in graph.nodes):
+        _pointwise(forms)
+    elif kind in _CONVOLUTIONS or kind == "MATMUL":
+        if any(tensor.is_virtual for tensor in nodes[0].inputs.values()):
+            raise GraphNotSupportedError(
+                f"something comes before {title(nodes[0])}, which cuDNN has plans for in few cases; make it a graph function of "
+                f"its own"
+            )
+        (_matmul if kind == "MATMUL" else _convolution)(forms, nodes[0])
+    else:
+        for place in range(len(operands)):
+            forms.require(place, ("contiguous", "channels-last"))
+    return tuple(forms.copies)
+
+
+class _Forms:
+    """A graph's operands while their forms are chosen."""
+
+    def __init__(
+        self,
+        graph: Any,
+        operands: Sequence[Any],
+        inputs: int,
+        shapes: Mapping[int, Shape],
+        called: Callable[[int], str],
+        copying: bool,
+    ) -> None:
+        self.copying = copying
+        self.graph = graph
+        self.operands = operands
+        self.inputs = inputs
+        self.shapes = dict(shapes)
+        self.called = called
+        self.copies: list[Copy] = []
+        self.places = {tensor.uid: place for place, tensor in enumerate(operands)}
+
+    def virtual(self) -> list[Any]:
+        """The tensors between nodes."""
+        made = [tensor for node in self.graph.nodes for tensor in node.outputs.values() if tensor is not None]
+        return [tensor for tensor in made if tensor.uid not in self.places]
+
+    def copy(self, place: int, shape: Sequence[int], steps: Sequence[int], elements: int | None = None) -> None:
+        """Have an operand copied; ``steps`` in elements, of its memory along the axes of the copy."""
+        tensor = self.operands[place]
+        itemsize = _itemsize(tensor)
+        nbytes = (math.prod(shape) if elements is None else elements) * itemsize
+        if not self.copying or nbytes > MOST_COPIED:
+            what = (
+                f"{self.called(place)}, of shape {tuple(tensor.dim)} with strides {tuple(tensor.stride)} elements, lies in no "
+                f"form that cuDNN is known to compute rightly here"
+            )
+            if not self.copying:
+                raise GraphNotSupportedError(what)
+            remedy = "write to another array and copy that" if place >= self.inputs else "pass a copy of it"
+            raise ArgumentError(
+                f"{what}. At each call it would take a copy of {nbytes:,} bytes, more than {MOST_COPIED:,}: {remedy}, "
+                f"{self._advice()}"
+            )
+        strides = tuple(int(step) * itemsize for step in steps)
+        self.copies.append(Copy(place, place >= self.inputs, tuple(shape), strides, scratch_of(self.copies), nbytes))
+
+    def _advice(self) -> str:
+        convolution = any(node.node_type.name in _CONVOLUTIONS for node in self.graph.nodes)
+        return "channels-last without gaps" if convolution else "without gaps, of the output's shape and layout"
+
+    def require(self, place: int, forms: Sequence[str]) -> None:
+        """Take an operand in the first of the forms that it has, or copy it into the last."""
+        tensor = self.operands[place]
+        shape, steps = tuple(tensor.dim), tuple(tensor.stride)
+        for form in forms:
+            strides = dense_strides(shape, _order(form, len(shape)))
+            if all(extent == 1 or a == b for extent, a, b in zip(shape, steps, strides, strict=True)):
+                tensor.set_stride(list(strides))
+                return
+        order = _order(forms[-1], len(shape))
+        tensor.set_stride(list(dense_strides(shape, order)))
+        self.copy(place, [shape[axis] for axis in order], [steps[axis] if shape[axis] > 1 else 0 for axis in order])
+
+    def expand(self, place: int, shape: Sequence[int], form: str) -> None:
+        """Copy an operand to a larger shape, repeated."""
+        tensor = self.operands[place]
+        order = _order(form, len(shape))
+        steps = [step if extent > 1 else 0 for extent, step in zip(tensor.dim, tensor.stride, strict=True)]
+        self.copy(place, [shape[axis] for axis in order], [steps[axis] for axis in order])
+        tensor.set_dim(list(shape)).set_stride(list(dense_strides(shape, order)))
+
+
+def _used_again(forms: _Forms, node: Any, full: Shape) -> set[int]:
+    """The inputs of a node, by uid, that something behind it takes, too; raises where they would repeat there."""
+    behind = {tensor.uid for other in forms.graph.nodes if other is not node for tensor in other.inputs.values()}
+    again = {tensor.uid for tensor in node.inputs.values()} & behind
+    for uid in again:
+        if tuple(forms.operands[forms.places[uid]].dim) != full:
+            raise GraphNotSupportedError(
+                f"{forms.called(forms.places[uid])} is taken by {title(node)} and again behind it, where it would repeat; make "
+                f"that a graph function of its own"
+            )
+    return again
+
+
+def _declare(tensor: Any, dim: list[int], stride: list[int]) -> None:
+    """Give a tensor another shape. What nobody assigned stays a guess of the frontend's, which cuDNN is not told."""
+    if tensor.dim_assigned or not tensor.is_virtual:
+        tensor.set_dim(dim)
+    else:
+        tensor.dim = dim
+    if tensor.stride_assigned or not tensor.is_virtual:
+        tensor.set_stride(stride)
+    else:
+        tensor.stride = stride
+
+
+def _order(form: str, rank: int) -> Shape:
+    return (0, *range(2, rank), 1) if form == "channels-last" and rank > 1 else tuple(range(rank))
+
+
+def _itemsize(tensor: Any) -> int:
+    return frontend.numpy_dtype(tensor.data_type).itemsize
+
+
+# Pointwise nodes alone
+
+
+def _pointwise(forms: _Forms) -> None:
+    shapes = [forms.shapes[tensor.uid] for tensor in forms.operands]
+    full = tuple(map(max, *shapes)) if len(shapes) > 1 else shapes[0]
+    for place in range(forms.inputs, len(shapes)):
+        if shapes[place] != full:
+            raise GraphNotSupportedError(
+                f"{forms.called(place)} is of shape {shapes[place]}, and others of the graph are of {full}: a graph of pointwise "
+                f"operations has outputs of one shape. Make two graph functions of it"
+            )
+    order = axis_order(full, forms.operands[forms.inputs].stride)
+    axes = [axis for axis in order if full[axis] > 1]
+    extents = [full[axis] for axis in axes]
+    steps = [
+        [tensor.stride[axis] if shape[axis] > 1 else 0 for axis in axes]
+        for tensor, shape in zip(forms.operands, shapes, strict=True)
+    ]
+    sizes = [_itemsize(tensor) for tensor in forms.operands]
+
+    def cost(split: int) -> int:
+        parts = [_parts(each, extents, split) for each in steps]
+        return sum(math.prod(shape) * size for (shape, _, fits), size in zip(parts, sizes, strict=True) if not fits)
+
+    split = min(range(len(axes) + 1), key=cost)
+    fills = []
+    for place, each in enumerate(steps):
+        shape, along, fits = _parts(each, extents, split)
+        fill = (any(each[:split]), any(each[split:]))
+        if not place and not any(map(all, steps[: forms.inputs])):  # cuDNN has no plan where no input fills the output
+            shape, along, fits, fill = extents, each, False, (split > 0, split < len(axes))
+        if not fits:
+            forms.copy(place, shape, along)
+        fills.append(fill)
+    size, columns = math.prod(extents), math.prod(extents[split:])
+    if size == 1:  # cuDNN has no plan for one element: eight equal ones are computed
+        size = columns = 8
+        fills = [(False, True)] * len(fills)
+        forms.copies.clear()
+        for place in range(len(fills)):
+            forms.copy(place, (1,) if place >= forms.inputs else (8,), (0,), elements=8)
+    elif all(rows == its for rows, its in fills) or columns in (1, size):
+        # Rows of a length that vector loads and the kernel's tiles divide, where the size has such a divisor.
+        fills = [(rows or its,) * 2 for rows, its in fills]
+        columns = math.gcd(size, 256)
+        if columns < 8:
+            columns = extents[-1]
+    _declare_rows(forms, fills, size // columns, columns)
+
+
+def _parts(steps: Sequence[int], extents: Sequence[int], split: int) -> tuple[list[int], list[int], bool]:
+    """The axes along which an operand does not repeat on either side of a split, its steps there, and whether it is dense so."""
+    shape: list[int] = []
+    along: list[int] = []
+    for part in (slice(None, split), slice(split, None)):
+        if any(steps[part]):
+            shape += extents[part]
+            along += steps[part]
+    return shape, along, tuple(along) == dense_strides(shape)
+
+
+def _declare_rows(forms: _Forms, fills: Sequence[tuple[bool, bool]], rows: int, columns: int) -> None:
+    """Declare every tensor as (rows, columns, 1, 1), with 1 where it repeats."""
+    by_uid: dict[int, tuple[bool, bool]] = {}
+    for tensor, fill in zip(forms.operands, fills, strict=True):
+        by_uid[tensor.uid] = fill
+    for node in forms.graph.nodes:
+        filled = [by_uid.get(tensor.uid, (False, False)) for tensor in node.inputs.values()]
+        for tensor in node.outputs.values():
+            if tensor is not None:
+                by_uid.setdefault(tensor.uid, (any(a for a, _ in filled), any(b for _, b in filled)))
+    for tensor in (*forms.operands, *forms.virtual()):
+        down, along = by_uid[tensor.uid]
+        dim = [rows if down else 1, columns if along else 1, 1, 1]
+        if tensor.dim:
+            _declare(tensor, dim, [dim[1], 1, dim[1], dim[1]])
+
+
+# Convolutions
+
+
+def _convolution(forms: _Forms, node: Any) -> None:
+    if len(forms.shapes[next(iter(node.inputs.values())).uid]) == 3:
+        _lift(forms, node)
+    first, second = (node.inputs[port] for port in _CONVOLUTIONS[node.node_type.name])
+    (made,) = [tensor for tensor in node.outputs.values() if tensor is not None]
+    core = {tensor.uid for tensor in (first, second, made)}
+    behind = [other for other in forms.graph.nodes if other is not node]
+    either = ("contiguous", "channels-last")
+    extras = [place for place, tensor in enumerate(forms.operands) if tensor.uid not in core]
+    if not behind:
+        filters = {"CONV_FPROP": second, "CONV_DGRAD": second, "CONV_WGRAD": made}[node.node_type.name]
+        for place, tensor in enumerate(forms.operands):
+            if tensor is filters or not _spaced_channels_last(tensor):
+                forms.require(place, either)
+        return
+    if node.node_type.name != "CONV_FPROP":
+        raise GraphNotSupportedError(
+            f"something comes behind {title(node)}, which cuDNN is not known to compute rightly; make it a graph function of its "
+            f"own"
+        )
+    result = forms.operands[forms.inputs :]
+    full = tuple(result[0].dim)
+    _used_again(forms, node, full)
+    single = len(result) == 1 and max(full[2:]) > 1  # of an output of one pixel, contiguous and channels-last are the same
+    modes = [other.params.get("mode") for other in behind]
+    added = [place for place in extras if place < forms.inputs]
+    biased = single and modes[0] in ("bias", "add") and len(added) == 1 and _per_channel(forms.operands[added[0]], full)
+    contiguous = all(_has_form(forms.operands[place], "contiguous") for place in range(len(forms.operands)) if place not in added)
+    if biased and len(modes) == 1:
+        wanted: tuple[str, ...] = either
+    elif biased and modes[1:] == ["relu"] and contiguous:
+        wanted = ("contiguous",)
+    else:
+        wanted = ("channels-last",)
+    for place, tensor in enumerate(forms.operands):
+        if place not in added:
+            forms.require(place, wanted)
+        elif tuple(tensor.dim) in (full, (1,) * len(full)) or _per_channel(tensor, full):
+            forms.require(place, ("channels-last",))
+        else:
+            forms.expand(place, full, "channels-last")
+
+
+def _lift(forms: _Forms, node: Any) -> None:
+    """Make one spatial axis two: with an activation cuDNN has no plans for one."""
+    for name, fill in (("padding", 0), ("pre_padding", 0), ("post_padding", 0), ("stride", 1), ("dilation", 1)):
+        value = node.params.get(name)
+        if value is not None:
+            node.params[name] = [fill, *value]
+    forms.shapes = {uid: (*shape[:2], 1, *shape[2:]) for uid, shape in forms.shapes.items()}
+    for tensor in (*forms.operands, *forms.virtual()):
+        if tensor.dim:
+            n, c, w = tensor.dim
+            outer, channel, step = tensor.stride or dense_strides(tensor.dim)
+            _declare(tensor, [n, c, 1, w], [outer, channel, max(w * step, 1), step])
+
+
+def _has_form(tensor: Any, form: str) -> bool:
+    strides = dense_strides(tensor.dim, _order(form, len(tensor.dim)))
+    return all(extent == 1 or a == b for extent, a, b in zip(tensor.dim, tensor.stride, strides, strict=True))
+
+
+def _per_channel(tensor: Any, full: Sequence[int]) -> bool:
+    return tuple(tensor.dim) == (1, full[1], *[1] * (len(full) - 2))
+
+
+def _spaced_channels_last(tensor: Any) -> bool:
+    """Whether a tensor is channels-last with gaps between pixels, rows or images, and none between channels."""
+    shape, steps = tensor.dim, tensor.stride
+    return shape[1] > 1 and _nested([(shape[axis], steps[axis]) for axis in (1, *reversed(range(2, len(shape))), 0)])
+
+
+def _nested(axes: Iterable[tuple[int, int]]) -> bool:
+    """Whether axes, (extent, step) from the innermost to the outermost, begin with a step of 1 and lie one inside the other."""
+    reach = 0
+    for extent, step in axes:
+        if extent > 1:
+            if step < reach or (not reach and step != 1):
+                return False
+            reach = step * extent
+    return True
+
+
+# Matrix products
+
+
+def _matmul(forms: _Forms, node: Any) -> None:
+    _three_axes(forms)
+    full = tuple(forms.operands[forms.inputs].dim)
+    alone = len(forms.graph.nodes) == 1
+    again = _used_again(forms, node, full)
+    factors = {node.inputs["A"].uid, node.inputs["B"].uid} - again
+    addends = (full, (1, *full[1:]), (1, 1, full[2]), (1, full[1], 1), (1, 1, 1))
+    for place, tensor in enumerate(forms.operands):
+        (batch, rows, columns), (step, down, along) = tensor.dim, tensor.stride
+        if tensor.uid in factors or (alone and place >= forms.inputs):
+            turned = rows > 1 and (down, along) == (1, rows) and (batch == 1 or step == rows * columns)
+            orders = (((columns, along), (rows, down), (batch, step)), ((rows, down), (columns, along), (batch, step)))
+            if not turned and not (alone and any(map(_nested, orders))):
+                forms.require(place, ("contiguous",))
+        elif place < forms.inputs and (batch, rows, columns) not in addends:
+            forms.expand(place, full, "contiguous")
+        else:
+            forms.require(place, ("contiguous",))
+
+
+def _three_axes(forms: _Forms) -> None:
+    """Declare every tensor with one batch axis: cuDNN has no plans for none, nor for two."""
+    batches = [tuple(tensor.dim)[:-2] for tensor in forms.operands]
+    batch = tuple(map(max, *batches))
+    for place, tensor in enumerate(forms.operands):
+        dim, steps = tuple(tensor.dim), tuple(tensor.stride)
+        its = dim[:-2]
+        size = math.prod(its)
+        inner = [steps[axis] for axis in range(len(its)) if its[axis] > 1]
+        extents = [extent for extent in its if extent > 1]
+        merged = all(a == b * extent for a, b, extent in zip(inner, inner[1:], extents[1:], strict=False))
+        if size > 1 and (its != batch or not merged or not all(inner)):
+            forms.expand(place, (*batch, *dim[-2:]), "contiguous")
+            size, inner = math.prod(batch), [dim[-2] * dim[-1]]
+            steps = tuple(tensor.stride)
+        reach = max(dim[-2] * steps[-2], dim[-1] * steps[-1], 1)
+        tensor.set_dim([size, *dim[-2:]]).set_stride([inner[-1] if inner else reach, *steps[-2:]])
+    forms.shapes = {uid: (math.prod(shape[:-2]), *shape[-2:]) for uid, shape in forms.shapes.items()}
+    for tensor in forms.virtual():
+        if tensor.dim:
+            three = list(forms.shapes[tensor.uid])
+            _declare(tensor, three, list(dense_strides(three)))

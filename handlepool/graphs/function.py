@@ -1,0 +1,488 @@
+"""Graph functions: Python functions that build a cuDNN graph, compiled once per geometry, callable from any thread and stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
+from functools import partial, reduce, update_wrapper
+from sys import modules
+from typing import TYPE_CHECKING, Any, Concatenate, TypeVar, Unpack, overload
+
+from handlepool._util import shown
+from handlepool.drivers.protocol import operand_name
+from handlepool.errors import ArgumentError
+from handlepool.graphs.annotations import ArrayCall, P, R_co
+from handlepool.graphs.arrays import Adapted, adapt, layout_of
+from handlepool.graphs.comparison import compare
+from handlepool.graphs.compile import build
+from handlepool.graphs.launch import AnyCall, GraphCall, check_arrays, hit, marks_of, new_outputs, shortcut
+from handlepool.graphs.plan import Plan
+from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
+from handlepool.graphs.trace import Request
+from handlepool.graphs.tuning import Tuning, tune
+from handlepool.pool.context import NOT_CACHED, launchers
+from handlepool.pool.default import check_pool, current_pool
+from handlepool.pool.deferred import settle_all
+from handlepool.pool.pool import HandlePool
+from handlepool.pool.status import diagnose
+from handlepool.regions.states import ParallelStates
+from handlepool.tensors.layout import Layout
+
+MOST_VARIANTS = 64
+"""Variants of a graph function, by settings, that keep their plans from call to call."""
+
+
+class GraphFunction(ArrayCall[P, R_co]):
+    """A function ``f(g, *tensors, **options)`` that builds with a `cudnn.pygraph`, as a callable over arrays. See `graph`.
+
+    Parameters
+    ----------
+    function : callable
+        May be called by several threads at a time, and twice for one plan.
+    inputs, outputs : list of reference, optional
+        As in `graph`.
+    check : callable, optional
+        ``check(layouts, outs, **options)`` is called before a build, to raise what the graph could not say as clearly.
+    copies : bool
+        Whether operands that lie in no form which cuDNN is known to compute rightly are copied (`handlepool.forms`). Without that
+        the graph is refused, with `GraphNotSupportedError`.
+    **settings
+        As in `graph`.
+
+    Notes
+    -----
+    It is called with arrays, one for each tensor parameter, or for each of ``inputs=``, in that order. Of the keywords, ``out``
+    is an array, or a tuple of arrays, where the outputs go, all of them; their strides decide how they lie. They share no memory
+    with each other nor with an input; but the one output of pointwise nodes alone may be an input, exactly. The others are the
+    function's own: static, hashable, a part of what a plan is compiled for. It launches on the current stream and returns
+    ``out``, or new arrays, ready on that stream.
+
+    A call raises `ArgumentError`, `ArrayTypeError` or `DeviceMismatchError` for what no call could succeed with, before anything
+    is launched, and `GraphNotSupportedError` when cuDNN has no plan.
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> GraphFunction[P, R_co]:
+        """Make the function that a call runs."""
+
+        # A partial of nothing: calling one is a C call that goes straight on to `call`, and calling an object with a method
+        # `__call__` costs 0.15 µs more, of the 2 that we have.
+        def call(*arrays: Any, out: Any = None, **options: Any) -> Any:
+            pool = current_pool()
+            marks = marks_of(options) if options else ()
+            result = hit(self, pool, None, arrays, out, marks)
+            if result is not NOT_CACHED:
+                return result
+            prepared = self.prepare(pool, arrays, out, options, marks=marks)
+            return prepared.launch(pool.slot(prepared.stream))
+
+        self: GraphFunction[P, R_co] = super().__new__(cls, call)
+        return self
+
+    def __init__(
+        self,
+        function: Callable[Concatenate[Any, P], R_co],
+        *,
+        inputs: Any = None,
+        outputs: Any = None,
+        check: Callable[..., None] | None = None,
+        copies: bool = True,
+        **settings: Any,
+    ) -> None:
+        checked = normalise(settings)
+        self._become(
+            Recipe(
+                _name(function, checked),
+                function,
+                Signature.of(function),
+                as_references("inputs", inputs),
+                as_references("outputs", outputs),
+                checked,
+                check,
+                copies,
+            )
+        )
+        self._root: GraphFunction[P, R_co] = self
+        self._variants: dict[Settings, GraphFunction[P, R_co]] = {checked: self}
+
+    def _become(self, recipe: Recipe) -> None:
+        update_wrapper(self, recipe.function)
+        self._recipe = recipe
+        self._name = recipe.name
+
+    def __repr__(self) -> str:
+        settings = "".join(f", {name}={value}" for name, value in self._recipe.settings if name != "name")
+        return f"<GraphFunction {self._name}{settings}>"
+
+    # Calls
+
+    def run(self, arrays: MutableMapping[Any, Any], /, **options: Any) -> MutableMapping[Any, Any]:
+        """Launch on the current stream with arrays by reference, outputs among them.
+
+        Parameters
+        ----------
+        arrays : dict
+            By reference (see `graph`): an array for each input, and for outputs that are to be written where the caller says.
+        **options
+            As in a call.
+
+        Returns
+        -------
+        dict
+            ``arrays`` itself, with the outputs that it did not have: under their reference in ``outputs=``, else the name that
+            was set, else ``node::port``.
+
+        Raises
+        ------
+        ArgumentError
+            For a reference that means no tensor or several, two arrays for one tensor, an input without an array; and all that a
+            call raises.
+        """
+        pool = current_pool()
+        try:
+            references, given = tuple(arrays), tuple(arrays.values())
+        except (AttributeError, TypeError):
+            raise ArgumentError(f"{self._name}.run takes a dictionary of arrays by reference, not {shown(arrays)}") from None
+        adapted = adapt(self._name, pool, given)
+        if adapted is not None:
+            given = adapted.arrays
+        plan = self.plan(pool, given, (), options, (), references)
+        inputs, places = len(plan.inputs), plan.places
+        empty = pool.driver.empty if adapted is None else adapted.empty
+        layouts = zip(places[inputs:], plan.outputs, strict=True)
+        outs = tuple([empty(at.shape, at.strides, at.dtype) if place < 0 else given[place] for place, at in layouts])
+        operands = tuple([given[place] for place in places[:inputs]])
+        made = tuple([out for place, out in zip(places[inputs:], outs, strict=True) if place < 0])
+        call: AnyCall = GraphCall(pool, plan, operands + outs, made, True)
+        if adapted is not None:
+            call = adapted.call(call, [place for place in places[inputs:] if place >= 0])
+        made = call.launch(pool.slot(call.stream))
+        arrays.update(zip([key for key, place in zip(plan.keys, places[inputs:], strict=True) if place < 0], made, strict=True))
+        return arrays
+
+    def _prepare_branch(self, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+        """What a fork calls before it starts the branch."""
+        options = dict(kwargs)
+        out = options.pop("out", None)
+        return self.prepare(pool, args, out, options, marks=marks_of(options))
+
+    def _hit_branch(self, pool: HandlePool, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a fork tries before that: see `hit`."""
+        options = kwargs
+        out = None
+        if kwargs:
+            options = dict(kwargs)
+            out = options.pop("out", None)
+        return hit(self, pool, begin, args, out, marks_of(options) if options else ())
+
+    def prepare(
+        self,
+        pool: HandlePool,
+        arrays: tuple[Any, ...],
+        out: Any,
+        options: dict[str, Any],
+        settings: Settings = (),
+        adapted: Adapted | None = None,
+        marks: tuple[Any, ...] | None = None,
+    ) -> AnyCall:
+        """Find or build the plan, and allocate the outputs that are not given, on the current stream.
+
+        ``marks`` stand for options and settings in the key of a shortcut to the plan: whatever tells them from others.
+        """
+        check_pool(self._name, pool)
+        try:
+            outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+            if out is not None and not outs:
+                raise ArgumentError(
+                    f"{self._name}: out={shown(out)} holds no array; pass one for each output, or None for new ones"
+                )
+            native = pool.driver.array_type
+            if adapted is None and any(type(array) is not native for array in arrays + outs):
+                return Adapted(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
+            plan = self.plan(pool, arrays, outs, options, settings, marks=None if adapted else marks)
+            if out is not None:
+                return GraphCall(pool, plan, arrays + outs, out, True)
+            made = new_outputs(pool, plan.outputs, pool.driver.empty if adapted is None else adapted.empty)
+            return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made, False)
+        except Exception as error:
+            diagnose(pool, error)
+            raise
+
+    # Plans
+
+    def plan(
+        self,
+        pool: HandlePool,
+        arrays: tuple[Any, ...],
+        outs: tuple[Any, ...],
+        options: dict[str, Any],
+        settings: Settings = (),
+        references: tuple[Any, ...] | None = None,
+        marks: tuple[Any, ...] | None = None,
+    ) -> Plan:
+        """The plan for these arrays, built when there is none yet; with ``marks``, a `hit` finds it from now on."""
+        driver = pool.driver
+        device = driver.current_device()
+        try:
+            key = (
+                self,
+                tuple([(array.shape, array.strides, array.dtype) for array in arrays]),
+                tuple([(array.shape, array.strides, array.dtype) for array in outs]),
+                frozenset([(name, value, type(value)) for name, value in options.items()]) if options else None,
+                settings,
+                references,
+            )
+            plan = pool.plans.get(device, key)
+        except AttributeError:
+            check_arrays(self._name, driver, device, arrays, outs)
+            raise
+        except TypeError:
+            self._recipe.check_static(options, references is not None)
+            normalise(dict(settings))
+            raise
+        if plan is None:
+            self._recipe.check_static(options, references is not None)
+            normalise(dict(settings))
+            check_arrays(self._name, driver, device, arrays, outs)
+            plan = self._build(pool, device, key, arrays, outs, options)
+        if marks is not None:
+            pool.plans.shorten(device, key, (self, marks, arrays[0].shape), partial(shortcut, pool, arrays, outs))
+        return plan
+
+    def plan_for(self, *arrays: Any, out: Any = None, **options: Any) -> Plan:
+        """Return the plan that a call with these arguments uses, built when there is none yet; nothing is launched.
+
+        Its ``engine``, ``workspace_size``, ``candidates`` and ``graph`` say what cuDNN chose for what, and `Plan.select` chooses
+        otherwise.
+
+        Parameters
+        ----------
+        *arrays : array or ArraySpec
+            Arrays, of which only shape, strides and type matter, or anything that has the three.
+        out, **options
+            As in a call.
+        """
+        return self._plan_in(current_pool(), arrays, out, options)
+
+    def _plan_in(self, pool: HandlePool, arrays: tuple[Any, ...], out: Any, options: dict[str, Any]) -> Plan:
+        outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        views = [
+            layout_of(self._name, pool, operand_name(place, len(arrays), len(outs)), array)
+            for place, array in enumerate((*arrays, *outs))
+        ]
+        return self.plan(pool, tuple(views[: len(arrays)]), tuple(views[len(arrays) :]), options)
+
+    def tune(self, *arrays: Any, states: ParallelStates | None = None, out: Any = None, **options: Any) -> Tuning:
+        """Time the plans that cuDNN proposes while the states run them side by side, and keep the quickest.
+
+        The quickest plan alone is not always the quickest in company. Nothing is written to ``arrays`` or ``out``: each state has
+        copies and outputs of its own. Waits for the GPU, for seconds where there are many plans; whatever else runs on it
+        meanwhile is timed as well.
+
+        Parameters
+        ----------
+        *arrays : array
+            As in a call.
+        states : ParallelStates, optional
+            The company: all of them at a time, on the pool that they are of. One stream alone where none is given.
+        out, **options
+            As in a call: what is kept is the plan for calls with these arguments, so tune with ``out`` for calls with ``out``.
+            Only its shape, strides and type matter.
+
+        Returns
+        -------
+        Tuning
+            What was tried, how long each plan took alone and in company, and which was chosen; ``print`` shows a table. Plans are
+            skipped that a setting excludes, that cannot be built, that find no room for their scratch, or that are far too slow.
+
+        Raises
+        ------
+        DriverNotAvailableError
+            On the host driver, and where there is no GPU.
+        CaptureError
+            Inside a capture, a recording, a branch or a task.
+        StateBusyError
+            When not so many side streams are free.
+        GraphNotSupportedError
+            When none of the plans can be timed. The plan stays what it was, as with any error.
+        ArgumentError, ArrayTypeError, DeviceMismatchError
+            As in a call.
+
+        Examples
+        --------
+        >>> print(conv.tune(x, w, states=handlepool.ParallelStates(4)))                                  # doctest: +SKIP
+        """
+        return tune(self._name, arrays, states, lambda pool: self._plan_in(pool, arrays, out, options))
+
+    def compile(self, *arrays: Any, out: Any = None, **options: Any) -> Plan:
+        """Build ahead what a call with these arguments will use: nothing is launched, and no array is needed or allocated.
+
+        Parameters
+        ----------
+        *arrays, out, **options
+            As in `plan_for`.
+
+        Examples
+        --------
+        >>> x = ArraySpec((8, 64, 56, 56), "float16", "NHWC")                                            # doctest: +SKIP
+        >>> plan = conv.compile(x, ArraySpec((32, 64, 3, 3), "float16", "NHWC"))                         # doctest: +SKIP
+        """
+        return self.plan_for(*arrays, out=out, **options)
+
+    def _build(self, pool: HandlePool, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
+        *_, settings, references = key
+        # Layouts, not arrays: a plan that can be built anew keeps no memory of anybody's.
+        request = Request(tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), references, dict(options), settings)
+        recipe = self._recipe
+        against = partial(compare, pool) if pool.checked else None
+
+        def choose(index: int, keep: bool) -> Plan:
+            with pool.on_device(device):
+                plan = build(recipe, request, pool.device(device), pool.driver, choose, index, against)
+            if keep:
+                pool.plans.put(device, key, plan)
+            return plan
+
+        settle_all()  # before locks are taken: a handle to build with may need the room
+        device_slots = pool.device(device)
+        return pool.plans.get_or_build(
+            device, key, lambda: build(recipe, request, device_slots, pool.driver, choose, compare=against)
+        )
+
+    # Variants
+
+    def options(self, **settings: Unpack[Given]) -> GraphFunction[P, R_co]:
+        """Return this function with other settings; the same object for the same settings, so that its plans are found again.
+
+        Parameters
+        ----------
+        **settings
+            As in `graph`; None for the default.
+
+        Examples
+        --------
+        >>> y = conv.options(workspace_limit=0, allow_tf32=False)(x, w)                                  # doctest: +SKIP
+        """
+        recipe, root = self._recipe, self._root
+        checked = normalise({**dict(recipe.settings), **settings})
+        variant = root._variants.get(checked)
+        if variant is None:
+            variant = GraphFunction.__new__(GraphFunction)
+            variant._become(replace(recipe, name=_name(recipe.function, checked), settings=checked))
+            variant._root = root
+            variant = root._variants.setdefault(checked, variant)
+            while len(root._variants) > MOST_VARIANTS:
+                root._variants.pop(next(iter(root._variants)), None)
+        return variant
+
+    def __reduce__(self) -> Any:
+        """Go by name, as functions do: the function itself, or its settings and the function that is found there."""
+        name = str(getattr(self, "__qualname__", self._name))
+        try:
+            found: Any = reduce(getattr, name.split("."), modules.get(self.__module__))
+        except AttributeError:
+            found = None
+        if found is self:
+            return name
+        if isinstance(found, GraphFunction) and found._root is self._root:
+            return _variant, (found, self._recipe.settings)
+        raise ArgumentError(
+            f"graph function {self._name} cannot be pickled: another process finds it by its name, and {self.__module__}.{name} "
+            f"does not lead to it. Define it at the level of a module, under its own name"
+        )
+
+    def __copy__(self) -> GraphFunction[P, R_co]:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> GraphFunction[P, R_co]:
+        return self
+
+    def cache_clear(self) -> None:
+        """Forget the plans of this function and of its variants by `options`; those in use live on with their users."""
+        root = self._root
+        current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "_root", None) is root)
+
+
+launchers[GraphFunction] = GraphFunction._hit_branch, GraphFunction._prepare_branch
+
+
+def _variant(function: GraphFunction[..., Any], settings: Settings) -> GraphFunction[..., Any]:
+    """A function with these settings and no other."""
+    chosen: dict[str, Any] = dict.fromkeys(dict(function._recipe.settings)) | dict(settings)
+    return function.options(**chosen)
+
+
+def _name(function: Callable[..., Any], settings: Settings) -> str:
+    return str(dict(settings).get("name") or getattr(function, "__name__", "graph"))
+
+
+if TYPE_CHECKING:
+    from handlepool.tensors.frontend_types import Graph
+
+R = TypeVar("R")
+
+
+@overload
+def graph(
+    function: Callable[Concatenate[Graph, P], R], *, inputs: None = None, outputs: Any = None, **settings: Unpack[Given]
+) -> GraphFunction[P, R]: ...
+@overload
+def graph(
+    *, inputs: None = None, outputs: Any = None, **settings: Unpack[Given]
+) -> Callable[[Callable[Concatenate[Graph, P], R]], GraphFunction[P, R]]: ...
+@overload
+def graph(
+    function: Callable[Concatenate[Graph, ...], R], *, inputs: Any, outputs: Any = None, **settings: Unpack[Given]
+) -> GraphFunction[Concatenate[Any, ...], R]: ...  # how many arrays there are, inputs alone says
+@overload
+def graph(
+    *, inputs: Any, outputs: Any = None, **settings: Unpack[Given]
+) -> Callable[[Callable[Concatenate[Graph, ...], R]], GraphFunction[Concatenate[Any, ...], R]]: ...
+def graph(function: Callable[..., Any] | None = None, *, inputs: Any = None, outputs: Any = None, **settings: Any) -> Any:
+    """Decorate a function ``f(g, *tensors, **options)`` that builds a cuDNN graph: it becomes a callable over arrays.
+
+    Positional arguments are arrays; f gets a graph tensor for each, declared with its shape, strides and type, and named after
+    f's parameter. Keyword arguments are f's own, static and hashable; ``out`` alone is ours. The graph is compiled once for
+    (device, each array's shape, strides and type, options), and launched on the current stream with this thread's handle and
+    scratch, from any thread.
+
+    f returns the graph tensor to output, or a tuple of them; or a mapping with the references ``"inputs"`` and ``"outputs"``; or
+    nothing, where ``outputs`` names them or f marks them with ``set_output(True)``. f may declare tensors itself with
+    ``g.tensor(name=…, dim=…, stride=…)``; the arrays for them are given by ``inputs`` or `GraphFunction.run`, and must be what
+    was declared.
+
+    Parameters
+    ----------
+    function : callable, optional
+    inputs : list of reference, optional
+        What the positional arrays are, in their order; f's parameters in their order by default. A reference is a graph tensor,
+        its uid, a name (of a parameter, or one that was set), or ``"node::port"`` with the port's name in cuDNN, the keyword of
+        the method that made the node, or the position of an input: ``"conv2d::image"``, ``"conv2d::0"``, ``"conv2d::Y"``. Nodes
+        without a name are called ``"conv_fprop.0"``, ``"relu.1"``.
+    outputs : list of reference, optional
+        What is output, in order; a list of one gives an array, not a tuple.
+    **settings
+        ``name`` for messages; ``io_dtype``, the type of real tensors that have none (the first array's by default),
+        ``intermediate_dtype`` of tensors between nodes and ``compute_dtype`` of the arithmetic (float32), each whatever NumPy
+        takes for a type, or "bfloat16"; ``workspace_limit``, most bytes of scratch of a plan; ``allow_tf32`` (True), whether
+        float32 may be rounded to TF32; ``deterministic`` (False), whether only plans that give the same bits each time are
+        taken; ``heuristics``, names of cuDNN's modes in the order to ask them ("A", "FALLBACK").
+
+    Returns
+    -------
+    GraphFunction
+
+    Raises
+    ------
+    ArgumentError, ArrayTypeError
+        For settings that no call could succeed with.
+
+    Examples
+    --------
+    >>> @handlepool.graph                                                                                # doctest: +SKIP
+    ... def conv_relu(g, x, w, *, padding):
+    ...     return g.relu(g.conv_fprop(x, w, padding=[padding] * 2, stride=[1, 1], dilation=[1, 1]))
+    >>> y = conv_relu(x, w, padding=1)                                                                   # doctest: +SKIP
+    """
+    if function is None:
+        return lambda decorated: GraphFunction(decorated, inputs=inputs, outputs=outputs, **settings)
+    return GraphFunction(function, inputs=inputs, outputs=outputs, **settings)

@@ -1,0 +1,246 @@
+"""Calls of graph functions: what is launched, and the checks of its arrays."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any, Protocol, TypeVar
+
+from handlepool._util import holds_values, shown
+from handlepool.drivers.protocol import Driver, check_operands, operand_name
+from handlepool.errors import ArgumentError, SignatureError
+from handlepool.graphs.plan import Plan
+from handlepool.pool.context import NOT_CACHED, recordings, thread
+from handlepool.pool.plan_cache import Entry, Shortcut
+from handlepool.pool.pool import HandlePool
+from handlepool.pool.slot import Slot
+from handlepool.pool.status import diagnose
+from handlepool.tensors.layout import Layout
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class AnyCall(Protocol):
+    """What a fork launches."""
+
+    @property
+    def plan(self) -> Plan:
+        """What is launched; of a sequence, the first."""
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The arrays, inputs and outputs."""
+
+    @property
+    def result(self) -> Any:
+        """What `launch` will return."""
+
+    @property
+    def stream(self) -> int | None:
+        """The stream to run on, where it is not the array library's current one."""
+
+    @property
+    def callers(self) -> Sequence[int]:
+        """Streams to be in order with; see `handlepool.arrays`."""
+
+    def launch(self, slot: Slot) -> Any:
+        """Enqueue on the slot's stream, in order with the callers, and return the outputs."""
+
+    def enqueue(self, slot: Slot) -> Any:
+        """Enqueue on a side slot's stream, for which a fork sees to the order."""
+
+    def then(self, make: "Callable[[Any], AnyCall]") -> "AnyCall":
+        """This call and one over its result, as one."""
+
+
+def hit(function: Any, pool: HandlePool, begin: Callable[..., Slot] | None, arrays: Any, out: Any, marks: tuple[Any, ...]) -> Any:
+    """Launch at once what these arrays led to before; `NOT_CACHED` where that cannot be told so quickly.
+
+    Parameters
+    ----------
+    function : GraphFunction
+    pool : HandlePool
+    begin : callable, optional
+        Called with the operands before the launch, and returns the slot to launch on; this thread's on the current stream
+        without it.
+    arrays : tuple of array
+    out : array or tuple of array, optional
+    marks : tuple
+        What `GraphFunction.prepare` was given.
+    """
+    try:
+        attempts = pool.plans.shortcuts[function, marks, arrays[0].shape]
+    except (AttributeError, IndexError, KeyError, TypeError):  # the first time so; or no arrays, or nothing that has a hash
+        return NOT_CACHED
+    for attempt in attempts:
+        result = attempt(begin, arrays, out)
+        if result is not NOT_CACHED:
+            return result
+    return NOT_CACHED
+
+
+def marks_of(options: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells options from others: types too, since 1, True and 1.0 are equal, and may mean different things."""
+    return (*options.items(), *map(type, options.values()))
+
+
+def shortcut(pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry[Plan]) -> Shortcut | None:
+    """Make what `hit` finds: a function that launches a plan for arrays like these at once."""
+    plan, driver = entry.plan, pool.driver
+    inputs, outputs = [Layout.of(array) for array in arrays], [Layout.of(out) for out in outs] or list(plan.outputs)
+    names = {
+        "NOT_CACHED": NOT_CACHED,
+        "recordings": recordings,
+        "current_device": pool.current_device,
+        "current_stream": driver.current_stream,
+        "find": pool.slot,
+        "sound": pool.sound,
+        "entry": entry,
+        "cache": pool.plans,
+        "tick": pool.plans.tick,
+        "diagnose": diagnose,
+        "pool": pool,
+    }
+    made = plan.executable.shortcut(inputs, outputs, plan.apart if outs else None, plan.single, names)
+    return made or _shortcut(pool, entry, inputs + outputs if outs else inputs, bool(outs))
+
+
+def _shortcut(pool: HandlePool, entry: Entry[Plan], layouts: list[Layout], given: bool) -> Shortcut:
+    """What `Executable.shortcut` describes, for any driver."""
+    plan, native, empty = entry.plan, pool.driver.array_type, pool.driver.empty
+
+    def at_once(begin: Any, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
+        if (out is not None) is not given or recordings or pool.current_device() != plan.device:
+            return NOT_CACHED
+        if given and not plan.single and not isinstance(out, (tuple, list)):
+            return NOT_CACHED
+        outs = () if not given else (out,) if plan.single else tuple(out)
+        if any(type(array) is not native for array in arrays + outs) or [Layout.of(array) for array in arrays + outs] != layouts:
+            return NOT_CACHED
+        made = outs or fresh or new_outputs(pool, plan.outputs, empty)
+        entry.used, pool.plans.recent = pool.plans.tick(), entry
+        slot = pool.slot() if begin is None else begin(arrays + made, at_once)
+        launch(pool, plan, slot, arrays + made, given)
+        return out if given else made[0] if plan.single else made
+
+    at_once.allocate = lambda count: [new_outputs(pool, plan.outputs, empty) for _ in range(count)]  # type: ignore[attr-defined]
+    return at_once
+
+
+def launch(pool: HandlePool, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool) -> None:
+    """Enqueue a plan on a slot's stream; ``given`` says that outputs are the caller's, which may lie where they must not."""
+    # The scratch is the slot's, and whoever launches with it holds the slot's buffer. A finaliser that the collector runs
+    # meanwhile may launch on the same slot: it finds no buffer, so it has scratch of its own.
+    buffer, slot.buffer = slot.buffer, None
+    try:
+        handle = slot.handle
+        if handle.stream is not slot.pointer:
+            handle = pool.sound(slot).handle
+        executable = plan.executable
+        if thread.recording is not None:
+            thread.recording.check(f"a launch of {plan.name}", slot.pointer, pool.driver)
+            thread.recording.keep(plan)
+        size = executable.workspace_size
+        check = plan.check_apart if given else None
+        if buffer is not None:
+            executable.launch(handle, operands, slot.reserve(size) if size else 0, check)
+        else:
+            with slot.apart(size) as workspace:
+                executable.launch(handle, operands, workspace, check)
+        if plan.copies:
+            pool.plans.count_copies(plan)
+    except Exception as error:
+        diagnose(pool, error)
+        raise
+    finally:
+        slot.buffer = buffer
+
+
+def new_outputs(pool: HandlePool, layouts: Sequence[Layout], empty: Callable[..., Any]) -> tuple[Any, ...]:
+    """Allocate outputs on the current stream."""
+    try:
+        return tuple([empty(layout.shape, layout.strides, layout.dtype) for layout in layouts])
+    except Exception as error:
+        diagnose(pool, error)
+        raise
+
+
+class GraphCall:
+    """A call of a graph function with its outputs allocated, to be launched on a slot."""
+
+    __slots__ = ("_given", "_pool", "operands", "plan", "result")
+
+    stream: int | None = None
+    callers: Sequence[int] = ()
+
+    def __init__(self, pool: HandlePool, plan: Plan, operands: tuple[Any, ...], result: Any, given: bool) -> None:
+        self._pool = pool
+        self._given = given
+        self.plan = plan
+        self.operands = operands
+        self.result = result
+
+    def launch(self, slot: Slot) -> Any:
+        """Enqueue on the slot's stream, and return the outputs."""
+        launch(self._pool, self.plan, slot, self.operands, self._given)
+        return self.result
+
+    enqueue = launch  # in a fork, which sees to the order
+
+    def then(self, make: Callable[[Any], AnyCall]) -> "CallSequence":
+        """This call and one over its result, as one."""
+        return CallSequence(self, make(self.result))
+
+
+class CallSequence:
+    """Two calls on one stream, the second over the first one's output, in the form of a `GraphCall`."""
+
+    __slots__ = ("_calls", "operands", "plan", "result")
+
+    stream: int | None = None
+    callers: Sequence[int] = ()
+
+    def __init__(self, first: AnyCall, second: AnyCall) -> None:
+        self._calls = (first, second)
+        self.operands = first.operands + second.operands
+        self.result = second.result
+        self.plan = first.plan
+
+    def launch(self, slot: Slot) -> Any:
+        """Enqueue both."""
+        for call in self._calls:
+            call.launch(slot)
+        return self.result
+
+    enqueue = launch
+
+    def then(self, make: Callable[[Any], AnyCall]) -> "CallSequence":
+        """These and one over their result, as one."""
+        return CallSequence(self, make(self.result))
+
+
+def by_keyword(function: F) -> F:
+    """Decorate a function whose ``*extra`` is there to be refused by `misplaced`: its signature is shown without that."""
+    shown_as = signature(function)
+    parameters = [p for p in shown_as.parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    function.__signature__ = shown_as.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def misplaced(function: Callable[..., Any], extra: Sequence[Any]) -> SignatureError:
+    """The error for what was given by position to a `by_keyword` function after all that it takes so."""
+    parameters = signature(function).parameters.values()
+    taken = ", ".join(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    meant = next(name for name in (("bias", "out") if holds_values(extra[0]) else keywords) if name in keywords)
+    return SignatureError(
+        f"{function.__name__} takes {taken} by position, and was given {shown(extra[0])} after that: {meant} is a keyword, as in "
+        f"{function.__name__}({taken}, {meant}=...). The keywords are {', '.join(keywords)}"
+    )
+
+
+def check_arrays(name: str, driver: Driver, device: int, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:
+    """The one place where arguments are looked at; a hit has seen their like before. A `Layout` was looked at by `plan_for`."""
+    if not arrays:
+        raise ArgumentError(f"{name} was called without arrays")
+    if type(arrays[0]) is not Layout:
+        check_operands(driver, name, device, arrays + outs, partial(operand_name, inputs=len(arrays), outs=len(outs)))

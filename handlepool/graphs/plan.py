@@ -1,0 +1,141 @@
+"""A compiled plan: what cuDNN chose for a graph of one geometry on one device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from handlepool._util import as_integer, shown
+from handlepool.drivers.protocol import Copy, Executable
+from handlepool.errors import ArgumentError
+from handlepool.tensors.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One compiled graph on one device, ready to launch.
+
+    Attributes
+    ----------
+    name : str
+        Of the function that built the graph.
+    device : int
+        Ordinal.
+    engine : str
+        cuDNN's name of the chosen engine and its knobs, or the host driver's.
+    workspace_size : int
+        Bytes of scratch that a launch needs.
+    candidates : int
+        Number of plans that cuDNN proposed for the graph.
+    graph : str
+        The graph as text: JSON of its nodes and tensors, as the frontend writes it.
+    inputs, outputs : tuple of Layout
+        What it takes and gives, in order.
+    single : bool
+        Whether the function gave one tensor, not a tuple of them.
+    in_place : bool
+        Whether the output may be an input: it is the only one, so that nothing is read once it is written, and each element of it
+        depends on the inputs' at the same place alone.
+    keys : tuple of str or int
+        What `GraphFunction.run` calls the outputs.
+    places : tuple of int
+        For each operand the place of its array in the arguments; -1 for an output that is to be allocated.
+    copies : tuple of Copy
+        Operands that each launch copies, since cuDNN is not known to compute rightly from where they lie: see `handlepool.forms`.
+    apart : tuple of tuple
+        Of each output and each operand before it: their places, how far they reach in bytes, and whether they may be the same.
+    """
+
+    name: str
+    device: int
+    executable: Executable = field(repr=False)
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    single: bool
+    in_place: bool
+    _graph: Any = field(repr=False, default=None)
+    keys: tuple[str | int, ...] = ()
+    places: tuple[int, ...] = ()
+    _choose: "Callable[[int, bool], Plan] | None" = field(repr=False, compare=False, default=None)
+    copies: tuple[Copy, ...] = ()
+    apart: tuple[tuple[int, int, int, int, bool], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        layouts, inputs = self.inputs + self.outputs, len(self.inputs)
+        pairs = [(one, other) for one in range(inputs, len(layouts)) for other in range(one)]
+        apart = tuple(
+            (one, other, layouts[one].reach, layouts[other].reach, self._may_be_same(layouts, one, other)) for one, other in pairs
+        )
+        object.__setattr__(self, "apart", apart)
+
+    def _may_be_same(self, layouts: tuple[Layout, ...], one: int, other: int) -> bool:
+        return self.in_place and other < len(self.inputs) and layouts[one].lies_as(layouts[other])
+
+    def check_apart(self, addresses: Sequence[int]) -> None:
+        """Raise where an output lies over an input or another output.
+
+        Elements are written before all that need the input have read it. Where there is one output, and each element depends on
+        those at its place alone, it may be an input, exactly.
+
+        Parameters
+        ----------
+        addresses : sequence of int
+            Of the operands, inputs before outputs.
+        """
+        for one, other, reach, others, same in self.apart:
+            start, begin = addresses[one], addresses[other]
+            if begin < start + reach and start < begin + others and not (same and begin == start):
+                what = f"argument {other}" if other < len(self.inputs) else "another output"
+                raise ArgumentError(f"out= of {self.name} shares memory with {what}; pass an array of its own")
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine."""
+        return self.executable.engine
+
+    @property
+    def workspace_size(self) -> int:
+        """Bytes of scratch for a launch."""
+        return self.executable.workspace_size
+
+    @property
+    def candidates(self) -> int:
+        """Number of plans proposed."""
+        return self.executable.candidates
+
+    @property
+    def graph(self) -> str:
+        """The graph as text."""
+        return str(self._graph)
+
+    def select(self, index: int) -> "Plan":
+        """Build another of the proposed plans, and make it the one that these arguments get from now on.
+
+        Parameters
+        ----------
+        index : int
+            0 to ``candidates - 1``, in the order in which cuDNN ranked them.
+
+        Raises
+        ------
+        ArgumentError
+            For an index out of range.
+        GraphNotSupportedError
+            When cuDNN cannot build it, or a setting excludes it. The plan stays what it was.
+        """
+        return self._other(index, True)
+
+    def build(self, index: int) -> "Plan":
+        """Build another of the proposed plans, and leave what these arguments get as it is. Parameters and errors of `select`."""
+        return self._other(index, False)
+
+    def _other(self, index: int, keep: bool) -> "Plan":
+        try:
+            number = as_integer(index)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.candidates:
+            last = self.candidates - 1
+            raise ArgumentError(f"{self.name}: plan {shown(index)} of {self.candidates}; the index must be 0 to {last}")
+        if self._choose is None:
+            raise ArgumentError(f"{self.name}: this plan was not built by a graph function, so there is none to select from")
+        return self._choose(number, keep)

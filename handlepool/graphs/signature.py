@@ -1,0 +1,258 @@
+"""What a graph function is, apart from what it is called with: the function, its parameters, and how it was decorated."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict
+
+import numpy as np
+
+from handlepool._util import as_integer, flag, holds_values, shown
+from handlepool.errors import ArgumentError, ArrayTypeError
+from handlepool.tensors.layout import ArraySpec, as_dtype
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+GRAPH_SETTINGS = ("name", "io_dtype", "intermediate_dtype", "compute_dtype")
+COMPILE_SETTINGS = ("workspace_limit", "allow_tf32", "deterministic", "heuristics")
+HEURISTICS = ("A", "B", "FALLBACK", "OPENSOURCE")
+
+Settings = tuple[tuple[str, Any], ...]
+"""Sorted by name; what is not there, or None, has its default."""
+
+
+class Given(TypedDict, total=False):
+    """Settings as keywords, for type checkers; `graph` says what they are."""
+
+    name: str | None
+    io_dtype: "DTypeLike"
+    intermediate_dtype: "DTypeLike"
+    compute_dtype: "DTypeLike"
+    workspace_limit: SupportsIndex | None
+    allow_tf32: bool | None
+    deterministic: bool | None
+    heuristics: str | Sequence[Any] | None
+
+
+def normalise(settings: Mapping[str, Any]) -> Settings:
+    """Check settings, and give those that are not None, sorted and hashable.
+
+    Raises
+    ------
+    ArgumentError
+        For an unknown name or a value that no build could succeed with.
+    ArrayTypeError
+        For a type that cuDNN has not.
+    """
+    unknown = settings.keys() - {*GRAPH_SETTINGS, *COMPILE_SETTINGS}
+    if unknown:
+        known = ", ".join((*GRAPH_SETTINGS, *COMPILE_SETTINGS))
+        raise ArgumentError(f"no setting is named {', '.join(sorted(unknown))}; the settings are {known}")
+    return tuple((name, _CHECKS[name](name, value)) for name, value in sorted(settings.items()) if value is not None)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ArgumentError(f"{name}={shown(value)}; it must be a text")
+    return value
+
+
+def _dtype(name: str, value: Any) -> np.dtype[Any]:
+    try:
+        return as_dtype(value)
+    except ArrayTypeError as error:
+        raise ArrayTypeError(f"{name}={shown(value)}: {error}") from error
+
+
+def _limit(name: str, value: Any) -> int:
+    try:
+        limit = as_integer(value)
+    except TypeError:
+        limit = -1
+    if limit < 0:
+        raise ArgumentError(f"{name}={shown(value)}; it must be 0 bytes or more, or None for no limit")
+    return limit
+
+
+def _modes(name: str, value: Any) -> tuple[str, ...]:
+    try:
+        modes = (value,) if isinstance(value, str) else tuple(getattr(mode, "name", mode) for mode in value)
+    except TypeError:
+        modes = ()
+    if not modes or not all(isinstance(mode, str) and mode in HEURISTICS for mode in modes):
+        raise ArgumentError(f"{name}={shown(value)}; it must be one or more of {', '.join(HEURISTICS)}, in the order to ask them")
+    return modes
+
+
+_CHECKS = {
+    "name": _text,
+    "io_dtype": _dtype,
+    "intermediate_dtype": _dtype,
+    "compute_dtype": _dtype,
+    "workspace_limit": _limit,
+    "allow_tf32": flag,
+    "deterministic": flag,
+    "heuristics": _modes,
+}
+
+
+References = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The parameters of ``f(g, *tensors, **options)`` after the graph.
+
+    Attributes
+    ----------
+    required, optional : tuple of str
+        Positional parameters, in order, without and with a default.
+    variadic : str or None
+        The name of ``*tensors``.
+    keywords, needed : frozenset of str
+        Keyword-only parameters, and those without a default.
+    open : bool
+        Whether the function takes any option.
+    """
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    variadic: str | None
+    keywords: frozenset[str]
+    needed: frozenset[str]
+    open: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "Signature":
+        """Read a function's signature.
+
+        Raises
+        ------
+        ArgumentError
+            For what cannot be called with a graph.
+        """
+        if not callable(function):
+            raise ArgumentError(f"{shown(function)} is no function; decorate one that takes a graph and graph tensors")
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):  # some of those written in C say nothing
+            return cls((), (), "tensor", frozenset(), frozenset(), True)
+        kinds = inspect.Parameter
+        positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+        variadic = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), None)
+        if not positional and variadic is None:
+            raise ArgumentError(f"{shown(function)} takes no graph; its first parameter is the graph, as in f(g, x, w)")
+        tensors, named = positional[1:], [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
+        return cls(
+            tuple(p.name for p in tensors if p.default is p.empty),
+            tuple(p.name for p in tensors if p.default is not p.empty),
+            variadic,
+            frozenset(p.name for p in named),
+            frozenset(p.name for p in named if p.default is p.empty),
+            any(p.kind is kinds.VAR_KEYWORD for p in parameters),
+        )
+
+    def check_options(self, name: str, options: Collection[str]) -> None:
+        """Raise for options that the function does not take, and for those that it needs."""
+        takes = [*self.optional, *sorted(self.keywords)]
+        unknown = [option for option in options if option not in (*self.required, *takes)]
+        if unknown and not self.open:
+            raise ArgumentError(f"{name} has no option {', '.join(sorted(unknown))}; it has {', '.join(takes) or 'none'}")
+        missing = self.needed - set(options)
+        if missing:
+            raise ArgumentError(f"{name} needs the option {', '.join(sorted(missing))}")
+
+    def tensors(self, name: str, count: int, options: Collection[str]) -> list[str]:
+        """The parameters that ``count`` positional arrays are, in order; fewer than there are arrays where they run out."""
+        names = [p for p in (*self.required, *self.optional) if p not in options]
+        missing = [p for p in names[count:] if p in self.required]
+        if missing:
+            raise ArgumentError(
+                f"{name} takes {', '.join(names)}, and was called with {count} arrays: {', '.join(missing)} missing"
+            )
+        if self.variadic is not None:
+            names += [f"{self.variadic}{i}" for i in range(count - len(names))]
+        return names[:count]
+
+    def referred(self, name: str, references: Sequence[Any], options: Collection[str]) -> list[str]:
+        """The parameters that are tensors where arrays are given by reference: the required, and what a reference names."""
+        if self.variadic is not None:
+            raise ArgumentError(
+                f"{name} takes *{self.variadic}, of which no reference says how many: name its parameters, or call it in order"
+            )
+        named = [reference for reference in references if isinstance(reference, str)]
+        return [p for p in (*self.required, *self.optional) if p not in options and (p in self.required or p in named)]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A graph function's definition.
+
+    Attributes
+    ----------
+    inputs, outputs : tuple of reference or None
+        As in `graph`.
+    check : callable or None
+        ``check(layouts, outs, **options)`` is called before a build, to raise what the graph could not say as clearly.
+    copies : bool
+        Whether operands may be copied; see `GraphFunction`.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    signature: Signature
+    inputs: References | None = None
+    outputs: References | None = None
+    settings: Settings = ()
+    check: Callable[..., None] | None = None
+    copies: bool = True
+
+    def check_static(self, options: Mapping[str, Any], by_reference: bool) -> None:
+        """Raise for options that are arrays, and for those that cannot be a part of a plan's key."""
+        name, signature = self.name, self.signature
+        for option, value in options.items():
+            if holds_values(value) or isinstance(value, ArraySpec):
+                if option in signature.keywords:
+                    raise ArgumentError(
+                        f"{name} was given {option}={shown(value)}: an option is no array, but a part of the plan's key; pass a "
+                        f"number, a text or a tuple"
+                    )
+                if by_reference:
+                    raise ArgumentError(f"{name}.run was given {option}= by keyword; arrays go into its dictionary, by reference")
+                order = [*signature.required, *signature.optional, *([f"*{signature.variadic}"] if signature.variadic else [])]
+                if self.inputs is not None:
+                    order = [entry if isinstance(entry, str) else shown(entry) for entry in self.inputs]
+                which = f"{option} is parameter {order.index(option) + 1} of" if option in order else "they are"
+                raise ArgumentError(f"{name} was given {option}= by keyword: arrays are positional; {which} {', '.join(order)}")
+            try:
+                hash(value)
+            except TypeError:
+                raise ArgumentError(
+                    f"{name} was given {option}={shown(value)}, which cannot be hashed; options are a part of the plan's key, so "
+                    f"pass a tuple for a list"
+                ) from None
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The settings by name."""
+        return dict(self.settings)
+
+
+def as_references(what: str, references: Any) -> References | None:
+    """Bring ``inputs=`` or ``outputs=`` into a tuple; one that is not in a list counts as a list of it."""
+    if references is None:
+        return None
+    entries = tuple(map(_plain, references)) if isinstance(references, (list, tuple)) else (_plain(references),)
+    if not entries:
+        raise ArgumentError(f"{what}= is empty; name the {what}, or leave it out")
+    if len({id(entry) if not isinstance(entry, (str, int)) else entry for entry in entries}) < len(entries):
+        raise ArgumentError(f"{what}={shown(list(entries))} names a tensor twice")
+    return entries
+
+
+def _plain(reference: Any) -> Any:
+    try:
+        return reference if holds_values(reference) else as_integer(reference)  # a uid
+    except TypeError:
+        return reference

@@ -1,0 +1,140 @@
+"""References: the ways of naming a tensor of a graph.
+
+A tensor object; its uid; a name that was set, or the parameter that declared it; ``node::port``, where the port is the
+frontend's own name of it, the keyword of the method that made the node, or a position among the node's inputs. A name that means
+two tensors is refused, never guessed.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from handlepool._util import as_integer, shown
+from handlepool.errors import ArgumentError
+
+MOST_LISTED = 24
+"""Tensors that a message lists."""
+
+KEYWORDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("add", "add_square", "div", "logical_and", "logical_or", "mul", "sub"), ("a", "b")),
+    **dict.fromkeys(("max", "min", "mod", "pow"), ("input0", "input1")),
+    **dict.fromkeys(("cmp_eq", "cmp_ge", "cmp_gt", "cmp_le", "cmp_lt", "cmp_neq"), ("input", "comparison")),
+    "bias": ("input", "bias"),
+    "scale": ("input", "scale"),
+    "binary_select": ("input0", "input1", "mask"),
+}
+"""What the frontend's pointwise methods call their tensors; of those that are not here, ("input",), and for gradients
+("loss", "input"). Their nodes have the ports IN_0, IN_1 and IN_2."""
+
+
+def is_tensor(value: object) -> bool:
+    """Whether this is a graph tensor."""
+    return hasattr(type(value), "get_uid")
+
+
+def made_by_nodes(graph: Any) -> dict[int, Any]:
+    """The tensors that nodes make, by ``id``."""
+    return {id(tensor): tensor for node in graph.nodes for tensor in node.outputs.values() if tensor is not None}
+
+
+class References:
+    """Finds the tensors of one graph.
+
+    Parameters
+    ----------
+    graph : cudnn.pygraph
+        With all its nodes.
+    parameters : mapping of str to graph tensor
+        What else names a tensor, whatever name was set since.
+    """
+
+    def __init__(self, graph: Any, parameters: Mapping[str, Any]) -> None:
+        self._parameters = parameters
+        self._nodes = graph.nodes
+        tensors = [*parameters.values(), *(tensor for _, _, tensor in self._ports()), *graph.tensors.values()]
+        self._tensors = {id(tensor): tensor for tensor in tensors}
+
+    def resolve(self, reference: Any) -> Any:
+        """Return the tensor that a reference means.
+
+        Raises
+        ------
+        ArgumentError
+            When it means none, or several; the message lists what there is.
+        """
+        if is_tensor(reference):
+            if id(reference) in self._tensors:
+                return reference
+            found = self._named(reference.name)  # of another build of the same function
+        elif isinstance(reference, str):
+            found = self._named(reference)
+        else:
+            try:
+                uid = as_integer(reference)
+            except TypeError:
+                raise ArgumentError(
+                    f"{shown(reference)} is no reference; give a name, 'node::port', 'node::0', a uid or a graph tensor. "
+                    f"{self.listing()}"
+                ) from None
+            found = [tensor for tensor in self._tensors.values() if tensor.uid == uid]
+        if len(found) == 1:
+            return found[0]
+        called = shown(reference.name if is_tensor(reference) else reference)
+        if not found:
+            raise ArgumentError(f"no tensor of the graph is {called}. {self.listing()}")
+        raise ArgumentError(f"{called} means {len(found)} tensors of the graph; name one by its uid or object. {self.listing()}")
+
+    def name(self, tensor: Any) -> str:
+        """The name that was set, of a node's output ``node::port`` where none was."""
+        for node, port, made in self._ports(inputs=False):
+            # The frontend's own name of an output says the node, and something like the port.
+            if made is tensor and (not tensor.name or tensor.name.startswith(f"{node.name}::")):
+                return f"{node.name}::{port}"
+        return str(tensor.name)
+
+    def label(self, tensor: Any) -> str:
+        """What messages call a tensor: the first of its ports, and the name that was set."""
+        for node, port, other in self._ports():
+            if other is tensor:
+                return self._entry(node, port, tensor)
+        return str(tensor.name)
+
+    def listing(self) -> str:
+        """What there is, for messages."""
+        entries = [self._entry(node, port, tensor) for node, port, tensor in self._ports()]
+        more = len(entries) - MOST_LISTED
+        return f"There is: {', '.join(entries[:MOST_LISTED]) or 'nothing'}" + (f" and {more} more" if more > 0 else "")
+
+    def _named(self, name: str) -> list[Any]:
+        found = {id(tensor): tensor for tensor in self._tensors.values() if tensor.name == name}
+        if name in self._parameters:
+            found[id(self._parameters[name])] = self._parameters[name]
+        head, separator, tail = name.rpartition("::")
+        if separator:
+            for node, port, tensor in self._ports():
+                if node.name == head and tail in (port, _keyword(node, port), _position(node, port)):
+                    found[id(tensor)] = tensor
+        return list(found.values())
+
+    @staticmethod
+    def _entry(node: Any, port: str, tensor: Any) -> str:
+        title = f"{node.name}::{_keyword(node, port)}"
+        return title if tensor.name in (title, f"{node.name}::{port}") else f"{title} ({tensor.name})"
+
+    def _ports(self, *, inputs: bool = True) -> Iterator[tuple[Any, str, Any]]:
+        for node in self._nodes:
+            ports = [*node.inputs.items(), *node.outputs.items()] if inputs else node.outputs.items()
+            yield from ((node, port, tensor) for port, tensor in ports if tensor is not None)
+
+
+def _position(node: Any, port: str) -> str | None:
+    return str(list(node.inputs).index(port)) if port in node.inputs else None
+
+
+def _keyword(node: Any, port: str) -> str:
+    """What the method that made the node calls a port."""
+    if node.node_type.name != "POINTWISE" or port not in node.inputs:
+        return port
+    mode = node.params["mode"]
+    words = KEYWORDS.get(mode) or (("loss", "input") if mode.endswith("_backward") else ("input",))
+    position = list(node.inputs).index(port)
+    return words[position] if position < len(words) else port

@@ -1,0 +1,383 @@
+"""Runs a graph function on an empty graph, and finds the tensor that each array is.
+
+Which parameter an array given by reference belongs to is known only once the function has run, and it cannot run before its
+tensors have a geometry. So it runs with the arrays assigned by guess, and once more where the references say otherwise.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from handlepool._util import shown
+from handlepool.drivers.protocol import operand_name
+from handlepool.errors import ArgumentError, ArrayTypeError, HandlePoolError
+from handlepool.graphs.signature import Recipe, Settings, as_references
+from handlepool.graphs.tensor_names import References, is_tensor, made_by_nodes
+from handlepool.tensors import frontend
+from handlepool.tensors.inference import MOST_ELEMENTS, axis_order, dense_strides
+from handlepool.tensors.layout import Layout
+
+
+def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
+    """A graph tensor for an array; ``title`` is what messages call the array."""
+    return graph.tensor(
+        dim=list(layout.shape) or [1],
+        stride=element_strides(title, layout) or [1],
+        data_type=frontend.data_type(layout.dtype),
+        name=name,
+    )
+
+
+def element_strides(title: str, layout: Layout) -> list[int]:
+    """Strides in elements; those of axes of extent 1, which say nothing, as a dense array would have them."""
+    shape, itemsize = layout.shape, layout.dtype.itemsize
+    if any(stride < 0 or stride % itemsize for stride in layout.strides):
+        raise ArgumentError(
+            f"{title} has the strides {layout.strides} bytes for elements of {itemsize}: cuDNN takes none that are negative or "
+            f"fall between elements; pass a contiguous copy"
+        )
+    strides = [stride // itemsize for stride in layout.strides]
+    dense = dense_strides(shape, axis_order(shape, strides))
+    strides = [plain if extent == 1 else stride for extent, stride, plain in zip(shape, strides, dense, strict=True)]
+    if (span := 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))) > MOST_ELEMENTS:
+        raise ArgumentError(
+            f"{title} of shape {shape} has strides of {strides} elements and spans {span:,}, gaps included; cuDNN's tensors span "
+            f"at most {MOST_ELEMENTS:,}: pass parts of it, or a copy without gaps"
+        )
+    return strides
+
+
+def layout_of(tensor: Any) -> Layout:
+    """How the array of a declared tensor lies."""
+    dtype = frontend.numpy_dtype(tensor.data_type)
+    return Layout(tuple(tensor.dim), tuple(step * dtype.itemsize for step in tensor.stride), dtype)
+
+
+def match(tensor: Any, layout: Layout, title: str) -> None:
+    """Check an array against a tensor that the function declared; what it left open is taken from the array.
+
+    Raises
+    ------
+    ArgumentError, ArrayTypeError
+        For another shape or strides, and for another type.
+    """
+    strides = element_strides(title, layout)
+    if tuple(tensor.dim) != layout.shape:
+        raise ArgumentError(f"{title} is of shape {layout.shape}; tensor {tensor.name!r} was declared with {tuple(tensor.dim)}")
+    if not tensor.stride_assigned:
+        tensor.set_stride(strides)
+    elif any(extent > 1 and a != b for extent, a, b in zip(layout.shape, strides, tensor.stride, strict=True)):
+        raise ArgumentError(
+            f"{title} has strides {tuple(strides)} elements; tensor {tensor.name!r} was declared with {tuple(tensor.stride)}"
+        )
+    kind = frontend.data_type(layout.dtype)
+    if tensor.data_type is None:
+        tensor.set_data_type(kind)
+    elif tensor.data_type != kind:
+        raise ArrayTypeError(f"{title} is {layout.dtype}; tensor {tensor.name!r} was declared as {tensor.data_type.name}")
+
+
+def check_out(name: str, layout: Layout, out: Layout) -> None:
+    """Raise where an array cannot take an output: the frontend would write past it without a word."""
+    if (layout.shape, layout.dtype) != (out.shape, out.dtype):
+        raise ArgumentError(
+            f"out= of {name} is {out.dtype} of shape {out.shape}; the output is {layout.dtype} of shape {layout.shape}"
+        )
+    extents = sorted((step, extent) for step, extent in zip(out.strides, out.shape, strict=True) if extent > 1)
+    reach = out.dtype.itemsize
+    for step, extent in extents:
+        if 0 <= step < reach:  # what is negative is refused elsewhere, and need not overlap
+            raise ArgumentError(f"out= of {name} has strides {out.strides} bytes: its elements overlap")
+        reach = step * extent
+
+
+Assignment = dict[str, int | None]
+"""The array of each parameter, by its place in the request; None where there is none."""
+
+UNKNOWN = Layout((1, 1, 1, 1), (4, 4, 4, 4), np.dtype(np.float32))
+"""Stands in for a missing array, so that the function can run and the message say what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a plan is asked for.
+
+    Attributes
+    ----------
+    layouts : tuple of Layout
+        Of the arrays, in the order given.
+    outs : tuple of Layout
+        Of ``out=``; empty where outputs are to be allocated.
+    references : tuple of reference or None
+        Where arrays were given by reference: what each of them is, outputs among them.
+    options, settings
+        Of this call.
+    """
+
+    layouts: tuple[Layout, ...]
+    outs: tuple[Layout, ...] = ()
+    references: tuple[Any, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Settings = ()
+
+
+def draft(recipe: Recipe, request: Request, new_graph: Callable[[], Any]) -> "Draft":
+    """Run the function, and once more where arrays turn out to be for other parameters than guessed."""
+    assignment = _guess(recipe, request)
+    drafted = Draft(recipe, request, new_graph(), assignment)
+    found = drafted.assignment()
+    if found != assignment:
+        drafted = Draft(recipe, request, new_graph(), found)
+        if drafted.assignment() != found:
+            raise ArgumentError(
+                f"{recipe.name} names its tensors otherwise for other shapes, so its references cannot be resolved; name its "
+                f"parameters instead"
+            )
+    return drafted
+
+
+def _guess(recipe: Recipe, request: Request) -> Assignment:
+    """Assign arrays to parameters: by their order, or by the references that are parameters' names and then by their order."""
+    name, signature, options = recipe.name, recipe.signature, request.options
+    count = len(request.layouts)
+    references = request.references
+    if references is None:
+        if recipe.inputs is None:
+            names = signature.tensors(name, count, options)
+            return {parameter: place for place, parameter in enumerate(names)}
+        references = recipe.inputs
+        if len(references) != count:
+            listed = ", ".join(map(shown, references))
+            raise ArgumentError(f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}")
+    names = signature.referred(name, references, options)
+    assignment: Assignment = {parameter: references.index(parameter) if parameter in references else None for parameter in names}
+    rest = iter([place for place in range(count) if place not in assignment.values()])
+    return {parameter: next(rest, None) if place is None else place for parameter, place in assignment.items()}
+
+
+class Draft:
+    """One run of a graph function on a graph of its own.
+
+    Attributes
+    ----------
+    graph : cudnn.pygraph
+    outputs : list of graph tensor
+    keys : tuple of str or int
+        What `GraphFunction.run` calls the outputs.
+    single : bool
+        Whether the outputs are one array, not a tuple.
+    """
+
+    def __init__(self, recipe: Recipe, request: Request, graph: Any, assignment: Assignment) -> None:
+        self.graph = graph
+        self._recipe = recipe
+        self._request = request
+        self._parameters: dict[str, Any] = {}
+        for parameter, place in assignment.items():
+            layout = next(iter(request.layouts), UNKNOWN) if place is None else request.layouts[place]
+            title = f"{recipe.name}: {parameter}" if place is None else self._title(place, parameter)
+            self._parameters[parameter] = declare(graph, parameter, layout, title)
+        returned = self._run()
+        self._references = References(graph, self._parameters)
+        self._made = made_by_nodes(graph)
+        inputs = self._read(returned)
+        self._sources = self._resolve_arrays(inputs)
+
+    # Reading what the function did
+
+    def _run(self) -> Any:
+        recipe, request = self._recipe, self._request
+        order = (*recipe.signature.required, *recipe.signature.optional)
+        in_order: list[Any] = []
+        named = dict(request.options)
+        for place, (parameter, tensor) in enumerate(self._parameters.items()):
+            # From the first parameter that is left out on, the others are passed by name.
+            if recipe.signature.variadic is not None or (len(in_order) == place and order[place : place + 1] == (parameter,)):
+                in_order.append(tensor)
+            else:
+                named[parameter] = tensor
+        try:
+            return recipe.function(self.graph, *in_order, **named)
+        except HandlePoolError:
+            raise
+        except Exception as error:
+            raise ArgumentError(
+                f"{recipe.name} raised {type(error).__name__}: {error}; it was building its graph for "
+                f"{', '.join(map(str, request.layouts))}"
+            ) from error
+
+    def _read(self, returned: Any) -> tuple[Any, ...] | None:
+        """Take the outputs from what the function returned, and give the references of its inputs where it named them."""
+        recipe = self._recipe
+        inputs, wanted = None, recipe.outputs
+        if isinstance(returned, Mapping):
+            excess = returned.keys() - {"inputs", "outputs"}
+            if recipe.inputs is not None:
+                excess |= returned.keys() & {"inputs"}
+            if wanted is not None:
+                excess |= returned.keys() & {"outputs"}
+            if excess:
+                raise ArgumentError(
+                    f"{recipe.name} returned a mapping with {', '.join(map(shown, returned))}; it may have 'inputs' and "
+                    f"'outputs', each where the decorator does not name them"
+                )
+            inputs = as_references("inputs", returned.get("inputs"))
+            wanted = wanted or as_references("outputs", returned.get("outputs"))
+            returned = None
+        elif wanted is not None and returned is not None:
+            raise ArgumentError(
+                f"{recipe.name} returned {shown(returned)}, and its decorator names outputs=; leave one of them out"
+            )
+        if wanted is not None:
+            self.outputs = [self._references.resolve(reference) for reference in wanted]
+            self.single = len(wanted) == 1
+        elif returned is None:
+            self.outputs = [tensor for tensor in self._made.values() if not tensor.is_virtual]
+            self.single = len(self.outputs) == 1
+        else:
+            self.single = not isinstance(returned, (tuple, list))
+            self.outputs = [returned] if self.single else list(returned)
+        if not self.outputs or not all(is_tensor(tensor) for tensor in self.outputs):
+            what = "nothing" if returned is None else shown(returned)
+            raise ArgumentError(
+                f"{recipe.name} returned {what}; return the graph tensor to output, or a tuple of them, or name outputs="
+            )
+        for tensor in self.outputs:
+            if id(tensor) not in self._made:
+                raise ArgumentError(
+                    f"{recipe.name}: tensor {tensor.name!r} is made by no node of this graph, so it cannot be an output; return "
+                    f"what an operation returned (an input can be passed through g.identity)"
+                )
+        self.keys = tuple(
+            reference if isinstance(reference, (str, int)) else self._references.name(tensor)
+            for reference, tensor in zip(wanted or self.outputs, self.outputs, strict=True)
+        )
+        listed = {id(tensor) for tensor in self.outputs}
+        for tensor in self._made.values():
+            if not tensor.is_virtual and id(tensor) not in listed:
+                raise ArgumentError(
+                    f"{recipe.name} marked {self._references.name(tensor)!r} with set_output(True) and does not name it among "
+                    f"its outputs; add it, or drop the mark"
+                )
+        return inputs
+
+    def _resolve_arrays(self, inputs: tuple[Any, ...] | None) -> list[Any]:
+        """The tensor of each array."""
+        name, count = self._recipe.name, len(self._request.layouts)
+        references = self._request.references or inputs or self._recipe.inputs
+        if references is None:
+            sources = list(self._parameters.values())
+            if len(sources) != count:
+                listed = ", ".join(self._parameters) or "no arrays"
+                raise ArgumentError(
+                    f"{name} takes {listed}, and was called with {count} arrays; name inputs= to pass arrays for tensors that it "
+                    f"declares itself"
+                )
+            return sources
+        if len(references) != count:
+            listed = ", ".join(map(self._shown, references))
+            raise ArgumentError(f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}")
+        sources = [self._references.resolve(reference) for reference in references]
+        for place, tensor in enumerate(sources):
+            if any(tensor is other for other in sources[:place]):
+                raise ArgumentError(
+                    f"{name} was given two arrays for one tensor: {self._shown(references[place])} is "
+                    f"{self._references.name(tensor)!r}, as is another"
+                )
+        return sources
+
+    def assignment(self) -> Assignment:
+        """Which array each parameter turned out to be; raises where one is missing, or is for no input."""
+        found: Assignment = {}
+        for parameter, tensor in self._parameters.items():
+            found[parameter] = next((place for place, source in enumerate(self._sources) if source is tensor), None)
+        self._check_complete()
+        return found
+
+    def _check_complete(self) -> None:
+        name = self._recipe.name
+        outputs = {id(tensor) for tensor in self.outputs}
+        needed = {id(tensor): tensor for tensor in self._needed()}
+        covered = {id(tensor) for tensor in self._sources}
+        missing = [self._references.label(tensor) for key, tensor in needed.items() if key not in covered]
+        if missing:
+            raise ArgumentError(f"{name} needs an array for {', '.join(missing)}. {self._references.listing()}")
+        for place, tensor in enumerate(self._sources):
+            if id(tensor) in needed or (self._request.references is not None and id(tensor) in outputs):
+                continue
+            why = "is made by the graph and is no output" if id(tensor) in self._made else "is used by no node"
+            if id(tensor) in outputs:
+                why = "is an output; pass it as out="
+            raise ArgumentError(f"{self._title(place)}: tensor {self._references.name(tensor)!r} {why}")
+
+    def _needed(self) -> Iterator[Any]:
+        for node in self.graph.nodes:
+            for port, tensor in node.inputs.items():
+                for source in (tensor, tensor.ragged_offset):
+                    if source is None or source.is_virtual or id(source) in self._made or source.pass_by_value is not None:
+                        continue
+                    if source.is_pass_by_value:
+                        raise ArgumentError(
+                            f"{self._recipe.name}: {node.name}::{port} is passed by value and has none; make it with "
+                            f"g.tensor_scalar(value, type)"
+                        )
+                    yield source
+
+    # What the plan takes
+
+    def operands(self) -> tuple[list[Any], list[Layout | None]]:
+        """The input tensors, matched with their arrays, and the array that each output was given."""
+        request = self._request
+        own = {id(tensor) for tensor in self._parameters.values()}
+        inputs = []
+        for place, tensor in self._inputs():
+            if id(tensor) not in own:
+                match(tensor, request.layouts[place], self._title(place))
+            inputs.append(tensor)
+        if not inputs:
+            raise ArgumentError(f"{self._recipe.name} has no inputs; a graph without any cannot be run")
+        if request.references is None:
+            if request.outs and len(request.outs) != len(self.outputs):
+                raise ArgumentError(
+                    f"{self._recipe.name} has {len(self.outputs)} outputs and out= holds {len(request.outs)} arrays; pass a "
+                    f"tuple of all"
+                )
+            return inputs, list(request.outs) or [None] * len(self.outputs)
+        places = self.places()[len(inputs) :]
+        return inputs, [None if place < 0 else request.layouts[place] for place in places]
+
+    def taken(self) -> tuple[Layout, ...]:
+        """The layouts of the inputs, in the order of the operands."""
+        return tuple(self._request.layouts[place] for place, _ in self._inputs())
+
+    def places(self) -> tuple[int, ...]:
+        """For each operand the place of its array in the request; -1 for an output that is to be allocated."""
+        by_tensor = {id(tensor): place for place, tensor in enumerate(self._sources)}
+        return tuple(place for place, _ in self._inputs()) + tuple(by_tensor.get(id(tensor), -1) for tensor in self.outputs)
+
+    def titles(self) -> list[str]:
+        """What messages call the operands, in order."""
+        references, inputs = self._request.references, self._inputs()
+        named = [f"argument {place} ({tensor.name})" for place, tensor in inputs]
+        titles = named + [operand_name(place, 0, len(self.outputs)) for place in range(len(self.outputs))]
+        if references is not None:
+            for operand, place in enumerate(self.places()):
+                if place >= 0:
+                    titles[operand] = f"the array for {self._shown(references[place])}"
+        return titles
+
+    def _inputs(self) -> list[tuple[int, Any]]:
+        return [(place, tensor) for place, tensor in enumerate(self._sources) if id(tensor) not in self._made]
+
+    def _title(self, place: int, parameter: str | None = None) -> str:
+        """What messages call an array."""
+        name, references = self._recipe.name, self._request.references
+        if references is not None:
+            return f"{name}: the array for {self._shown(references[place])}"
+        return f"{name} argument {place}" + (f" ({parameter})" if parameter else "")
+
+    @staticmethod
+    def _shown(reference: Any) -> str:
+        return shown(reference.name if is_tensor(reference) else reference)

@@ -1,0 +1,403 @@
+"""Tuning: which of cuDNN's candidate plans is the quickest while several states run it side by side.
+
+The quickest plan alone need not be the quickest in company: one that spreads over the whole GPU leaves its neighbours nothing.
+How plans are timed is in `handlepool.trials`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+from handlepool._util import do_all, shown
+from handlepool.drivers.protocol import LEGACY_STREAM, RecordedGraph
+from handlepool.errors import (
+    ArgumentError,
+    CaptureError,
+    DriverNotAvailableError,
+    GraphNotSupportedError,
+    HandlePoolError,
+    OutOfMemoryError,
+    StateBusyError,
+)
+from handlepool.graphs.arrays import adapt
+from handlepool.graphs.compile import shorten
+from handlepool.graphs.plan import Plan
+from handlepool.pool.context import thread
+from handlepool.pool.default import current_pool
+from handlepool.pool.pool import HandlePool
+from handlepool.pool.slot import Slot, disown, own
+from handlepool.pool.status import diagnose
+from handlepool.pool.stream import check_foreign, resolve
+from handlepool.regions.states import ParallelStates
+from handlepool.regions.stream_order import order
+
+ROUNDS = 9
+"""Samples of each candidate, taken in turns, of which the median counts."""
+MOST_LAUNCHES = 16
+"""Launches of each state in one sample, of plans that are quick."""
+ENOUGH = 2000.0
+"""Microseconds that the launches of one state in a sample need not exceed."""
+TOO_SLOW = 4
+"""A plan that takes more than so many times as long as the quickest, or more than as many times as there are states, is not timed
+further: launches of the quickest are done sooner one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan that was proposed.
+
+    Attributes
+    ----------
+    index : int
+        For `Plan.select`.
+    engine : str
+        cuDNN's name of the engine and its knobs; "" where the plan could not be built.
+    workspace_size : int
+        Bytes of scratch that a launch needs.
+    alone : float or None
+        Microseconds a launch on one stream with nothing beside it; None where it was not timed.
+    company : float or None
+        Microseconds for one launch of every state, side by side; None where there was no company, or it was not timed.
+    skipped : str
+        Why it was not timed, or "".
+    """
+
+    index: int
+    engine: str = ""
+    workspace_size: int = 0
+    alone: float | None = None
+    company: float | None = None
+    skipped: str = ""
+
+    @property
+    def time(self) -> float:
+        """What counts: ``company``, else ``alone``; infinite where there is neither."""
+        return next((time for time in (self.company, self.alone) if time is not None), float("inf"))
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A candidate while it is timed; times in microseconds."""
+
+    index: int
+    plan: Plan
+    estimate: float = 0.0
+    graphs: list[RecordedGraph] = field(default_factory=list)  # alone, and in company where there is any
+    samples: list[list[float]] = field(default_factory=list)
+
+    def result(self, skipped: str = "") -> Candidate:
+        """What is told of it."""
+        times = [] if skipped else [median(samples) for samples in self.samples]
+        alone, company = (*times, None, None)[:2]
+        return Candidate(self.index, self.plan.engine, self.plan.workspace_size, alone, company, skipped)
+
+
+@contextmanager
+def side_slots(pool: HandlePool, name: str, count: int) -> Iterator[list[Slot]]:
+    """So many side slots of the current device, idle again and without scratch in the end: of what was tried, the largest may be
+    far more than the winner needs.
+
+    Raises
+    ------
+    StateBusyError
+        When fewer are free.
+    """
+    device = pool.device(pool.driver.current_device())
+    sides = device.sides
+    slots: list[Slot] = []
+
+    def give_back(slot: Slot) -> None:
+        disown(slot)
+        sides.give_back(slot, captured=True)  # until `end_quarantine` has seen that no capture was left open
+
+    try:
+        while len(slots) < count:
+            slot = sides.lease()
+            if slot is None:
+                raise StateBusyError(
+                    f"{name}.tune needs {count} side streams, and {len(slots)} are free: tune outside of forks, and with "
+                    f"executors that have fewer workers"
+                )
+            slots.append(slot)
+            own(pool.sound(slot))
+        yield slots
+    finally:
+        if pool._poison is None and not pool._forked:
+            waits = [partial(pool.driver.synchronize_stream, slot.pointer) for slot in slots]
+            frees = [*(slot.release_scratch for slot in slots), device.scratch.collect]
+            do_all([*waits, *frees, *(partial(give_back, slot) for slot in slots), sides.end_quarantine])
+
+
+class Stand:
+    """Where candidates are timed: side slots, each with operands of its own. Used inside `Driver.relaxed`.
+
+    Parameters
+    ----------
+    slots : list of Slot
+        From `side_slots`.
+    operands : list of tuple of array
+        For each slot the inputs and outputs to launch with, on the device by now.
+    company : bool
+        Whether to time what all slots run side by side, too, and not one alone.
+    """
+
+    def __init__(self, pool: HandlePool, slots: list[Slot], operands: Sequence[tuple[Any, ...]], *, company: bool) -> None:
+        self._pool = pool
+        self._driver = pool.driver
+        self._slots = slots
+        self._operands = operands
+        self._counts = [1, len(slots)] if company else [1]
+        self._pointer = slots[0].pointer
+        self._spaces = [0] * len(slots)
+        self._launches = 1
+        self._skipped: list[Candidate] = []
+        self._graphs: list[RecordedGraph] = []
+        self._events: list[Any] = []  # before and after what is timed
+
+    def close(self) -> None:
+        """Give graphs and events back."""
+        if self._pool._poison is None and not self._pool._forked:
+            destroy = self._pool.device(self._slots[0].device).scratch.destroy_event
+            wait = partial(self._driver.synchronize_stream, self._pointer)
+            do_all([wait, *(graph.destroy for graph in self._graphs), *(partial(destroy, event) for event in self._events)])
+
+    def time(self, plan: Plan) -> list[Candidate]:
+        """Every candidate of a plan in cuDNN's order, with its times, or with the reason why it has none."""
+        for _ in range(2):
+            self._events.append(self._driver.create_event(timing=True))
+        trials = self._reserved(self._built(plan))
+        trials = self._worthwhile(self._tried(trials, self._warm))
+        trials = self._tried(trials, self._capture_all)
+        for turn in range(ROUNDS + 1):
+            for trial in trials:
+                for samples, graph in zip(trial.samples, trial.graphs, strict=True):
+                    sample = self._time(graph.launch, self._pointer) / self._launches
+                    if turn:  # the first one warms up
+                        samples.append(sample)
+        return sorted([*self._skipped, *(trial.result() for trial in trials)], key=lambda candidate: candidate.index)
+
+    # What can be timed
+
+    def _built(self, plan: Plan) -> list[_Trial]:
+        trials = []
+        for index in range(plan.candidates):
+            try:
+                trials.append(_Trial(index, plan.build(index)))
+            except GraphNotSupportedError as error:
+                answer = shorten(str(error.__cause__ or error))
+                self._skipped.append(Candidate(index, skipped=f"excluded by a setting, or not to be built: {answer}"))
+        return trials
+
+    def _reserved(self, trials: list[_Trial]) -> list[_Trial]:
+        """Those for which there is scratch on every stream at a time."""
+
+        def reserve(trial: _Trial) -> None:
+            for slot in self._slots:
+                slot.reserve(trial.plan.workspace_size)
+
+        trials = self._tried(sorted(trials, key=lambda trial: trial.plan.workspace_size), reserve)
+        most = max((trial.plan.workspace_size for trial in trials), default=0)
+        self._spaces = [slot.reserve(most) for slot in self._slots]  # only now: scratch that grows moves
+        return sorted(trials, key=lambda trial: trial.index)
+
+    def _worthwhile(self, trials: list[_Trial]) -> list[_Trial]:
+        """Those that are not much too slow; and how many launches a sample is to have."""
+        least = min((trial.estimate for trial in trials), default=0.0)
+        self._launches = max(1, min(MOST_LAUNCHES, int(ENOUGH / max(least, 1.0))))
+        most = least * max(len(self._slots), TOO_SLOW)
+        for trial in trials:
+            if trial.estimate > most:
+                reason = f"too slow: a launch takes {trial.estimate:,.0f} microseconds, and {least:,.0f} of the quickest"
+                self._skipped.append(trial.result(reason))
+        return [trial for trial in trials if trial.estimate <= most]
+
+    def _tried(self, trials: list[_Trial], attempt: Callable[[_Trial], None]) -> list[_Trial]:
+        """Those that an attempt succeeds with."""
+        kept = []
+        for trial in trials:
+            try:
+                attempt(trial)
+            except OutOfMemoryError:
+                size, count = trial.plan.workspace_size, len(self._slots)
+                self._skipped.append(trial.result(f"no room for {size:,} bytes of scratch on {count} streams at a time"))
+            except Exception as error:
+                diagnose(self._pool, error)
+                if isinstance(error, HandlePoolError):
+                    raise
+                self._skipped.append(trial.result(f"its launch failed: {error}"))
+            else:
+                kept.append(trial)
+        return kept
+
+    # Launches
+
+    def _launch(self, plan: Plan, number: int) -> None:
+        slot = self._slots[number]
+        space = self._spaces[number] if plan.workspace_size else 0
+        plan.executable.launch(slot.handle, self._operands[number], space)
+
+    def _warm(self, trial: _Trial) -> None:
+        """Launch on every stream, which loads the kernels, and see roughly how long it takes, the host's time included."""
+        for number, slot in enumerate(self._slots):
+            self._launch(trial.plan, number)
+            self._driver.synchronize_stream(slot.pointer)
+        trial.estimate = min(self._time(self._launch, trial.plan, 0) for _ in range(3))
+
+    def _capture_all(self, trial: _Trial) -> None:
+        trial.graphs = [self._capture(trial.plan, count) for count in self._counts]
+        trial.samples = [[] for _ in self._counts]
+
+    def _capture(self, plan: Plan, count: int) -> RecordedGraph:
+        """A graph with a chain of launches for each of the first ``count`` slots, side by side."""
+        driver, (first, *others) = self._driver, self._slots[:count]
+        driver.begin_capture(first.pointer)
+        try:
+            driver.record_event(first.start_event, first.pointer)
+            for slot in others:
+                driver.wait_event(slot.pointer, first.start_event)
+            for number in range(count):
+                for _ in range(self._launches):
+                    self._launch(plan, number)
+            for slot in others:
+                driver.record_event(slot.end_event, slot.pointer)
+                driver.wait_event(first.pointer, slot.end_event)
+            graph = driver.end_capture(first.pointer)
+        except BaseException:
+            self._end_capture(first.pointer)
+            raise
+        self._graphs.append(graph)
+        graph.upload(self._pointer)
+        return graph
+
+    def _end_capture(self, pointer: int) -> None:
+        """See that no capture is left open, also where the attempt to end it failed."""
+        try:
+            if self._driver.capture_id(pointer):
+                self._driver.end_capture(pointer).destroy()
+        except Exception:  # it was invalidated, or its branches were not joined: the first error says more
+            pass
+
+    def _time(self, run: Callable[..., object], *args: Any) -> float:
+        """Microseconds of something on the first stream, queued while the same runs before it."""
+        driver, (start, end) = self._driver, self._events
+        run(*args)
+        driver.record_event(start, self._pointer)
+        run(*args)
+        driver.record_event(end, self._pointer)
+        driver.synchronize_event(end)
+        return driver.elapsed(start, end) * 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What `GraphFunction.tune` tried and found; as text a table, the quickest first.
+
+    Attributes
+    ----------
+    name : str
+        Of the graph function.
+    states : int
+        How many ran side by side; 1 where there was no company.
+    candidates : tuple of Candidate
+        Every plan that was proposed, in cuDNN's order: ``index``, ``engine``, ``workspace_size`` (bytes), ``alone`` and
+        ``company`` (microseconds, or None), and ``skipped``, why it was not timed.
+    winner : Candidate
+        The plan that these arguments get from now on.
+    previous : Candidate or None
+        The plan that they got before, where it is among the candidates.
+    """
+
+    name: str
+    states: int
+    candidates: tuple[Candidate, ...]
+    winner: Candidate
+    previous: Candidate | None
+
+    def __str__(self) -> str:
+        timed = sorted((each for each in self.candidates if not each.skipped), key=lambda each: each.time)
+        company = "" if self.winner.company is None else f", and {self.states} states side by side"
+        lines = [
+            f"{self.name}: {len(timed)} of {len(self.candidates)} plans timed alone{company}; microseconds, bytes of scratch"
+        ]
+        lines.append(f"{'plan':>5}{'alone':>11}{'company':>11}{'scratch':>15}  engine")
+        for each in timed:
+            times = "".join(f"{'' if time is None else format(time, ',.2f'):>11}" for time in (each.alone, each.company))
+            notes = "".join(
+                f", {note}" for note, which in (("chosen", self.winner), ("used before", self.previous)) if which is each
+            )
+            lines.append(f"{each.index:>5}{times}{each.workspace_size:>15,}  {each.engine}{notes}")
+        return "\n".join([*lines, *(f"{each.index:>5}  {each.skipped}" for each in self.candidates if each.skipped)])
+
+
+def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find: Callable[[HandlePool], Plan]) -> Tuning:
+    """Time the candidates of the plan that ``find`` gives for these arrays, and make the quickest the one to use.
+
+    See `GraphFunction.tune`.
+    """
+    if states is not None and not isinstance(states, ParallelStates):
+        raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for one stream alone")
+    pool = current_pool() if states is None else states.pool
+    pool._check_usable()
+    driver = pool.driver
+    pointer = _check(pool, name)
+    try:
+        with driver.relaxed():
+            plan = find(pool)
+            adapted = adapt(name, pool, arrays)
+            if adapted is not None:
+                arrays = adapted.arrays
+                for caller in adapted.callers:
+                    order(pool, adapted.device, caller, pointer)
+            with side_slots(pool, name, 1 if states is None else states.count) as slots:
+                operands = [_operands(pool, plan, arrays) for _ in slots]
+                driver.synchronize_stream(pointer)  # the copies are there
+                stand = Stand(pool, slots, operands, company=states is not None)
+                try:
+                    candidates = tuple(stand.time(plan))
+                finally:
+                    stand.close()
+    except Exception as error:
+        diagnose(pool, error)
+        raise
+    winner = min(candidates, key=lambda each: each.time)
+    if winner.skipped:
+        reasons = "; ".join(f"plan {each.index}: {each.skipped}" for each in candidates[:3])
+        raise GraphNotSupportedError(f"{name}: none of {len(candidates)} plans could be timed: {reasons}")
+    plan.select(winner.index)
+    previous = next((each for each in candidates if each.engine == plan.engine), None)
+    return Tuning(name, 1 if states is None else states.count, candidates, winner, previous)
+
+
+def _check(pool: HandlePool, name: str) -> int:
+    """What can be said before anything is done; the caller's stream."""
+    driver = pool.driver
+    if driver.name == "host":
+        raise DriverNotAvailableError(
+            f"{name}.tune times plans on a GPU; this is the host driver, which has one plan for each graph, and whose times say "
+            f"nothing about a GPU. Tune where the cuda driver runs"
+        )
+    if thread.recording is not None:
+        raise CaptureError(f"{name} cannot be tuned inside a recording, where nothing runs that could be timed: tune it before")
+    if thread.region is not None:
+        raise CaptureError(f"{name} cannot be tuned inside a branch or a task, beside which others run: tune it outside")
+    home = resolve(driver)
+    check_foreign(driver, home)
+    if home.pointer != LEGACY_STREAM and driver.capture_id(home.pointer):
+        raise CaptureError(f"{name} cannot be tuned while the current stream is being captured: tune it before")
+    return home.pointer
+
+
+def _operands(pool: HandlePool, plan: Plan, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """What one state launches with: copies of the arrays, and outputs. Other libraries' arrays are read where they are."""
+    driver = pool.driver
+    operands = []
+    for array in arrays:
+        if isinstance(array, driver.array_type):
+            given: Any = array
+            array = driver.empty(given.shape, given.strides, given.dtype)
+            driver.copy(array, given)
+        operands.append(array)
+    return (*operands, *(driver.empty(layout.shape, layout.strides, layout.dtype) for layout in plan.outputs))

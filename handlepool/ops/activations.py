@@ -1,0 +1,113 @@
+"""Activations as launches of their own, of arrays of any shape and layout without gaps."""
+
+from collections.abc import Callable
+from typing import Any, Never
+
+from handlepool.errors import ArgumentError
+from handlepool.graphs.annotations import ArrayT
+from handlepool.graphs.function import GraphFunction
+from handlepool.graphs.launch import AnyCall, by_keyword, misplaced
+from handlepool.pool.context import launchers
+from handlepool.pool.default import current_pool
+from handlepool.pool.pool import HandlePool
+from handlepool.tensors.layout import Layout
+
+ACTIVATIONS = ("relu", "sigmoid", "tanh", "gelu", "swish")
+FLOATING_TYPES = ("float16", "bfloat16", "float32")
+
+
+def activate(g: Any, x: Any, kind: str) -> Any:
+    """Add an activation's node to a graph; ``gelu`` is the exact one, with the error function."""
+    return getattr(g, kind)(x)
+
+
+def activation_call(pool: HandlePool, kind: str, x: Any, out: Any = None) -> AnyCall:
+    """An activation that is ready to be launched; ``out`` may be ``x``."""
+    return _functions[kind].prepare(pool, (x,), out, {})
+
+
+@by_keyword
+def relu(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+    """Apply max(x, 0), on the current stream.
+
+    Parameters
+    ----------
+    x : array
+        Any shape; float16, bfloat16 or float32; any layout without gaps.
+    out : array, optional
+        Where the result goes; of the shape, strides and type of ``x``, and ``x`` itself if need be.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array
+        ``out``, or a new array that lies as ``x`` does.
+
+    Raises
+    ------
+    ArgumentError
+        For a type, strides or an ``out`` that cannot be taken.
+    """
+    return _apply(relu, x, extra, out, pool)
+
+
+@by_keyword
+def sigmoid(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+    """Apply 1 / (1 + exp(-x)), on the current stream; parameters and errors are those of `relu`."""
+    return _apply(sigmoid, x, extra, out, pool)
+
+
+@by_keyword
+def tanh(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+    """Apply tanh(x), on the current stream; parameters and errors are those of `relu`."""
+    return _apply(tanh, x, extra, out, pool)
+
+
+@by_keyword
+def gelu(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+    """Apply x (1 + erf(x / sqrt(2))) / 2, on the current stream; parameters and errors are those of `relu`."""
+    return _apply(gelu, x, extra, out, pool)
+
+
+@by_keyword
+def swish(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+    """Apply x / (1 + exp(-x)), also called SiLU, on the current stream; parameters and errors are those of `relu`."""
+    return _apply(swish, x, extra, out, pool)
+
+
+def _apply(function: Callable[..., Any], x: Any, extra: tuple[Any, ...], out: Any, pool: HandlePool | None) -> Any:
+    if extra:
+        raise misplaced(function, extra)
+    chosen = current_pool() if pool is None else pool
+    call = activation_call(chosen, function.__name__, x, out)
+    return call.launch(chosen.slot(call.stream))
+
+
+def _builder(kind: str) -> Callable[[Any, Any], Any]:
+    return lambda g, x: activate(g, x, kind)
+
+
+def _checker(kind: str) -> Callable[[tuple[Layout, ...], tuple[Layout, ...]], None]:
+    def check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...]) -> None:
+        (x,) = layouts
+        if x.dtype.name not in FLOATING_TYPES:
+            raise ArgumentError(f"{kind}: x is {x.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
+
+    return check
+
+
+def _preparer(kind: str) -> Callable[..., AnyCall]:
+    def prepare(function: Any, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+        if len(args) > 1:
+            raise misplaced(function, args[1:])
+        options = dict(kwargs)
+        return activation_call(options.pop("pool", None) or pool, kind, *args, **options)
+
+    return prepare
+
+
+_functions = {kind: GraphFunction(_builder(kind), check=_checker(kind), name=kind) for kind in ACTIVATIONS}
+for _kind, _function in (("relu", relu), ("sigmoid", sigmoid), ("tanh", tanh), ("gelu", gelu), ("swish", swish)):
+    # In a fork the output is allocated before the branch starts, as for any graph function.
+    launchers[_function] = None, _preparer(_kind)

@@ -1,0 +1,220 @@
+"""The gradients of two-dimensional convolution, as graph functions."""
+
+from collections.abc import Sequence
+from typing import Any, Never
+
+from handlepool.graphs.annotations import ArrayT
+from handlepool.graphs.function import GraphFunction
+from handlepool.graphs.launch import AnyCall, by_keyword, misplaced
+from handlepool.ops.convolution import Pair, Shape, as_shape, check_array, check_channels, check_result, pair
+from handlepool.pool.context import launchers
+from handlepool.pool.default import current_pool
+from handlepool.pool.pool import HandlePool
+from handlepool.tensors.layout import Layout
+
+
+@by_keyword
+def conv2d_input_grad(
+    dy: ArrayT,
+    w: Any,
+    shape: Sequence[int],
+    *extra: Never,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    out: Any = None,
+    workspace_limit: int | None = None,
+    allow_tf32: bool = True,
+    deterministic: bool = False,
+    pool: HandlePool | None = None,
+) -> ArrayT:
+    """Compute the gradient of `handlepool.conv2d` with respect to its images, on the current stream.
+
+    Parameters
+    ----------
+    dy : array, shape (N, K, P, Q)
+        Gradient of the result; float16, bfloat16 or float32; contiguous, or channels-last in memory.
+    w : array, shape (K, C / groups, R, S)
+        Filters, of the same type.
+    shape : (N, C, H, W)
+        Of the images: with a stride, images of several sizes lead to one result.
+    stride, padding, dilation, groups
+        As given to `handlepool.conv2d`.
+    out, workspace_limit, allow_tf32, deterministic, pool
+        As in `handlepool.conv2d`.
+
+    Returns
+    -------
+    array, shape (N, C, H, W)
+        ``out``, or a new array of the type of ``dy`` that lies as ``dy`` does.
+
+    Raises
+    ------
+    ArgumentError, GraphNotSupportedError
+        As in `handlepool.conv2d`.
+    """
+    if extra:
+        raise misplaced(conv2d_input_grad, extra)
+    chosen = current_pool() if pool is None else pool
+    call = _prepare_input(
+        chosen,
+        dy,
+        w,
+        shape,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        out=out,
+        workspace_limit=workspace_limit,
+        allow_tf32=allow_tf32,
+        deterministic=deterministic,
+    )
+    return call.launch(chosen.slot(call.stream))
+
+
+@by_keyword
+def conv2d_weight_grad(
+    x: ArrayT,
+    dy: Any,
+    shape: Sequence[int],
+    *extra: Never,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    out: Any = None,
+    workspace_limit: int | None = None,
+    allow_tf32: bool = True,
+    deterministic: bool = False,
+    pool: HandlePool | None = None,
+) -> ArrayT:
+    """Compute the gradient of `handlepool.conv2d` with respect to its filters, on the current stream.
+
+    Parameters
+    ----------
+    x : array, shape (N, C, H, W)
+        Images; float16, bfloat16 or float32; contiguous, or channels-last in memory.
+    dy : array, shape (N, K, P, Q)
+        Gradient of the result, of the same type.
+    shape : (K, C / groups, R, S)
+        Of the filters.
+    stride, padding, dilation, groups
+        As given to `handlepool.conv2d`.
+    out, workspace_limit, allow_tf32, deterministic, pool
+        As in `handlepool.conv2d`. cuDNN's fastest plans for this may add in another order each time; ``deterministic`` leaves
+        those out.
+
+    Returns
+    -------
+    array, shape (K, C / groups, R, S)
+        ``out``, or a new array of the type of ``x`` that lies as ``x`` does.
+
+    Raises
+    ------
+    ArgumentError, GraphNotSupportedError
+        As in `handlepool.conv2d`.
+    """
+    if extra:
+        raise misplaced(conv2d_weight_grad, extra)
+    chosen = current_pool() if pool is None else pool
+    call = _prepare_weight(
+        chosen,
+        x,
+        dy,
+        shape,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        out=out,
+        workspace_limit=workspace_limit,
+        allow_tf32=allow_tf32,
+        deterministic=deterministic,
+    )
+    return call.launch(chosen.slot(call.stream))
+
+
+def _prepare_input(pool: HandlePool, dy: Any, w: Any, shape: Any, **options: Any) -> AnyCall:
+    return _prepare(_input_grad, pool, (dy, w), as_shape("conv2d_input_grad", shape), **options)
+
+
+def _prepare_weight(pool: HandlePool, x: Any, dy: Any, shape: Any, **options: Any) -> AnyCall:
+    return _prepare(_weight_grad, pool, (x, dy), as_shape("conv2d_weight_grad", shape), **options)
+
+
+def _prepare(
+    function: GraphFunction[..., Any],
+    pool: HandlePool,
+    arrays: tuple[Any, ...],
+    shape: Shape,
+    *,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    out: Any = None,
+    workspace_limit: int | None = None,
+    allow_tf32: bool = True,
+    deterministic: bool = False,
+) -> AnyCall:
+    options = {"shape": shape, "stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
+    return function.prepare(pool, arrays, out, options, settings)
+
+
+def _input_branch(_: object, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+    if len(args) > 3:
+        raise misplaced(conv2d_input_grad, args[3:])
+    options = dict(kwargs)
+    return _prepare_input(options.pop("pool", None) or pool, *args, **options)
+
+
+def _weight_branch(_: object, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+    if len(args) > 3:
+        raise misplaced(conv2d_weight_grad, args[3:])
+    options = dict(kwargs)
+    return _prepare_weight(options.pop("pool", None) or pool, *args, **options)
+
+
+# In a fork the output is allocated before the branch starts, as for any graph function.
+launchers[conv2d_input_grad] = None, _input_branch
+launchers[conv2d_weight_grad] = None, _weight_branch
+
+
+def _build_input(g: Any, /, dy: Any, w: Any, *, shape: Shape, groups: int, **pairs: Pair) -> Any:
+    geometry = {name: pair("conv2d_input_grad", name, value) for name, value in pairs.items()}
+    # Declared: several shapes fit where the stride is not 1, and the frontend takes its own guess for granted.
+    return g.conv_dgrad(dy, w, **geometry).set_dim(list(shape))
+
+
+def _build_weight(g: Any, /, x: Any, dy: Any, *, shape: Shape, groups: int, **pairs: Pair) -> Any:
+    geometry = {name: pair("conv2d_weight_grad", name, value) for name, value in pairs.items()}
+    return g.conv_wgrad(x, dy, **geometry).set_dim(list(shape))  # which the two arrays leave open
+
+
+def _check_input(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape: Shape, groups: int, **pairs: Pair) -> None:
+    dy, w = layouts
+    _check("conv2d_input_grad", [("dy", dy), ("w", w)], outs, pairs)
+    check_channels("conv2d_input_grad", ("shape", shape), ("w", w.shape), groups)
+    check_result("conv2d_input_grad", shape, w.shape, dy.shape, pairs)
+
+
+def _check_weight(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape: Shape, groups: int, **pairs: Pair) -> None:
+    x, dy = layouts
+    _check("conv2d_weight_grad", [("x", x), ("dy", dy)], outs, pairs)
+    check_channels("conv2d_weight_grad", ("x", x.shape), ("shape", shape), groups)
+    check_result("conv2d_weight_grad", x.shape, shape, dy.shape, pairs)
+
+
+def _check(name: str, layouts: list[tuple[str, Layout]], outs: tuple[Layout, ...], pairs: dict[str, Pair]) -> None:
+    first, layout = layouts[0]
+    for argument, other in [*layouts, *(("out", out) for out in outs)]:
+        check_array(name, argument, other, 4, (first, layout.dtype))
+    for argument, value in pairs.items():
+        pair(name, argument, value)
+
+
+_input_grad = GraphFunction(_build_input, check=_check_input, name="conv2d_input_grad")
+_weight_grad = GraphFunction(_build_weight, check=_check_weight, name="conv2d_weight_grad")

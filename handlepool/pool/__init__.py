@@ -1,0 +1,1 @@
+"""The pool: handles and scratch memory for each thread, device and stream."""

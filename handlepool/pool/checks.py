@@ -1,0 +1,256 @@
+"""Checks of what cuDNN and CuPy leave unchecked, for pools that were made with ``check=True``.
+
+They cost nothing elsewhere: such a pool has another class of slots and a driver around its driver, which no other pool meets.
+
+- A handle knows the thread that owns it: cuDNN's binding reads ``backend_handle`` at each use, which is a property here.
+- A graph function's arrays are compared with the workspaces that were handed out on other streams.
+- CuPy reports uses of what its streams share; two uses in branches that run beside each other are an error.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from handlepool.drivers.protocol import Copy, Driver, Executable, Handle
+from handlepool.errors import ContractError, OwnershipError
+from handlepool.pool.context import BranchRegion, thread
+from handlepool.pool.slot import Slot
+from handlepool.pool.workspace import DeviceScratch
+
+
+@functools.cache
+def _guarded(kind: Any) -> Any:
+    class Guarded(kind):  # type: ignore[misc]
+        """A handle that is used by the thread that owns it, or by none."""
+
+        @property
+        def backend_handle(self) -> int | None:
+            own = self.__dict__
+            value: int | None = own["backend_handle"]
+            if value is not None and own["_thread"] != threading.get_ident():
+                raise OwnershipError(
+                    f"a handle of {own['_owner']} is used by {_this_thread()}: call get_handle() where the handle is used, and "
+                    f"do not keep it for another thread, or beyond its fork"
+                )
+            return value
+
+        @backend_handle.setter
+        def backend_handle(self, value: int | None) -> None:
+            self.__dict__["backend_handle"] = value
+
+        def __repr__(self) -> str:
+            return f"<{kind.__name__} of {self.__dict__['_owner']}>"
+
+    return Guarded
+
+
+def _guard(handle: Any) -> None:
+    handle.__dict__.setdefault("_thread", threading.get_ident())
+    handle.__dict__.setdefault("_owner", "nobody")
+    kind: Any = type(handle)
+    if "backend_handle" not in vars(kind):
+        handle.__class__ = _guarded(kind)
+
+
+def _claim(handle: Any) -> None:
+    """Let this thread use a handle that is in nobody's use, or its own."""
+    own = handle.__dict__
+    if own.get("_thread", 0) is None:
+        own["_thread"] = threading.get_ident()
+
+
+def _this_thread() -> str:
+    return f"thread {threading.current_thread().name!r}"
+
+
+class CheckedSlot(Slot):
+    """A slot that says so when another than its owner uses it or its handle."""
+
+    __slots__ = ("_thread", "_who")
+
+    def __init__(self, pool: Any, driver: Driver, scratch: DeviceScratch, handle: Handle) -> None:
+        self._thread = 0
+        self._who = "nobody"
+        super().__init__(pool, driver, scratch, handle)
+        _guard(handle)
+        if isinstance(driver, CheckedDriver):
+            driver.remember(self)
+
+    def begin(self, pointer: int) -> None:
+        """As `Slot.begin`."""
+        super().begin(pointer)
+        self._thread = threading.get_ident()
+        self._who = f"{_this_thread()} for stream {pointer:#x} of device {self.device}"
+        self._own(self.handle)
+
+    def _own(self, handle: Any) -> None:
+        handle.__dict__.update(_thread=self._thread, _owner=self._who)
+
+    def end(self) -> None:
+        """As `Slot.end`."""
+        if self.owner is not None:
+            own: Any = self.handle.__dict__
+            own.update(_thread=None, _owner=f"{self._who}, whose thread, stream or fork has ended")
+        super().end()
+
+    @property
+    def intact(self) -> bool:
+        """As `Slot.intact`."""
+        return self.handle.__dict__["backend_handle"] is not None
+
+    def replace_handle(self, handle: Handle) -> None:
+        """As `Slot.replace_handle`."""
+        super().replace_handle(handle)
+        _guard(handle)
+        self._own(handle)
+
+    def workspace(self, nbytes: int) -> Any:
+        """As `Slot.workspace`."""
+        self._check_mine()
+        return super().workspace(nbytes)
+
+    def reserve(self, nbytes: int) -> int:
+        """As `Slot.reserve`."""
+        self._check_mine()
+        return super().reserve(nbytes)
+
+    def _check_mine(self) -> None:
+        if self.owner is None or self._thread != threading.get_ident():
+            ended = "" if self.owner is not None else ", whose thread, stream or fork has ended"
+            raise OwnershipError(
+                f"a state of {self._who}{ended} is used by {_this_thread()}: use a state inside its call alone, in its own thread"
+            )
+
+    def handed_out(self, pointer: int) -> bool:
+        """Whether an address lies in what `workspace` gave last, and the slot is somebody's."""
+        block, capture, scratch = self._handed.block, self._capture, self._scratch
+        if self.owner is None or not block.pointer <= pointer < block.pointer + block.nbytes:
+            return False
+        # What a capture was given goes when that is forgotten, or its program closed, and not when the slot is used next.
+        return not capture or any(block in known.get(capture, ()) for known in (scratch.captured, scratch.recorded))
+
+    def who(self) -> str:
+        """Its owner, in words."""
+        return self._who
+
+
+class _Use:
+    """A use of what streams share, by a branch; gone with its region's join."""
+
+    __slots__ = ("__weakref__", "_forks", "_region", "_stream", "who")
+
+    def __init__(self, stream: int, region: BranchRegion, forks: list[Any]) -> None:
+        self._stream = stream
+        self._region = region
+        self._forks = forks
+        self.who = f"a branch of {_this_thread()} on stream {stream:#x}"
+
+    def beside(self, stream: int, forks: list[Any]) -> bool:
+        """Whether it may run beside what a stream is given now, where forks inside the region lent that, the innermost first."""
+        region = self._region
+        if region.over:
+            return False
+        own = {self._stream}
+        for fork in self._forks:
+            if not region.joined(fork):
+                break
+            own = {fork._pointer}
+        if region.ended:  # a task that was joined, in something that was not
+            own = {*region.awaited}
+        # A branch starts after what its fork's stream had been given, and this thread is in the branch.
+        return stream not in own and all(fork._pointer not in own for fork in forks)
+
+
+class CheckedDriver:
+    """A driver with checks around the calls that need them; everything else is the driver's own."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.checked_driver = self._driver = driver
+        self._slots: dict[int, weakref.ref[CheckedSlot]] = {}  # by identity; each change and each copy is one atomic step
+        self._mine = threading.local()  # this thread's last use of what it shares between its streams
+        self._everybodys: dict[str, weakref.ref[_Use]] = {}
+        self.close: Callable[[], None] = driver.watch_shared(self.note)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def remember(self, slot: CheckedSlot) -> None:
+        """Know a slot, to compare its workspace with the arrays of launches on other streams."""
+        slots, key = self._slots, id(slot)
+        slots[key] = weakref.ref(slot, lambda _: slots.pop(key))
+
+    def bind_handle(self, handle: Handle, pointer: int) -> None:
+        """As `Driver.bind_handle`; the handle may be in nobody's use."""
+        _claim(handle)
+        self._driver.bind_handle(handle, pointer)
+
+    def destroy_handle(self, handle: Handle) -> None:
+        """As `Driver.destroy_handle`; the handle may be in nobody's use."""
+        _claim(handle)
+        self._driver.destroy_handle(handle)
+
+    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
+        """As `Driver.compile`; launches check their arrays."""
+        executable: Executable = CheckedExecutable(self, self._driver.compile(graph, operands, copies=copies, **settings))
+        return executable
+
+    def check_workspaces(self, executable: Executable, handle: Handle, operands: Sequence[Any]) -> None:
+        """Raise for an array that lies in the workspace of another stream than the handle's."""
+        slots = [slot for known in list(self._slots.values()) if (slot := known()) is not None]
+        device = self._driver.current_device()
+        for index, array in enumerate(operands):
+            pointer = self._driver.array_pointer(array)
+            for slot in slots:
+                if slot.device == device and slot.pointer != handle.stream and slot.handed_out(pointer):
+                    raise ContractError(
+                        f"{executable.name}: {executable.titles[index]} lies in the workspace of {slot.who()}, and the launch "
+                        f"is by {_this_thread()} on stream {handle.stream:#x}: a workspace is for its own stream alone; call "
+                        f"get_workspace() there"
+                    )
+
+    def note(self, name: str) -> None:
+        """Something that streams share is used: raise when a branch that has not been joined uses it on another stream."""
+        stream = self._driver.current_stream().ptr
+        # CuPy keeps FFT plans for each thread, and the generator for all of a device's.
+        uses = self._everybodys if name == "cupy.random" else self._mine.__dict__
+        former = uses.get(name)
+        use = None if former is None else former()
+        region = thread.region
+        forks = [] if region is None else region.lenders(stream)
+        if use is not None and use.beside(stream, forks):
+            raise ContractError(
+                f"{name} is used by {_this_thread()} on stream {stream:#x} beside {use.who}, before the join: CuPy keeps one "
+                f"work area or state for both, so results would be wrong. Use it on one stream, or outside of branches"
+            )
+        if region is not None:
+            use = _Use(stream, region, forks)
+            region.keep(use)
+            uses[name] = weakref.ref(use)
+
+
+class CheckedExecutable:
+    """An executable whose launches check their arrays."""
+
+    def __init__(self, driver: CheckedDriver, executable: Executable) -> None:
+        self._driver = driver
+        self._executable = executable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executable, name)
+
+    def launch(
+        self,
+        handle: Handle,
+        operands: Sequence[Any],
+        workspace: int,
+        check: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """As `Executable.launch`."""
+        _ = handle.backend_handle  # raises in another thread than the handle's
+        self._driver.check_workspaces(self._executable, handle, operands)
+        self._executable.launch(handle, operands, workspace, check)
+
+    def shortcut(self, *_: Any) -> None:
+        """None: the driver's own would check nothing."""

@@ -1,0 +1,128 @@
+"""Which pool is meant where none is given: that of the branch or task that this thread runs, else the default pool."""
+
+import os
+import threading
+from typing import Any
+
+from handlepool._util import shown
+from handlepool.drivers.protocol import Handle
+from handlepool.errors import ArgumentError, OwnershipError
+from handlepool.pool import status
+from handlepool.pool.context import elsewhere, thread
+from handlepool.pool.pool import HandlePool
+from handlepool.pool.slot import of_pool_to_come
+from handlepool.pool.stats import Stats
+
+_default: HandlePool | None = None
+_default_lock = threading.RLock()  # a finaliser that the collector runs inside may ask for the default pool, too
+
+
+def default_pool() -> HandlePool:
+    """The pool that the module's functions and whatever is given no pool use; made when first asked for."""
+    global _default
+    if _default is None:
+        with _default_lock:
+            if _default is None:
+                made = HandlePool()
+                made.is_default = made.everybodys = True
+                _default = made if _default is None else _default
+                if _default is not made:  # but what such a finaliser got meanwhile
+                    status.forget(made)
+    return _default
+
+
+def set_default_pool(pool: HandlePool) -> None:
+    """Make a pool the default one, before anything has used that.
+
+    For applications, which know what limits or checks they want; a library that is one of several leaves the choice to them.
+
+    Parameters
+    ----------
+    pool : HandlePool
+        Stays the caller's: its `HandlePool.close` ends it for good, for whoever uses the default pool, too.
+
+    Raises
+    ------
+    ArgumentError
+        For what is no pool.
+    OwnershipError
+        When there is a default pool: something has used it, or another one was set.
+    PoolClosedError, ForkedProcessError, PoisonedContextError
+        When the pool cannot be used.
+    """
+    global _default
+    if not isinstance(pool, HandlePool):
+        raise ArgumentError(f"set_default_pool was given {shown(pool)}; pass a HandlePool")
+    status.check_usable(pool)
+    with _default_lock:  # of two threads that come at once, the second is told
+        if _default is pool:
+            return
+        if _default is not None:
+            raise OwnershipError(
+                f"set_default_pool came too late: {_default!r} is the default pool, and others may have kept what is its. Set "
+                f"yours at the start of the program, before the first call that is given no pool"
+            )
+        pool.is_default = True
+        _default = pool
+
+
+@of_pool_to_come(default_pool)
+def get_handle(stream: Any = None) -> Handle:
+    """As `HandlePool.get_handle`, of the default pool."""
+    return default_pool().get_handle(stream)
+
+
+def get_workspace(nbytes: int, stream: Any = None) -> Any:
+    """As `HandlePool.get_workspace`, of the default pool."""
+    return (_default or default_pool()).get_workspace(nbytes, stream)
+
+
+def prewarm(*, states: int = 0, workspace: int = 0, stream: Any = None) -> None:
+    """As `HandlePool.prewarm`, of the default pool."""
+    default_pool().prewarm(states=states, workspace=workspace, stream=stream)
+
+
+def stats(device: int | None = None) -> Stats:
+    """As `HandlePool.stats`, of the default pool."""
+    return default_pool().stats(device)
+
+
+def trim(*, captured: bool = False) -> None:
+    """As `HandlePool.trim`, of the default pool."""
+    default_pool().trim(captured=captured)
+
+
+for _function in (get_handle, get_workspace, prewarm, stats, trim):
+    _function.__doc__ = getattr(HandlePool, _function.__name__).__doc__
+
+
+def close() -> None:
+    """Give back what is idle in the default pool: handles and scratch memory that no thread, stream or fork has.
+
+    The pool stays usable, since other libraries of the process use it, too: their functions, states, executors and programs go
+    on. Does what `HandlePool.trim` does, and nothing where the pool was not used yet or cannot be used any more. To end a pool
+    for good, make one of your own and close that.
+    """
+    pool = _default
+    if pool is not None:
+        pool.give_back()
+
+
+def check_pool(who: str, pool: object) -> None:
+    """Raise `ArgumentError` for what was passed as a pool and is none."""
+    if not isinstance(pool, HandlePool):
+        raise ArgumentError(f"{who} was given pool={shown(pool)}; pass a HandlePool, or None for the default pool")
+
+
+def current_pool() -> HandlePool:
+    """The pool of the branch or task that this thread runs, and the default pool outside of any."""
+    pool: HandlePool | None = thread.pool if elsewhere else _default
+    return default_pool() if pool is None else pool
+
+
+def _after_fork() -> None:
+    global _default_lock
+    _default_lock = threading.RLock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,244 @@
+"""What a pool has on one device: handles, idle slots, side slots and scratch."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from handlepool._util import do_all, take_each
+from handlepool.drivers.event_pool import Events
+from handlepool.drivers.protocol import PER_THREAD_STREAM, Driver
+from handlepool.pool.deferred import parked, settle_all
+from handlepool.pool.handles import DeviceHandles
+from handlepool.pool.side_streams import SideSlots
+from handlepool.pool.slot import Slot
+from handlepool.pool.stream import StreamReference
+from handlepool.pool.workspace import DeviceScratch
+
+_log = logging.getLogger("handlepool")
+
+
+class DeviceSlots:
+    """The slots of one device that no thread owns. Its methods are called with that device current.
+
+    Parameters
+    ----------
+    pool : HandlePool
+        Whose slots they are.
+    driver : Driver
+        Where handles, streams and memory come from.
+    device : int
+        Ordinal.
+    scratch_limit, idle_limit : int or None, int
+        As in `HandlePool`.
+    drain : callable
+        Takes in what threads and streams have left behind.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        driver: Driver,
+        device: int,
+        scratch_limit: int | None,
+        idle_limit: int,
+        drain: Callable[[], None],
+    ) -> None:
+        self.pool = pool
+        self.driver = driver
+        self.device = device
+        self.idle_limit = idle_limit
+        self.handles = DeviceHandles(pool, driver, device, self._make_room, self.describe)
+        self.scratch = DeviceScratch(driver, device, scratch_limit, self.reclaim_scratch, self.describe)
+        self.idle: list[Slot] = []  # reused last in, first out: the warmest scratch and the stream most likely alive
+        self.edges = Events(driver)  # between streams that no fork orders
+        self.sides = SideSlots(pool, driver, self.scratch, self.make_slot, self.handles.destroy, drain)
+        self._drain = drain
+
+    # Slots
+
+    def make_slot(self) -> Slot:
+        """A new slot, with a new handle, that is bound to no stream yet."""
+        handle = self.handles.create()
+        try:
+            slot: Slot = self.pool.slot_type(self.pool, self.driver, self.scratch, handle)
+        except BaseException:
+            self.handles.destroy(handle)
+            raise
+        return slot
+
+    def repair(self, slot: Slot) -> None:
+        """Make a slot's handle right again that its caller destroyed or bound elsewhere."""
+        if not slot.intact:
+            self.handles.count(handles_destroyed=1)  # by its caller
+            try:
+                slot.replace_handle(self.handles.create())
+            except BaseException:
+                self.handles.count(handles_destroyed=-1)  # to be counted at the next try
+                raise
+        with self.driver.relaxed():
+            self.driver.bind_handle(slot.handle, slot.pointer)
+        self.handles.count(handles_repaired=1, handles_rebound=1)
+        _log.debug("device %d: handle repaired and bound to stream %#x", self.device, slot.pointer)
+
+    # Idle slots
+
+    def take_idle(self) -> Slot | None:
+        """The slot that was given back last, or None."""
+        while True:
+            try:
+                slot = self.idle.pop()
+            except IndexError:
+                return None
+            if slot.intact:
+                self.handles.count(handles_reused=1)
+                return slot
+            self._destroy(slot)  # its former owner had destroyed the handle
+
+    def put_idle(self, slot: Slot) -> None:
+        """Keep a slot for a later owner; the oldest beyond the idle limit is destroyed."""
+        self.idle.append(slot)
+        while len(self.idle) > self.idle_limit:
+            try:
+                self._destroy(self.idle.pop(0))
+            except IndexError:
+                return
+
+    def _destroy(self, slot: Slot) -> None:
+        slot.end()
+        do_all([slot.release_scratch, partial(self.handles.destroy, slot.handle)])
+
+    def drop_idle(self) -> None:
+        """Destroy every idle slot."""
+        do_all(partial(self._destroy, slot) for slot in take_each(self.idle))
+
+    # Between owners
+
+    def acquire(self, reference: StreamReference) -> Slot:
+        """A slot bound to a stream: the one that was given back last, or a new one."""
+        idle = self.take_idle()
+        slot = kept = self.make_slot() if idle is None else idle
+        try:
+            if idle is not None:
+                slot = idle.successor()
+                if slot.scratch_bytes and not _is_still_on(idle, reference):
+                    slot.release_scratch()
+            with self.driver.relaxed():
+                self.driver.bind_handle(slot.handle, reference.pointer)
+        except BaseException:
+            self.put_idle(kept)
+            raise
+        slot.key = reference.key
+        slot.begin(reference.pointer)
+        self.handles.count(handles_live=1, handles_rebound=int(idle is not None))
+        _log.debug("device %d: %s handle bound to stream %#x", self.device, "new" if idle is None else "reused", slot.pointer)
+        return slot
+
+    def take_in(self, slot: Slot) -> None:
+        """Make a slot idle that its owner has left."""
+        self.handles.count(handles_live=-1)
+        stream = slot.watch() if slot.watch is not None else None
+        try:
+            if stream is None or slot.pointer == PER_THREAD_STREAM:
+                slot.release_scratch()
+            else:
+                slot.forget_capture(over=False)  # its thread has ended, and may have left the capture to another
+        finally:
+            self.put_idle(slot)
+
+    def empty(self) -> None:
+        """Destroy what nobody owns: idle slots, free side slots, and blocks that were replaced."""
+        collect = partial(self.scratch.collect, wait=True)
+        do_all([self.sides.end_quarantine, self.handles.drop_doomed, self.drop_idle, self.sides.drop_free, collect])
+
+    def close(self) -> None:
+        """Destroy all; what captures under way have, once they end."""
+        try:
+            self._end()
+        finally:
+            if not self.edges._settle():
+                parked.append(self.edges)
+            self.settle_later()
+
+    def _end(self) -> None:
+        """Do as `empty`, and destroy the handle that graphs were built with."""
+        self.handles.retire_builder()
+        self.empty()
+
+    def settle_later(self) -> None:
+        """Have what is left of a closed pool destroyed when that can be."""
+        if not self.is_empty() and self not in parked:
+            parked.append(self)
+
+    def is_empty(self) -> bool:
+        """Whether nothing is left that nobody owns."""
+        sides, handles = self.sides, self.handles
+        return not (sides.quarantine or sides.free or self.idle or handles.doomed or handles.builder or self.scratch.retired)
+
+    def _settle(self) -> bool:
+        """After the pool was closed: destroy what captures had that have ended since, and what could not be destroyed before."""
+        try:
+            with self.pool.on_device(self.device):
+                self._end()
+        except Exception:
+            pass
+        return self.is_empty()
+
+    # Accounts
+
+    def _make_room(self) -> None:
+        """Destroy what is idle, its scratch first."""
+        self._reclaim()
+        self.drop_idle()
+        self.sides.drop_free()
+
+    def reclaim_scratch(self) -> None:
+        """Give back the scratch of idle and free side slots, of what nobody left or closed, and what waits for its stream."""
+        settle_all()
+        self._reclaim()
+
+    def _reclaim(self) -> None:
+        self._drain()
+        self.scratch.collect(wait=True)
+        for slots in (self.idle, self.sides.free):
+            held: list[Slot] = []
+            try:
+                held.extend(take_each(slots))
+                do_all([slot.release_scratch for slot in held])
+            finally:
+                slots[:0] = held
+
+    def snapshot(self) -> dict[str, int]:
+        """Counters by flat name."""
+        free, held = len(self.sides.free), len(self.sides.quarantine)
+        return self.handles.counts | {
+            "handles_idle": len(self.idle) + len(self.handles.doomed) + free,
+            "handles_leased": self.sides.made - free - held,
+            "handles_captured": held,
+            "handles_building": int(self.handles.builder is not None),
+            "scratch_bytes": self.scratch.nbytes,
+            "scratch_bytes_captured": self.scratch.captured_nbytes,
+            "scratch_bytes_recorded": self.scratch.recorded_nbytes,
+            "scratch_bytes_peak": self.scratch.peak,
+            "captures_met": self.scratch.captures_met,
+        }
+
+    def describe(self) -> str:
+        """What is held, in words."""
+        now = self.snapshot()
+        recorded = f", {now['scratch_bytes_recorded']:,} of them programs'" if now["scratch_bytes_recorded"] else ""
+        return (
+            f"{now['handles_live']} live, {now['handles_idle']} idle, {now['handles_leased']} leased handles, "
+            f"{now['scratch_bytes']:,} bytes of scratch{recorded}"
+        )
+
+
+def _is_still_on(idle: Slot, reference: StreamReference) -> bool:
+    """Whether a slot's last stream is the very stream that it is to be bound to, so that the scratch may go with it.
+
+    To another one it could go after an edge between the two. But that means a call with the last stream, and nobody knows whether
+    there still is one: a weak reference answers until the stream's destructor has returned, which destroys it first.
+    """
+    if idle.watch is None or idle.pointer == PER_THREAD_STREAM:  # each thread's is another
+        return False
+    return reference.stream is not None and idle.watch() is reference.stream

@@ -1,0 +1,172 @@
+"""Side slots: the streams that branches and tasks run on, each with its handle, scratch and two events; leased, not locked."""
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from handlepool._util import do_all, take_each
+from handlepool.drivers.protocol import Driver, Handle
+from handlepool.pool.deferred import parked, settle
+from handlepool.pool.slot import Slot
+from handlepool.pool.workspace import DeviceScratch
+
+_log = logging.getLogger("handlepool")
+
+MOST_SIDE_SLOTS = 32
+"""The GPU serves streams through at most 32 hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)."""
+
+
+class SideSlots:
+    """The side slots of one device. Its methods are called with that device current.
+
+    Parameters
+    ----------
+    pool : HandlePool
+        Whose slots they are.
+    driver : Driver
+        Where streams and events come from.
+    scratch : DeviceScratch
+        Where their scratch comes from.
+    make_slot, destroy_handle : callable
+        The device's own.
+    drain : callable
+        Takes in what threads and streams have left behind.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        driver: Driver,
+        scratch: DeviceScratch,
+        make_slot: Callable[[], Slot],
+        destroy_handle: Callable[[Handle], None],
+        drain: Callable[[], None],
+    ) -> None:
+        self.free: list[Slot] = []  # pop and append are atomic, so a lease takes no lock
+        self.quarantine: list[Slot] = []  # side slots whose streams still take part in a capture (guarantee 9)
+        self.made = 0
+        self._all: set[Slot] = set()
+        self._pool = pool
+        self._driver = driver
+        self._scratch = scratch
+        self._make_slot = make_slot
+        self._destroy_handle = destroy_handle
+        self._drain = drain
+        self._lock = threading.RLock()  # guards `made`; no call is made under it
+
+    def lease(self) -> Slot | None:
+        """Take a side slot (stream, handle, scratch) out of circulation; None when all are out (guarantee 1)."""
+        try:
+            return self.free.pop()
+        except IndexError:
+            pass
+        if parked:
+            settle()
+        self._drain()
+        self.end_quarantine()
+        try:
+            return self.free.pop()
+        except IndexError:
+            pass
+        with self._lock:
+            if self.made >= MOST_SIDE_SLOTS:
+                return None
+            self.made += 1
+        try:
+            return self._make()
+        except BaseException:
+            with self._lock:
+                self.made -= 1
+            raise
+
+    def _make(self) -> Slot:
+        slot = self._make_slot()
+        try:
+            with self._driver.relaxed():
+                stream = slot.side_stream = self._driver.create_stream()
+                slot.pointer = stream.ptr
+                slot.start_event = self._driver.create_event()
+                slot.end_event = self._driver.create_event()
+                self._driver.bind_handle(slot.handle, slot.pointer)
+        except BaseException:
+            self._destroy(slot)
+            raise
+        self._all.add(slot)
+        return slot
+
+    def prewarm(self, count: int, workspace: int) -> None:
+        """Have so many of them, if there may be, each with so many bytes of scratch for its launches."""
+        leased = []
+        try:
+            for _ in range(count):
+                slot = self.lease()
+                if slot is None:
+                    break
+                leased.append(slot)
+                slot.begin(slot.pointer)
+                slot.reserve(workspace)
+        finally:
+            for slot in leased:
+                slot.end()
+                self.give_back(slot, captured=False)
+
+    def end(self) -> None:
+        """Let no hit succeed any more, leased or not."""
+        for slot in list(self._all):
+            slot.end()
+
+    def give_back(self, slot: Slot, *, captured: bool) -> None:
+        """Put a leased side slot back; one that a capture was given waits for the capture's end."""
+        if captured:
+            self.quarantine.append(slot)
+            _log.debug("stream %#x: side slot held until its capture ends", slot.pointer)
+            if self._pool.closed:  # in this order, as below
+                self._pool.device(slot.device).settle_later()
+            return
+        self.free.append(slot)
+        if self._pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
+            self.drop_free()
+
+    def end_quarantine(self) -> None:
+        """Put the side slots back whose captures have ended."""
+        for _ in range(len(self.quarantine)):
+            try:
+                slot = self.quarantine.pop(0)
+            except IndexError:
+                return
+            try:
+                capture = self._driver.capture_id(slot.pointer)
+            except BaseException:
+                self.quarantine.append(slot)
+                raise
+            if capture:
+                self.quarantine.append(slot)
+            else:
+                slot.forget_capture()
+                self.free.append(slot)
+
+    def drop_free(self) -> None:
+        """Destroy the free side slots."""
+        do_all(partial(self.drop, slot) for slot in take_each(self.free))
+
+    def drop(self, slot: Slot) -> None:
+        """Destroy one side slot that nobody has."""
+        try:
+            self._destroy(slot)
+        finally:
+            with self._lock:
+                self.made -= 1
+
+    def _destroy(self, slot: Slot) -> None:
+        slot.end()
+        self._all.discard(slot)
+        events = [event for event in (slot.start_event, slot.end_event) if event is not None]
+        slot.start_event = slot.end_event = None
+        destroy = [partial(self._scratch.destroy_event, event) for event in events]
+        do_all([slot.release_scratch, partial(self._destroy_handle, slot.handle), *destroy, partial(self._drop_stream, slot)])
+
+    def _drop_stream(self, slot: Slot) -> None:
+        with self._driver.relaxed():
+            slot.side_stream = None  # the stream goes with its last reference, here

@@ -1,0 +1,346 @@
+"""Slots: one cuDNN handle and its scratch, bound to one stream. The thing that is pooled."""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from handlepool._util import at_least, do_all
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
+from handlepool.pool.workspace import EMPTY, Block, DeviceScratch, Workspace
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ENDED = object()
+"""What a slot that belongs to nobody is bound to, for a hit: no stream."""
+
+
+def place(pool: Any, stream: Any, slot: "Slot | None") -> None:
+    """Put this thread's slot where a hit of the pool finds it: on the stream object, in an attribute that is the pool's alone.
+
+    The attribute holds a plain threading.local, with which a hit is 6 % faster than with a subclass. A thread's entry ends with
+    the thread.
+    """
+    name = pool.attribute
+    try:
+        getattr(stream, name).slot = slot
+    except AttributeError:
+        # Two threads that come here at once leave one of the two places; the other thread's next hit puts its slot back.
+        setattr(stream, name, threading.local())
+        getattr(stream, name).slot = slot
+
+
+def placed(pool: Any, stream: Any) -> "Slot | None":
+    """This thread's slot on a stream object."""
+    return getattr(getattr(stream, pool.attribute, None), "slot", None)
+
+
+def unplace(pool: Any, stream: Any) -> None:
+    """Take every thread's slot off a stream object, for a pool that is closed: the default streams' objects live on."""
+    vars(stream).pop(pool.attribute, None)
+
+
+def hits(pool: Any) -> tuple[Callable[..., Handle], Callable[..., "Slot"], Callable[[Driver], None]]:
+    """Make the pool's `get_handle` and `slot`, and what hands them the driver.
+
+    Closures: their names are cells, and there is no method to bind, which on an H200's host takes 12 % off a hit. What a hit does
+    not ask is whose slot it found (another 8 %), so each pool's closures read an attribute of its own: they are compiled for
+    `_handlepool`, and the name is exchanged afterwards, because only a constant name makes a load fast.
+    """
+    # Until there is a driver: the first call loads it, which calls `use`.
+    current_device: Callable[[], int] = lambda: pool.driver.current_device()  # noqa: E731
+    current_stream: Callable[[int], Any] = lambda device: pool.driver.current_stream(device)  # noqa: E731
+    missed = pool.slot
+
+    def get_handle(stream: Any = None) -> Handle:
+        try:
+            device = current_device()
+            slot = (current_stream(device) if stream is None else stream)._handlepool.slot
+            handle: Handle = slot.handle
+            if handle.stream is slot.bound and slot.device == device:
+                return handle
+        except Exception:  # no slot there; or CUDA refuses, as in a forked child or after a lost context
+            pass
+        found: Slot = missed(stream)
+        return found.handle
+
+    def find(stream: Any = None) -> Slot:
+        try:
+            device = current_device()
+            slot: Slot = (current_stream(device) if stream is None else stream)._handlepool.slot
+            if slot.handle.stream is slot.bound and slot.device == device:
+                return slot
+        except Exception:  # no slot there; or CUDA refuses, as in a forked child or after a lost context
+            pass
+        found: Slot = missed(stream)
+        return found
+
+    for function, method in ((get_handle, pool.get_handle), (find, missed)):
+        functools.update_wrapper(function, method)
+        code = function.__code__
+        names = tuple(pool.attribute if name == "_handlepool" else name for name in code.co_names)
+        function.__code__ = code.replace(co_names=names)
+
+    def use(driver: Driver) -> None:
+        nonlocal current_device, current_stream
+        # Where there is one device there is nothing to ask CUDA: `int()` is 0, its ordinal, for half the price.
+        current_device = int if driver.device_count() == 1 else driver.current_device
+        current_stream = driver.current_stream
+        pool.current_device = current_device
+
+    return get_handle, find, use
+
+
+def of_pool_to_come(find: Callable[[], Any]) -> Callable[[F], F]:
+    """Decorate the ``get_handle(stream=None)`` of a pool that the first call asks for: it becomes that pool's own.
+
+    For whoever imported it before, too, at the cost of the pool's own; a function around that would cost a third of a hit.
+    """
+
+    def decorate(function: F) -> F:
+        def first(stream: Any = None) -> Slot:
+            pool = find()
+            slot: Slot = pool.slot(stream)  # loads the driver, which the pool's own function knows from then on
+            # In this order: as long as not all is there, a call misses and comes here again, in this thread after an interrupt as
+            # in others. A call that began with the old code looks for an attribute that no stream has.
+            made.__code__ = pool.get_handle.__code__
+            for cell, known in zip(made.__closure__, pool.get_handle.__closure__, strict=True):
+                cell.cell_contents = known.cell_contents
+            return slot
+
+        made: Any = hits(SimpleNamespace(attribute="_handlepool_to_come", get_handle=function, slot=first))[0]
+        return made
+
+    return decorate
+
+
+class StreamWatch(weakref.ref[Any]):
+    """A weak reference to a slot's stream object that knows the slot, for the callback when the stream has gone."""
+
+    __slots__ = ("slot",)
+    slot: "Slot"
+
+
+class Slot:
+    """One handle and its scratch, bound to one stream.
+
+    Attributes
+    ----------
+    handle : cudnn.Handle
+        Bound to the slot's stream.
+    device : int
+        Ordinal of the device of handle, stream and scratch.
+    pointer : int
+        The stream's ``cudaStream_t``.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_capture",
+        "_driver",
+        "_eager",
+        "_handed",
+        "_launching",
+        "_scratch",
+        "bound",
+        "buffer",
+        "device",
+        "end_event",
+        "handle",
+        "key",
+        "owner",
+        "pointer",
+        "pool",
+        "side_stream",
+        "start_event",
+        "watch",
+    )
+
+    def __init__(self, pool: Any, driver: Driver, scratch: DeviceScratch, handle: Handle) -> None:
+        self.pool = pool
+        self.handle = handle
+        self.device = scratch.device
+        self._driver = driver
+        self._scratch = scratch
+        self.buffer = driver.launch_buffer()
+        self._launching = Workspace()  # for the plans that we launch
+        self._handed = Workspace()  # for get_workspace, so that what a caller holds never overlaps a launch (guarantee 5)
+        self._eager: tuple[Workspace, Workspace] | None = None
+        self._capture = 0
+        self.pointer = -1
+        self.bound: object = _ENDED  # `pointer`, while the slot belongs to somebody
+        self.key: Any = None
+        self.owner: Any = None  # the pool, while the slot belongs to a thread or a fork
+        self.watch: StreamWatch | None = None
+        self.side_stream: Stream | None = None  # held by side slots alone
+        self.start_event: Any = None  # a side slot's two events: where a branch starts, where it ends
+        self.end_event: Any = None
+
+    @property
+    def stream(self) -> Any:
+        """The stream object, or the pointer where there is none."""
+        if self.side_stream is not None:
+            return self.side_stream
+        stream = self.watch() if self.watch is not None else None
+        return self.pointer if stream is None else stream
+
+    def begin(self, pointer: int) -> None:
+        """Belong to a thread or a fork: the handle is bound to ``pointer``, this very object."""
+        self.pointer = self.bound = pointer
+        self.owner = self.pool
+
+    def end(self) -> None:
+        """Belong to nobody; no hit succeeds any more. Calls nothing, so a destructor may call it."""
+        self.bound = _ENDED
+        self.owner = None
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: two would own one handle."""
+        raise TypeError("a slot owns a handle and scratch and cannot be copied or pickled; ask the pool for the slot of a stream")
+
+    def __repr__(self) -> str:
+        return f"<Slot device={self.device} stream={self.pointer:#x} scratch={self.scratch_bytes:,} bytes>"
+
+    @property
+    def intact(self) -> bool:
+        """Whether the handle still is: nobody has destroyed it."""
+        return self.handle.backend_handle is not None
+
+    def replace_handle(self, handle: Handle) -> None:
+        """Take a new handle for one that was destroyed."""
+        self.handle = handle
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch that it holds for work outside captures."""
+        launching, handed = self._eager or (self._launching, self._handed)
+        return launching.block.nbytes + handed.block.nbytes
+
+    def workspace(self, nbytes: int) -> Any:
+        """Scratch memory on the slot's stream, the caller's until the next call.
+
+        Parameters
+        ----------
+        nbytes : int
+            0 is legal. Contents are not kept from one call to the next.
+
+        Returns
+        -------
+        array, shape (nbytes,), uint8
+            On the slot's device; aligned to 256 bytes.
+
+        Raises
+        ------
+        ArgumentError
+            For a size that is negative or no integer.
+        OutOfMemoryError
+            With the bytes free, the bytes in all and what the pool holds.
+        """
+        if type(nbytes) is not int or nbytes < 0:
+            nbytes = at_least(0, "workspace nbytes", nbytes, " bytes")
+        self._follow_capture()
+        block = self._handed.block
+        if block.nbytes < nbytes:
+            block = self._grow(self._handed, nbytes)
+        return self._driver.scratch_array(block.pointer, nbytes, block)
+
+    def reserve(self, nbytes: int) -> int:
+        """Pointer to at least ``nbytes`` of scratch for a plan of ours; 0 for a plan that needs none."""
+        if not nbytes:
+            return 0
+        self._follow_capture()
+        block = self._launching.block
+        if block.nbytes < nbytes:
+            block = self._grow(self._launching, nbytes)
+        return block.pointer
+
+    @contextmanager
+    def apart(self, nbytes: int) -> Iterator[int]:
+        """Scratch for a launch that comes while another one of this slot is being made."""
+        self._follow_capture()
+        capture, scratch = self._capture, self._scratch
+        block = Workspace().grow(scratch, nbytes, self.pointer, capture) if nbytes else EMPTY
+        try:
+            yield block.pointer
+        finally:
+            if not capture:
+                try:
+                    scratch.retire(block, self.pointer)
+                except BaseException:
+                    scratch.free(block)
+                    raise
+
+    def _grow(self, workspace: Workspace, nbytes: int) -> Block:
+        block = workspace.grow(self._scratch, nbytes, self.pointer, self._capture)
+        if self.pool.closed:  # in this order: `close` says so first and takes the scratch then, so that one of us sees it
+            self.release_scratch()
+            self.pool._check_usable()
+        return block
+
+    def _follow_capture(self) -> None:
+        """Keep what a capture is given apart from what eager work uses (guarantee 9): scratch of its own for each capture."""
+        if self.pointer == LEGACY_STREAM:  # cannot be captured, and asking is an error while another stream is
+            return
+        capture = self._driver.capture_id(self.pointer)
+        if capture == self._capture:
+            return
+        if not capture:
+            self.forget_capture()
+            return
+        if self._capture:
+            self.forget_capture()
+        self._eager = (self._launching, self._handed)
+        self._launching, self._handed = Workspace(), Workspace()
+        self._capture = capture
+        self._scratch.enter_capture(capture, self)
+
+    def still_in(self, capture: int) -> bool:
+        """Whether the slot's stream takes part in a capture that the slot was last seen in, as far as any thread can tell."""
+        stream = self.side_stream or (self.watch() if self.watch is not None else None)
+        if self.pointer == PER_THREAD_STREAM:  # means another stream in this thread
+            return True
+        if stream is None:  # a bare pointer may be that of a destroyed stream, which must not be asked
+            self.pool.park(self)
+            return False
+        return self._driver.capture_id(self.pointer) == capture
+
+    def successor(self) -> "Slot":
+        """A new slot with this one's handle and scratch; this one stays what it was, unbound.
+
+        A slot object is bound once in its life, so that whoever still knows it as the last owner's (a dying thread, a weak
+        reference's callback) can only ever unbind that owner.
+        """
+        self.forget_capture()
+        heir = type(self)(self.pool, self._driver, self._scratch, self.handle)
+        heir._launching, heir._handed = self._launching, self._handed
+        return heir
+
+    def release_scratch(self) -> None:
+        """Give the eager scratch back at once; for a slot that nobody uses."""
+        self.forget_capture()
+        blocks = [self._scratch.exchange(workspace, EMPTY) for workspace in (self._launching, self._handed)]
+        do_all([partial(self._scratch.free, block) for block in blocks])
+
+    def forget_capture(self, *, over: bool = True) -> None:
+        """Go back to the scratch of eager work; what the capture was given stays the capture's, which may not be over."""
+        if self._eager is not None:
+            (self._launching, self._handed), self._eager = self._eager, None
+        if self._capture:
+            self._scratch.leave_capture(self._capture, self, over=over)
+            self._capture = 0
+
+
+def own(slot: Slot) -> None:
+    """Make a leased side slot this thread's: a hit of `get_handle` on its stream gives its handle."""
+    slot.begin(slot.pointer)
+    place(slot.pool, slot.side_stream, slot)
+
+
+def disown(slot: Slot) -> None:
+    """End `own`."""
+    slot.end()
+    place(slot.pool, slot.side_stream, None)

@@ -1,0 +1,128 @@
+"""Stream references: whatever a caller passes as a stream, resolved to (device, pointer, identity, owner).
+
+Guarantee 4. The driver gives a destroyed stream's pointer to the next stream, so a pointer is no identity. For a stream object
+whose life is the stream's life, the object is the identity. Everything else is known by its pointer *and* the driver's id of the
+stream, which is unique for the life of the process; it must not be read from a capturing stream (that kills the capture), so
+there the capture's own id stands in. The two default streams are keys of their own: the legacy one is one stream for all
+threads of a device, the per-thread one another in each thread, which keys within a thread respect by themselves.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from handlepool._util import as_integer, has, shown
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver
+from handlepool.errors import DeviceMismatchError, StreamError
+
+_DEFAULTS = (LEGACY_STREAM, PER_THREAD_STREAM)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReference:
+    """A stream of the current device, and how to know it again.
+
+    Attributes
+    ----------
+    device : int
+        Ordinal.
+    pointer : int
+        The ``cudaStream_t``; 0 and 2 are the default streams.
+    key : hashable
+        Identity within one thread.
+    stream : object or None
+        The array library's stream object whose life is the stream's life; None for anything else.
+    owner : object
+        What was passed, to be kept alive while the stream is needed.
+    """
+
+    device: int
+    pointer: int
+    key: Hashable
+    stream: Any
+    owner: object
+
+
+def resolve(driver: Driver, stream: Any = None) -> StreamReference:
+    """Resolve what a caller passed as a stream.
+
+    Parameters
+    ----------
+    driver : Driver
+        Whose streams they are.
+    stream : None, int or object
+        None for the array library's current stream, a ``cudaStream_t`` as an integer (0 or 1: legacy default, 2: per-thread
+        default), the array library's own stream object, or any object with ``__cuda_stream__``.
+
+    Raises
+    ------
+    StreamError
+        When it is none of these, or speaks another version of the protocol than 0.
+    DeviceMismatchError
+        When it is a stream of another device than the current one.
+    """
+    device = driver.current_device()
+    if stream is None:
+        stream = driver.current_stream()
+    if driver.owns_stream(stream):
+        pointer = stream.ptr
+        if pointer not in _DEFAULTS:
+            _check_device(pointer, stream.device_id, device)
+            return StreamReference(device, pointer, (device, id(stream)), stream, stream)
+    else:
+        pointer = _pointer(stream)
+    if pointer in _DEFAULTS:
+        # The driver's one lasting object: any other of the same pointer may go while the stream does not.
+        return StreamReference(device, pointer, (device, pointer), driver.wrap_stream(pointer, stream), stream)
+    if capture := driver.capture_id(pointer):
+        key: Hashable = (device, pointer, "capture", capture)
+    else:
+        key = (device, pointer, driver.stream_id(pointer))
+    return StreamReference(device, pointer, key, None, stream)
+
+
+def check_foreign(driver: Driver, reference: StreamReference) -> None:
+    """Raise `DeviceMismatchError` when a bare pointer is a stream of another device; asked on a miss alone."""
+    if reference.stream is None:
+        _check_device(reference.pointer, driver.stream_device(reference.pointer), reference.device)
+
+
+def _check_device(pointer: int, found: int, current: int) -> None:
+    if found not in (-1, current):
+        raise DeviceMismatchError(
+            f"stream {pointer:#x} belongs to device {found} and the current device is {current}; make device {found} current, "
+            f"as in `with cupy.cuda.Device({found}):`"
+        )
+
+
+def _pointer(stream: Any) -> int:
+    protocol = stream.__cuda_stream__ if type(stream) is not int and has(stream, "__cuda_stream__") else None
+    if protocol is None:
+        try:
+            pointer = as_integer(stream)
+        except TypeError:
+            raise StreamError(
+                f"{shown(stream)} is no stream: {type(stream).__name__} has no __cuda_stream__; pass a stream of CuPy, torch "
+                f"(2.10 or later), JAX or cuda.core, a cudaStream_t as an integer, or None for CuPy's current stream"
+            ) from None
+    else:
+        # Some libraries have a method here, some a property.
+        answer = protocol() if callable(protocol) else protocol
+        try:
+            version, pointer = answer
+        except (TypeError, ValueError):
+            raise StreamError(f"__cuda_stream__ of {shown(stream)} gave {shown(answer)}, not (version, pointer)") from None
+        if version != 0:
+            raise StreamError(
+                f"__cuda_stream__ of {shown(stream)} speaks version {shown(version)} of the protocol; handlepool knows "
+                f"version 0. Pass the pointer as an integer"
+            )
+        try:
+            pointer = as_integer(pointer)
+        except TypeError:
+            raise StreamError(
+                f"__cuda_stream__ of {shown(stream)} gave the pointer {shown(pointer)}, which is no integer"
+            ) from None
+    if pointer < 0:
+        raise StreamError(f"{shown(stream if protocol is None else pointer)} is no cudaStream_t")
+    return LEGACY_STREAM if pointer == 1 else pointer

@@ -1,0 +1,132 @@
+"""The slots that threads own, and those that threads and streams have left behind."""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from typing import Any
+
+from handlepool.pool.slot import Slot, StreamWatch
+
+MOST_FOREIGN_STREAMS = 64
+"""Bare pointers and foreign streams that one thread's slots are kept for; nothing tells of such a stream's end."""
+
+
+class ThreadSlots:
+    """One thread's slots by stream key, changed by that thread alone. Dies with it, and then parks them (guarantee 11).
+
+    Parameters
+    ----------
+    parked : deque of Slot
+        Where slots go that nobody has any more. To append is atomic and calls nothing, so it may be done by a destructor.
+    """
+
+    def __init__(self, parked: deque[Slot]) -> None:
+        self.slots: dict[Any, Slot] = {}
+        self._foreign: OrderedDict[Any, None] = OrderedDict()  # keys of bare pointers, the least recently used first
+        self._parked = parked
+        self._sweep_at = 16
+
+    def add(self, slot: Slot, *, foreign: bool) -> None:
+        """Take a new slot in. Of those for foreign streams the least recently used beyond the limit is parked."""
+        if len(self.slots) >= self._sweep_at:  # those whose streams have gone; doubling makes the sweeps rare
+            for key, left in list(self.slots.items()):
+                if left.owner is None and self.slots.get(key) is left:
+                    del self.slots[key]
+            self._sweep_at = max(16, 2 * len(self.slots))
+        # A finaliser that the collector ran while this slot was made may have made one for the same key: its slot goes. Nothing
+        # is called between looking and storing, so no finaliser comes there.
+        key = slot.key
+        known: Slot | None = self.slots[key] if key in self.slots else None  # noqa: SIM401 - `get` is a call
+        self.slots[key] = slot
+        if known is not None and known.owner is not None:
+            known.end()
+            self._parked.append(known)
+        if not foreign:
+            return
+        self._foreign[key] = None
+        while len(self._foreign) > MOST_FOREIGN_STREAMS:
+            key, _ = self._foreign.popitem(last=False)
+            oldest = self.slots.pop(key, None)
+            if oldest is not None:
+                oldest.end()
+                self._parked.append(oldest)
+
+    def touch(self, key: Any) -> None:
+        """Count a foreign stream's key as used."""
+        self._foreign.move_to_end(key)
+
+    def __del__(self) -> None:
+        for slot in list(getattr(self, "slots", {}).values()):  # it has none where an interrupt came while it was made
+            slot.end()
+            self._parked.append(slot)
+
+
+class LiveSlots:
+    """Every slot that a thread owns. Which of them were left behind is known by parking, which calls nothing (guarantee 10)."""
+
+    def __init__(self) -> None:
+        self._slots: set[Slot] = set()
+        self._parked: deque[Slot] = deque()
+        self._local = threading.local()
+        self._lock = threading.RLock()  # guards the set: a slot is parked twice when both its thread and its stream end
+
+    def of_this_thread(self) -> ThreadSlots:
+        """The calling thread's."""
+        mine: ThreadSlots | None = getattr(self._local, "mine", None)
+        if mine is None:
+            mine = self._local.mine = ThreadSlots(self._parked)
+        return mine
+
+    def add(self, slot: Slot, stream: Any) -> None:
+        """Let the calling thread own a slot until the thread ends, or until ``stream`` does, where that is not None."""
+        if stream is not None:
+            slot.watch = StreamWatch(stream, self._stream_gone)
+            slot.watch.slot = slot
+        with self._lock:
+            self._slots.add(slot)
+        self.of_this_thread().add(slot, foreign=stream is None)
+
+    def _stream_gone(self, watch: Any) -> None:
+        self.park(watch.slot)
+
+    def park(self, slot: Slot) -> None:
+        """Take a slot from its owner, for `left_behind`."""
+        slot.end()
+        self._parked.append(slot)
+
+    def left_behind(self) -> Iterator[Slot]:
+        """Hand out, once each, the slots that were left behind so far."""
+        for _ in range(len(self._parked)):
+            try:
+                slot = self._parked.popleft()
+            except IndexError:  # another thread takes them too
+                return
+            with self._lock:
+                if slot not in self._slots:
+                    continue
+                self._slots.remove(slot)
+            yield slot
+
+    def put_back(self, slot: Slot) -> None:
+        """Keep a slot that was handed out and could not be taken in, for a later try."""
+        with self._lock:
+            self._slots.add(slot)
+        self._parked.append(slot)
+
+    def is_empty(self) -> bool:
+        """Whether no thread has a slot."""
+        return not self._slots
+
+    def end_all(self) -> list[Slot]:
+        """Take every slot from its owner, for `left_behind`; the slots."""
+        with self._lock:
+            slots = list(self._slots)
+        for slot in slots:
+            self.park(slot)
+        return slots
+
+    def disown(self) -> None:
+        """Let no hit succeed any more. In a forked child another thread of the parent may have had the lock: it is a new one."""
+        self._lock = threading.RLock()
+        for slot in list(self._slots):
+            slot.end()

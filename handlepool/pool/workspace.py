@@ -1,0 +1,292 @@
+"""Scratch memory: blocks of the driver's own, counted and limited per device, given back when their stream has passed.
+
+Guarantee 5. Scratch does not come from CuPy's pool, whose arenas are keyed by a stream pointer that the driver hands out again.
+A block that was replaced is *retired*: an event recorded on its stream says when nothing can touch it any more. A block whose
+stream is gone has no such event; freeing it waits for the device, which `Driver.free` does.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from handlepool._util import do_all, take_each
+from handlepool.drivers.protocol import Driver
+from handlepool.errors import OutOfMemoryError
+from handlepool.pool.context import thread
+
+ALIGNMENT = 256  # cudaMalloc's own
+
+_log = logging.getLogger("handlepool")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """``nbytes`` of device memory at ``pointer``, owned by one workspace at a time."""
+
+    pointer: int
+    nbytes: int
+
+
+EMPTY = Block(0, 0)
+
+
+class DeviceScratch:
+    """All scratch of one device. Its methods are called with that device current.
+
+    Parameters
+    ----------
+    driver : Driver
+        Where the memory comes from.
+    device : int
+        The ordinal, for messages.
+    limit : int or None
+        Most bytes that may be allocated at a time; None for no limit of our own.
+    reclaim : callable
+        ``reclaim()`` gives back what idle slots hold; called, once, before an allocation fails.
+    describe : callable
+        ``describe()`` says what the pool holds, for the message of an error.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        limit: int | None,
+        reclaim: Callable[[], None],
+        describe: Callable[[], str],
+    ) -> None:
+        self.driver = driver
+        self.device = device
+        self.limit = limit
+        self.nbytes = 0
+        self.peak = 0
+        self._reclaim = reclaim
+        self._describe = describe
+        self._lock = threading.RLock()  # guards the two counts alone; no call is made under it
+        self.retired: deque[tuple[Any, Block]] = deque()  # with the event to wait for; None where freeing it failed before
+        self.captured: dict[int, list[Block]] = {}  # by capture id: a graph may be replayed at any time, so they stay
+        self.recorded: dict[int, list[Block]] = {}  # by capture id: what belongs to a program, which gives it back
+        self.captures_met = 0
+        self._capturing: dict[int, set[Any]] = {}  # by capture id: the slots that take part in it, as far as they know
+
+    def allocate(self, nbytes: int) -> Block:
+        """Return a block of at least ``nbytes``, a multiple of 256.
+
+        Raises
+        ------
+        OutOfMemoryError
+            When neither the limit nor the device allows it, also after idle scratch and CuPy's free blocks were given back.
+        """
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        block = self._try(size)
+        if block is None:
+            self._reclaim()
+            with self.driver.relaxed():
+                self.driver.release_cached()
+            block = self._try(size)
+        if block is None:
+            with self.driver.relaxed():
+                free, total = self.driver.memory_info()
+            limit = "no limit" if self.limit is None else f"a limit of {self.limit:,} bytes"
+            raise OutOfMemoryError(
+                f"{size:,} bytes of scratch on device {self.device}: {free:,} of {total:,} bytes are free, the pool holds "
+                f"{self.nbytes:,} bytes of scratch under {limit} ({self._describe()}). Raise scratch_limit, give a "
+                f"workspace_limit to the graphs, use fewer streams, or free arrays"
+            )
+        return block
+
+    def _try(self, size: int) -> Block | None:
+        with self._lock:  # the count goes up before the memory is asked for, so that two threads cannot pass one limit
+            if self.limit is not None and self.nbytes + size > self.limit:
+                return None
+            self.nbytes += size
+        try:
+            with self.driver.relaxed():
+                pointer = self.driver.allocate(size)
+        except MemoryError:
+            self._uncount(size)
+            return None
+        except BaseException:
+            self._uncount(size)
+            raise
+        with self._lock:
+            self.peak = max(self.peak, self.nbytes)
+        _log.debug("device %d: %d bytes of scratch allocated, %d in all", self.device, size, self.nbytes)
+        return Block(pointer, size)
+
+    def _uncount(self, size: int) -> None:
+        with self._lock:
+            self.nbytes -= size
+
+    def retire(self, block: Block, stream: int) -> None:
+        """Free a block once ``stream``, which must be alive, has run what it was given so far."""
+        if not block.nbytes:
+            return
+        with self.driver.relaxed():
+            event = self.driver.create_event()
+            try:
+                self.driver.record_event(event, stream)
+            except BaseException:
+                self.destroy_event(event)
+                raise
+        self.retired.append((event, block))
+
+    def exchange(self, workspace: "Workspace", new: Block) -> Block:
+        """Give a workspace another block for the one it has. Each block is taken from it once, also by a `close` meanwhile."""
+        with self._lock:
+            old, workspace.block = workspace.block, new
+        return old
+
+    def destroy_event(self, event: Any) -> None:
+        """Destroy an event; where that fails, `collect` tries again."""
+        done: list[None] = []
+        try:
+            with self.driver.relaxed():
+                done.extend(map(self.driver.destroy_event, (event,)))  # see `free`
+        finally:
+            if not done:
+                self.retired.append((event, EMPTY))
+
+    def free(self, block: Block) -> None:
+        """Free a block now; the driver waits for work that may still use it. Where that fails, `collect` tries again."""
+        if not block.nbytes:
+            return
+        done: list[None] = []
+        try:
+            with self.driver.relaxed():
+                # Called and noted in one step: an interrupt comes before or after it, and nothing is freed twice.
+                done.extend(map(self.driver.free, (block.pointer,)))
+        finally:
+            if done:
+                self._uncount(block.nbytes)
+            else:
+                self.retired.append((None, block))
+        _log.debug("device %d: %d bytes of scratch freed, %d in all", self.device, block.nbytes, self.nbytes)
+
+    # Captures
+
+    @property
+    def captured_nbytes(self) -> int:
+        """Bytes that captures were given."""
+        return sum(block.nbytes for blocks in list(self.captured.values()) for block in list(blocks))
+
+    def enter_capture(self, capture: int, slot: Any) -> None:
+        """A slot's stream was seen to take part in a capture."""
+        if thread.recording is not None:
+            thread.recording.scratch.add(self)
+        with self._lock:
+            if capture not in self._capturing:
+                self.captures_met += 1
+            self._capturing.setdefault(capture, set()).add(slot)
+
+    def leave_capture(self, capture: int, slot: Any, *, over: bool) -> None:
+        """A slot has done with a capture. Where that may not be over, the slot stays known: `free_captured` asks its stream."""
+        if not over and capture in self.captured:
+            return
+        with self._lock:
+            slots = self._capturing.get(capture)
+            if slots is not None:
+                slots.discard(slot)
+                if not slots:
+                    del self._capturing[capture]
+
+    @property
+    def recorded_nbytes(self) -> int:
+        """Bytes that programs have."""
+        return sum(block.nbytes for blocks in list(self.recorded.values()) for block in list(blocks))
+
+    def keep_recorded(self, capture: int) -> None:
+        """Let what a capture was given belong to the program that is being recorded; called while the capture is under way."""
+        blocks = self.captured.pop(capture, None)
+        if blocks is not None:
+            self.recorded[capture] = blocks
+
+    def free_recorded(self, capture: int) -> None:
+        """Free what a program had; its graph is gone."""
+        do_all(partial(self.free, block) for block in take_each(self.recorded.get(capture, [])))
+        self.recorded.pop(capture, None)
+
+    def free_captured(self) -> None:
+        """Free what captures were given that are over; see `HandlePool.trim` for the risk."""
+        for capture in list(self.captured):
+            with self._lock:
+                slots = list(self._capturing.get(capture, ()))
+            under_way = [slot.still_in(capture) for slot in slots]  # asked of each: one that cannot be asked is unbound
+            if any(under_way):
+                continue
+            with self._lock:
+                self._capturing.pop(capture, None)
+            do_all([partial(self.free, block) for block in self.captured.pop(capture, [])])
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Free the retired blocks whose streams have passed; with ``wait``, wait for those that have not."""
+        for _ in range(len(self.retired)):
+            try:
+                event, block = self.retired.popleft()
+            except IndexError:  # another thread collects too
+                return
+            if event is None:
+                self.free(block)
+            elif not block.nbytes:  # it could not be destroyed before; recorded in a capture, it cannot be waited for
+                self.destroy_event(event)
+            else:
+                try:
+                    with self.driver.relaxed():
+                        passed = wait or self.driver.event_done(event)
+                        if wait:
+                            self.driver.synchronize_event(event)
+                except BaseException:
+                    self.retired.append((event, block))  # for a later try
+                    raise
+                if not passed:
+                    self.retired.append((event, block))
+                    continue
+                do_all([partial(self.free, block), partial(self.destroy_event, event)])
+
+
+class Workspace:
+    """Grow-only scratch of one slot. Contents are not kept when it grows.
+
+    Attributes
+    ----------
+    block : Block
+        What it has now.
+    """
+
+    __slots__ = ("block",)
+
+    def __init__(self) -> None:
+        self.block = EMPTY
+
+    def grow(self, scratch: DeviceScratch, nbytes: int, stream: int, capture: int) -> Block:
+        """Have at least ``nbytes``; the old block lives until ``stream`` can no longer touch it.
+
+        Under a capture the old block is a part of what was captured so far and stays for as long as that may be replayed.
+        """
+        try:
+            new = scratch.allocate(nbytes)
+        except OutOfMemoryError:
+            if capture or not self.block.nbytes:
+                raise
+            # Contents are not kept, so the old block may go first; `allocate` waits for its stream and frees it.
+            self._replace(scratch, EMPTY, stream)
+            new = scratch.allocate(nbytes)
+        if capture:
+            scratch.captured.setdefault(capture, []).append(new)
+            self.block = new
+        else:
+            self._replace(scratch, new, stream)
+        return self.block
+
+    def _replace(self, scratch: DeviceScratch, new: Block, stream: int) -> None:
+        """Have another block and retire the one that is there *now*: a finaliser that came meanwhile may have grown it, too."""
+        old = scratch.exchange(self, new)
+        try:
+            scratch.retire(old, stream)
+        except BaseException:
+            scratch.free(scratch.exchange(self, old))
+            raise

@@ -1,0 +1,1 @@
+"""Recorded programs: a function's work on streams, replayed with one launch."""

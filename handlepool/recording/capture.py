@@ -1,0 +1,281 @@
+"""Recordings: what a function gives to streams, captured as a graph, and all that the graph needs for as long as it may run.
+
+While a recording is under way it stands in ``thread.recording``: launches tell it their plans, and slots where their scratch is.
+Arrays come from memory of the recording's own, so that what was allocated for a moment is used by nothing else afterwards
+(guarantee 9).
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, TypeVar
+
+from handlepool._util import do_all
+from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph
+from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
+from handlepool.pool.context import recordings, run_on, thread
+from handlepool.pool.deferred import keep_for_good
+from handlepool.pool.pool import HandlePool
+from handlepool.pool.slot import Slot, disown, own
+from handlepool.pool.status import diagnose
+from handlepool.pool.workspace import DeviceScratch
+from handlepool.regions.memory import content, underneath
+from handlepool.regions.stream_order import in_torch, torch_among
+
+
+class Kept:
+    """Values to live as long as a program.
+
+    A branch's arguments, and what its function's closure holds, are kept to the join alone where it runs eagerly: a stream waits
+    for it there. A graph reads them at each replay.
+
+    Parameters
+    ----------
+    holds : callable
+        Whether a value is in the recording's own memory. That lives as long anyway, and what is not needed any more must not be
+        kept: the recording gives its memory to what is allocated next.
+    """
+
+    def __init__(self, holds: Callable[[object], bool]) -> None:
+        self._holds = holds
+        self._values: dict[int, object] = {}
+
+    def add(self, *values: object) -> None:
+        """Keep what can be reached from values through containers, closures, defaults, partial and bound functions.
+
+        Objects of other types are kept as a whole, with all that they have by then.
+        """
+        left, seen = list(values), {}
+        while left:
+            value: Any = left.pop()
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if isinstance(value, (list, tuple, set, frozenset)):
+                left.extend(value)
+            elif isinstance(value, dict):
+                left.extend(value.values())
+            elif type(value) is partial:
+                left += (value.func, value.args, value.keywords)
+            elif isinstance(value, MethodType):
+                left += (value.__self__, value.__func__)
+            elif isinstance(value, FunctionType):
+                left += (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()))
+            elif not self._holds(value):
+                self._values[id(value)] = value
+
+    def take(self) -> dict[int, object]:
+        """Take everything out, to be let go of where that may run code of the user's."""
+        values, self._values = self._values, {}
+        return values
+
+
+T = TypeVar("T")
+
+ADVICE = (
+    "A recorded function gives work to streams and never waits for the GPU: what synchronises, reads values on the host "
+    "(float(y), y.get(), print(y)) or copies from the host belongs before or after it"
+)
+
+
+class Recording:
+    """One function's work, from the capture until nobody needs the graph any more. Made and used with its device current.
+
+    Attributes
+    ----------
+    graph : RecordedGraph
+        Once `capture` has returned.
+    scratch : set of DeviceScratch
+        Where slots were given scratch under this capture.
+    event : event
+        Of the program that was made of it; None once that cannot be used any more.
+    kept : Kept
+        What the graph reads.
+    """
+
+    def __init__(self, pool: HandlePool, name: str) -> None:
+        self.pool = pool
+        self.device = pool.driver.current_device()
+        self.graph: RecordedGraph | None = None
+        self.scratch: set[DeviceScratch] = set()
+        self.event: Any = None
+        self._name = name
+        self._memory = pool.driver.recording_memory()
+        self.kept = Kept(self._memory.holds)
+        self._plans: dict[int, Any] = {}
+        self._capture = 0
+        self._ending = threading.RLock()  # for `free`: whoever ended it, and whoever finds it parked
+
+    def keep(self, plan: Any) -> None:
+        """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
+        self._plans[id(plan)] = plan
+
+    def check(self, what: str, pointer: int, driver: Driver) -> None:
+        """Raise for work on a stream that is no part of what is recorded: it would be done now, and at no replay."""
+        if underneath(driver) is not underneath(self.pool.driver):  # another driver's work is no part of anything here
+            return
+        if pointer == LEGACY_STREAM or driver.capture_id(pointer) != self._capture:
+            raise CaptureError(
+                f"{what} on stream {pointer:#x} inside the recording of {self._name}, of which that stream is no part, so that "
+                f"replays would go without it: use the current stream there, and open forks inside the function that is recorded"
+            )
+
+    def drop_plans(self) -> None:
+        """Let go of the plans; the graph is not launched any more."""
+        self._plans.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory for arrays and scratch."""
+        scratch = sum(block.nbytes for place in self.scratch for block in place.recorded.get(self._capture, ()))
+        return self._memory.nbytes + scratch
+
+    def capture(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """Call a function with all that it gives to streams captured; its value.
+
+        The stream that is captured is a side slot's: the caller's may be the null stream, which cannot be captured. It takes part
+        in no fork meanwhile. Whatever happens, no capture is left open.
+
+        Raises
+        ------
+        CaptureError
+            For what cannot be captured.
+        Exception
+            What the function raised otherwise.
+        """
+        sides = self.pool.device(self.device).sides
+        slot = sides.lease()
+        if slot is None:
+            raise StateBusyError(
+                f"every side stream of device {self.device} is in use, and a recording needs one: record outside of forks, and "
+                f"with executors that have fewer workers"
+            )
+        try:
+            own(self.pool.sound(slot))
+            value = self._captured(slot, function, args, kwargs)
+        finally:
+            disown(slot)
+            sides.give_back(slot, captured=True)
+            sides.end_quarantine()
+        assert self.graph is not None
+        if not self.graph.nodes:
+            raise CaptureError(
+                f"{self._name} gave no work to the current stream or to streams that it forked from that, so there is nothing to "
+                f"replay"
+            )
+        return value
+
+    def _captured(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        driver = self.pool.driver
+        value: Any = None
+        error: BaseException | None = None
+        ending: BaseException | None = None
+        try:
+            driver.begin_capture(slot.pointer)
+            self._capture = driver.capture_id(slot.pointer)
+            value = self._call(slot, function, args, kwargs)
+        except BaseException as trouble:
+            error = trouble
+        try:
+            for scratch in self.scratch:
+                scratch.keep_recorded(self._capture)
+            with driver.relaxed():
+                self.graph = driver.end_capture(slot.pointer)
+        except BaseException as trouble:
+            ending = trouble
+            self._end_capture(slot.pointer)
+        try:
+            if error is not None or ending is not None:
+                self._raise(error, ending)
+        finally:
+            del error, ending  # or the error, its traceback and this frame would keep each other
+        return value
+
+    def _end_capture(self, pointer: int) -> None:
+        """See that no capture is left open, also where the attempt to end it failed."""
+        driver = self.pool.driver
+        try:
+            if driver.capture_id(pointer):
+                with driver.relaxed():
+                    driver.end_capture(pointer).destroy()
+        except Exception:  # it was invalidated: that is what the first attempt said
+            pass
+
+    def _call(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        driver = self.pool.driver
+        torch = torch_among(function, args, kwargs)
+        if torch is not None:
+            function, args, kwargs = in_torch(torch, slot.pointer, slot.pointer, self.device, function, args, kwargs)
+        allocator = driver.swap_allocator(self._memory.allocator)
+        try:
+            thread.recording = self
+            recordings.append(self)  # after: a launch that sees it asks the thread
+            return run_on(self.pool, slot.side_stream, self.device, None, function, args, kwargs)
+        finally:
+            thread.recording = None
+            try:
+                recordings.remove(self)
+            except ValueError:  # an interrupt came before it was there
+                pass
+            finally:
+                driver.swap_allocator(allocator)
+
+    def _raise(self, error: BaseException | None, ending: BaseException | None) -> None:
+        """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error."""
+        first = error or ending
+        assert first is not None
+        try:
+            if not isinstance(first, Exception):  # an interrupt
+                raise first
+            diagnose(self.pool, first)
+            if error is None and isinstance(ending, MemoryError):
+                raise OutOfMemoryError(
+                    f"the graph of {self._name} finds no memory on device {self.device} ({ending}): free arrays, close programs, "
+                    f"call HandlePool.trim() and CuPy's free_all_blocks(), and record it again"
+                ) from ending
+            causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
+            cause = next(filter(None, causes), None)
+            if cause is None and error is not None:
+                raise error
+            raise CaptureError(f"{self._name} cannot be recorded: {cause or ending}. {ADVICE}") from first
+        finally:
+            del first, error, ending
+
+    def free(self) -> bool:
+        """Give back what is not yet; whether all is. No launch of the graph is under way.
+
+        Whoever calls this has parked it before, for what an interrupt or a failing call leaves and for memory that arrays use.
+        """
+        pool = self.pool
+        if pool._forked or pool._poison is not None:
+            keep_for_good(self)
+            return True
+        with self._ending, pool.on_device(self.device), pool.driver.relaxed():
+            steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
+            try:
+                do_all([self._destroy_graph, self._destroy_event, *steps, self.drop_plans])
+            finally:
+                done = self._memory.release()
+            return done
+
+    def _destroy_graph(self) -> None:
+        graph, self.graph = self.graph, None
+        if graph is not None:
+            graph.destroy()
+
+    def _destroy_event(self) -> None:
+        scratch = self.pool.device(self.device).scratch
+        event, self.event = self.event, None
+        if event is not None:
+            scratch.destroy_event(event)
+
+    def _settle(self) -> bool:
+        if not self._ending.acquire(blocking=False):  # by whoever gives it back just now
+            return False
+        try:
+            return self.free()
+        except Exception:  # for a later try
+            return False
+        finally:
+            self._ending.release()

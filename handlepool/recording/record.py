@@ -1,0 +1,121 @@
+"""`record`: a function is called once for real, and once with all that it gives to streams captured."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from handlepool._util import shown
+from handlepool.drivers.protocol import LEGACY_STREAM
+from handlepool.errors import ArgumentError, CaptureError
+from handlepool.pool.context import run_on, thread
+from handlepool.pool.default import check_pool, current_pool
+from handlepool.pool.deferred import parked, settle
+from handlepool.pool.pool import HandlePool
+from handlepool.pool.stream import StreamReference, check_foreign, resolve
+from handlepool.recording.capture import Recording
+from handlepool.recording.program import Program
+from handlepool.recording.update import Inputs
+from handlepool.regions.states import ParallelStates
+
+
+def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None = None, **kwargs: Any) -> Program:
+    """Record what a function gives to streams, to be replayed with one launch.
+
+    ``function(*args, **kwargs)`` is called twice: once for real on the current stream, so that everything is warm (plans are
+    built, kernels loaded; *work in place happens then, too*), and once under stream capture, in which nothing runs. Forks become
+    parallel branches of the recorded graph.
+
+    Parameters
+    ----------
+    function : callable
+        Work on the current stream and on what is forked from it: `ParallelStates.map`, a body with forks, graph functions, CuPy
+        code. It must not wait for the GPU or read values on the host, and not copy from the host: the copy would read that
+        memory again at each replay. It must give the same work each time.
+    *args, **kwargs
+        For the function. Arrays among them, also in lists, tuples and dictionaries, are the inputs: kept alive, read by each
+        replay, and overwritten by `Program.update`. Those of other libraries are read by each replay, too, but `Program.update`
+        cannot write to them: where it is to, give what ``cupy.from_dlpack`` makes of them. What closures hold is kept alive as
+        well, of the function and of those that are run in branches; what is read elsewhere (globals, attributes) must be kept by
+        the caller.
+    pool : HandlePool, optional
+        For what is given none in the function; that of the states for a method of `ParallelStates`, else the default pool. To
+        give the function itself a parameter of this name, use `functools.partial`.
+
+    Returns
+    -------
+    Program
+        Its ``outputs`` hold the values of the function's arguments from the first replay on.
+
+    Raises
+    ------
+    CaptureError
+        For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded.
+    ArgumentError
+        For a function that returns nothing, and for iterators as arguments, which the first call would use up.
+    OutOfMemoryError
+        When there is no memory for the graph.
+    StateBusyError
+        When every side stream of the device is in use.
+    """
+    if pool is None:
+        owner = getattr(function, "__self__", None)
+        pool = owner.pool if isinstance(owner, ParallelStates) else current_pool()
+    check_pool("record", pool)
+    pool._check_usable()
+    names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None)]
+    name = next((name for name in names if isinstance(name, str)), type(function).__name__)
+    home = _check(pool, name, function, args, kwargs)
+    driver = pool.driver
+    stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
+    inputs = Inputs(driver, args, kwargs)
+    if run_on(pool, stream, home.device, None, function, args, kwargs) is None:
+        raise _nothing(name)
+    recording = Recording(pool, name)
+    try:
+        recording.kept.add(function, args, kwargs)
+        outputs = recording.capture(function, args, kwargs)
+        if outputs is None:
+            raise _nothing(name)
+        return Program(name, recording, inputs, outputs, home)
+    except BaseException:
+        outputs = None
+        parked.append(recording)
+        recording.free()
+        raise
+
+
+def _check(pool: HandlePool, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamReference:
+    """What can be said before anything runs; the caller's stream."""
+    if not callable(function):
+        raise ArgumentError(f"record({shown(function)}): pass a function, and its arguments after it")
+    if thread.recording is not None:
+        raise CaptureError(f"{name} cannot be recorded inside a recording: call it there, and it becomes a part of that")
+    if thread.region is not None:
+        raise CaptureError(f"{name} cannot be recorded inside a branch or a task: record it outside, and replay it there")
+    for argument in (*args, *kwargs.values()):
+        for iterator in _iterators(argument):
+            raise ArgumentError(
+                f"{name} was given the iterator {shown(iterator)}, which its first call would use up; pass a list"
+            )
+    if parked:
+        settle()
+    driver = pool.driver
+    home = resolve(driver)
+    check_foreign(driver, home)
+    if home.pointer != LEGACY_STREAM and driver.capture_id(home.pointer):
+        raise CaptureError(f"{name} cannot be recorded while the current stream is being captured: record it before")
+    return home
+
+
+def _iterators(argument: Any) -> Iterator[Any]:
+    """Those in an argument, also in lists, tuples and dictionaries."""
+    if isinstance(argument, Iterator):
+        yield argument
+    elif isinstance(argument, (list, tuple, dict)):
+        for entry in argument.values() if isinstance(argument, dict) else argument:
+            yield from _iterators(entry)
+
+
+def _nothing(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name} returned None, and a program's outputs are what its function returns: return the arrays that it writes"
+    )

@@ -1,0 +1,269 @@
+"""The arrays that a program reads, and what may be copied into them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from handlepool._util import kind_of, shown
+from handlepool.drivers.protocol import Driver
+from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.graphs.arrays import is_array
+from handlepool.tensors.inference import dense_strides
+from handlepool.tensors.layout import HOST, View
+
+_PLAIN = (int, float, complex, str, bytes, np.generic)
+_MOST_WORK: Any = 10_000
+"""How hard to try to prove that two strided arrays share no byte; past it they count as sharing."""
+
+
+class Copy:
+    """The copy of one array into a recorded one.
+
+    Attributes
+    ----------
+    place : str
+        Where in the arguments, for messages.
+    target, source : array
+        Of the driver's.
+    shift : int
+        Bytes from the target to the source; 0 where the two are the same.
+    aside : bool
+        Whether this copy, or one before it, writes over the source, which is to be read before all of them then.
+    """
+
+    __slots__ = ("aside", "place", "shift", "source", "target")
+
+    def __init__(self, place: str, target: Any, source: Any, shift: int) -> None:
+        self.place = place
+        self.target = target
+        self.source = source
+        self.shift = shift
+        self.aside = False
+
+
+class Inputs:
+    """The arguments that a function was recorded with, as they were then. Those without an array cannot be updated.
+
+    Arrays of other libraries have their places, too, and stay as they are.
+    """
+
+    def __init__(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kind = driver.array_type
+        self._positional = [_fixed(argument) for argument in args if _has_array(argument, kind)]
+        self._named = {name: _fixed(argument) for name, argument in kwargs.items() if _has_array(argument, kind)}
+
+    def match(self, driver: Driver, name: str, device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Copy]:
+        """What is to be copied, for `copy_all`.
+
+        Raises
+        ------
+        ArgumentError
+            For another structure, shape, strides or type, for two values for the same memory, and for what was recorded as an
+            array of another library.
+        ArrayTypeError
+            For what is no array of the driver's.
+        DeviceMismatchError
+            For an array on another device.
+        """
+        if len(args) > len(self._positional):
+            raise ArgumentError(
+                f"{name} was recorded with {len(self._positional)} positional arguments that hold arrays (or lists, tuples and "
+                f"dictionaries of them), and update was given {len(args)}; leave arguments without arrays out"
+            )
+        if len(args) < len(self._positional) and not kwargs:
+            raise ArgumentError(
+                f"{name} was recorded with {len(self._positional)} positional arguments that hold arrays, and update was given "
+                f"{len(args)}; pass None for what is to stay as it is"
+            )
+        unknown = [key for key in kwargs if key not in self._named]
+        if unknown:
+            there = ", ".join(self._named) or "none by keyword, so pass what was positional by position"
+            raise ArgumentError(f"{name} was not recorded with an array for {unknown[0]!r}; there is: {there}")
+        places = [(f"argument {place}", old, new) for place, (old, new) in enumerate(zip(self._positional, args, strict=False))]
+        places += [(key, self._named[key], new) for key, new in kwargs.items()]
+        copies = [copy for place, old, new in places for copy in _copies(driver, f"{name}: {place}", device, old, new)]
+        _set_aside(driver, name, copies)
+        return [copy for copy in copies if copy.shift]
+
+
+def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:
+    """Enqueue copies on the current stream, as if every source were read before the first target is written."""
+    sources = [_read(driver, copy.source) if copy.aside else copy.source for copy in copies]
+    for copy, source in zip(copies, sources, strict=True):
+        driver.copy(copy.target, source)
+
+
+def _read(driver: Driver, array: Any) -> Any:
+    """A copy in memory of the current stream's, which is used again in the order of that stream."""
+    strides = tuple([step * array.dtype.itemsize for step in dense_strides(array.shape)])
+    with driver.relaxed():
+        copy = driver.empty(array.shape, strides, array.dtype)
+    driver.copy(copy, array)
+    return copy
+
+
+# Structure
+
+
+def _fixed(value: Any) -> Any:
+    """The containers as they are now: what is recorded are the arrays that they hold now, whatever is put there later."""
+    if isinstance(value, (list, tuple)):
+        return tuple([_fixed(entry) for entry in value])
+    if isinstance(value, dict):
+        return {key: _fixed(entry) for key, entry in value.items()}
+    return value
+
+
+def _has_array(value: Any, kind: type) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_has_array(entry, kind) for entry in value)
+    if isinstance(value, dict):
+        return any(_has_array(entry, kind) for entry in value.values())
+    return isinstance(value, kind) or _is_foreign(value)
+
+
+def _is_foreign(value: Any) -> bool:
+    return is_array(value) and not isinstance(value, np.generic)
+
+
+def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iterator[Copy]:
+    if new is None:
+        return
+    if isinstance(old, (tuple, dict)):
+        for key in _keys(place, old, new):
+            yield from _copies(driver, f"{place}[{shown(key)}]", device, old[key], new[key])
+    elif isinstance(old, driver.array_type):
+        if new is not old:
+            _check_alike(driver, place, device, old, new)
+        yield Copy(place, old, new, driver.array_pointer(new) - driver.array_pointer(old))
+    elif new is not old:
+        _check_unchanged(driver, place, old, new)
+
+
+def _keys(place: str, old: Any, new: Any) -> Sequence[Any]:
+    """What the entries of a container are found by, in the recorded one and in the new one."""
+    if isinstance(old, tuple):
+        if not isinstance(new, (list, tuple)):
+            raise ArgumentError(f"{place} was recorded as a list or a tuple, and is now a {kind_of(new)}")
+        if len(old) != len(new):
+            raise ArgumentError(
+                f"{place} was recorded with {len(old)} entries, and update was given {len(new)}; pass None for what is to stay "
+                f"as it is"
+            )
+        return range(len(old))
+    if not isinstance(new, dict):
+        raise ArgumentError(f"{place} was recorded as a dictionary, and is now a {kind_of(new)}")
+    for key in new:
+        if key not in old:
+            raise ArgumentError(f"{place} was recorded without the key {shown(key)}; there is: {', '.join(map(shown, old))}")
+    for key in old:
+        if key not in new:
+            raise ArgumentError(
+                f"{place} was recorded with the key {shown(key)}, too; pass None for it if it is to stay as it is"
+            )
+    return list(old)
+
+
+def _check_alike(driver: Driver, place: str, device: int, target: Any, source: Any) -> None:
+    if isinstance(source, (list, tuple, dict)):
+        raise ArgumentError(f"{place} was recorded as an array, and is now a {kind_of(source)}")
+    kind: Any = driver.array_type
+    if not isinstance(source, kind):
+        advice = f"; convert it, as by {_converters(kind)}" if _is_foreign(source) else ""
+        raise ArrayTypeError(f"{place} is a {kind_of(source)}; the {driver.name} driver takes {kind_of(kind)}{advice}")
+    if not getattr(target.flags, "writeable", True):  # CuPy's are never read-only
+        raise ArgumentError(f"{place} was recorded as a read-only array, which update cannot write to; pass None for it")
+    found: Any = source
+    for what, recorded, given in (
+        ("shape", target.shape, found.shape),
+        ("type", target.dtype, found.dtype),
+        ("strides", _strides(target), _strides(found)),
+    ):
+        if recorded != given:
+            raise ArgumentError(
+                f"{place} was recorded with {what} {recorded} and now has {what} {given}; record it again for that"
+            )
+    where = driver.array_device(source)
+    if where != device:
+        raise DeviceMismatchError(f"{place} is on device {where}, and the program on device {device}; copy it there first")
+
+
+def _check_unchanged(driver: Driver, place: str, old: Any, new: Any) -> None:
+    if _is_foreign(old):
+        raise ArgumentError(
+            f"{place} was recorded as a {kind_of(old)}, which is no array of the {driver.name} driver's, so update cannot "
+            f"write to it: record with what {_converters(driver.array_type)} makes of it, or pass None here and have its own "
+            f"library write to it"
+        )
+    if not (type(new) is type(old) and isinstance(old, _PLAIN) and new == old):
+        raise ArgumentError(
+            f"{place} was recorded as a {kind_of(old)}, which is no array and stays as it is; pass None, or record again"
+        )
+
+
+def _strides(array: Any) -> tuple[int, ...]:
+    """Strides in bytes of the axes that have any: those of extent 1 say nothing."""
+    return tuple([step for extent, step in zip(array.shape, array.strides, strict=True) if extent != 1])
+
+
+def _converters(kind: type) -> str:
+    root = kind.__module__.partition(".")[0]
+    return f"{root}.from_dlpack or {root}.asarray"
+
+
+# Memory
+
+
+class _Extent(NamedTuple):
+    begin: int
+    end: int
+    place: int  # of the copy among all
+    written: bool
+
+
+def _set_aside(driver: Driver, name: str, copies: Sequence[Copy]) -> None:
+    """Find the sources that are written over, and refuse two values for the same memory."""
+    extents = [_extent(driver, copy.target, place, True) for place, copy in enumerate(copies) if copy.target.size]
+    extents += [_extent(driver, copy.source, place, False) for place, copy in enumerate(copies) if copy.source.size]
+    extents.sort()
+    near: list[_Extent] = []
+    for extent in extents:
+        near = [other for other in near if other.end > extent.begin]
+        for other in near:
+            if extent.written and other.written:
+                first, second = (copies[place] for place in sorted((extent.place, other.place)))
+                # Where both sources are as far away, every byte of both targets has one value.
+                if first.shift != second.shift and _share(driver, first.target, second.target):
+                    raise ArgumentError(
+                        f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and update was "
+                        f"given two values for it; pass the same array for both, or None for one of them"
+                    )
+            elif extent.written or other.written:
+                writer, reader = (extent, other) if extent.written else (other, extent)
+                write, read = copies[writer.place], copies[reader.place]
+                if write.shift and writer.place <= reader.place and not read.aside:
+                    read.aside = _share(driver, write.target, read.source)
+        near.append(extent)
+
+
+def _extent(driver: Driver, array: Any, place: int, written: bool) -> _Extent:
+    begin = end = driver.array_pointer(array)
+    for extent, step in zip(array.shape, array.strides, strict=True):
+        if step < 0:
+            begin += (extent - 1) * step
+        else:
+            end += (extent - 1) * step
+    return _Extent(begin, end + array.dtype.itemsize, place, written)
+
+
+def _share(driver: Driver, one: Any, other: Any) -> bool:
+    """Whether two arrays have a byte in common. NumPy says so from addresses alone, and reads nothing."""
+    first, second = (
+        View(driver.array_pointer(array), array.shape, array.strides, array.dtype, HOST, True, array).as_numpy()
+        for array in (one, other)
+    )
+    try:
+        return bool(np.shares_memory(first, second, max_work=_MOST_WORK))
+    except np.exceptions.TooHardError:
+        return True

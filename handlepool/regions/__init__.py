@@ -1,0 +1,1 @@
+"""Parallel regions: forks, their branches and their memory; tasks."""

@@ -1,0 +1,296 @@
+"""A `concurrent.futures` executor whose tasks run on side streams, for work that also blocks on the host.
+
+A task starts after what the submitter's stream had been given at `submit`: an event recorded there, waited for by the worker's
+side stream. Its end is another event, recorded by the worker when the task's function has returned; `StreamFuture.result` makes
+streams wait for it, `StreamFuture.synchronize` the host. What a task was given and what it allocated is kept by the task's
+region until a join or, for a future that nobody asked, until the end event has passed (guarantee 8).
+
+Nothing has to be shut down for that: a worker's side slots go back with its thread, and what an executor leaves behind is parked.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
+from sys import modules
+from typing import Any, TypeVar
+
+from handlepool._util import as_integer, shown
+from handlepool.drivers.event_pool import Events
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.errors import ArgumentError, CaptureError
+from handlepool.pool.context import run_on, thread
+from handlepool.pool.default import check_pool, default_pool
+from handlepool.pool.deferred import keep_for_good, parked, settle
+from handlepool.pool.device import DeviceSlots
+from handlepool.pool.pool import HandlePool
+from handlepool.pool.slot import Slot, own
+from handlepool.pool.status import diagnose, lost
+from handlepool.pool.stream import check_foreign, resolve
+from handlepool.regions.future import StreamFuture, Task
+from handlepool.regions.memory import inherited, lent
+from handlepool.regions.stream_order import in_torch, order, torch_among
+
+T = TypeVar("T")
+
+
+class ParallelStateExecutor(Executor):
+    """Threads that run tasks on side streams of the submitter's device, each thread with a handle and scratch of its own.
+
+    For tasks that block on the host: reading files, asking for values, building plans. For many short launches from one thread,
+    `ParallelStates` is faster.
+
+    Parameters
+    ----------
+    max_workers : int
+        Threads.
+    pool : HandlePool, optional
+        The default pool where none is given.
+    thread_name_prefix, initializer, initargs
+        As in `concurrent.futures.ThreadPoolExecutor`.
+    """
+
+    def __init__(
+        self,
+        max_workers: int = 4,
+        *,
+        pool: HandlePool | None = None,
+        thread_name_prefix: str = "handlepool",
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+    ) -> None:
+        self._pending: deque[Task] = deque()  # tasks whose end the GPU has not passed; appends and pops are atomic
+        self._events: dict[int, Events] = {}  # by device
+        try:
+            workers = as_integer(max_workers)
+        except TypeError:
+            workers = 0
+        if workers < 1:
+            raise ArgumentError(f"ParallelStateExecutor({shown(max_workers)}): 1 worker or more")
+        if pool is None:
+            pool = default_pool()
+        check_pool("ParallelStateExecutor", pool)
+        self._pool = pool
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix, initializer or _nothing, initargs)
+        self._leases = _Leases()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "StreamFuture[T]":
+        """Run ``fn(*args, **kwargs)`` on a side stream, after what the current stream has been given by now.
+
+        Arrays that it makes are memory of the stream that is current here: before they are let go of, that stream is to wait for
+        whoever reads them on another.
+
+        Raises
+        ------
+        ArgumentError
+            When the current stream is the per-thread default stream, which means another stream in a worker thread.
+        CaptureError
+            When the current stream is being captured: a worker's work would not be a part of it.
+        PoolClosedError, RuntimeError
+            After the pool's `close`, or the executor's `shutdown`.
+        """
+        try:
+            task = self._task(torch_among(fn, args, kwargs) if "torch" in modules else None)
+        except Exception as error:
+            diagnose(self._pool, error)
+            raise
+        task.region.keep_call(fn, args, kwargs)
+        future: StreamFuture[T] = StreamFuture()
+        future._task = task
+        # A list that the worker empties, since the frames of an error's traceback lead to the thread pool's own, which keeps what
+        # it was given: the error would keep itself, through the future, and the arguments.
+        call = [future, task, fn, args, kwargs]
+        try:
+            inner = self._threads.submit(self._run, call)
+        except RuntimeError:
+            task.withdraw()
+            raise
+        # What happens to the inner future before it runs (shutdown, a failed initializer) happens to ours.
+        inner.add_done_callback(lambda ended: _pass_on(ended, call))
+        settle(self._pending)
+        return future
+
+    def _task(self, torch: Any) -> Task:
+        pool = self._pool
+        pool._check_usable()
+        if parked:
+            settle()
+        driver = pool.driver
+        reference = resolve(driver)
+        check_foreign(driver, reference)
+        stream = reference.stream or driver.wrap_stream(reference.pointer, reference.owner)
+        if thread.recording is not None:
+            thread.recording.check("a task", reference.pointer, driver)
+        outer = inherited(driver, reference.device, reference.pointer)
+        if reference.pointer == PER_THREAD_STREAM or (outer is not None and outer.stream.ptr == PER_THREAD_STREAM):
+            raise ArgumentError(
+                "the current stream is the per-thread default stream, which is another stream in each thread, so a worker cannot "
+                "wait for it: submit inside `with cupy.cuda.Stream(non_blocking=True):`"
+            )
+        if reference.pointer != LEGACY_STREAM and driver.capture_id(reference.pointer):
+            raise CaptureError(
+                "the current stream is being captured, and a worker thread's work would not be a part of the capture: use "
+                "ParallelStates.fork, whose branches are"
+            )
+        events = self._events.get(reference.device)
+        if events is None:
+            events = self._events.setdefault(reference.device, Events(driver))
+        theirs = 0
+        if torch is not None:  # the submitter's stream waits for torch's now, and that for the task at the join
+            theirs = torch.current_stream(reference.device)
+            order(pool, reference.device, theirs, stream.ptr)
+        return Task(pool.device(reference.device), stream, outer, events, torch, theirs)
+
+    def _run(self, call: list[Any]) -> None:
+        future: StreamFuture[Any]
+        task: Task
+        future, task, fn, args, kwargs = call
+        call.clear()
+        try:
+            if not future.set_running_or_notify_cancel():
+                task.withdraw()
+                return
+            try:
+                value = self._call(task, fn, args, kwargs)
+            except BaseException as error:
+                lost(self._pool, error, ask=False)
+                task.withdraw()  # where it has not begun
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+        finally:
+            del future, task, fn, args, kwargs  # an error's traceback holds this frame, and the future holds the error
+        settle(self._pending)
+
+    def _call(self, task: Task, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        pool, device = self._pool, task.device
+        pool._check_usable()
+        driver = pool.driver
+        driver.set_device(device.device)
+        slot = self._slot(device)
+        # Where every side slot is out, the task runs on the submitter's stream, with this thread's own handle for it; on that of
+        # the outermost one where a branch or a task submitted it, whose side stream is somebody else's after the join.
+        stream: Any = task.region.stream if slot is None else slot.side_stream
+        pointer = stream.ptr
+        if slot is None and pointer != LEGACY_STREAM and driver.capture_id(pointer):
+            raise CaptureError(
+                "every side stream is in use, and the stream that the task was submitted from is being captured by now: ask for "
+                "results before a capture begins, or use fewer workers and states"
+            )
+        task.begin(pointer)
+        if task.torch is not None:
+            fn, args, kwargs = in_torch(task.torch, pointer, task.theirs, device.device, fn, args, kwargs)
+        if slot is not None:
+            lent[pointer] = task.region
+        try:
+            return run_on(pool, stream, device.device, task.region, fn, args, kwargs)
+        finally:
+            if slot is not None:
+                lent.pop(pointer, None)
+            task.finish(pointer)
+            self._pending.append(task)
+
+    def _slot(self, device: DeviceSlots) -> Slot | None:
+        """This worker's side slot of a device, leased for as long as the worker lives."""
+        mine = self._leases.by_device
+        lease = mine.get(device.device)
+        if lease is None:
+            slot = device.sides.lease()
+            if slot is None:
+                return None
+            lease = _Lease(device, slot)
+            own(self._pool.sound(slot))
+            mine[device.device] = lease
+        return lease.slot
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads, as `concurrent.futures.Executor.shutdown`; each gives its side slots back as it ends.
+
+        With ``wait``, every stream that something was submitted from waits for it from then on, also where nobody asked for the
+        result. The host never waits for the GPU here.
+        """
+        self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
+        if not wait or self._pool._forked:
+            return
+        while self._pending:
+            task = self._pending.popleft()
+            passed = False
+            try:
+                passed = task._settle()
+                if not passed:
+                    task.join(submitter_only=True)
+            except Exception:  # as for a stream that is being captured: what the task holds is held until its end has passed
+                pass
+            finally:
+                if not passed:
+                    parked.append(task)
+        for ordinal, events in self._events.items():
+            if not events._settle():
+                parked.append(events)
+            if self._pool.closed:
+                with self._pool.on_device(ordinal):
+                    self._pool.device(ordinal).sides.drop_free()
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: two would have the same threads."""
+        raise TypeError("a ParallelStateExecutor owns threads and streams and cannot be copied or pickled; make another one")
+
+    def __del__(self, _park: Callable[[Any], None] = parked.extend, _keep: Callable[[Any], None] = keep_for_good) -> None:
+        if not hasattr(self, "_events"):  # it was never made
+            return
+        pool: HandlePool | None = getattr(self, "_pool", None)  # None where the arguments were refused
+        if pool is not None and pool._forked:  # guarantee 13
+            _keep((self._pending, self._events))
+            return
+        _park(self._pending)
+        _park(self._events.values())
+
+
+class _Lease:
+    """A worker's side slot of one device; goes back when the worker's thread ends."""
+
+    __slots__ = ("_device", "slot")
+
+    def __init__(self, device: DeviceSlots, slot: Slot) -> None:
+        self._device = device
+        self.slot = slot
+
+    def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
+        self.slot.end()
+        self._device.sides.free.append(self.slot)
+        if self._device.pool.closed:
+            _park(self)
+
+    def _settle(self) -> bool:
+        """After the pool was closed: destroy what came back too late."""
+        with self._device.pool.on_device(self._device.device):
+            self._device.sides.drop_free()
+        return True
+
+
+class _Leases(threading.local):
+    def __init__(self) -> None:
+        self.by_device: dict[int, _Lease] = {}
+
+
+def _pass_on(inner: "Future[None]", call: list[Any]) -> None:
+    """Pass on why a call will not run: it was cancelled by a shutdown, or the executor is broken."""
+    if not call:  # it ran
+        return
+    future: StreamFuture[Any]
+    task: Task
+    future, task, *_ = call
+    call.clear()
+    task.withdraw()
+    if inner.cancelled():
+        if future.cancel():
+            future.set_running_or_notify_cancel()
+    elif (error := inner.exception()) is not None:
+        try:
+            future.set_exception(error)
+        except InvalidStateError:  # cancelled before
+            future.set_running_or_notify_cancel()
+
+
+def _nothing(*_: Any) -> None:
+    """The initializer of those who give none."""

@@ -1,0 +1,579 @@
+"""Forks: one parallel region each, over side slots that it leases.
+
+Two events a branch carry the order (guarantee 6): one recorded on the caller's stream when the branch is run, which the side
+stream waits for, and one recorded on the side stream at the join, which the caller's stream waits for. Between two branches
+stands nothing (guarantee 7).
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from sys import modules
+from threading import get_ident
+from types import FunctionType, TracebackType
+from typing import Any, TypeVar
+
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.errors import CaptureError, OwnershipError, PoolClosedError
+from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, launchers, recordings, run_on, thread
+from handlepool.pool.deferred import parked, settle
+from handlepool.pool.pool import HandlePool
+from handlepool.pool.slot import Slot, disown, own
+from handlepool.pool.status import diagnose, lost
+from handlepool.pool.stream import check_foreign, resolve
+from handlepool.regions.memory import Region, inherited, lent
+from handlepool.regions.stream_order import in_torch, order, torch_among
+
+
+def given_up(fork: "Fork") -> bool:
+    """Touch nothing in the child of a process that forked in here (guarantee 13), nor after a lost context."""
+    if not fork._pool._forked and fork._pool._poison is None:
+        return False
+    fork._leased = []
+    fork._own_region().abandon()
+    return True
+
+
+def join(fork: "Fork") -> None:
+    """Let the caller's stream wait for every branch, then give the side slots back and let go of what was kept."""
+    pool, driver, leased, pointer = fork._pool, fork._driver, fork._leased, fork._pointer
+    captured = False
+    failure: BaseException | None = None
+    try:
+        captured = pointer != LEGACY_STREAM and driver.is_capturing(pointer)
+        if not captured:
+            record, wait = driver.record_event, driver.wait_event
+            for slot in leased:
+                event = slot.end_event
+                if slot.pointer in lent and driver.is_capturing(slot.pointer):  # Python ran there
+                    raise _left_capturing(slot.pointer)
+                record(event, slot.pointer)
+                wait(pointer, event)
+                if slot.owner is not None:
+                    disown(slot)
+    except BaseException as trouble:
+        failure = trouble
+    if captured or failure is not None:
+        failure = _join_each(fork, captured, failure)
+    else:
+        if fork._region is not None:  # before they go to others
+            for slot in leased:
+                if slot.pointer in lent:
+                    del lent[slot.pointer]
+        fork._leased = []  # an interrupt that came before this finds all of them here, and they are joined again later
+        fork._sides.free.extend(leased)
+    try:
+        late = _finish(fork, failure) if failure is not None or fork._callers or pool.unusable else None
+    finally:
+        del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
+    region = fork._region
+    if region is None:
+        fork._kept.clear()
+    elif fork._inherited:
+        region.leave(fork)
+    else:
+        region.release()
+    try:
+        if late is not None:
+            raise late
+    finally:
+        del late
+
+
+def _finish(fork: "Fork", failure: BaseException | None) -> BaseException | None:
+    """End a join of which there is more to say; what went wrong too late to matter to it is returned."""
+    late: BaseException | None = None
+    if fork._pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
+        try:
+            fork._sides.drop_free()
+        except BaseException as trouble:  # something could not be destroyed yet
+            late = trouble
+            fork._pool.device(fork._ordinal).settle_later()
+    if failure is None:
+        try:
+            for caller in fork._callers:
+                order(fork._pool, fork._ordinal, fork._pointer, caller)
+        except BaseException as trouble:
+            failure = trouble
+    try:
+        if failure is not None:
+            fork._own_region().abandon()
+            diagnose(fork._pool, failure)
+            raise failure
+        return late
+    finally:
+        del failure, late
+
+
+def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> BaseException | None:
+    """Join under a capture, or where something failed: every branch that can be is joined all the same."""
+    driver, leased, abandoned = fork._driver, fork._leased, False
+    while leased:  # an interrupt may come between any two of these steps: what is left is joined later
+        slot = leased[0]
+        try:
+            if captured and not driver.capture_id(slot.pointer):
+                raise CaptureError(
+                    f"stream {fork._pointer:#x} began to be captured inside a fork, after a branch was run: the capture "
+                    f"cannot wait for the branch. Begin it before the fork, or after"
+                )
+            if not captured and slot.pointer in lent and driver.is_capturing(slot.pointer):
+                raise _left_capturing(slot.pointer)
+            driver.record_event(slot.end_event, slot.pointer)
+            driver.wait_event(fork._pointer, slot.end_event)
+        except BaseException as trouble:
+            failure = trouble
+            if not abandoned:
+                abandoned = True
+                fork._own_region().abandon()
+        if slot.owner is not None:
+            disown(slot)
+        lent.pop(slot.pointer, None)
+        fork._sides.give_back(leased.pop(0), captured=True)
+    if captured and thread.recording is not None and not fork._inherited:
+        thread.recording.kept.add(fork._kept if fork._region is None else fork._region.kept)
+    try:
+        return failure
+    finally:
+        del failure
+
+
+def _left_capturing(pointer: int) -> CaptureError:
+    """The error for a branch that left its stream capturing: the join would draw the caller's stream into that capture."""
+    return CaptureError(
+        f"a branch began to capture its stream {pointer:#x} and did not end that: nothing can wait for the branch. End a "
+        f"capture where it was begun, also where something raises in between"
+    )
+
+
+def settle_fork(fork: "Fork") -> bool:
+    """Leave a fork that nobody left; called later, by any thread."""
+    if given_up(fork):
+        return True
+    try:
+        with fork._pool.on_device(fork._ordinal):
+            capturing = fork._driver.capture_id
+            # Here the first means another stream; the other was destroyed by the collector in one go with the fork.
+            if fork._pointer == PER_THREAD_STREAM or gc.is_finalized(fork._stream):
+                fork._own_region().abandon()
+                while fork._leased:
+                    captured = capturing(fork._leased[-1].pointer) != 0
+                    slot = fork._leased.pop()
+                    if slot.owner is not None:
+                        disown(slot)
+                    lent.pop(slot.pointer, None)
+                    fork._sides.give_back(slot, captured=captured)
+                return True
+            pointers = [slot.pointer for slot in fork._leased]
+            if any(pointer and capturing(pointer) for pointer in (fork._pointer, *pointers)):
+                return False
+            join(fork)
+    except Exception:
+        fork._own_region().abandon()
+    return not fork._leased or given_up(fork)
+
+
+T = TypeVar("T")
+
+
+def over(fork: "Fork", function: Callable[..., T], iterables: tuple[Iterable[Any], ...], out: Iterable[Any] | None) -> list[T]:
+    """See `Fork.map`."""
+    given = out is not None
+    sources = (*iterables, out) if out is not None else iterables
+    calls: Iterable[tuple[Any, ...]] = zip(*sources, strict=False)
+    # No code of the caller's runs between branches over these.
+    if all(isinstance(source, (list, tuple, range)) for source in sources):
+        calls = list(calls)
+        results = _run_together(fork, function, calls, given) if len(calls) > 1 else None
+        if results is not None:
+            return results
+    return [_run(fork, function, call, given) for call in calls]
+
+
+def _run(fork: "Fork", function: Callable[..., T], call: tuple[Any, ...], given: bool) -> T:
+    return fork.run(function, *call[:-1], out=call[-1]) if given else fork.run(function, *call)
+
+
+def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[Any, ...]], given: bool) -> list[T] | None:
+    """Run branches that each launch one known plan, and no Python; None where the first one does not.
+
+    All outputs are allocated before the edge that starts the branches (guarantee 8), so one edge for each state will do.
+    """
+    pool = fork._pool
+    bare, fixed, keywords = (function.func, function.args, function.keywords) if type(function) is partial else (function, (), {})
+    kind = type(bare)
+    hit, _ = launchers.get(bare if kind is FunctionType else kind, NO_LAUNCHER)
+    if hit is None or (keywords and any(hasattr(value, "shape") for value in keywords.values())):
+        return None  # a shortcut does not add the arrays of a partial's keywords
+    if fork._thread != get_ident() or pool.unusable or fork._inherited:
+        fork._refuse()
+    if pool.current_device() != fork._ordinal or fork._driver.current_stream(fork._ordinal) is not fork._stream:
+        return None
+    leased = fork._leased
+    keep = (fork._kept if fork._region is None else fork._region.kept).append
+    attempt: Any = None  # what the first branch launches by
+    fresh: list[Any] = []
+
+    def start(operands: tuple[Any, ...], launch: Any) -> Slot:
+        nonlocal attempt
+        attempt = launch
+        if not given:
+            fresh.extend(launch.allocate(len(others)))
+        elif first[-1] is None:  # or it launches for nobody without an output
+            fresh.extend([None if call[-1] is not None else launch.allocate(1)[0] for call in others])
+        else:
+            fresh.extend([None] * len(others))
+        fork._start(fork._next + len(calls))
+        return begin(operands, launch)
+
+    def begin(operands: tuple[Any, ...], _: Any) -> Slot:
+        keep(operands)
+        if not leased:  # every side slot is out
+            return pool.slot(fork._stream)
+        index = fork._next
+        if index >= len(leased):  # only states that have been started
+            index = 0
+        fork._next = index + 1
+        slot = leased[index]
+        if pool.checked and slot.owner is None:
+            own(pool.sound(slot))
+        return slot
+
+    first, *others = calls
+    arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, keywords)
+    results = [hit(bare, pool, start, fixed + arrays, options)]
+    if results[0] is NOT_CACHED:
+        return None
+    for call, made in zip(others, fresh, strict=True):
+        arrays, out = (call[:-1], call[-1]) if given else (call, None)
+        result = attempt(begin, fixed + arrays, out, made)
+        if result is NOT_CACHED:  # another geometry, say
+            result = _run(fork, function, call, given)
+        results.append(result)
+    return results
+
+
+_NOT_ENTERED, _LEFT = 0, -1
+"""What stands for the thread of a fork that is not open."""
+
+
+class Fork:
+    """One parallel region: its branches start after the caller's stream, and end before that goes on.
+
+    Made by `ParallelStates.fork` and used in a ``with`` statement, once, by the thread that entered it.
+    """
+
+    __slots__ = (
+        "_callers",
+        "_count",
+        "_driver",
+        "_inherited",
+        "_kept",
+        "_leased",
+        "_next",
+        "_ordinal",
+        "_pointer",
+        "_pool",
+        "_region",
+        "_sides",
+        "_stream",
+        "_thread",
+    )
+
+    def __init__(self, pool: HandlePool, count: int, stream: Any = None) -> None:
+        self._thread = _NOT_ENTERED  # or the thread that entered it, or `_LEFT`
+        self._pool = pool
+        self._count = count
+        self._stream = stream
+        self._leased: list[Slot] = []
+        self._kept: list[object] = []  # to the join, as long as there is no region
+        self._callers: tuple[int, ...] = ()  # further streams that branches start after, and that wait at the join
+        self._next = 0
+
+    def __enter__(self) -> "Fork":
+        if self._thread:
+            raise OwnershipError("this fork was entered already; make a new one with states.fork()")
+        pool = self._pool
+        if pool.unusable:
+            pool._check_usable()
+        if parked:
+            settle()
+        driver = self._driver = pool._driver or pool.driver
+        ordinal: int = pool.current_device()
+        stream = self._stream
+        if stream is not None or not driver.owns_stream(stream := driver.current_stream(ordinal)):
+            reference = resolve(driver, self._stream)
+            check_foreign(driver, reference)
+            stream = reference.stream or driver.wrap_stream(reference.pointer, reference.owner)
+        self._stream = stream
+        self._pointer: int = stream.ptr
+        self._ordinal = ordinal
+        self._sides = (pool._devices.get(ordinal) or pool.device(ordinal)).sides
+        # One that is not inherited is made when a branch runs Python.
+        outer = self._region = None if thread.region is None else inherited(driver, ordinal, self._pointer)
+        self._inherited = outer is not None
+        if outer is not None:
+            outer.enter(self)
+        self._thread = get_ident()
+        return self
+
+    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Run one branch: ``function(*args, **kwargs)`` with a side stream as the current stream.
+
+        The branch starts after everything that the caller's stream has been given by now. Branches share the states in turn;
+        two that share one run one after the other. Where every side slot of the device is out, the branch runs on the caller's
+        stream, with the same result. What it does on another stream of its own choice is for it to order, before and after, and
+        has memory of that stream's, as outside of branches.
+
+        Returns
+        -------
+        object
+            What the function returned. Its arrays may be read on the caller's stream after the fork.
+
+        Raises
+        ------
+        OwnershipError
+            In another thread than the fork's.
+        PoolClosedError
+            After the fork was left, or the pool closed.
+        """
+        pool = self._pool
+        if self._thread != get_ident() or pool.unusable or self._inherited:
+            self._refuse()
+        driver = self._driver
+        ordinal = self._ordinal
+        if pool.current_device() != ordinal:  # inside `with other_device:` in the fork's body
+            with driver.device(ordinal):
+                return self.run(function, *args, **kwargs)
+        if type(function) is partial:  # of a graph function, say
+            args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+            function = function.func
+        kind = type(function)
+        hit, prepare = launchers.get(function if kind is FunctionType else kind, NO_LAUNCHER)
+        if hit is not None and driver.current_stream(ordinal) is self._stream:
+            result: T = hit(function, pool, self._begin, args, kwargs)
+            if result is not NOT_CACHED:
+                return result
+        if recordings and thread.recording is not None:
+            thread.recording.check("a fork", self._pointer, driver)
+        if prepare is None:
+            torch = torch_among(function, args, kwargs) if "torch" in modules else None
+            theirs = 0 if torch is None else self._follow((torch.current_stream(ordinal),))
+            region = self._region or self._own_region()
+            region.keep_call(function, args, kwargs)
+            slot = self._branch(owned=True)
+            if torch is not None:
+                pointer = self._pointer if slot is None else slot.pointer
+                function, args, kwargs = in_torch(torch, pointer, theirs, ordinal, function, args, kwargs)
+            if slot is None:
+                return self._on_caller(function, args, kwargs)
+            lent[slot.pointer] = region
+            return run_on(pool, slot.side_stream, ordinal, region, function, args, kwargs)
+        # A graph function: its outputs are known, so they are allocated before the edge that starts the branch, on the caller's
+        # stream, and nothing is allocated inside the branch. Arguments that it refuses cost no side slot.
+        if driver.current_stream(ordinal) is self._stream:
+            call = prepare(function, pool, args, kwargs)
+        else:  # inside `with other_stream:` in the fork's body
+            call = self._on_caller(prepare, (function, pool, args, kwargs), {})
+        if call.callers:
+            self._follow(call.callers)
+        self._own_region().keep((args, kwargs, call.operands))
+        slot = self._branch(owned=True)
+        result = call.enqueue(pool.slot(self._stream) if slot is None else slot)
+        return result
+
+    def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
+        """Run ``function`` over the iterables, each call a branch; the results in order.
+
+        As many calls of `run`; what differs is that the branches of a graph function over lists, tuples and ranges start
+        together, after what the caller's stream has been given by the time of the call, and that small outputs which it allocates
+        may share a block of memory, as in `ParallelStates.map`.
+
+        Parameters
+        ----------
+        function : callable
+        *iterables : iterable
+            Of its positional arguments, as `map` takes them.
+        out : iterable of array, optional
+            What each call is to write to, its ``out``.
+        """
+        return over(self, function, iterables, out)
+
+    def _start(self, most: int) -> None:
+        """Lease states, and let them start after what the caller's stream has been given by now: one event for all."""
+        leased, free = self._leased, self._sides.free
+        known = len(leased)
+        try:
+            try:
+                for _ in range(known, most if most < self._count else self._count):
+                    leased.append(free.pop())  # the join gives back whatever is here
+            except IndexError:
+                while len(leased) < min(most, self._count) and self._lease() is not None:
+                    pass
+            if leased:
+                driver = self._driver
+                event, wait = leased[0].start_event, driver.wait_event
+                driver.record_event(event, self._pointer)
+                for slot in leased:
+                    wait(slot.pointer, event)
+        except BaseException:
+            self._give_up(known)
+            raise
+
+    def _give_up(self, known: int) -> None:
+        """Give the states back that were leased for branches which did not come to start, all but the first ``known``."""
+        while len(self._leased) > known:
+            slot = self._leased.pop()
+            if slot.owner is not None:
+                disown(slot)
+            self._sides.give_back(slot, captured=True)  # it may wait for a caller's stream that is being captured
+
+    def _branch(self, *, owned: bool) -> Slot | None:
+        """The next state, started after what the caller's stream has been given by now; None to run inline.
+
+        Where Python runs in it, or a pool checks, it is this thread's (``owned``): a hit of `get_handle` finds it.
+        """
+        index, known = self._next, len(self._leased)
+        slot = self._state()
+        if slot is None:
+            return None
+        try:
+            if owned and slot.owner is None:
+                own(self._pool.sound(slot))
+            self._driver.record_event(slot.start_event, self._pointer)
+            self._driver.wait_event(slot.pointer, slot.start_event)
+        except BaseException:
+            self._give_up(known)
+            self._next = index
+            raise
+        return slot
+
+    def _begin(self, operands: tuple[Any, ...], _: Any) -> Slot:
+        """Start a branch that launches one plan and runs no Python: nobody asks for its slot, so the thread need not own it."""
+        (self._kept if self._region is None else self._region.kept).append(operands)
+        index, leased, pool = self._next, self._leased, self._pool
+        if index >= len(leased) or pool.checked:
+            return self._branch(owned=pool.checked) or pool.slot(self._stream)
+        slot = leased[index]
+        self._next = index + 1 if index + 1 < self._count else 0
+        driver = self._driver
+        driver.record_event(slot.start_event, self._pointer)
+        driver.wait_event(slot.pointer, slot.start_event)
+        return slot
+
+    def _follow(self, pointers: Sequence[int]) -> int:
+        """Let the next branches start after further callers' streams, too, as torch's current one, and those wait at the join.
+
+        The order goes through the caller's stream, which waits for the others now and they for it at the join: one event each.
+        Returns the last pointer.
+        """
+        for pointer in pointers:
+            order(self._pool, self._ordinal, pointer, self._pointer)
+            if pointer != self._pointer and pointer not in self._callers:
+                self._callers += (pointer,)
+        return pointers[-1]
+
+    def _on_caller(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        region = self._region if self._inherited else thread.region
+        return run_on(self._pool, self._stream, self._ordinal, region, function, args, kwargs)
+
+    def _state(self) -> Slot | None:
+        """The side slot for the next branch, leased when it is the first of its state; None to run inline."""
+        index = self._next
+        self._next = (index + 1) % self._count
+        leased = self._leased
+        if index < len(leased):
+            return leased[index]
+        if len(leased) < self._count:
+            slot = self._lease()
+            if slot is not None:
+                return slot
+        self._next = 1 % self._count
+        return leased[0] if leased else None
+
+    def _lease(self) -> Slot | None:
+        """A side slot more; None where there is none, and fewer have to do."""
+        sides = self._sides
+        try:
+            slot: Slot | None = sides.free.pop()
+        except IndexError:
+            slot = sides.lease()
+        if slot is None:
+            self._count = max(1, len(self._leased))
+        else:
+            self._leased.append(slot)  # the join gives back whatever is here
+        return slot
+
+    def _own_region(self) -> Region:
+        """The region that this fork is, or is in; made when it is first needed."""
+        region = self._region
+        if region is None:
+            region = self._region = Region(self._driver, self._stream, self._ordinal, None, self._kept)
+        return region
+
+    def _refuse(self) -> None:
+        """Say why this fork cannot be used, where that is so."""
+        if self._thread <= 0:
+            raise PoolClosedError("this fork was left, or not entered; run branches inside `with states.fork() as fork:`")
+        if self._thread != get_ident():
+            raise OwnershipError(
+                f"a fork belongs to the thread that entered it ({self._thread}), and this is thread {get_ident()}; make a "
+                f"fork in each thread, or use ParallelStateExecutor"
+            )
+        self._pool._check_usable()
+        self._check_in_time()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._thread != get_ident():
+            self._refuse()
+        pool = self._pool
+        try:
+            self._thread = _LEFT
+            if error is not None:
+                lost(pool, error, ask=False)
+            if pool.unusable and given_up(self):
+                if error is None and pool._poison is not None:
+                    pool._check_usable()
+                return
+            if pool.current_device() == self._ordinal:
+                join(self)
+            else:  # where the null stream's pointer means another stream
+                with self._driver.device(self._ordinal):
+                    join(self)
+        except BaseException:
+            if self._leased:  # it did not come to the join, or not to its end
+                if self._inherited:
+                    region = self._own_region()
+                    region.abandon()  # or the outer fork would let go of it
+                    region.leave(self)
+                parked.append(self)
+            raise
+        if self._inherited and error is None:
+            self._check_in_time()
+
+    def _check_in_time(self) -> None:
+        if self._inherited and self._own_region().ended:
+            raise OwnershipError(
+                "this fork was entered inside a branch, and the fork of that branch was left before it: nobody waits for its "
+                "branches. Leave a fork where it was entered; a generator that holds one open must be finished there"
+            )
+
+    def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
+        # Nobody left it: its thread ended inside, or an interrupt came while it was left.
+        try:
+            if self._thread > 0 or self._leased:
+                _park(self)
+        except AttributeError:  # an interrupt came while it was made
+            pass
+
+    def _settle(self) -> bool:
+        """Leave a fork that nobody left; called later, by any thread."""
+        self._thread = _LEFT
+        return settle_fork(self)
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: two would give the same states back."""
+        raise TypeError("a fork owns the states that it leased and cannot be copied or pickled; make another with states.fork()")
+
+    def __repr__(self) -> str:
+        state = f"{len(self._leased)} of {self._count} states leased" if self._thread > 0 else "not open"
+        return f"<Fork of {self._pool!r}, {state}>"

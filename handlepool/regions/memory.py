@@ -1,0 +1,162 @@
+"""Parallel regions: what outlives the branches of a fork, to the join of the outermost one (guarantee 8).
+
+CuPy gives a freed block back to the arena of the stream that was current when it was allocated, and lets it be used again at
+once: that is right for one stream and wrong for two. So everything that a branch reads or allocates is kept until the caller's
+stream waits for the branch, and what it allocates comes from the *outermost* caller's arena, where a later use is ordered after
+the join.
+"""
+
+import functools
+import os
+import types
+from typing import Any
+
+from handlepool.drivers.protocol import Driver, Stream
+from handlepool.pool.context import thread
+from handlepool.pool.deferred import keep_for_good
+
+
+class Region:
+    """What the branches of one outermost fork share.
+
+    Parameters
+    ----------
+    driver : Driver
+        Whose allocator it replaces inside branches.
+    stream : Stream
+        The outermost caller's stream; arrays that branches make belong to its arena.
+    device : int
+        The ordinal.
+    outer : Region, optional
+        Of the branch or task that a task was submitted from. It takes over what is let go of, since what a task made may be
+        read there after the task was joined.
+    kept : list, optional
+        What is kept already.
+    """
+
+    __slots__ = ("_allocator", "_outer", "awaited", "device", "driver", "ended", "inner", "keep", "kept", "stream")
+
+    def __init__(
+        self, driver: Driver, stream: Stream, device: int, outer: "Region | None" = None, kept: list[object] | None = None
+    ) -> None:
+        self._outer = outer
+        self._allocator: Any = None
+        self.kept: list[object] = [] if kept is None else kept
+        self.inner: set[Any] | None = None  # forks inside branches, from where they are entered to their join
+        self.ended = False  # whether the outermost caller has gone on
+        self.awaited: frozenset[int] = frozenset()  # by pointer, the streams that waited for a task's end
+        self.driver = driver
+        self.device = device
+        self.stream = stream
+        self.keep = self.kept.append  # atomic: a task's region may be kept to by another thread
+
+    @property
+    def allocator(self) -> Any:
+        """What branches allocate with; made when the first branch needs it."""
+        allocator = self._allocator
+        if allocator is None:
+            allocator = self._allocator = self.driver.region_allocator(self.stream, self.keep, _allocator_of)
+        return allocator
+
+    def keep_call(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Keep a call's arguments, its function, and what the function's closure holds at this moment."""
+        self.keep((function, arguments, keywords))
+        while isinstance(function, functools.partial):
+            function = function.func
+        if isinstance(function, types.MethodType):
+            function = function.__func__
+        if isinstance(function, types.FunctionType) and function.__closure__:
+            self.keep([*map(content, function.__closure__)])
+
+    def enter(self, fork: Any) -> None:
+        """Know an inner fork, to its join."""
+        if self.inner is None:
+            self.inner = set()
+        self.inner.add(fork)
+
+    def leave(self, fork: Any) -> None:
+        """An inner fork was joined, or will be by whoever finds it parked. One whose join failed stays known."""
+        if self.inner is not None:
+            self.inner.discard(fork)
+
+    @property
+    def over(self) -> bool:
+        """Whether all that ran in it is waited for by whatever is outside of regions."""
+        return self.ended and (self._outer is None or self._outer.over)
+
+    def joined(self, fork: Any) -> bool:
+        """Whether an inner fork was, so that its caller's stream waits for it."""
+        return not (fork._leased or fork in (self.inner or ()))
+
+    def lenders(self, pointer: int) -> list[Any]:
+        """The inner forks that a side stream was lent by, one inside the other, the innermost first."""
+        by_pointer = {slot.pointer: fork for fork in self.inner or () for slot in fork._leased}
+        lenders: list[Any] = []
+        while (fork := by_pointer.pop(pointer, None)) is not None:
+            lenders.append(fork)
+            pointer = fork._pointer
+        return lenders
+
+    def release(self) -> None:
+        """Let go of everything; the outermost caller's stream waits for every branch by now.
+
+        But not for those of an inner fork that was never joined, as where an interrupt came just then.
+        """
+        self.ended = True
+        if self.inner:
+            inner, self.inner = self.inner, None
+            if any(fork._leased for fork in inner):
+                self.abandon()
+        if self._outer is not None:
+            self._outer.keep(self.kept[:])
+        self.kept.clear()
+
+    def abandon(self) -> None:
+        """Let go of nothing, ever: a join failed, so branches may read what is kept, and nobody waits for them."""
+        keep_for_good(self.kept)
+        self.kept = []
+        self.keep = self.kept.append
+        self._allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
+
+
+def content(cell: types.CellType) -> Any:
+    """What a closure's cell holds; None for a name of the enclosing function that has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+lent: dict[int, Region] = {}
+"""By pointer, the side streams on which branches and tasks run Python, and the region of each, to the join or the task's end. By
+pointer, since one stream may have several objects, and they need not be ours."""
+
+
+def _allocator_of(pointer: int) -> Any:
+    """The allocator of the region that a stream is lent in."""
+    region = lent.get(pointer)
+    return None if region is None or region.ended else region.allocator
+
+
+def inherited(driver: Driver, device: int, pointer: int) -> "Region | None":
+    """The region whose join waits for a stream, for what starts after that in a branch or task of this thread.
+
+    None outside of any, and for another device, another driver, or a stream that the branch chose itself: no join waits for that,
+    so what runs over it is a region of its own.
+    """
+    region = thread.region
+    if region is None:
+        return None
+    if pointer != region.stream.ptr:
+        region = lent.get(pointer)
+    if region is None or region.ended or region.device != device or underneath(region.driver) is not underneath(driver):
+        return None
+    return region
+
+
+def underneath(driver: Any) -> Any:
+    """The driver that a pool which checks has wrapped."""
+    return getattr(driver, "checked_driver", driver)
+
+
+os.register_at_fork(after_in_child=lent.clear)  # nothing inherited is used in a forked child (guarantee 13)

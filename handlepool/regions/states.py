@@ -1,0 +1,204 @@
+"""Parallel states: concurrent cuDNN calls on side streams, forked from and joined to the caller's stream by events.
+
+A fork leases, it does not lock: it takes side slots (stream, handle, scratch) from its device's free list, has them alone until
+the join, and puts them back. No lock is held while user code runs, except by `ParallelStates.with_state`, where the caller names
+the state (guarantee 15).
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from handlepool._util import as_integer, shown
+from handlepool.errors import ArgumentError, OwnershipError, StateBusyError, StateIndexError
+from handlepool.pool.context import thread
+from handlepool.pool.default import check_pool, default_pool
+from handlepool.pool.pool import HandlePool
+from handlepool.pool.side_streams import MOST_SIDE_SLOTS
+from handlepool.pool.slot import Slot
+from handlepool.regions.fork import Fork
+
+__all__ = ["Fork", "ParallelStates"]
+
+T = TypeVar("T")
+
+
+class ParallelStates:
+    """Up to ``count`` side streams of the current device, each with a handle and scratch of its own.
+
+    Parameters
+    ----------
+    count : int
+        1 to 32. What a fork gets at most; the states are the pool's, leased for each fork, so any number of threads and forks
+        may use one `ParallelStates` at a time.
+    pool : HandlePool, optional
+        The default pool where none is given.
+
+    Examples
+    --------
+    >>> states = handlepool.ParallelStates(4)                                                            # doctest: +SKIP
+    >>> with states.fork() as fork:                                                                      # doctest: +SKIP
+    ...     a = fork.run(branch_a, x)
+    ...     b = fork.run(branch_b, x)
+    """
+
+    def __init__(self, count: int, *, pool: HandlePool | None = None) -> None:
+        try:
+            self.count = as_integer(count)
+        except TypeError:
+            self.count = 0
+        if not 1 <= self.count <= MOST_SIDE_SLOTS:
+            raise ArgumentError(f"ParallelStates({shown(count)}): 1 to {MOST_SIDE_SLOTS} states, as many as the GPU has queues")
+        if pool is None:
+            pool = default_pool()
+        check_pool("ParallelStates", pool)
+        self.pool = pool
+        self._locks: dict[tuple[int, int], threading.Lock] = {}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __repr__(self) -> str:
+        return f"<ParallelStates {self.count} of {self.pool!r}>"
+
+    def fork(self, *, stream: Any = None) -> Fork:
+        """A parallel region over the caller's stream, for a ``with`` statement.
+
+        Parameters
+        ----------
+        stream : stream, optional
+            The caller's stream, as in `HandlePool.get_handle`; CuPy's current stream where none is given.
+        """
+        return Fork(self.pool, self.count, stream)
+
+    def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
+        """Run ``function`` over the iterables, each call a branch; results in order, ready on the caller's stream.
+
+        Parameters
+        ----------
+        function : callable
+        *iterables : iterable
+            Of its positional arguments, as `map` takes them.
+        out : iterable of array, optional
+            What each call is to write to, its ``out``.
+
+        Notes
+        -----
+        Outputs that a graph function allocates may share a block of memory where all of them together take 1 MiB at most: it is
+        free when none of them is left.
+        """
+        with Fork(self.pool, self.count) as fork:
+            return fork.map(function, *iterables, out=out)
+
+    def with_state(self, index: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Run ``function(state, *args, **kwargs)`` on the state of an index, forked and joined at once.
+
+        The form of Caffe2's ``with_cudnn_state``: calls with one index exclude each other, also between threads. Since each joins
+        at once, calls of one thread never overlap on the GPU; for that there is `fork`.
+
+        Parameters
+        ----------
+        index : int
+            0 to ``count - 1``.
+        function : callable
+            Gets the state first: it has ``handle``, ``stream``, ``device`` and ``workspace(nbytes)``, until the function returns.
+
+        Raises
+        ------
+        OwnershipError
+            By a state that was kept and is used after its call.
+        StateIndexError
+            For an index out of range.
+        StateBusyError
+            When the state is busy and this thread holds a state already, since waiting then could deadlock.
+        """
+        try:
+            number = as_integer(index)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.count:
+            raise StateIndexError(f"state {shown(index)} of {self.count}: the index must be 0 to {self.count - 1}")
+        self.pool._check_usable()
+        lock = self._locks.setdefault((self.pool.driver.current_device(), number), threading.Lock())
+        # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another. It is
+        # counted before the lock is taken and until after it is released, so that a finaliser that the collector runs just then
+        # does not wait for its own thread.
+        held = thread.states_held
+        thread.states_held = held + 1
+        try:
+            if not held:
+                with lock:  # an interrupt leaves it taken at no point, as it could after a call of `acquire`
+                    return self._joined_at_once(function, args, kwargs)
+            if not lock.acquire(blocking=False):
+                raise StateBusyError(
+                    f"state {number} is busy and this thread holds a state already: waiting could deadlock. Use fork() inside, "
+                    f"which leases states that are free"
+                )
+            try:
+                return self._joined_at_once(function, args, kwargs)
+            finally:
+                lock.release()
+        finally:
+            thread.states_held = held
+
+    def _joined_at_once(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        with Fork(self.pool, 1) as fork:
+            fork._own_region().keep_call(function, args, kwargs)
+            return fork.run(_with_state, self.pool, function, args, kwargs)
+
+
+def _with_state(pool: HandlePool, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    state = State(pool.slot())
+    try:
+        return function(state, *args, **kwargs)
+    finally:
+        state._end()
+
+
+class State:
+    """What `ParallelStates.with_state` gives to its function, for as long as that runs.
+
+    Its slot is another branch's afterwards, so that who kept the state is refused (guarantee 5).
+
+    Attributes
+    ----------
+    handle : cudnn.Handle
+        Bound to the stream.
+    stream, pointer
+        The stream object, and its ``cudaStream_t``.
+    device : int
+        Ordinal.
+    """
+
+    __slots__ = ("_slot",)
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot: Slot | None = slot
+
+    def _end(self) -> None:
+        self._slot = None
+
+    def _mine(self) -> Slot:
+        slot = self._slot
+        if slot is None:
+            raise OwnershipError(
+                "the call that this state was for has ended, and its handle, stream and scratch may be another branch's by now: "
+                "use a state inside its call alone"
+            )
+        return slot
+
+    handle = property(lambda self: self._mine().handle)
+    stream = property(lambda self: self._mine().stream)
+    pointer = property(lambda self: self._mine().pointer)
+    device = property(lambda self: self._mine().device)
+
+    def workspace(self, nbytes: int) -> Any:
+        """Scratch memory on the state's stream, the caller's until the next call; see `HandlePool.get_workspace`."""
+        return self._mine().workspace(nbytes)
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: the copy would not end with the call."""
+        raise TypeError("a state is its call's alone and cannot be copied or pickled; ask for another with with_state()")
+
+    def __repr__(self) -> str:
+        return f"<State {'whose call has ended' if self._slot is None else f'of {self._slot!r}'}>"

@@ -1,0 +1,153 @@
+"""Reads arrays of other libraries by DLPack and by the CUDA array interface, without the library and without a copy.
+
+A capsule is read and not consumed: it stays what keeps the memory alive, and its end gives the memory back. (DLPack, C API of
+version 1, https://dmlc.github.io/dlpack/latest/c_api.html; CUDA Array Interface, version 3, of Numba's documentation.)
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from handlepool._util import kind_of
+from handlepool.errors import ArgumentError, ArrayTypeError
+from handlepool.tensors.layout import HOST, UNKNOWN, View, as_dtype
+
+_HOST_MEMORY = (1, 3, 11)  # of the CPU, and pinned by CUDA or by ROCm
+_GPU_MEMORY = (2, 13)  # of a CUDA device, and managed
+_KINDS = {0: "int", 1: "uint", 2: "float", 6: "bool"}
+_NAMED = {4: "bfloat16", 10: "float8_e4m3fn", 12: "float8_e5m2"}
+_READ_ONLY = 1
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+_is_called = ctypes.pythonapi.PyCapsule_IsValid
+_is_called.restype, _is_called.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
+
+
+def device_of(array: Any) -> int:
+    """The ordinal of the GPU that an array says it is on, or `HOST`."""
+    kind, ordinal = array.__dlpack_device__()
+    kind = int(kind)
+    if kind in _HOST_MEMORY:
+        return HOST
+    if kind not in _GPU_MEMORY:
+        raise ArrayTypeError(f"an array on a device of DLPack's type {kind}, which is neither the host nor a CUDA device")
+    return int(ordinal)
+
+
+def from_dlpack(array: Any, stream: int) -> View:
+    """View an array by DLPack.
+
+    Parameters
+    ----------
+    array : object
+        With ``__dlpack__`` and ``__dlpack_device__``.
+    stream : int
+        The ``cudaStream_t`` that will read the array: its library orders that stream after whatever makes the array.
+
+    Raises
+    ------
+    ArrayTypeError
+        For what its library does not hand out, and for types that cuDNN has not.
+    """
+    device = device_of(array)
+    # 0 is ambiguous in the protocol, and means the legacy default stream here.
+    asked: dict[str, Any] = {"stream": None if device == HOST else stream or 1}
+    try:
+        try:
+            capsule = array.__dlpack__(max_version=(1, 0), **asked)
+        except TypeError:  # a library of before DLPack 1
+            capsule = array.__dlpack__(**asked)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ArrayTypeError(f"a {kind_of(array)} does not hand out its memory: {error}") from error
+    readonly = False
+    if _is_called(capsule, b"dltensor_versioned"):
+        versioned = _Versioned.from_address(_pointer_of(capsule, b"dltensor_versioned"))
+        tensor, readonly = versioned.tensor, bool(versioned.flags & _READ_ONLY)
+    else:
+        tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
+    dtype = _dtype(tensor.code, tensor.bits, tensor.lanes)
+    shape = tuple(tensor.shape[: tensor.ndim])
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else _compact(shape)
+    pointer = (tensor.data or 0) + tensor.byte_offset
+    return View(pointer, shape, tuple([step * dtype.itemsize for step in strides]), dtype, device, readonly, (capsule, array))
+
+
+def _dtype(code: int, bits: int, lanes: int) -> np.dtype[Any]:
+    name = _NAMED.get(code)
+    if name is None and code in _KINDS:
+        name = "bool" if code == 6 else f"{_KINDS[code]}{bits}"
+    if name is None or lanes != 1:
+        raise ArrayTypeError(f"an array of DLPack's type code {code} with {bits} bits and {lanes} lanes, which cuDNN has not")
+    return as_dtype(name)
+
+
+def _compact(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements."""
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(1, extent)
+    return tuple(reversed(strides))
+
+
+def from_cuda_array(array: Any) -> tuple[View, int | None]:
+    """View an array by its ``__cuda_array_interface__``, which does not say the device.
+
+    Returns
+    -------
+    View
+    int or None
+        The stream that the array's library says its memory is in use on; None where it says nothing.
+
+    Raises
+    ------
+    ArrayTypeError, ArgumentError
+        For what the interface describes and cuDNN cannot take.
+    """
+    described = array.__cuda_array_interface__
+    if described.get("mask") is not None:
+        raise ArrayTypeError(f"a {kind_of(array)} with a mask; cuDNN knows no masks")
+    typestr = str(described["typestr"])
+    if typestr.startswith(">"):
+        raise ArrayTypeError(f"a {kind_of(array)} of type {typestr!r}, whose bytes are in another order than the GPU's")
+    dtype = as_dtype(typestr)
+    shape = tuple(described["shape"])
+    strides = described.get("strides")
+    strides = tuple([step * dtype.itemsize for step in _compact(shape)]) if strides is None else tuple(strides)
+    pointer, readonly = described["data"]
+    stream = described.get("stream")
+    if stream == 0:
+        raise ArgumentError(f"a {kind_of(array)} names stream 0, which the CUDA array interface forbids as ambiguous; 1 is meant")
+    view = View(int(pointer), shape, strides, dtype, UNKNOWN, bool(readonly), array)
+    return view, None if stream is None else 0 if stream == 1 else int(stream)

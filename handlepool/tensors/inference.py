@@ -1,0 +1,409 @@
+"""Our own rules for the shape of every tensor of a graph, and for the shape, strides and type of every real output.
+
+Both drivers apply them before they compile. Three reasons stand behind rules of our own: the frontend infers on
+`validate`, which without a GPU raises and freezes the graph; it lets mismatched channels pass; and it hands the backend
+only strides that were *assigned*, so an output without them comes back channels-last whatever the input's layout was.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from handlepool._util import as_integer, shown
+from handlepool.errors import ArgumentError, GraphNotSupportedError
+
+Shape = tuple[int, ...]
+MOST_AXES = 8
+"""Of a tensor: CUDNN_DIM_MAX in cuDNN's documentation."""
+MERGED = ("POINTWISE", "MATMUL")
+"""Kinds of nodes whose axes are merged before cuDNN sees them, so that there may be any number (`handlepool.forms`)."""
+MOST_ELEMENTS = 2**31 - 1
+"""Of a tensor, gaps between its elements and padding around it included: what 32 bits count. cuDNN's documentation limits a
+tensor with its gaps to two giga-elements (cudnnSetTensorNdDescriptor). From cuDNN 9.3 on some engines take more, and not all of
+these are right (PyTorch's issue #152816)."""
+
+
+def title(node: Any) -> str:
+    """Return how messages call a node: its name and its kind."""
+    kind = node.params.get("mode") if node.node_type.name == "POINTWISE" else node.node_type.name.lower()
+    return f"node {node.name!r} ({kind})"
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """What a convolution node was given besides its tensors; one entry per spatial axis.
+
+    Padding lies `before` and `after` the image; a `flipped` filter is the mathematical convolution, otherwise it is
+    the correlation that neural networks mean.
+    """
+
+    before: Shape
+    after: Shape
+    stride: Shape
+    dilation: Shape
+    flipped: bool
+
+    @classmethod
+    def of(cls, node: Any, rank: int) -> "Convolution":
+        """Read and check the parameters of a convolution node over tensors of ``rank`` axes.
+
+        Raises
+        ------
+        ArgumentError
+            For a parameter that is no list of ``rank - 2`` integers, or has an entry that is out of range.
+        """
+        params, what = node.params, title(node)
+        pre, post = params.get("pre_padding"), params.get("post_padding")
+        if (pre is None) != (post is None) or (pre is not None and params.get("padding") is not None):
+            raise ArgumentError(f"{what}: give either padding, or pre_padding and post_padding together")
+
+        def entries(name: str, default: int) -> Shape:
+            value = params.get(name)
+            if value is None:
+                return (default,) * (rank - 2)
+            try:
+                result = tuple(map(as_integer, value))
+            except TypeError:
+                raise ArgumentError(
+                    f"{what}: {name}={shown(value)} is no list of integers; give {rank - 2}, one per spatial axis"
+                ) from None
+            # The defaults are the least legal values, too.
+            if len(result) != rank - 2 or min(result) < default or max(result) > MOST_ELEMENTS:
+                raise ArgumentError(
+                    f"{what}: {name}={shown(value)} does not fit tensors of {rank} axes; "
+                    f"give {rank - 2} integers, each at least {default} and at most {MOST_ELEMENTS}"
+                )
+            return result
+
+        padding = entries("padding", 0)
+        return cls(
+            before=padding if pre is None else entries("pre_padding", 0),
+            after=padding if post is None else entries("post_padding", 0),
+            stride=entries("stride", 1),
+            dilation=entries("dilation", 1),
+            flipped=getattr(params.get("convolution_mode"), "name", "") == "CONVOLUTION",
+        )
+
+    def extent(self, taps: Sequence[int]) -> Shape:
+        """Return what the dilated filter covers on each spatial axis."""
+        return tuple((tap - 1) * dilation + 1 for tap, dilation in zip(taps, self.dilation, strict=True))
+
+    def forward(self, size: Sequence[int], taps: Sequence[int]) -> Shape:
+        """Return the spatial extents that come out for those of image and filter; below 1 where nothing does."""
+        return tuple(
+            (size[i] + self.before[i] + self.after[i] - extent) // self.stride[i] + 1
+            for i, extent in enumerate(self.extent(taps))
+        )
+
+    def smallest(self, size: Sequence[int], taps: Sequence[int]) -> Shape:
+        """Return the spatial extents of the smallest image that yields ``size``."""
+        return tuple(
+            (size[i] - 1) * self.stride[i] + extent - self.before[i] - self.after[i] for i, extent in enumerate(self.extent(taps))
+        )
+
+
+def conv_fprop(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+    """Image (N, C, …) and weight (K, C / groups, …)."""
+    return _convolved(node, *_operands(node, inputs, "image", "weight"))
+
+
+def conv_dgrad(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+    """Loss (N, K, …) and filter (K, C / groups, …); several images fit when the stride is not 1."""
+    loss, weight = _operands(node, inputs, "loss", "filter")
+    geometry = Convolution.of(node, len(loss))
+    smallest = (loss[0], weight[1], *geometry.smallest(loss[2:], weight[2:]))
+    # The frontend's builder fills in `smallest` by itself; what differs from it, or was assigned, is the caller's word.
+    shape = declared if assigned or (declared and declared != smallest) else smallest
+    if shape is smallest and max(geometry.stride) > 1:
+        raise ArgumentError(
+            f"{title(node)}: with stride {geometry.stride}, images of several sizes lead to loss {loss} by filter "
+            f"{weight}; call set_dim on its output, with {smallest} for the smallest"
+        )
+    if not _yields(node, shape, weight, loss):
+        raise ArgumentError(
+            f"{title(node)}: an image of shape {shape} and filter {weight} do not lead to loss {loss}; "
+            "call set_dim on its output with the shape of the image"
+        )
+    return shape
+
+
+def conv_wgrad(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+    """Image (N, C, …) and loss (N, K, …); the filter's shape has to be declared."""
+    image, loss = _operands(node, inputs, "image", "loss")
+    if not declared:
+        raise ArgumentError(
+            f"{title(node)}: image {image} and loss {loss} leave the filter's shape open; call set_dim on its output"
+        )
+    if not _yields(node, image, declared, loss):
+        raise ArgumentError(
+            f"{title(node)}: image {image} and a filter of shape {declared} do not lead to loss {loss}; "
+            "correct the set_dim of its output, or padding, stride and dilation"
+        )
+    return declared
+
+
+def pointwise(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+    """Inputs with the same number of axes, each extent equal or 1; scalars passed by value fit anything."""
+    arrays = [shape for port, shape in inputs.items() if not node.inputs[port].is_pass_by_value]
+    arrays = arrays or list(inputs.values())
+    listed = ", ".join(map(str, arrays))
+    if len({len(shape) for shape in arrays}) > 1:
+        raise ArgumentError(
+            f"{title(node)}: its inputs {listed} must have the same number of axes; a bias of K channels is written (1, K, 1, 1)"
+        )
+    shape = tuple(max(extents) for extents in zip(*arrays, strict=True))
+    if any(extent not in (1, full) for array in arrays for extent, full in zip(array, shape, strict=True)):
+        raise ArgumentError(f"{title(node)}: its inputs {listed} do not broadcast; on each axis extents must be equal or 1")
+    return shape
+
+
+def matmul(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+    """A (…, M, K) and B (…, K, N); batch extents equal or 1."""
+    a, b = inputs["A"], inputs["B"]
+    batches = list(zip(a[:-2], b[:-2], strict=False))
+    if len(a) != len(b) or len(a) < 2 or a[-1] != b[-2] or any(x != y and 1 not in (x, y) for x, y in batches):
+        raise ArgumentError(
+            f"{title(node)}: A {a} and B {b} do not multiply; give (..., M, K) and (..., K, N) with the same number of "
+            "axes and batch axes that are equal or 1"
+        )
+    return (*(max(pair) for pair in batches), a[-2], b[-1])
+
+
+def reduction(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+    """Input of any shape; the output's shape has to be declared, with 1 where it is reduced."""
+    source = inputs["input"]
+    if len(declared) != len(source) or any(d not in (1, s) for d, s in zip(declared, source, strict=True)):
+        raise ArgumentError(
+            f"{title(node)}: its input is {source} and its output {declared or 'undeclared'}; "
+            "call set_dim on its output with the input's shape and a 1 for each axis to reduce"
+        )
+    return declared
+
+
+RULES: Mapping[str, Callable[[Any, Mapping[str, Shape], Shape, bool], Shape]] = {
+    "CONV_FPROP": conv_fprop,
+    "CONV_DGRAD": conv_dgrad,
+    "CONV_WGRAD": conv_wgrad,
+    "POINTWISE": pointwise,
+    "MATMUL": matmul,
+    "REDUCTION": reduction,
+}
+"""By the frontend's name of the node kind: (node, input shapes, what its output declares, whether by `set_dim`)."""
+
+
+def _operands(node: Any, inputs: Mapping[str, Shape], first: str, second: str) -> tuple[Shape, Shape]:
+    a, b = inputs.get(first), inputs.get(second)
+    if a is None or b is None:
+        raise ArgumentError(f"{title(node)}: needs {first} and {second}, and was given {', '.join(inputs) or 'neither'}")
+    if len(a) != len(b) or not 3 <= len(a) <= 5:
+        raise ArgumentError(
+            f"{title(node)}: {first} {a} and {second} {b} must have the same number of axes, 3 to 5: "
+            "batch (of a weight: filters), channels, and 1 to 3 spatial axes"
+        )
+    return a, b
+
+
+def _convolved(node: Any, image: Shape, weight: Shape) -> Shape:
+    what = f"{title(node)}: image {image} and weight {weight}"
+    if image[1] % weight[1]:
+        raise ArgumentError(
+            f"{what}: the image's {image[1]} channels are no multiple of the weight's {weight[1]}; "
+            "axis 1 of a weight holds the channels of one group"
+        )
+    groups = image[1] // weight[1]
+    if weight[0] % groups:
+        raise ArgumentError(
+            f"{what}: {image[1]} channels by {weight[1]} make {groups} groups, which do not divide {weight[0]} "
+            f"filters; give a multiple of {groups} filters, or filters of {image[1]} channels"
+        )
+    geometry = Convolution.of(node, len(image))
+    padded = [sum(sides) for sides in zip(image[2:], geometry.before, geometry.after, strict=True)]
+    if (elements := math.prod((*image[:2], *padded))) > MOST_ELEMENTS:
+        raise ArgumentError(
+            f"{what}: the image has {elements:,} elements with a padding of {geometry.before} before and {geometry.after} after, "
+            f"and cuDNN's tensors have at most {MOST_ELEMENTS:,}; pad less, or split the image"
+        )
+    spatial = geometry.forward(image[2:], weight[2:])
+    if min(spatial) < 1:
+        raise ArgumentError(
+            f"{what}: nothing comes out, because the filter covers {geometry.extent(weight[2:])} of an image padded by "
+            f"{geometry.before} and {geometry.after}; pad more, or take a smaller filter or dilation"
+        )
+    return (image[0], weight[0], *spatial)
+
+
+def _yields(node: Any, image: Shape, weight: Shape, loss: Shape) -> bool:
+    if not len(image) == len(weight) == len(loss) or min(image) < 1 or min(weight) < 1:
+        return False
+    return _convolved(node, image, weight) == loss
+
+
+def axis_order(shape: Sequence[int], strides: Sequence[int]) -> Shape:
+    """Return the axes from the outermost to the innermost in memory.
+
+    Axes of extent 1 or stride 0 say nothing about the order. An array that they leave open counts as row-major if it
+    can be that, and as channels-last (N, spatial axes, C) if it can be that and not row-major.
+
+    Parameters
+    ----------
+    shape, strides : sequence of int
+        Strides in elements, or in any other unit.
+
+    Returns
+    -------
+    tuple of int
+        A permutation of the axes, as `dense_strides` takes it.
+    """
+    rank = len(shape)
+    telling = [axis for axis in range(rank) if shape[axis] > 1 and strides[axis] != 0]
+    order = sorted(telling, key=lambda axis: -strides[axis])  # stable: equal strides keep the axes' own order
+    for candidate in (tuple(range(rank)), (0, *range(2, rank), 1)):
+        if rank > 1 and order == [axis for axis in candidate if axis in telling]:
+            return candidate
+    for axis in range(rank):
+        if axis not in telling:
+            order.insert(order.index(axis - 1) + 1 if axis else 0, axis)
+    return tuple(order)
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> Shape:
+    """Return the strides, in elements, of an array without gaps.
+
+    Parameters
+    ----------
+    shape : sequence of int
+    order : sequence of int, optional
+        The axes from the outermost to the innermost; row-major by default.
+    """
+    strides = [1] * len(shape)
+    step = 1
+    for axis in reversed(range(len(shape)) if order is None else order):
+        strides[axis] = step
+        step *= shape[axis]
+    return tuple(strides)
+
+
+def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[int, Shape]:
+    """Give every tensor of a graph its shape, and make ``outputs`` real, with shape, strides and type.
+
+    Does not call ``graph.validate()``; needs no GPU and no libcudnn. What the caller assigned (`set_dim`, `set_stride`,
+    `set_data_type`) stays, and is checked against what the node computes. Strides that were not assigned are dense, in
+    the axis order of the first real tensor that the output is made of (through first inputs); of a pointwise node's
+    inputs the first with the output's own shape counts. What `matmul` returns is row-major.
+
+    Parameters
+    ----------
+    graph : cudnn.pygraph
+        Changed in place; must not be frozen.
+    outputs : iterable of graph tensor
+        The tensors that are to be written to memory.
+    io_dtype : cudnn.data_type, optional
+        The type of outputs that have none; the graph's own ``io_data_type`` by default.
+
+    Returns
+    -------
+    dict
+        The shape of every tensor of the graph, by ``uid``.
+
+    Raises
+    ------
+    ArgumentError
+        For shapes or parameters that no call could succeed with. The message names the node, the shapes and the remedy.
+    GraphNotSupportedError
+        For a node of a kind without a rule, whose output has no shape of its own.
+    """
+    shapes: dict[int, Shape] = {}
+    orders: dict[int, Shape] = {}
+    made: dict[int, Any] = {}
+    for node in graph.nodes:
+        for port, tensor in node.inputs.items():
+            if tensor.uid not in shapes:
+                shapes[tensor.uid] = _input_shape(node, port, tensor)
+                orders[tensor.uid] = axis_order(tensor.dim, tensor.stride)
+        for port, tensor in node.outputs.items():
+            if tensor is not None:
+                made[tensor.uid] = tensor
+                shapes[tensor.uid] = _output_shape(node, port, tensor, shapes)
+                orders[tensor.uid] = _output_order(node, tensor, shapes, orders)
+    seen: set[int] = set()
+    for tensor in outputs:
+        uid = getattr(tensor, "uid", -1)
+        if made.get(uid) is not tensor or tensor is None:
+            raise ArgumentError(
+                f"{getattr(tensor, 'name', tensor)!r} is made by no node of this graph, so it cannot be an output; "
+                "return what an operation returned (an input can be passed through g.identity)"
+            )
+        if uid in seen:
+            raise ArgumentError(f"tensor {tensor.name!r} is named twice among the outputs; name it once")
+        seen.add(uid)
+        _make_real(tensor, shapes[uid], orders[uid], graph.context.io_data_type if io_dtype is None else io_dtype)
+    return shapes
+
+
+def _make_real(tensor: Any, shape: Shape, order: Shape, dtype: Any) -> None:
+    tensor.set_output(True)
+    if not tensor.dim_assigned:
+        tensor.set_dim(list(shape))
+    if not tensor.stride_assigned:
+        tensor.set_stride(list(dense_strides(shape, order)))
+    if tensor.data_type is None:
+        if dtype is None:
+            raise ArgumentError(
+                f"output {tensor.name!r} has no type; call set_data_type on it, or give the graph an io_data_type"
+            )
+        tensor.set_data_type(dtype)
+
+
+def _input_shape(node: Any, port: str, tensor: Any) -> Shape:
+    shape = tuple(tensor.dim)
+    if tensor.is_virtual:
+        raise ArgumentError(f"{title(node)}: its {port} {tensor.name!r} is virtual, but no node before it makes it")
+    most = MOST_AXES if node.node_type.name not in MERGED else len(shape)
+    if not 1 <= len(shape) <= most or min(shape) < 1 or len(tensor.stride) != len(shape):
+        raise ArgumentError(
+            f"{title(node)}: its {port} {tensor.name!r} has shape {shape} and strides {tuple(tensor.stride)}; "
+            f"give 1 to {MOST_AXES} axes, a stride for each, and no empty axis"
+        )
+    return shape
+
+
+def _output_shape(node: Any, port: str, tensor: Any, shapes: dict[int, Shape]) -> Shape:
+    declared = tuple(tensor.dim)
+    rule = RULES.get(node.node_type.name)
+    if rule is not None:
+        inputs = {name: shapes[source.uid] for name, source in node.inputs.items()}
+        shape = rule(node, inputs, declared, tensor.dim_assigned)
+    elif declared:
+        shape = declared
+    else:
+        raise GraphNotSupportedError(
+            f"{title(node)}: handlepool has no shape rule for this kind of node; call set_dim on its output {port}"
+        )
+    if tensor.dim_assigned and declared != shape:
+        raise ArgumentError(
+            f"{title(node)}: its output {port} was declared with shape {declared}, but comes out as {shape}; "
+            "drop the set_dim or correct it"
+        )
+    if tensor.stride_assigned and len(tensor.stride) != len(shape):
+        raise ArgumentError(
+            f"{title(node)}: its output {port} of shape {shape} was given strides {tuple(tensor.stride)}; one per axis"
+        )
+    if (elements := math.prod(shape)) > MOST_ELEMENTS:
+        raise ArgumentError(
+            f"{title(node)}: its output {port} of shape {shape} has {elements:,} elements, and cuDNN's tensors have at most "
+            f"{MOST_ELEMENTS:,}; compute it in parts"
+        )
+    return shape
+
+
+def _output_order(node: Any, tensor: Any, shapes: dict[int, Shape], orders: dict[int, Shape]) -> Shape:
+    shape = shapes[tensor.uid]
+    if tensor.stride_assigned:
+        return axis_order(shape, tensor.stride)
+    sources = [t.uid for t in node.inputs.values() if len(shapes[t.uid]) == len(shape) and not t.is_pass_by_value]
+    if not sources or node.node_type.name == "MATMUL":
+        return tuple(range(len(shape)))
+    if node.node_type.name == "POINTWISE":
+        return orders[next((uid for uid in sources if shapes[uid] == shape), sources[0])]
+    return orders[sources[0]]

@@ -1,0 +1,207 @@
+"""How an array lies in memory: what a plan takes and gives, and what it can be built for before there are arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from handlepool._util import as_integer, shown
+from handlepool.errors import ArgumentError, ArrayTypeError
+from handlepool.tensors import frontend
+from handlepool.tensors.inference import dense_strides
+
+HOST = -1
+"""Stands for a device's ordinal where memory is the host's."""
+UNKNOWN = -2
+"""Stands for a device's ordinal where the library does not say."""
+
+
+class View:
+    """An array of another library's memory; neither copied nor freed here.
+
+    Attributes
+    ----------
+    ptr : int
+        Address of the first element.
+    shape, strides : tuple of int
+        Strides in bytes.
+    dtype : numpy.dtype
+    device_id : int
+        Ordinal, or `HOST`, or `UNKNOWN`.
+    readonly : bool
+    owner : object
+        Keeps the memory alive.
+    """
+
+    __slots__ = ("__weakref__", "device_id", "dtype", "owner", "ptr", "readonly", "shape", "strides")
+
+    def __init__(
+        self,
+        ptr: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: np.dtype[Any],
+        device_id: int,
+        readonly: bool,
+        owner: object,
+    ) -> None:
+        self.ptr = ptr
+        self.shape = shape
+        self.strides = strides
+        self.dtype = dtype
+        self.device_id = device_id
+        self.readonly = readonly
+        self.owner = owner
+
+    @property
+    def data(self) -> "View":
+        """Itself: CuPy's arrays have their pointer and their device there, and a launch reads both forms alike."""
+        return self
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    def __repr__(self) -> str:
+        return f"<View of {self.dtype} {self.shape} at {self.ptr:#x} of {type(self.owner).__qualname__}>"
+
+    def as_numpy(self) -> np.ndarray[Any, Any]:
+        """A NumPy array over host memory that keeps the owner alive."""
+        if not self.size:
+            return np.empty(self.shape, self.dtype)
+        return np.asarray(_Interface(self)).view(self.dtype)
+
+
+class _Interface:
+    """A view by NumPy's array interface, which has no name for the types of ml_dtypes: elements are as many raw bytes."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": view.shape,
+            "strides": view.strides,
+            "typestr": f"|V{view.dtype.itemsize}",
+            "data": (view.ptr, view.readonly),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape, strides in bytes and type of an array; equal for arrays that a plan cannot tell apart.
+
+    Attributes
+    ----------
+    reach : int
+        Bytes from the first element's begin to the last one's end.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    reach: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        reach = sum((extent - 1) * step for extent, step in zip(self.shape, self.strides, strict=True)) + self.dtype.itemsize
+        object.__setattr__(self, "reach", reach)
+
+    @classmethod
+    def of(cls, array: Any) -> "Layout":
+        """The layout of anything with ``shape``, ``strides`` in bytes and ``dtype``."""
+        return cls(tuple(array.shape), tuple(array.strides), np.dtype(array.dtype))
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    def lies_as(self, other: "Layout") -> bool:
+        """Whether another one has the same elements at the same places; strides of axes of extent 1 say nothing."""
+        steps = zip(self.shape, self.strides, other.strides, strict=True) if self.shape == other.shape else ()
+        same = (self.shape, self.dtype) == (other.shape, other.dtype)
+        return same and all(extent == 1 or a == b for extent, a, b in steps)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape} with strides {self.strides} bytes"
+
+
+class ArraySpec:
+    """An array that is not there yet, for `GraphFunction.compile` and `GraphFunction.plan_for`.
+
+    Parameters
+    ----------
+    shape : sequence of int
+    dtype : numpy.dtype or what makes one
+        Also "bfloat16" and the 8-bit floating-point types of ml_dtypes, by name.
+    layout : {"NCHW", "NHWC"} or sequence of int
+        Contiguous, or channels-last in memory, for any number of axes; or the strides in bytes. They must be those of the arrays
+        to come, also along axes of extent 1, or the plan is not found.
+
+    Examples
+    --------
+    >>> x = ArraySpec((8, 64, 56, 56), "float16", "NHWC")                                                # doctest: +SKIP
+    >>> plan = conv.compile(x, ArraySpec((32, 64, 3, 3), "float16", "NHWC"))                             # doctest: +SKIP
+    """
+
+    __slots__ = ("dtype", "shape", "strides")
+
+    def __init__(self, shape: Sequence[int], dtype: Any, layout: str | Sequence[int] = "NCHW") -> None:
+        self.dtype = as_dtype(dtype)
+        try:
+            self.shape = tuple(map(as_integer, shape))
+        except TypeError:
+            self.shape = (-1,)
+        if any(extent < 0 for extent in self.shape):
+            raise ArgumentError(f"an array of shape {shown(shape)}: each extent must be an integer, 0 or more")
+        if isinstance(layout, str):
+            rank = len(self.shape)
+            orders = {"NCHW": tuple(range(rank)), "NHWC": (0, *range(2, rank), 1) if rank > 1 else tuple(range(rank))}
+            if layout not in orders:
+                raise ArgumentError(f"layout={shown(layout)}; it can be 'NCHW', 'NHWC' or the strides in bytes")
+            self.strides = tuple(step * self.dtype.itemsize for step in dense_strides(self.shape, orders[layout]))
+        else:
+            try:
+                self.strides = tuple(map(as_integer, layout))
+            except TypeError:
+                raise ArgumentError(f"layout={shown(layout)}; it can be 'NCHW', 'NHWC' or the strides in bytes") from None
+            if len(self.strides) != len(self.shape):
+                raise ArgumentError(f"{len(self.strides)} strides for the {len(self.shape)} axes of shape {self.shape}")
+
+    def __repr__(self) -> str:
+        return f"ArraySpec({self.shape}, {self.dtype.name!r}, {self.strides})"
+
+
+def as_dtype(value: Any) -> np.dtype[Any]:
+    """NumPy's data type for whatever names one.
+
+    Raises
+    ------
+    ArrayTypeError
+        For what names none, a type that cuDNN has not, or one that needs ml_dtypes where that is missing.
+    """
+    try:
+        dtype = np.dtype("nothing" if value is None else value)  # NumPy takes None for float64
+    except (TypeError, ValueError):
+        if not isinstance(value, str) or value not in frontend.NAMES:
+            raise ArrayTypeError(f"{shown(value)} is no data type; cuDNN has {', '.join(frontend.NAMES)}") from None
+        try:
+            import ml_dtypes
+        except ImportError as error:
+            raise ArrayTypeError(f"arrays of {value} need the package ml_dtypes: pip install ml_dtypes") from error
+        dtype = np.dtype(getattr(ml_dtypes, value))
+    if dtype.name not in frontend.NAMES:
+        raise ArrayTypeError(f"cuDNN has no data type {dtype.name!r}; it has {', '.join(frontend.NAMES)}")
+    return dtype

@@ -1,0 +1,1 @@
+"""For tests: what results are judged by."""

@@ -1,0 +1,129 @@
+"""What results are judged by: convolution in float64 with SciPy, sharing nothing with the drivers.
+
+Needs SciPy, which the extras ``demo`` and ``test`` bring.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+from scipy import signal, special
+
+from handlepool._util import shown
+from handlepool.errors import ArgumentError
+
+Array = npt.NDArray[np.float64]
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "relu": lambda y: np.maximum(y, 0),
+    "sigmoid": special.expit,
+    "tanh": np.tanh,
+    "gelu": lambda y: y * special.ndtr(y),
+    "swish": lambda y: y * special.expit(y),
+}
+MODES: Mapping[str, Callable[..., Array]] = {
+    "cross_correlation": signal.correlate2d,
+    "convolution": signal.convolve2d,
+}
+
+
+def conv2d(
+    x: npt.ArrayLike,
+    w: npt.ArrayLike,
+    *,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    mode: str = "cross_correlation",
+    bias: npt.ArrayLike | None = None,
+    activation: str | None = None,
+) -> Array:
+    """Convolve images with filters in float64: one plane by one filter at a time, every tap a multiplication.
+
+    Nothing goes through a Fourier transform, so that errors stay at the rounding of float64.
+
+    Parameters
+    ----------
+    x : array_like, shape (N, C, H, W)
+        Images.
+    w : array_like, shape (K, C / groups, R, S)
+        Filters.
+    stride, padding, dilation : int or (int, int)
+        Along height and width, in pixels; zeros are padded on both sides.
+    groups : int
+        Groups of channels that are convolved apart.
+    mode : {"cross_correlation", "convolution"}
+        As neural networks mean it, or with the filters turned around, as mathematics does.
+    bias : array_like, shape (K,), optional
+        Added to each channel.
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+        Applied last; "gelu" with the exact error function.
+
+    Returns
+    -------
+    ndarray of float64, shape (N, K, P, Q)
+
+    Raises
+    ------
+    ArgumentError
+        For shapes that do not fit each other, or a mode or activation that is none of the above.
+    """
+    if mode not in MODES or (activation is not None and activation not in ACTIVATIONS):
+        raise ArgumentError(
+            f"reference conv2d: mode={shown(mode)}, activation={shown(activation)}; the modes are {', '.join(MODES)}, "
+            f"the activations {', '.join(ACTIVATIONS)}"
+        )
+    images, filters = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    _check_shapes(images.shape, filters.shape, groups)
+    steps, margins, gaps = _pair(stride), _pair(padding), _pair(dilation)
+    images = np.pad(images, ((0, 0), (0, 0), *((margin, margin) for margin in margins)))
+    filters = _dilate(filters, gaps)
+    if images.shape[2] < filters.shape[2] or images.shape[3] < filters.shape[3]:
+        raise ArgumentError(f"reference conv2d: filters of {filters.shape[2:]} after dilation exceed {images.shape[2:]} pixels")
+
+    slide = MODES[mode]
+    width, per_group = filters.shape[1], filters.shape[0] // groups
+    result = np.zeros(
+        (
+            images.shape[0],
+            filters.shape[0],
+            (images.shape[2] - filters.shape[2]) // steps[0] + 1,
+            (images.shape[3] - filters.shape[3]) // steps[1] + 1,
+        )
+    )
+    for n, k in np.ndindex(result.shape[:2]):
+        first = k // per_group * width
+        for c in range(width):
+            result[n, k] += slide(images[n, first + c], filters[k, c], mode="valid")[:: steps[0], :: steps[1]]
+    if bias is not None:
+        result += np.asarray(bias, np.float64).reshape(1, -1, 1, 1)
+    return result if activation is None else ACTIVATIONS[activation](result)
+
+
+def _check_shapes(x: tuple[int, ...], w: tuple[int, ...], groups: int) -> None:
+    if len(x) != 4 or len(w) != 4 or groups < 1 or x[1] != w[1] * groups or w[0] % groups or 0 in w:
+        raise ArgumentError(
+            f"reference conv2d: x {x}, w {w} and groups={shown(groups)} do not fit; give (N, C, H, W), (K, C / groups, R, S) and "
+            "a number of groups that divides K"
+        )
+
+
+def _dilate(filters: Array, gaps: tuple[int, int]) -> Array:
+    (k, c, r, s), (rows, columns) = filters.shape, gaps
+    spread = np.zeros((k, c, (r - 1) * rows + 1, (s - 1) * columns + 1))
+    spread[:, :, ::rows, ::columns] = filters
+    return spread
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (int(value[0]), int(value[1])) if isinstance(value, (tuple, list)) else (int(value), int(value))
+
+
+def relative_error(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
+    """Return the norm of the error by the norm of what was expected; 0 for two zeros, infinity for a NaN."""
+    right = np.asarray(expected, np.float64)
+    error, norm = (float(np.linalg.norm(part)) for part in (np.asarray(actual, np.float64) - right, right))
+    if error == 0:
+        return 0.0
+    return error / norm if norm > 0 and np.isfinite(error) else float("inf")

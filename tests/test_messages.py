@@ -1,0 +1,298 @@
+"""No message shows an array's values, whatever argument of whatever public function the array is."""
+
+import functools
+import inspect
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import handlepool
+from handlepool import ArraySpec, GraphFunction, HandlePool, ParallelStateExecutor, ParallelStates, drivers, ops
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.testing import reference
+
+MARK = 123456
+"""In every value of every array; -MARK where an integer is taken."""
+
+
+class Tensor:
+    """A tensor of a library that gives its memory away, shows its values, and can be hashed, as torch's."""
+
+    shape, dtype = (2,), "float32"
+
+    def __dlpack__(self, **_):
+        raise BufferError("not now")
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+    def __repr__(self):
+        return f"tensor([{MARK}.789, {MARK}.789])"
+
+
+@functools.cache
+def arrays():
+    """By name, what shows values when it is printed."""
+    full = np.full((2, 3), -MARK - 0.789, np.float32)
+    found = {
+        "array": full,
+        "array of one": full[:1, 0],
+        "integer": np.array(-MARK),
+        "integers": np.full(4, -MARK),
+        "image": np.full((1, 4, 6, 6), MARK + 0.789, np.float64),
+        "tensor": Tensor(),
+    }
+    wrapped = {
+        "list of": lambda array: [array],
+        "tuple of": lambda array: (array, array),
+        "dictionary of": lambda array: {"x": array},
+        "dictionary by": lambda array: {array: array},
+        "partial of": lambda array: functools.partial(print, array),
+        "attribute of": lambda array: SimpleNamespace(x=array, __name__="x"),
+    }
+    for name in ("array", "tensor"):
+        for around, wrap in wrapped.items():
+            if (name, around) != ("array", "dictionary by"):
+                found[f"{around} {name}"] = wrap(found[name])
+    return found
+
+
+def conv(g, x, w, b=None, *, padding=1):
+    y = g.conv_fprop(x, w, padding=[padding] * 2, stride=[1, 1], dilation=[1, 1], name="conv")
+    return y if b is None else g.bias(y, b)
+
+
+def shown(*_, **__):
+    return None
+
+
+@pytest.fixture
+def default(make_pool, monkeypatch):
+    pool = make_pool(devices=1, check_order=False)
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with pool.driver.create_stream():
+        yield pool
+
+
+def case(function, *args, **kwargs):
+    return function, args, kwargs
+
+
+SETTINGS = {
+    "name": "name",
+    "io_dtype": "float32",
+    "intermediate_dtype": "float32",
+    "compute_dtype": "float32",
+    "workspace_limit": None,
+    "allow_tf32": True,
+    "deterministic": False,
+    "heuristics": "A",
+}
+COMMON = {"out": None, "workspace_limit": None, "allow_tf32": True, "deterministic": False, "pool": None}
+GEOMETRY = {"stride": 1, "padding": 1, "dilation": 1, "groups": 1}
+CONVOLUTION = GEOMETRY | COMMON | {"mode": "cross_correlation", "bias": None, "activation": None}
+
+
+def cases(pool):
+    """By name, a call of each public function with good arguments, all of them given."""
+    asarray = pool.driver.asarray
+    x, w, b = (asarray(np.ones(shape, np.float32)) for shape in ((1, 4, 6, 6), (4, 4, 3, 3), (1, 4, 1, 1)))
+    plain = handlepool.graph(conv)
+    y = plain(x, w)
+    plan = plain.plan_for(x, w)
+    states = ParallelStates(2, pool=pool)
+    executor = ParallelStateExecutor(1, pool=pool)
+    program = handlepool.record(plain, x, w, pool=pool)
+
+    def in_fork(method):
+        def call(*args, **kwargs):
+            with states.fork() as fork:
+                getattr(fork, method)(*args, **kwargs)
+
+        return call
+
+    def decorated(*args, **kwargs):
+        return handlepool.graph(*args, **kwargs)(x, w)
+
+    def submitted(*args, **kwargs):
+        return executor.submit(*args, **kwargs).result()
+
+    def with_pool(**kwargs):
+        with HandlePool(**kwargs) as made:
+            made.get_handle()
+
+    def with_executor(*args, **kwargs):
+        with ParallelStateExecutor(*args, **kwargs) as made:
+            made.submit(int, 3).result()
+
+    def entered(*args, **kwargs):
+        with handlepool.Fork(*args, **kwargs) as fork:
+            fork.run(int, 3)
+
+    found = {
+        "get_handle": case(handlepool.get_handle, stream=None),
+        "get_workspace": case(handlepool.get_workspace, nbytes=8, stream=None),
+        "prewarm": case(handlepool.prewarm, states=1, workspace=8, stream=None),
+        "stats": case(handlepool.stats, device=0),
+        "trim": case(handlepool.trim, captured=False),
+        "close": case(handlepool.close),
+        "default_pool": case(handlepool.default_pool),
+        "set_default_pool": case(handlepool.set_default_pool, pool),
+        "with_cudnn_state": case(handlepool.with_cudnn_state, 0, shown, x, y=3),
+        "graph": case(decorated, conv, inputs=["x", "w"], outputs=["conv::Y"], **SETTINGS),
+        "record": case(handlepool.record, plain, x, w, pool=pool, padding=1),
+        "conv2d": case(handlepool.conv2d, x, w, **CONVOLUTION),
+        "conv2d, out": case(handlepool.conv2d, x, w, None, padding=1, out=y),
+        "conv2d_input_grad": case(handlepool.conv2d_input_grad, y, w, x.shape, **GEOMETRY, **COMMON),
+        "conv2d_weight_grad": case(handlepool.conv2d_weight_grad, x, y, w.shape, **GEOMETRY, **COMMON),
+        "ops.conv2d_plan": case(ops.conv2d_plan, x, w, **CONVOLUTION),
+        **{f"ops.{kind}": case(getattr(ops, kind), x, out=None, pool=None) for kind in ops.ACTIVATIONS},
+        "ArraySpec": case(ArraySpec, (1, 4, 6, 6), "float32", layout="NCHW"),
+        "Fork": case(entered, pool, 2, None),
+        "Fork.run": case(in_fork("run"), plain, x, w, b, padding=1),
+        "Fork.run, conv2d": case(in_fork("run"), handlepool.conv2d, x, w, None, **CONVOLUTION),
+        "Fork.run, conv2d_input_grad": case(
+            in_fork("run"), handlepool.conv2d_input_grad, y, w, x.shape, None, **GEOMETRY, **COMMON
+        ),
+        "Fork.run, relu": case(in_fork("run"), ops.relu, x, None, pool=None),
+        "Fork.run, function": case(in_fork("run"), shown, x, y=3),
+        "Fork.map": case(in_fork("map"), plain, [x, x], [w, w], out=None),
+        "GraphFunction": case(GraphFunction, conv, inputs=None, outputs=None, check=None, copies=True, **SETTINGS),
+        "GraphFunction, called": case(plain, x, w, b, padding=1, out=y),
+        "GraphFunction, called with fewer": case(plain, x, w, b=b),
+        "GraphFunction.cache_clear": case(plain.cache_clear),
+        "GraphFunction.compile": case(plain.compile, x, w, out=None, padding=1),
+        "GraphFunction.options": case(plain.options, **SETTINGS),
+        "GraphFunction.plan": None,  # what calls and forks stand on
+        "GraphFunction.plan_for": case(plain.plan_for, x, w, out=None, padding=1),
+        "GraphFunction.prepare": None,
+        "GraphFunction.run": case(plain.run, {"x": x, "w": w}, padding=1),
+        "GraphFunction.run, entries": case(lambda a, c: plain.run({"x": a, c: w}), x, "w"),
+        "GraphFunction.tune": case(plain.tune, x, w, states=states, out=None, padding=1),
+        "HandlePool": case(with_pool, driver="host", scratch_limit=None, idle_limit=3, plan_limit=3, check=True),
+        "HandlePool.cache_clear": case(pool.cache_clear),
+        "HandlePool.close": case(HandlePool(driver="host").close),
+        "HandlePool.device": None,
+        "HandlePool.drain": None,
+        "HandlePool.get_handle": case(pool.get_handle, stream=None),
+        "HandlePool.get_workspace": case(pool.get_workspace, nbytes=8, stream=None),
+        "HandlePool.give_back": None,
+        "HandlePool.on_device": None,
+        "HandlePool.park": None,
+        "HandlePool.prewarm": case(pool.prewarm, states=1, workspace=8, stream=None),
+        "HandlePool.slot": None,
+        "HandlePool.sound": None,
+        "HandlePool.stats": case(pool.stats, device=0),
+        "HandlePool.trim": case(pool.trim, captured=False),
+        "ParallelStateExecutor": case(with_executor, 1, pool=pool, thread_name_prefix="x", initializer=None, initargs=()),
+        "ParallelStateExecutor.shutdown": case(ParallelStateExecutor(1, pool=pool).shutdown, wait=True, cancel_futures=False),
+        "ParallelStateExecutor.submit": case(submitted, plain, x, w, padding=1),
+        "ParallelStates": case(ParallelStates, 2, pool=pool),
+        "ParallelStates.fork": case(lambda **kwargs: states.fork(**kwargs).__enter__().__exit__(None, None, None), stream=None),
+        "ParallelStates.map": case(states.map, plain, [x, x], [w, w], out=[y, None]),
+        "ParallelStates.with_state": case(states.with_state, 0, lambda state, n: state.workspace(n), 8),
+        "Plan.build": case(plan.build, 0),
+        "Plan.select": case(plan.select, 0),
+        "Program": None,
+        "Program.close": None,
+        "Program.replay": case(program.replay, stream=None),
+        "Program.update": case(program.update, x, w),
+        "Program.update, by name": case(program.update, x=x),
+        "StreamFuture": None,
+        "StreamFuture.result": case(executor.submit(int, 3).result, timeout=3),
+        "StreamFuture.synchronize": case(executor.submit(int, 3).synchronize, timeout=3),
+        "drivers.available": case(drivers.available, "host"),
+        "drivers.choose": case(drivers.choose, "host"),
+        "drivers.load": case(drivers.load, "host"),
+        "drivers.host.HostDriver": case(
+            HostDriver, devices=1, scheduler="threads", seed=0, memory=1000, checks=True, check_order=False
+        ),
+        "reference.conv2d": case(
+            reference.conv2d,
+            np.ones(x.shape),
+            np.ones(w.shape),
+            **GEOMETRY,
+            mode="convolution",
+            bias=None,
+            activation=None,
+        ),
+        "reference.relative_error": case(reference.relative_error, np.ones(3), np.ones(3)),
+    }
+    return {name: each for name, each in found.items() if each}, found, executor.shutdown
+
+
+def public():
+    """What is public: functions, classes and their methods."""
+    names = {name: getattr(handlepool, name) for name in handlepool.__all__}
+    names |= {f"ops.{name}": getattr(ops, name) for name in ops.__all__ if name not in handlepool.__all__}
+    for name, value in list(names.items()):
+        if isinstance(value, type) and issubclass(value, Exception):
+            del names[name]
+        elif isinstance(value, type):
+            methods = inspect.getmembers(value, inspect.isfunction)
+            names |= {
+                f"{name}.{method}": f for method, f in methods if method[0] != "_" and f.__module__.startswith("handlepool")
+            }
+    return {name for name, value in names.items() if callable(value)}
+
+
+def test_every_public_function_is_among_the_cases(default):
+    _, found, shutdown = cases(default)
+    shutdown()
+    assert public() - found.keys() == set()
+
+
+def texts(error, seen=()):
+    """What a traceback would show of an error and of those it came from."""
+    if error is None or error in seen:
+        return
+    yield f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+    yield from texts(error.__cause__, (*seen, error))
+    if not error.__suppress_context__:
+        yield from texts(error.__context__, (*seen, error))
+
+
+@pytest.mark.parametrize("kind", arrays())
+def test_no_message_shows_an_arrays_values(default, caplog, kind):
+    caplog.set_level(logging.DEBUG)
+    good, _, shutdown = cases(default)
+    value, wrong, raised = arrays()[kind], [], 0
+    for name, (function, args, kwargs) in good.items():
+        calls = [((*args[:k], value, *args[k + 1 :]), kwargs) for k in range(len(args))]
+        calls += [(args, kwargs | {key: value}) for key in kwargs]
+        for where, (given, named) in zip([*range(len(args)), *kwargs], calls, strict=True):
+            try:
+                function(*given, **named)
+            except Exception as error:
+                raised += 1
+                wrong += [f"{name}, {where}: {text}" for text in texts(error) if str(MARK) in text]
+    shutdown()
+    assert not wrong, "\n".join(wrong)
+    assert str(MARK) not in caplog.text
+    assert raised > 100
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda g, x, a: g.conv_fprop(x, a, padding=[1, 1], stride=[1, 1], dilation=[1, 1]),
+        lambda g, x, a: g.conv_fprop(x, x, padding=a, stride=[1, 1], dilation=[1, 1]),
+        lambda g, x, a: a,
+        lambda g, x, a: (g.relu(x), a),
+        lambda g, x, a: {"outputs": [a]},
+        lambda g, x, a: {"inputs": [a], "outputs": [g.relu(x)]},
+        lambda g, x, a: {"outputs": [g.relu(x)], (a,): 3} if isinstance(a, Tensor) else {"outputs": [a, a]},
+    ],
+)
+@pytest.mark.parametrize("kind", ["array", "integer", "integers", "tensor", "list of array", "tuple of tensor"])
+def test_no_message_about_a_graph_shows_an_arrays_values(default, build, kind):
+    x, value = np.ones((1, 4, 6, 6), np.float32), arrays()[kind]
+    graph, error = handlepool.graph(lambda g, x: build(g, x, value)), None
+    try:
+        graph(x)
+    except Exception as trouble:
+        error = trouble
+    assert error is not None
+    assert [text for text in texts(error) if str(MARK) in text] == []
