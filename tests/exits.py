@@ -330,7 +330,7 @@ def forked():
 def forked_among_locks():
     """A child made by os.fork while other threads load a driver, create a handle and begin to check."""
     from handlepool import drivers
-    from handlepool.drivers.cuda import driver
+    from handlepool.drivers.cuda import shared
     from handlepool.pool import handles
 
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -343,7 +343,7 @@ def forked_among_locks():
         return load(name)
 
     def hold():
-        with handles._create_lock, driver._lock:
+        with handles._create_lock, shared._lock:
             held.wait(TIMEOUT)
             end.wait(TIMEOUT)
 

@@ -203,7 +203,7 @@ def counts():
 @pytest.fixture(scope="module")
 def cuda_counts():
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    pytest.importorskip("handlepool.drivers.cuda", reason="the cuda driver's packages are not installed")
+    pytest.importorskip("handlepool.drivers.cuda.driver", reason="the cuda driver's packages are not installed")
     return count_cuda()
 
 

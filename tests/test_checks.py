@@ -334,11 +334,11 @@ def test_cupys_functions_are_replaced_while_a_pool_watches_alone():
     program = """
 from cupy.fft import _fft
 from cupy.random import _generator
-from handlepool.drivers.cuda import driver
+from handlepool.drivers.cuda import shared
 
 before = _fft.get_plan_cache, _generator.get_random_state
 names = []
-first, second = driver.watch(names.append), driver.watch(names.append)
+first, second = shared.watch(names.append), shared.watch(names.append)
 assert _fft.get_plan_cache is not before[0]
 for use in (_fft.get_plan_cache, _generator.get_random_state):
     try:

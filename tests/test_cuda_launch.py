@@ -12,7 +12,7 @@ from handlepool.graphs import launch
 from handlepool.graphs.plan import Plan
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-cuda = pytest.importorskip("handlepool.drivers.cuda", reason="the cuda driver's packages are not installed")
+cuda = pytest.importorskip("handlepool.drivers.cuda.driver", reason="the cuda driver's packages are not installed")
 
 
 class Handle:

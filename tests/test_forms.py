@@ -280,3 +280,33 @@ def test_an_operand_that_is_taken_twice_is_right_or_refused(arrays):
         residual_of_itself(arrays.random(2, 1, 7, 6), arrays.random(16, 1, 3, 3))
     with pytest.raises(GraphNotSupportedError, match="something comes behind node 'conv_dgrad"):
         gradient_relu(x, w)
+
+
+@handlepool.graph
+def scaled_sum(g, x, y, z):
+    return g.relu(g.add(g.mul(x, y), z))
+
+
+@handlepool.graph
+def product_added(g, a, b, z):
+    return g.add(g.matmul(a, b), z)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [((8, 1), (8, 1)), ((1, 32), (1, 32)), ((8, 1), (1, 32)), ((1, 1), (1, 1)), ((8, 32), (8, 1))]
+)
+def test_what_is_between_two_nodes_has_the_whole_extent(arrays, first, second):
+    """Seen on a GPU: the sum of a product of two columns and a whole array was wrong in every element."""
+    x, y, z = arrays.random(*first), arrays.random(*second), arrays.random(8, 32)
+    expected = np.maximum(arrays.take(x) * arrays.take(y) + arrays.take(z), 0)
+    assert arrays.error(scaled_sum(x, y, z), expected) < 1e-2
+    copied = {copy.operand: copy.shape for copy in scaled_sum.plan_for(x, y, z).copies}
+    assert copied == ({} if (8, 32) in (first, second) else {0: (8, 32)})
+
+
+def test_products_of_one_row_and_one_column_have_nothing_behind(arrays):
+    """Seen on a GPU: two of three sums of such a product and an addend were wrong."""
+    a, b, z = arrays.random(3, 1, 32), arrays.random(3, 32, 1), arrays.random(3, 1, 1)
+    assert arrays.error(product(a, b), arrays.take(a) @ arrays.take(b)) < 1e-2
+    with pytest.raises(GraphNotSupportedError, match="makes one element of each pair"):
+        product_added(a, b, z)

@@ -18,7 +18,7 @@ from handlepool import HandlePool
 from handlepool.pool import default, pool, slot
 
 OF_THE_POOL = ("get_handle", "get_workspace", "prewarm", "stats", "trim")
-MODULES = {"drivers", "errors", "ops", "reference"}
+MODULES = {"drivers", "errors", "ops", "testing"}
 
 
 def test_dir_is_what_is_public_and_nothing_else():

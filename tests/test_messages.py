@@ -226,6 +226,7 @@ def cases(pool):
 def public():
     """What is public: functions, classes and their methods."""
     names = {name: getattr(handlepool, name) for name in handlepool.__all__}
+    names = {name: value for name, value in names.items() if not getattr(value, "_is_protocol", False)}  # for annotations alone
     names |= {f"ops.{name}": getattr(ops, name) for name in ops.__all__ if name not in handlepool.__all__}
     for name, value in list(names.items()):
         if isinstance(value, type) and issubclass(value, Exception):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
-pytest.importorskip("handlepool.drivers.cuda", reason="the cuda driver's packages are not installed")
+pytest.importorskip("handlepool.drivers.cuda.driver", reason="the cuda driver's packages are not installed")
 
 import cupy
 from no_gpu import World, addresses

@@ -212,21 +212,22 @@ def _pointwise(forms: _Forms) -> None:
         for tensor, shape in zip(forms.operands, shapes, strict=True)
     ]
     sizes = [_itemsize(tensor) for tensor in forms.operands]
+    whole = _to_be_filled(forms, steps)
+
+    def parts(place: int, split: int) -> tuple[list[int], list[int], bool]:
+        return (extents, steps[place], False) if place in whole else _parts(steps[place], extents, split)
 
     def cost(split: int) -> int:
-        parts = [_parts(each, extents, split) for each in steps]
-        return sum(math.prod(shape) * size for (shape, _, fits), size in zip(parts, sizes, strict=True) if not fits)
+        chosen = [parts(place, split) for place in range(len(steps))]
+        return sum(math.prod(shape) * size for (shape, _, fits), size in zip(chosen, sizes, strict=True) if not fits)
 
     split = min(range(len(axes) + 1), key=cost)
     fills = []
     for place, each in enumerate(steps):
-        shape, along, fits = _parts(each, extents, split)
-        fill = (any(each[:split]), any(each[split:]))
-        if not place and not any(map(all, steps[: forms.inputs])):  # cuDNN has no plan where no input fills the output
-            shape, along, fits, fill = extents, each, False, (split > 0, split < len(axes))
+        shape, along, fits = parts(place, split)
         if not fits:
             forms.copy(place, shape, along)
-        fills.append(fill)
+        fills.append((split > 0, split < len(axes)) if place in whole else (any(each[:split]), any(each[split:])))
     size, columns = math.prod(extents), math.prod(extents[split:])
     if size == 1:  # cuDNN has no plan for one element: eight equal ones are computed
         size = columns = 8
@@ -241,6 +242,20 @@ def _pointwise(forms: _Forms) -> None:
         if columns < 8:
             columns = extents[-1]
     _declare_rows(forms, fills, size // columns, columns)
+
+
+def _to_be_filled(forms: _Forms, steps: Sequence[Sequence[int]]) -> set[int]:
+    """The operands to be copied to the whole extent, so that each node has an input of that.
+
+    Where all of a node's repeat along some axis, cuDNN has no plan, or computes a node behind it wrongly.
+    """
+    whole: set[int] = set()
+    for node in forms.graph.nodes:
+        places = [forms.places.get(tensor.uid) for tensor in node.inputs.values() if not tensor.is_pass_by_value]
+        given = [place for place in places if place is not None]
+        if len(given) == len(places) and not any(place in whole or all(steps[place]) for place in given):
+            whole.update(given[:1])
+    return whole
 
 
 def _parts(steps: Sequence[int], extents: Sequence[int], split: int) -> tuple[list[int], list[int], bool]:
@@ -365,6 +380,11 @@ def _matmul(forms: _Forms, node: Any) -> None:
     full = tuple(forms.operands[forms.inputs].dim)
     alone = len(forms.graph.nodes) == 1
     again = _used_again(forms, node, full)
+    if not alone and full[1:] == (1, 1):
+        raise GraphNotSupportedError(
+            f"{title(node)} makes one element of each pair, and cuDNN computes what comes behind that wrongly; make it a graph "
+            f"function of its own"
+        )
     factors = {node.inputs["A"].uid, node.inputs["B"].uid} - again
     addends = (full, (1, *full[1:]), (1, 1, full[2]), (1, full[1], 1), (1, 1, 1))
     for place, tensor in enumerate(forms.operands):

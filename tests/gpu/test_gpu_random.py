@@ -3,7 +3,7 @@
 import pytest
 from random_calls import WORKERS, seeds_of, survey
 
-CASES = 1200
+CASES = 1400
 CALLS = 2000
 
 

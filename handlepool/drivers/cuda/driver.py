@@ -5,11 +5,8 @@ runtime half of cuda-bindings is never used: it needs a driver as new as itself.
 by one thread at a time; who keeps it is the pool.
 """
 
-import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from importlib import import_module
 from typing import Any
 
 import cudnn
@@ -20,6 +17,7 @@ from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers.cuda import capture as recorded
+from handlepool.drivers.cuda import shared
 from handlepool.drivers.cuda.edges import with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.event_pool import Events
@@ -27,56 +25,6 @@ from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Copy, 
 from handlepool.errors import ArrayTypeError, CaptureError
 from handlepool.tensors import frontend
 from handlepool.tensors.layout import HOST, UNKNOWN, View
-
-_PASSED = (
-    ("cupy.fft", "cupy.fft._fft", "get_plan_cache"),
-    ("cupy.random", "cupy.random._generator", "get_random_state"),
-)
-"""What is reported, and the function that its users pass through: the module that looks it up, and its name there."""
-
-_reports: dict[object, Callable[[str], None]] = {}
-_replaced: list[tuple[Any, str, Any]] = []
-_lock = threading.RLock()  # guards both; CuPy's modules are imported inside, where the collector may run a finaliser
-
-
-def watch_uses(report: Callable[[str], None]) -> Callable[[], None]:
-    """Have ``report(name)`` called before each use, in the thread of the user; returns what ends it."""
-    with _lock:
-        if not _reports:
-            for name, module_name, attribute in _PASSED:
-                module = import_module(module_name)
-                function = getattr(module, attribute, None)
-                if function is not None:  # a CuPy that has it elsewhere is not watched
-                    _replaced.append((module, attribute, function))
-                    setattr(module, attribute, _reporting(name, function))
-        key = object()
-        _reports[key] = report
-
-    def end() -> None:
-        with _lock:
-            if _reports.pop(key, None) is not None and not _reports:
-                while _replaced:
-                    setattr(*_replaced.pop())
-
-    return end
-
-
-def _reporting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def reporting(*args: Any, **kwargs: Any) -> Any:
-        for report in tuple(_reports.values()):
-            report(name)
-        return function(*args, **kwargs)
-
-    return reporting
-
-
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread of the parent may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator
@@ -333,7 +281,7 @@ class CudaDriver:
         return None
 
     def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
-        return watch_uses(report)
+        return shared.watch(report)
 
     # Arrays and graphs
 
