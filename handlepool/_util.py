@@ -55,7 +55,10 @@ class _Shortened(reprlib.Repr):
                 text: str = getattr(self, f"repr_{container.__name__}")(x, level)
                 return text
         kind: Any = type(x)
-        if not (isinstance(x, _PLAIN) or kind.__repr__ is object.__repr__ or kind.__name__ == "dtype"):  # torch's
+        harmless = (
+            kind.__repr__ is object.__repr__ or kind.__name__ == "dtype" or hasattr(kind, "__cuda_stream__")
+        )  # torch's dtype
+        if not (harmless or isinstance(x, _PLAIN)):
             return f"<{kind_of(x)} object>"
         text = repr(x)
         return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

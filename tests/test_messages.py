@@ -223,13 +223,17 @@ def cases(pool):
     return {name: each for name, each in found.items() if each}, found, executor.shutdown
 
 
+def is_protocol(value):
+    """Whether it is for annotations alone."""
+    return getattr(value, "_is_protocol", False)
+
+
 def public():
     """What is public: functions, classes and their methods."""
     names = {name: getattr(handlepool, name) for name in handlepool.__all__}
-    names = {name: value for name, value in names.items() if not getattr(value, "_is_protocol", False)}  # for annotations alone
     names |= {f"ops.{name}": getattr(ops, name) for name in ops.__all__ if name not in handlepool.__all__}
     for name, value in list(names.items()):
-        if isinstance(value, type) and issubclass(value, Exception):
+        if isinstance(value, type) and (issubclass(value, Exception) or is_protocol(value)):
             del names[name]
         elif isinstance(value, type):
             methods = inspect.getmembers(value, inspect.isfunction)

@@ -108,7 +108,7 @@ def test_g3_a_stream_of_another_device_is_refused_before_anything_happens(make_p
         DeviceMismatchError, match=r"belongs to device 1 and the current device is 0; make device 1 current"
     ) as info:
         ask(pool, passed)
-    assert f"stream {stream.ptr:#x} belongs" in str(info.value)
+    assert repr(passed) in str(info.value)
     assert not EFFECTS & pool.driver.calls.keys()
     assert pool.driver.current_device() == 0
     assert_usable(pool)

@@ -19,7 +19,7 @@ class Speaks:
         return self.answer
 
     def __repr__(self):
-        raise AssertionError("it may show an array")
+        return "<a stream of tomorrow>"
 
 
 class HasProperty:
@@ -35,8 +35,8 @@ class HasProperty:
         (False, "False is no stream: bool has no __cuda_stream__"),
         (-5, r"-5 is no cudaStream_t"),
         (2.0, r"2.0 is no stream: float has no __cuda_stream__"),
-        (Speaks((1, 7)), r"of <test_pool_misuse.Speaks object> speaks version 1 of the protocol; .* version 0. Pass the pointer"),
-        (Speaks(7), r"of <test_pool_misuse.Speaks object> gave 7, not \(version, pointer\)"),
+        (Speaks((1, 7)), r"<a stream of tomorrow> speaks version 1 of the protocol; .* version 0. Pass the pointer"),
+        (Speaks(7), r"<a stream of tomorrow> gave 7, not \(version, pointer\)"),
         (Speaks((0, 1, 2)), r"gave \(0, 1, 2\), not \(version, pointer\)"),
         (Speaks((0, "7")), r"gave the pointer '7', which is no integer"),
         (Speaks((0, True)), r"gave the pointer True, which is no integer"),

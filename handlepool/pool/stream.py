@@ -67,7 +67,7 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
     if driver.owns_stream(stream):
         pointer = stream.ptr
         if pointer not in _DEFAULTS:
-            _check_device(pointer, stream.device_id, device)
+            _check_device(stream, stream.device_id, device)
             return StreamReference(device, pointer, (device, id(stream)), stream, stream)
     else:
         pointer = _pointer(stream)
@@ -84,13 +84,13 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
 def check_foreign(driver: Driver, reference: StreamReference) -> None:
     """Raise `DeviceMismatchError` when a bare pointer is a stream of another device; asked on a miss alone."""
     if reference.stream is None:
-        _check_device(reference.pointer, driver.stream_device(reference.pointer), reference.device)
+        _check_device(reference.owner, driver.stream_device(reference.pointer), reference.device)
 
 
-def _check_device(pointer: int, found: int, current: int) -> None:
+def _check_device(stream: object, found: int, current: int) -> None:
     if found not in (-1, current):
         raise DeviceMismatchError(
-            f"stream {pointer:#x} belongs to device {found} and the current device is {current}; make device {found} current, "
+            f"stream {shown(stream)} belongs to device {found} and the current device is {current}; make device {found} current, "
             f"as in `with cupy.cuda.Device({found}):`"
         )
 
