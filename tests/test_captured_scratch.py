@@ -194,6 +194,17 @@ def test_g9_trim_captured_knows_that_a_capture_is_over_whose_threads_have_all_en
     assert not pool.device(0).scratch._capturing
 
 
+def test_g11_a_capture_that_was_given_no_bytes_is_forgotten_with_the_thread_that_took_part(make_pool, in_thread):
+    pool = make_pool()
+    stream = pool.driver.create_stream()
+    stream.begin_capture("relaxed")
+    in_thread(pool.get_workspace, 0, stream)
+    assert pool.device(0).scratch._capturing
+    pool.drain()
+    assert not pool.device(0).scratch._capturing
+    stream.end_capture()
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_free_that_fails_loses_nothing(make_pool, k):
     pool = make_pool()

@@ -117,9 +117,10 @@ def test_what_a_program_keeps_may_close_it():
         assert not deferred.parked
 
 
-def test_whoever_settles_does_not_wait_for_a_thread_that_closes():
+def test_whoever_settles_neither_waits_for_a_thread_that_closes_nor_does_its_work():
     with Scene(HostDriver()) as scene:
         program = handlepool.record(lambda x: scene.plus(x, 1), scene.array(1), pool=scene.pool)
+        recording = program._recording
         inside, go_on = threading.Event(), threading.Event()
         destroy = scene.driver.destroy_event
 
@@ -135,11 +136,14 @@ def test_whoever_settles_does_not_wait_for_a_thread_that_closes():
         try:
             settler.join(TIMEOUT / 4)
             waits = settler.is_alive()
+            left = list(regions.parked)
         finally:
             go_on.set()
         closer.finish()
         settler.finish()
         assert not waits
+        assert left == [recording]
+        assert not regions.parked
 
 
 def test_two_programs_that_keep_what_closes_the_other_are_closed_by_two_threads():
