@@ -5,7 +5,8 @@ import pytest
 from arrays import FULL, TOLERANCE, Arrays
 
 import handlepool
-from handlepool import ArgumentError, ParallelStates, ops
+from handlepool import ArgumentError, GraphNotSupportedError, ParallelStates, ops
+from handlepool.drivers.host.driver import HostDriver
 from handlepool.testing import reference
 
 KINDS = ops.ACTIVATIONS
@@ -63,6 +64,31 @@ def test_a_convolution_with_an_activation_far_from_zero(each_pool, dtype, layout
     handlepool.conv2d(x, arrays.put(w), bias=bias, activation=kind, out=out)
     expected = reference.ACTIVATIONS[kind](arrays.take(x) + arrays.take(bias).reshape(-1, 1, 1))
     assert arrays.error(out, expected) < TOLERANCE[dtype]
+
+
+class Unfused(HostDriver):
+    """Has no plan for a graph of several nodes."""
+
+    def compile(self, graph, operands, **settings):
+        if len(graph.nodes) > 1:
+            raise GraphNotSupportedError("no plan")
+        return super().compile(graph, operands, **settings)
+
+
+@pytest.mark.parametrize("region", ["a call", "a fork"])
+def test_an_activation_without_a_plan_for_both_is_a_launch_of_its_own(make_pool, region):
+    pool = make_pool(driver=Unfused(scheduler="adversarial", check_order=True))
+    arrays = Arrays(pool)
+    with pool.driver.create_stream():
+        x, w = arrays.random(2, 16, 8, 8), arrays.random(8, 16, 3, 3)
+        if region == "a call":
+            ys = [handlepool.conv2d(x, w, activation="relu", pool=pool)]
+        else:
+            with ParallelStates(2, pool=pool).fork() as fork:
+                ys = [fork.run(handlepool.conv2d, x, w, activation="relu", pool=pool) for _ in range(3)]
+        expected = reference.conv2d(*map(arrays.take, (x, w)), activation="relu")
+        assert all(arrays.error(y, expected) < TOLERANCE["float32"] for y in ys)
+    assert pool.driver.calls["launch"] == 2 * len(ys)
 
 
 def test_activations_in_a_fork(each_pool):

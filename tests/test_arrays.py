@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from scenes import over_seeds
 
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, ParallelStateExecutor, ParallelStates, conv2d, ops
 from handlepool.tensors import dlpack
+from handlepool.tensors.layout import HOST, View
 from handlepool.testing.reference import conv2d as convolve
 from handlepool.testing.reference import relative_error as error
 
@@ -246,6 +248,41 @@ def test_the_cuda_array_interface_describes_shape_strides_type_and_stream():
     view, stream = dlpack.from_cuda_array(CudaInterface(strides=(4, 8), data=(512, True), stream=0x70))
     assert (view.strides, view.readonly, stream) == ((4, 8), True, 0x70)
     assert dlpack.from_cuda_array(CudaInterface())[1] is None
+
+
+@handlepool.graph
+def double(g, x):
+    return g.add(x, x)
+
+
+def in_use_elsewhere(scene):
+    """A branch over an array that says it is in use on another stream, which fills it before and overwrites it afterwards."""
+    other, out = scene.driver.create_stream(), scene.array()
+    with other:
+        x = scene.array(1)
+    foreign = CudaInterface(stream=other.ptr)
+    foreign.array = x
+    with scene.states.fork() as fork:
+        fork.run(double, foreign, out=out)
+    with other:
+        scene.put(x, lambda: 100)
+    return scene.read(out)
+
+
+@pytest.fixture
+def on_the_host(monkeypatch):
+    """What has the CUDA array interface is in the host's memory."""
+
+    def view(foreign):
+        x = foreign.array
+        address, stream = x.__array_interface__["data"][0], foreign.__cuda_array_interface__["stream"]
+        return View(address, x.shape, x.strides, x.dtype, HOST, False, x), stream
+
+    monkeypatch.setattr("handlepool.graphs.arrays.from_cuda_array", view)
+
+
+def test_g6_a_branch_is_ordered_with_the_stream_that_an_array_is_in_use_on(on_the_host):
+    assert set(over_seeds(in_use_elsewhere)) == {2}
 
 
 # Errors

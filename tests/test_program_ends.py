@@ -136,14 +136,14 @@ def test_whoever_settles_neither_waits_for_a_thread_that_closes_nor_does_its_wor
         try:
             settler.join(TIMEOUT / 4)
             waits = settler.is_alive()
-            left = list(regions.parked)
+            left = list(deferred.parked)
         finally:
             go_on.set()
         closer.finish()
         settler.finish()
         assert not waits
         assert left == [recording]
-        assert not regions.parked
+        assert not deferred.parked
 
 
 def test_two_programs_that_keep_what_closes_the_other_are_closed_by_two_threads():
