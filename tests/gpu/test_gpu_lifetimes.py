@@ -328,6 +328,7 @@ def test_g12_a_create_without_memory_is_an_error_with_numbers_and_works_when_it_
     assert pool.stats()["handles_live"] == 1 + MANY_HANDLES
 
 
+@pytest.mark.alone
 def test_g12_a_growth_without_memory_is_an_error_with_numbers_and_works_when_it_is_back(pool, stream, kernels):
     pool.get_handle()
     with Hog(), pytest.raises(OutOfMemoryError, match=r"of \d[\d,]* bytes are free"):
@@ -337,6 +338,7 @@ def test_g12_a_growth_without_memory_is_an_error_with_numbers_and_works_when_it_
     assert (kernels.copy(memory) == 3).all()
 
 
+@pytest.mark.alone
 def test_g12_idle_handles_and_scratch_are_given_back_before_an_error(pool, stream, in_thread):
     size = 64 << 20
     pool.get_handle()
@@ -347,6 +349,7 @@ def test_g12_idle_handles_and_scratch_are_given_back_before_an_error(pool, strea
     assert pool.stats()["scratch_bytes"] == size // 2
 
 
+@pytest.mark.alone
 def test_g12_convolutions_without_memory_are_errors_and_right_when_it_is_back(stream, random_array):
     x, w = random_array((4, 256, 14, 14)), random_array((256, 256, 3, 3))
     with HandlePool(driver="cuda") as pool:
