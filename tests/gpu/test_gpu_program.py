@@ -431,6 +431,7 @@ def test_captures_of_other_threads_survive_records_updates_replays_and_closes(po
         body()
 
 
+@pytest.mark.alone
 def test_a_program_gives_its_memory_back_after_its_outputs(pool, stream):
     def body(x):
         return (x + 1) * 2
