@@ -1,7 +1,7 @@
 """Programs that end with handles, states, forks and executors alive in several threads: how many of 50 ends are clean.
 
-Clean means the return code that the program asks for and nothing on standard error. The programs are in tests/exits.py, each end
-is a process of its own, a few of them at a time.
+Clean means the return code that the program asks for and nothing on standard error. The programs are in tests/harness/exits.py;
+each end is a process of its own, a few of them at a time.
 """
 
 import json
@@ -23,7 +23,7 @@ def run(name: str, code: int, driver: str) -> str:
     """What was not clean about one end, or ''."""
     paths = [str(TESTS.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {"HANDLEPOOL_DRIVER": driver, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, str(TESTS / "exits.py"), name]
+    command = [sys.executable, str(TESTS / "harness" / "exits.py"), name]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
     except subprocess.TimeoutExpired:
@@ -34,7 +34,7 @@ def run(name: str, code: int, driver: str) -> str:
 
 
 def main() -> int:
-    from exits import PROGRAMS
+    from harness.exits import PROGRAMS
 
     parser = arguments(__doc__)
     parser.add_argument("--runs", type=positive, default=50, help="ends in all, spread over the programs (default: %(default)s)")

@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
-from random_cases import DTYPES, FUNCTIONS, PAD, TOLERANCE, Case, Place, Round, make_case
+from harness.random_cases import DTYPES, FUNCTIONS, PAD, TOLERANCE, Case, Place, Round, make_case
 
 import handlepool
 from handlepool import ContractError, HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, PoisonedContextError

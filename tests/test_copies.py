@@ -5,7 +5,7 @@ import gc
 import pickle
 
 import pytest
-from scenes import Scene
+from harness.scenes import Scene
 
 from handlepool import ParallelStateExecutor, ParallelStates
 

@@ -10,8 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from lines import at_line
-from test_call_counts import BOUNDS, counted
+from call_counts import BOUNDS, counted
+from harness.lines import at_line
 
 import handlepool
 from handlepool import HandlePool

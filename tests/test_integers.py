@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scenes import Scene
+from harness.scenes import Scene
 
 import handlepool
 from handlepool import (

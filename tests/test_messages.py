@@ -7,29 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.arrays import MARK, Tensor
 
 import handlepool
 from handlepool import ArraySpec, GraphFunction, HandlePool, ParallelStateExecutor, ParallelStates, drivers, ops
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.testing import reference
-
-MARK = 123456
-"""In every value of every array; -MARK where an integer is taken."""
-
-
-class Tensor:
-    """A tensor of a library that gives its memory away, shows its values, and can be hashed, as torch's."""
-
-    shape, dtype = (2,), "float32"
-
-    def __dlpack__(self, **_):
-        raise BufferError("not now")
-
-    def __dlpack_device__(self):
-        return (1, 0)
-
-    def __repr__(self):
-        return f"tensor([{MARK}.789, {MARK}.789])"
 
 
 @functools.cache

@@ -384,7 +384,7 @@ def test_a_lost_context_is_one_clear_error_and_a_clean_exit(first):
 
 @pytest.mark.parametrize("name", ["daemon_threads", "return_code", "forked", "multiprocessing_spawn"])
 def test_g10_g13_a_process_ends_with_its_own_return_code_and_nothing_on_standard_error(name):
-    done = run(HERE.parent / "exits.py", name, HANDLEPOOL_DRIVER="cuda")
+    done = run(HERE.parent / "harness" / "exits.py", name, HANDLEPOOL_DRIVER="cuda")
     assert (done.returncode, done.stderr) == (7 if name == "return_code" else 0, "")
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from arrays import TOLERANCE, Arrays
+from harness.arrays import TOLERANCE, Arrays
 
 import handlepool
 from handlepool import ops

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from arrays import FULL, TOLERANCE, Arrays
+from harness.arrays import FULL, TOLERANCE, Arrays
 
 import handlepool
 from handlepool import GraphNotSupportedError, ops

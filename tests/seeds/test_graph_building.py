@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from arrays import TOLERANCE, Arrays
+from harness.arrays import TOLERANCE, Arrays
 
 import handlepool
 from handlepool import ArgumentError, GraphNotSupportedError

@@ -1,7 +1,7 @@
 """What the frontend's graph wrapper offers, without torch: every way of naming inputs and outputs, and the cached factory."""
 
 import pytest
-from arrays import TOLERANCE, Arrays
+from harness.arrays import TOLERANCE, Arrays
 
 import handlepool
 from handlepool.testing.reference import conv2d as reference

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from arrays import TOLERANCE, Arrays
+from harness.arrays import TOLERANCE, Arrays
 
 import handlepool
 from handlepool import ParallelStates, StateIndexError

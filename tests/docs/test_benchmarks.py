@@ -1,0 +1,276 @@
+"""Every benchmark script runs on the host driver and writes what it found; its figures say nothing there."""
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from handlepool import drivers
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = ("acquire", "launch", "forks", "overlap", "record", "wrong", "memory")
+"""Those whose results are drawn."""
+
+
+def run(name, *arguments, folder=FOLDER, **environment):
+    """Run a script as a person would, from a checkout."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(folder / f"{name}.py"), *map(str, arguments)],
+        env={**os.environ, "HANDLEPOOL_DRIVER": "host", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def refused(done, says):
+    """An end with one line that says why, and nothing run before it."""
+    assert done.returncode == 2
+    assert says in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """A script as a module: ``module(name)``."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # or the import would set it for good
+    return importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """What a script wrote: ``written(name)``."""
+    folder = tmp_path_factory.mktemp("results")
+
+    def results(name):
+        path = folder / f"{name}.json"
+        if not path.exists():
+            done = run(name, "--quick", "--driver", "host", "--json", path)
+            assert done.returncode == 0, done.stderr
+            assert done.stderr == ""  # no progress in a pipe
+        return path, json.loads(path.read_text())
+
+    return results
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_without_a_gpu_and_writes_what_it_found(name, written):
+    _, results = written(name)
+    assert results["benchmark"] == name
+    assert results["conditions"]["driver"] == "host"
+    assert results["conditions"]["packages"]["handlepool"]
+    for cases in results["times"].values():
+        for times in cases.values():
+            assert times["q1"] <= times["median"] <= times["q3"]
+    assert results["times"] or name in results
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_bounds_are_not_judged_without_a_gpu(name, written):
+    _, results = written(name)
+    assert all(ratio["kept"] is None for ratio in results["ratios"].values())
+
+
+def test_a_shared_workspace_gives_wrong_results_on_the_host_driver_too(written):
+    _, results = written("wrong")
+    (counts,) = results["wrong"].values()
+    assert counts["one workspace for all"] > 0
+    assert counts["a workspace each"] == counts["handlepool's fork"] == 0
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_has_a_picture_in_two_forms(name, written):
+    pytest.importorskip("matplotlib", reason="the pictures need matplotlib, and it is not installed")
+    path, _ = written(name)
+    done = run("draw", path.parent, "--only", name)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == [str(path.with_name(f"{name}-{form}.png")) for form in ("dark", "light")]
+
+
+def test_a_folder_without_results_is_refused(tmp_path):
+    pytest.importorskip("matplotlib", reason="the pictures need matplotlib, and it is not installed")
+    refused(run("draw", tmp_path), "has none of")
+
+
+@pytest.mark.parametrize("page", ["performance", "when-it-pays"])
+def test_the_pages_have_the_figures_that_were_committed(page):
+    root = FOLDER.parent
+    done = run("tables", FOLDER / "results" / "h200", root / "docs" / f"{page}.md", "--check")
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}run benchmarks/tables.py"
+
+
+def test_pages_whose_figures_are_missing_are_an_error(tmp_path):
+    page = FOLDER.parent / "docs" / "performance.md"
+    refused(run("tables", tmp_path / "nowhere", page, "--check"), "acquire.json")
+    refused(run("tables", tmp_path / "nowhere", page), "acquire.json")
+    for path in (FOLDER / "results" / "h200").glob("*.json"):
+        if path.name != "memory.json":
+            shutil.copy(path, tmp_path)
+    refused(run("tables", tmp_path, page, "--check"), "memory.json")
+
+
+def test_the_pages_can_be_filled(written, tmp_path):
+    for name in SCRIPTS:
+        folder = written(name)[0].parent
+    for page in ("performance", "when-it-pays"):
+        copy = tmp_path / f"{page}.md"
+        copy.write_text((FOLDER.parent / "docs" / copy.name).read_text(encoding="utf-8"), encoding="utf-8")
+    pages = sorted(tmp_path.glob("*.md"))
+    assert run("tables", folder, *pages, "--check").returncode == 1
+    assert run("tables", folder, *pages).returncode == 0
+    assert run("tables", folder, *pages, "--check").returncode == 0
+    assert all("| median |" in page.read_text(encoding="utf-8") or "| side streams |" in page.read_text() for page in pages)
+
+
+def test_all_runs_a_selection_and_says_which_bounds_are_kept(tmp_path):
+    (tmp_path / "captures.json").write_text("{}")
+    done = run("all", tmp_path, "--only", "acquire", "lifetimes", "exits", "captures", "--quick", "--driver", "host")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "== captures: on a GPU alone" in done.stdout
+    verdicts = done.stdout.partition("\nbound ")[2].splitlines()[1:5]
+    assert [line.partition(":")[0] for line in verdicts] == ["acquire", "acquire", "lifetimes", "exits"]
+    assert all(line.endswith(("not judged", "  kept")) for line in verdicts)
+    assert all((tmp_path / f"{name}.json").exists() for name in ("acquire", "lifetimes", "exits"))
+
+
+def test_all_says_what_failed_and_goes_on(tmp_path):
+    done = run("all", tmp_path, "--only", "exits", "acquire", "--quick", "--driver", "host", "--limit", "0.01")
+    assert done.returncode == 1
+    assert done.stderr.startswith("failed: exits (more than 0.01 seconds), acquire (more than 0.01 seconds)")
+
+
+@pytest.mark.parametrize(("name", "says"), [("captures", "a capture of a GPU's stream is needed"), ("tune", "on a GPU alone")])
+def test_a_script_for_gpus_alone_says_so(name, says):
+    refused(run(name, "--quick", "--driver", "host"), says)
+
+
+def test_a_recording_is_compared_at_every_number_of_states(written):
+    _, results = written("record")
+    for count in results["states"]:
+        assert f"replay, {count} states / eager map, {count} states, host" in results["ratios"]
+        assert f"record and 3 replays, {count} states / 3 eager maps, {count} states" in results["ratios"]
+
+
+def test_a_replay_is_bounded_at_every_number_of_states(module):
+    names = [f"{what}, {count} states" for what in ("replay", "bare graph launch", "eager map") for count in (1, 8)]
+    samples = {clock: {name: [1.0] for name in names} for clock in ("host", "wall")}
+    ratios = module("common").Ratios()
+    module("record").compare(ratios, samples, {}, [1, 8], 100, bounded=True)
+    bounds = {name: bound for name, (_, bound) in ratios.found.items() if "bare" in name}
+    assert list(bounds.values()) == [1.2, 1.2]
+
+
+def test_each_bound_of_a_recording_is_in_the_table_kept_or_not(module):
+    def entry(median, bound, kept):
+        return {"median": median, "q1": median, "q3": median, "min": median, "bound": bound, "kept": kept}
+
+    ratios = {"one": entry(1.31, 1.2, False), "eight": entry(1.09, 1.2, True), "unbounded": entry(1.31, None, None)}
+    rows = module("tables").bounds({"record": {"ratios": ratios}}).splitlines()[2:]
+    assert [(row.split()[1], row.split("|")[-2].strip()) for row in rows] == [("one", "**not kept**"), ("eight", "kept")]
+
+
+def test_a_gain_within_the_spread_is_none_and_any_way_over_side_streams_counts(module):
+    def times(kernel, **others):
+        found = {"one stream": 160.0, "recorded, one stream": 16.0 * kernel} | others
+        return {name: {"median": median} for name, median in found.items()}
+
+    cases = {
+        "a": times(5, **{"fork, 4 states": 159.8}),
+        "b": times(9, **{"fork, 4 states": 170.0, "map into outputs, 2 states": 140.0}),
+    }
+    results = {"count": 16, "shapes": list(cases)}
+    results["times"] = {f"16 x {shape}, microseconds, device": found for shape, found in cases.items()}
+    text = module("tables").crossover({"overlap": results})
+    assert "| `b` | 9.0 | 1.14 |" in text
+    assert "more than 5 % between 5.0 and 9.0 µs a kernel" in text
+
+
+def test_the_host_clock_has_the_region_alone_and_pairs_are_of_one_repeat(module, monkeypatch):
+    common = module("common")
+    now = 0
+    costs = iter([9000, 9000, 3000, 2000, 6000, 4000])  # the first repeat warms up, the last meets a slower host
+
+    def take(nanoseconds):
+        nonlocal now
+        now += nanoseconds
+
+    driver = SimpleNamespace(
+        create_event=lambda timing: None,
+        destroy_event=lambda event: None,
+        record_event=lambda event, pointer: take(500),
+        synchronize_stream=lambda pointer: take(700),
+        elapsed=lambda start, end: 0.0,
+    )
+    monkeypatch.setattr(common, "perf_counter_ns", lambda: now)
+    cases = dict.fromkeys("ab", lambda: take(next(costs)))
+    found = common.regions(cases, 2, 1, driver, SimpleNamespace(ptr=0))
+    assert found["host"] == {"a": [3.0, 6.0], "b": [2.0, 4.0]}
+    assert found["wall"]["a"] == [4.2, 7.2]
+    assert common.paired(found["host"]["a"], found["host"]["b"]) == [1.5, 1.5]
+
+
+def test_the_host_driver_has_small_shapes_unless_others_are_given(tmp_path):
+    few = "--driver", "host", "--repeats", "1", "--json", tmp_path / "x.json"
+    for given, shape in ((), "1x4x6x4x3:float32:NCHW"), (("--shape", "1x2x5x3x1:float32:NHWC"), "1x2x5x3x1:float32:NHWC"):
+        done = run("launch", *few, "--calls", "1", *given)
+        assert done.returncode == 0, done.stderr
+        assert "on the host driver, sizes are small where none are given" in done.stdout
+        assert json.loads((tmp_path / "x.json").read_text())["shape"] == shape
+    assert run("wrong", *few, "--rounds", "1").returncode == 0
+
+
+def test_all_has_a_folder_of_its_own_where_none_is_given(tmp_path):
+    folder = shutil.copytree(FOLDER, tmp_path / "benchmarks")
+    before = {path: path.read_bytes() for path in folder.rglob("*.json")}
+    python_path = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = run("all", "--only", "acquire", "--quick", "--driver", "host", folder=folder, PYTHONPATH=python_path)
+    assert done.returncode == 0, done.stderr
+    (written,) = set(folder.rglob("*.json")) - set(before)
+    assert written.match("benchmarks/results/host-????-??-??/acquire.json")
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert str(written.parent) in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "says"),
+    [
+        ("launch", "--shape", "64x64", "1x64x14x64x3:float16:NHWC"),
+        ("launch", "--shape", "1x4x6x4x2:float32:NCHW", "the kernel must be odd"),
+        ("forks", "--shape", "0x4x6x4x3:float32:NCHW", "an extent of 0"),
+        ("overlap", "--shape", "1x4x6x4x0:float32:NCHW", "an extent of 0"),
+        ("record", "--states", "33", "it must be 32 or less"),
+        ("forks", "--states", "40", "it must be 32 or less"),
+        ("wrong", "--states", "40", "it must be 32 or less"),
+        ("overlap", "--states", "64", "it must be 32 or less"),
+        ("acquire", "--json", FOLDER, "is a folder"),
+        ("memory", "--json", FOLDER / "nowhere" / "x.json", "there is no folder"),
+        ("all", "--limit", "nan", "a number of seconds above 0"),
+        ("all", "--driver", "none", "invalid choice"),
+        ("all", "--quick", FOLDER / "all.py", "is a file; name a folder"),
+        ("all", "--quick", FOLDER / "all.py" / "x", "is a file; name a folder"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_in_a_line(name, option, value, says):
+    refused(run(name, option, value), says)
+
+
+@pytest.mark.parametrize("name", ["launch", "exits", "captures", "all"])
+def test_a_driver_that_is_none_is_refused_in_a_line(name):
+    refused(run(name, HANDLEPOOL_DRIVER="foo"), "no driver is named 'foo'")
+
+
+@pytest.mark.parametrize("name", ["acquire", "exits", "all"])
+def test_a_script_says_at_once_that_there_is_no_gpu(name):
+    if drivers.available("cuda") is None:
+        pytest.skip("there is a GPU")
+    refused(run(name, "--driver", "cuda"), "the cuda driver (asked for by name) cannot run here")

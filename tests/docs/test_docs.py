@@ -1,0 +1,57 @@
+"""The examples of docs/graphs.md and docs/recording.md run, in order, on the host driver."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness.arrays import Arrays
+
+import handlepool
+from handlepool import HandlePool
+from handlepool.testing import reference
+
+DOCS = Path(__file__).parents[2] / "docs"
+pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="docs/ is not here")
+
+
+def blocks_of(page):
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+def test_the_examples_run(make_driver, monkeypatch, capsys):
+    with HandlePool(driver=make_driver()) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        arrays = Arrays(pool)
+        names = {"x": arrays.random(2, 16, 14, 14), "w": arrays.random(8, 16, 3, 3)}
+        expected = reference.conv2d(arrays.take(names["x"]), arrays.take(names["w"]), padding=1, activation="relu")
+        blocks = blocks_of("graphs.md")
+        for block in blocks:
+            exec(block, names)
+            if "result" in block:
+                names["y"] = names["result"]
+            assert arrays.error(names["y"], expected) < 1e-5
+    assert len(blocks) == 5
+    assert "host_im2col" in capsys.readouterr().out
+
+
+def test_the_example_of_recording_runs(make_driver, monkeypatch):
+    with HandlePool(driver=make_driver()) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        arrays = Arrays(pool)
+        w, used = arrays.random(8, 16, 3, 3), []
+        images, next_images = ([arrays.random(2, 16, 14, 14) for _ in range(3)] for _ in range(2))
+        names = {
+            "handlepool": handlepool,
+            "conv": lambda x: handlepool.conv2d(x, w),
+            "images": images,
+            "next_images": next_images,
+            "use": lambda outputs: used.extend(map(arrays.take, outputs)),
+        }
+        (block,) = blocks_of("recording.md")
+        exec(block, names)
+        assert names["program"].closed
+        expected = [reference.conv2d(arrays.take(x), arrays.take(w)) for x in next_images]
+    assert len(used) == 3
+    for y, right in zip(used, expected, strict=True):
+        assert np.abs(y - right).max() < 1e-4

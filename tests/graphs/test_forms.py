@@ -1,0 +1,312 @@
+"""What cuDNN computes wrongly is brought into a form that it computes rightly, or is refused (guarantee 18).
+
+On the host driver these tests show what is declared, copied and refused; what cuDNN computes is measured by
+``benchmarks/geometries.py`` and tried at random in ``tests/gpu``.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness.arrays import Arrays
+
+import handlepool
+from benchmarks import geometries
+from handlepool import ArgumentError, ContractError, GraphNotSupportedError, HandlePool, ops
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.errors import HandlePoolError
+from handlepool.graphs import forms
+
+TABLES = sorted((Path(__file__).parents[2] / "benchmarks" / "results" / "geometries").glob("cudnn-*.json"))
+
+
+@handlepool.graph
+def add(g, x, y):
+    return g.add(x, y)
+
+
+@handlepool.graph
+def multiply(g, x, y):
+    return g.mul(x, y)
+
+
+@handlepool.graph
+def row_and_sum(g, x, y):
+    return g.relu(y), g.add(x, y)
+
+
+@handlepool.graph
+def convolution_relu(g, x, w):
+    return g.relu(g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]))
+
+
+@handlepool.graph
+def relu_convolution(g, x, w):
+    return g.conv_fprop(g.relu(x), w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
+
+
+@handlepool.graph
+def convolution_add(g, x, w, z):
+    return g.add(g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]), z)
+
+
+@handlepool.graph
+def product(g, a, b):
+    return g.matmul(a, b)
+
+
+@handlepool.graph
+def product_bias(g, a, b, bias):
+    return g.add(g.matmul(a, b), bias)
+
+
+@pytest.fixture
+def arrays(each_pool):
+    return Arrays(each_pool, "float16")
+
+
+def declared(case):
+    """How the rule has the operands of a case of the table declared; None for those that it has copied."""
+    case["dtype"] = "float32"
+    _, tensors, copies = geometries.declare(case, None, True)
+    copied = {copy.operand for copy in copies}
+    return [None if place in copied else (list(t.dim), list(t.stride)) for place, t in enumerate(tensors)]
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_g18_nothing_that_was_measured_wrong_is_handed_on_as_it_was(path):
+    table = json.loads(path.read_text())
+    assert table["raw bad"], "the table has no wrong cases to hold the rule against"
+    for case in table["raw bad"]:
+        raw = [tuple(map(list, operand)) for operand in case["in"] + case["out"]]
+        try:
+            assert declared(case) != raw, f"{case['label']}, seed {case['seed']}: {case['detail']}"
+        except HandlePoolError:
+            pass
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_g18_under_the_rule_nothing_was_measured_wrong(path):
+    table = json.loads(path.read_text())
+    assert table["ruled summary"]["right"] > 200
+    assert not table["ruled bad"]
+
+
+def test_the_rule_catches_nothing_where_it_is_not_asked():
+    """The control of the test above: declared as they are, the wrong cases are what they were measured as."""
+    for case in json.loads(TABLES[0].read_text())["raw bad"][:20]:
+        _, tensors, copies = geometries.declare({**case, "dtype": "float32"}, None, False)
+        assert not copies
+        assert [(list(t.dim), list(t.stride)) for t in tensors] == [tuple(map(list, each)) for each in case["in"] + case["out"]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "other"),
+    [
+        ((2, 16, 8, 8), (2, 16, 8, 8)),
+        ((2, 16, 8, 8), (1, 16, 1, 1)),
+        ((2, 16, 8, 8), (1, 16, 8, 8)),
+        ((2, 16, 8, 8), (2, 16, 1, 1)),
+        ((2, 16, 8, 8), (1, 1, 1, 8)),
+        ((2, 16, 8, 8), (1, 1, 8, 1)),
+        ((2, 8, 16), (1, 1, 16)),
+        ((2, 8, 16), (2, 8, 1)),
+        ((2, 8, 16), (2, 1, 16)),
+        ((5, 7), (5, 1)),
+        ((5, 1), (1, 7)),
+        ((40,), (1,)),
+        ((1,), (1,)),
+        ((), ()),
+        ((2, 3, 1, 2, 4, 2), (1, 3, 1, 2, 1, 2)),
+    ],
+)
+@pytest.mark.parametrize("function", [add, multiply])
+def test_rows_columns_channels_and_batches_broadcast(arrays, function, shape, other):
+    x, y = arrays.random(*shape), arrays.random(*other)
+    expected = {add: np.add, multiply: np.multiply}[function](arrays.take(x), arrays.take(y))
+    assert arrays.error(function(x, y), expected) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[..., ::2],
+        lambda x: x[:, :, 1:],
+        lambda x: x[:, ::2],
+        lambda x: x[::2],
+        lambda x: x.transpose(0, 1, 3, 2),
+        lambda x: x.transpose(1, 0, 2, 3),
+    ],
+)
+def test_pointwise_operands_and_outputs_may_be_any_view(arrays, view):
+    x, target = view(arrays.random(4, 8, 16, 16)), view(arrays.poisoned(4, 8, 16, 16))
+    y = arrays.random(*x.shape, layout="NHWC")
+    expected = arrays.take(x) + arrays.take(y)
+    assert arrays.error(add(x, y), expected) < 1e-2
+    assert add(x, y, out=target) is target
+    assert arrays.error(target, expected) < 1e-2
+
+
+def test_what_lies_between_the_elements_of_an_output_stays(arrays):
+    memory = arrays.put(np.full((2, 8, 32), 7.0))
+    add(arrays.random(2, 8, 16), arrays.random(2, 8, 16), out=memory[..., ::2])
+    assert (arrays.take(memory)[..., 1::2] == 7).all()
+
+
+@pytest.mark.parametrize("layouts", [("NHWC", "NHWC"), ("NHWC", "NCHW"), ("NCHW", "NHWC"), ("NCHW", "NCHW")])
+@pytest.mark.parametrize("out", [None, "NHWC", "NCHW"])
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_conv2d_with_an_activation_takes_every_mixture_of_layouts(arrays, layouts, out, activation):
+    x, w = arrays.random(2, 16, 7, 6, layout=layouts[0]), arrays.random(24, 16, 3, 3, layout=layouts[1])
+    target = None if out is None else arrays.poisoned(2, 24, 7, 6, layout=out)
+    y = handlepool.conv2d(x, w, padding=1, activation=activation, out=target)
+    from handlepool.testing.reference import conv2d as reference
+
+    assert arrays.error(y, reference(arrays.take(x), arrays.take(w), padding=1, activation=activation)) < 1e-2
+
+
+def test_what_is_copied_is_counted_and_told(arrays, each_pool):
+    x, w = arrays.random(2, 16, 7, 6, layout="NHWC"), arrays.random(24, 16, 3, 3)
+    before = each_pool.stats()
+    convolution_relu(x, w)
+    assert each_pool.stats()["operands_copied"] - before["operands_copied"] == 1
+    assert each_pool.stats()["bytes_copied"] - before["bytes_copied"] == w.nbytes
+    (copy,) = convolution_relu.plan_for(x, w).copies
+    assert (copy.operand, copy.nbytes) == (1, w.nbytes)
+    convolution_relu(x, arrays.random(24, 16, 3, 3, layout="NHWC"))
+    assert each_pool.stats()["operands_copied"] - before["operands_copied"] == 1
+
+
+def test_a_copy_too_large_for_each_call_is_refused_by_name(arrays, monkeypatch):
+    monkeypatch.setattr(forms, "MOST_COPIED", 1000)
+    x, w = arrays.random(2, 16, 7, 6, layout="NHWC"), arrays.random(24, 16, 3, 3)
+    with pytest.raises(
+        ArgumentError, match=r"argument 1 \(w\), of shape \(24, 16, 3, 3\) with strides .*pass a copy of it, channels"
+    ):
+        convolution_relu(x, w)
+    with pytest.raises(ArgumentError, match=r"add: out=, of shape .* write to another array and copy that"):
+        add(arrays.random(4, 16, 16), arrays.random(4, 16, 16), out=arrays.poisoned(4, 16, 32)[..., ::2])
+    large = arrays.random(2, 16, 7, 6)
+    assert handlepool.conv2d(large, w, padding=1, activation="relu").shape == (2, 24, 7, 6)  # launched apart
+
+
+def test_the_scratch_of_copies_counts_against_the_limit(arrays):
+    x, w = arrays.random(2, 16, 7, 6, layout="NHWC"), arrays.random(24, 16, 3, 3)
+    with pytest.raises(GraphNotSupportedError, match="copies of its operands take 6,912 bytes"):
+        convolution_relu.options(workspace_limit=6000)(x, w)
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_products_take_any_number_of_batch_axes(arrays, rank):
+    batch = (2, 3)[: rank - 2]
+    a, b = arrays.random(*batch, 8, 16), arrays.random(*batch, 16, 24)
+    assert arrays.error(product(a, b), arrays.take(a) @ arrays.take(b)) < 1e-2
+    bias = arrays.random(*[1] * (rank - 1), 48)[..., ::2]
+    assert arrays.error(product_bias(a, b, bias), arrays.take(a) @ arrays.take(b) + arrays.take(bias)) < 1e-2
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 7, 6), (1, 24, 7, 6), (2, 1, 7, 6), (2, 24, 1, 6), (1, 24, 1, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+def test_a_residual_may_repeat_along_any_axis(arrays, shape, layout):
+    x, w = arrays.random(2, 16, 7, 6, layout="NHWC"), arrays.random(24, 16, 3, 3, layout="NHWC")
+    z = arrays.random(*shape, layout=layout)
+    from handlepool.testing.reference import conv2d as reference
+
+    expected = reference(arrays.take(x), arrays.take(w), padding=1) + arrays.take(z)
+    assert arrays.error(convolution_add(x, w, z), expected) < 1e-2
+
+
+def test_graphs_that_cudnn_has_no_form_for_are_refused_on_both_drivers(arrays):
+    x, w = arrays.random(2, 16, 7, 6, layout="NHWC"), arrays.random(24, 16, 3, 3, layout="NHWC")
+    with pytest.raises(GraphNotSupportedError, match=r"something comes before node 'conv_fprop\.0'"):
+        relu_convolution(x, w)
+    with pytest.raises(GraphNotSupportedError, match=r"outputs of one shape\. Make two graph functions"):
+        row_and_sum(arrays.random(4, 16), arrays.random(1, 16))
+
+
+def test_copies_are_made_on_the_stream_of_the_launch(make_pool):
+    """The adversarial scheduler runs what is not ordered in any order; the copies lie in the slot's own scratch."""
+    for seed in range(8):
+        pool = make_pool(scheduler="adversarial", seed=seed)
+        arrays = Arrays(pool)
+        with pool.driver.create_stream():
+            views = [arrays.random(2, 4, 6, 6).transpose(0, 1, 3, 2)[..., ::2] for _ in range(4)]
+            with handlepool.ParallelStates(2, pool=pool).fork() as fork:
+                outs = [fork.run(ops.relu, view, pool=pool) for view in views]
+            for view, out in zip(views, outs, strict=True):
+                assert np.array_equal(arrays.take(out), np.maximum(arrays.take(view), 0))
+
+
+def test_checked_pools_compare_each_new_plan_with_float64(monkeypatch):
+    x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)
+    with HandlePool(driver=HostDriver(), check=True) as pool:
+        assert (ops.relu(x, pool=pool) == np.maximum(x, 0)).all()
+        assert (ops.relu(x[:, ::2], pool=pool) == np.maximum(x[:, ::2], 0)).all()
+    from handlepool.drivers.host import pointwise
+
+    # The control: a plan that is wrong. The evaluator looks the operation up once for the plan, and once to compare.
+    answers = iter([lambda p, x: np.maximum(x, 0.5), lambda p, x: np.maximum(x, 0)])
+
+    class Table(dict):
+        def get(self, name):
+            return next(answers)
+
+    monkeypatch.setattr(pointwise, "OPERATIONS", Table(pointwise.OPERATIONS))
+    monkeypatch.setattr("handlepool.drivers.host.evaluator.OPERATIONS", pointwise.OPERATIONS)
+    with HandlePool(driver=HostDriver(), check=True) as pool, pytest.raises(ContractError, match=r"relu: plan .* otherwise than"):
+        ops.relu(x, pool=pool)
+
+
+@handlepool.graph
+def residual_of_itself(g, x, w):
+    return g.add(g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]), x)
+
+
+@handlepool.graph
+def gradient_relu(g, dy, w):
+    return g.relu(g.conv_dgrad(dy, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]))
+
+
+def test_an_operand_that_is_taken_twice_is_right_or_refused(arrays):
+    x, w = arrays.random(2, 16, 7, 6), arrays.random(16, 16, 3, 3)
+    from handlepool.testing.reference import conv2d as reference
+
+    expected = reference(arrays.take(x), arrays.take(w), padding=1) + arrays.take(x)
+    assert arrays.error(residual_of_itself(x, w), expected) < 1e-2
+    with pytest.raises(
+        GraphNotSupportedError, match=r"argument 0 \(x\) is taken by node 'conv_fprop\.0' .* where it would repeat"
+    ):
+        residual_of_itself(arrays.random(2, 1, 7, 6), arrays.random(16, 1, 3, 3))
+    with pytest.raises(GraphNotSupportedError, match="something comes behind node 'conv_dgrad"):
+        gradient_relu(x, w)
+
+
+@handlepool.graph
+def scaled_sum(g, x, y, z):
+    return g.relu(g.add(g.mul(x, y), z))
+
+
+@handlepool.graph
+def product_added(g, a, b, z):
+    return g.add(g.matmul(a, b), z)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [((8, 1), (8, 1)), ((1, 32), (1, 32)), ((8, 1), (1, 32)), ((1, 1), (1, 1)), ((8, 32), (8, 1))]
+)
+def test_what_is_between_two_nodes_has_the_whole_extent(arrays, first, second):
+    """Seen on a GPU: the sum of a product of two columns and a whole array was wrong in every element."""
+    x, y, z = arrays.random(*first), arrays.random(*second), arrays.random(8, 32)
+    expected = np.maximum(arrays.take(x) * arrays.take(y) + arrays.take(z), 0)
+    assert arrays.error(scaled_sum(x, y, z), expected) < 1e-2
+    copied = {copy.operand: copy.shape for copy in scaled_sum.plan_for(x, y, z).copies}
+    assert copied == ({} if (8, 32) in (first, second) else {0: (8, 32)})
+
+
+def test_products_of_one_row_and_one_column_have_nothing_behind(arrays):
+    """Seen on a GPU: two of three sums of such a product and an addend were wrong."""
+    a, b, z = arrays.random(3, 1, 32), arrays.random(3, 32, 1), arrays.random(3, 1, 1)
+    assert arrays.error(product(a, b), arrays.take(a) @ arrays.take(b)) < 1e-2
+    with pytest.raises(GraphNotSupportedError, match="makes one element of each pair"):
+        product_added(a, b, z)

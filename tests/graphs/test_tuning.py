@@ -1,0 +1,588 @@
+"""Tuning, on a host driver that proposes several plans and whose clock is told how long each takes, alone and in company."""
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from harness.accounts import RESTORES, Accounts
+from harness.scenes import TIMEOUT, Scene, Thread
+from harness.uses import assert_usable
+
+import handlepool
+from handlepool import (
+    ArgumentError,
+    ArraySpec,
+    ArrayTypeError,
+    CaptureError,
+    ContractError,
+    DriverNotAvailableError,
+    GraphNotSupportedError,
+    HandlePool,
+    HandlePoolError,
+    ParallelStateExecutor,
+    ParallelStates,
+    PoolClosedError,
+    StateBusyError,
+    drivers,
+)
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.graphs.tuning import ROUNDS
+from handlepool.pool.context import thread
+from handlepool.pool.deferred import settle
+
+
+@dataclass
+class Fake:
+    """A plan: microseconds a launch alone, microseconds for one launch of each state in company, scratch, what is wrong."""
+
+    alone: float = 10
+    company: float = 10
+    scratch: int = 0
+    refused: bool = False
+    fails: bool = False
+
+
+class TimedDriver(HostDriver):
+    """Proposes ``plans``; what ran last between two events says what `elapsed` answers. Every fifth answer is far too much."""
+
+    name = "timed"
+
+    def __init__(self, plans, **options):
+        super().__init__(**options)
+        self.plans = list(plans)
+        self.graphs = []  # (plan's index, launches by stream) of every graph that was captured
+        self.eager = []  # (plan's index, stream) of every other launch
+        self._last = 0.0
+        self._asked = 0
+        self._launches = None
+
+    def compile(self, graph, operands, **settings):
+        index = settings.pop("plan_index", 0)
+        fake = self.plans[index]
+        limit = settings.get("workspace_limit")
+        if fake.refused or (limit is not None and fake.scratch > limit):
+            raise GraphNotSupportedError("cuDNN answered: Deselecting execution plan")
+        made = super().compile(graph, operands, **settings)
+        launch = made.launch
+
+        def launched(handle, *args):
+            if fake.fails:
+                raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
+            if self._launches is None:
+                self.eager.append((index, handle.stream))
+                self._last = fake.alone
+            else:
+                self._launches.append((index, handle.stream))
+            launch(handle, *args)
+
+        made.launch, made.candidates, made.engine = launched, len(self.plans), f"engine {index}"
+        made.workspace_size = max(made.workspace_size, fake.scratch)
+        return made
+
+    def begin_capture(self, pointer):
+        super().begin_capture(pointer)
+        self._launches = []
+
+    def end_capture(self, pointer):
+        launches, self._launches = self._launches, None
+        graph = super().end_capture(pointer)
+        if not launches:
+            return graph
+        ((index, streams),) = {(index, tuple(stream for _, stream in launches)) for index, _ in launches}
+        self.graphs.append((index, streams, graph))
+        fake, launch = self.plans[index], graph.launch
+        each = streams.count(streams[0])
+
+        def timed(pointer):
+            launch(pointer)
+            self._last = each * (fake.company if len(set(streams)) > 1 else fake.alone)
+
+        graph.launch = timed
+        return graph
+
+    def elapsed(self, start, end):
+        assert super().elapsed(start, end) >= 0
+        self._asked += 1
+        return self._last / 1e3 * (50 if self._asked % 5 == 0 else 1)
+
+
+@handlepool.graph
+def conv(g, x, w):
+    return g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
+
+
+SHAPES = (1, 4, 6, 6), (4, 4, 3, 3)
+
+
+def arrays_of(driver):
+    random = np.random.default_rng(3)
+    return [driver.asarray(random.standard_normal(shape).astype(np.float32)) for shape in SHAPES]
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Makes scenes with a driver that proposes the plans given; in the end nothing is captured and the pool is in order."""
+    scenes = []
+
+    def scene_of(*plans, scheduler="threads", check_order=True, **options):
+        driver = TimedDriver(plans, scheduler=scheduler, check_order=check_order, devices=2)
+        scene = Scene(driver, **options)
+        scene.__enter__()
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        scenes.append(scene)
+        return scene
+
+    yield scene_of
+    for scene in scenes:
+        if not scene.pool.closed:
+            in_order(scene)
+        scene.__exit__(None, None, None)
+        assert not scene.driver.order.found
+
+
+def in_order(scene):
+    assert scene.driver._streams.captures.active == ()
+    assert scene.driver.current_stream() is scene.stream
+    assert (thread.recording, thread.region, thread.pool) == (None, None, None)
+    stats = scene.pool.stats()
+    assert stats["handles_captured"] == stats["handles_leased"] == 0
+    settle()
+    scene.pool.drain()
+    Accounts(scene.pool).check()
+    assert_usable(scene.pool)
+
+
+GREEDY, SOCIABLE = Fake(alone=10, company=50), Fake(alone=12, company=20)
+
+
+# What is chosen
+
+
+def test_the_best_alone_need_not_be_the_best_in_company(make):
+    scene = make(GREEDY, SOCIABLE)
+    x, w = arrays_of(scene.driver)
+    alone = conv.tune(x, w)
+    assert (alone.winner.index, conv.plan_for(x, w).engine) == (0, "engine 0")
+    together = conv.tune(x, w, states=scene.states)
+    assert (together.winner.index, conv.plan_for(x, w).engine) == (1, "engine 1")
+    assert [(each.alone, each.company) for each in alone.candidates] == [(10, None), (12, None)]
+    assert [(each.alone, each.company) for each in together.candidates] == [(10, 50), (12, 20)]
+    assert (alone.states, together.states) == (1, 4)
+
+
+def test_calls_use_the_winner_and_are_right(make):
+    scene = make(GREEDY, SOCIABLE)
+    driver = scene.driver
+    x, w = arrays_of(driver)
+    expected = driver.asnumpy(conv(x, w))
+    conv.tune(x, w, states=scene.states)
+    driver.eager.clear()
+    for y in (conv(x, w), *scene.states.map(conv, [x, x], [w, w])):
+        assert (driver.asnumpy(y) == expected).all()
+    assert [index for index, _ in driver.eager] == [1, 1, 1]
+
+
+def test_what_was_used_before_is_told(make):
+    scene = make(GREEDY, SOCIABLE)
+    x, w = arrays_of(scene.driver)
+    first, second = (conv.tune(x, w, states=scene.states) for _ in range(2))
+    assert (first.previous.index, second.previous.index) == (0, 1)
+
+
+def test_a_plan_is_kept_for_calls_of_the_same_form(make):
+    scene = make(GREEDY, SOCIABLE)
+    x, w = arrays_of(scene.driver)
+    y = conv(x, w)
+    conv.tune(x, w, states=scene.states, out=y)
+    assert (conv.plan_for(x, w).engine, conv.plan_for(x, w, out=y).engine) == ("engine 0", "engine 1")
+
+
+def test_options_are_the_functions_own(make):
+    @handlepool.graph
+    def padded(g, x, w, *, padding):
+        return g.conv_fprop(x, w, padding=[padding] * 2, stride=[1, 1], dilation=[1, 1])
+
+    scene = make(GREEDY, SOCIABLE)
+    x, w = arrays_of(scene.driver)
+    padded.tune(x, w, states=scene.states, padding=2)
+    assert [padded.plan_for(x, w, padding=padding).engine for padding in (1, 2)] == ["engine 0", "engine 1"]
+
+
+def test_a_hiccup_changes_nothing(make):
+    """The clock of these tests is far out at every fifth question; a median does not see it."""
+    scene = make(*(Fake(alone=10 + index, company=30 - index) for index in range(7)))
+    tuning = conv.tune(*arrays_of(scene.driver), states=scene.states)
+    assert [each.company for each in tuning.candidates] == [30 - index for index in range(7)]
+    assert not any(each.skipped for each in tuning.candidates)
+
+
+def test_the_pool_is_that_of_the_states(make, make_pool):
+    scene = make(GREEDY, SOCIABLE)
+    other = make_pool(driver=scene.driver)
+    x, w = arrays_of(scene.driver)
+    conv.tune(x, w, states=ParallelStates(3, pool=other))
+    assert (scene.pool.stats()["plans_built"], other.stats()["plans_built"]) == (0, 2)
+
+
+def test_arrays_of_another_library_are_read_where_they_are(make):
+    class Other:
+        def __init__(self, values):
+            self.values = values
+            self.__array_interface__ = values.__array_interface__
+
+    scene = make(GREEDY, SOCIABLE)
+    x, w = (Other(np.array(scene.driver.asnumpy(array))) for array in arrays_of(scene.driver))
+    assert conv.tune(x, w, states=scene.states).winner.index == 1
+
+
+# What is run
+
+
+def test_in_company_every_state_launches_the_same_plan_on_a_stream_of_its_own(make):
+    scene = make(GREEDY, SOCIABLE)
+    conv.tune(*arrays_of(scene.driver), states=scene.states)
+    assert [(index, len(set(streams))) for index, streams, _ in scene.driver.graphs] == [(0, 1), (0, 4), (1, 1), (1, 4)]
+    for _, streams, _ in scene.driver.graphs:
+        assert {streams.count(stream) for stream in streams} == {16}
+
+
+def test_the_chains_of_a_graph_have_no_order_between_them(make):
+    scene = make(GREEDY)
+    conv.tune(*arrays_of(scene.driver), states=scene.states)
+    for (*_, graph), chains in zip(scene.driver.graphs, (1, 4), strict=True):
+        nodes = graph.graph.nodes
+        assert sum(not node.after for node in nodes) == len({node.lane for node in nodes}) == chains
+        assert all({before.lane for before in node.after} <= {node.lane} for node in nodes)
+
+
+def test_candidates_take_turns(make):
+    scene = make(GREEDY, SOCIABLE)
+    order = []
+    end_capture = scene.driver.end_capture
+
+    def noted(pointer):
+        graph = end_capture(pointer)
+        launch, number = graph.launch, len(scene.driver.graphs)
+        graph.launch = lambda pointer: (order.append(number), launch(pointer))
+        return graph
+
+    scene.driver.end_capture = noted
+    conv.tune(*arrays_of(scene.driver), states=scene.states)
+    assert order == [1, 1, 2, 2, 3, 3, 4, 4] * (ROUNDS + 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_reads_what_the_callers_stream_wrote_and_writes_nothing_of_the_callers(make, seed):
+    scene = make(GREEDY, SOCIABLE, scheduler="adversarial")
+    driver = scene.driver
+    x, w = arrays_of(driver)
+    y = conv(x, w)
+    before = [driver.asnumpy(array) for array in (x, w)]
+    scene.put(y, lambda: np.nan)
+    scene.put(x, lambda: before[0])  # queued, and not run yet
+    conv.tune(x, w, states=scene.states, out=y)
+    assert all((driver.asnumpy(array) == values).all() for array, values in zip((x, w), before, strict=True))
+    assert np.isnan(driver.asnumpy(y)).all()
+
+
+def test_control_without_waiting_for_the_copies_they_are_read_too_early(make, monkeypatch):
+    scene = make(GREEDY, SOCIABLE, scheduler="adversarial")
+    x, w = arrays_of(scene.driver)
+    synchronize = scene.driver.synchronize_stream
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.driver, "synchronize_stream", lambda pointer: pointer == scene.stream.ptr or synchronize(pointer))
+        with pytest.raises(ContractError, match="not ordered"):
+            conv.tune(x, w, states=scene.states)
+    scene.driver.order.found.clear()
+
+
+def test_it_leaves_no_scratch_event_graph_or_plan_behind(make):
+    scene = make(Fake(company=5), Fake(scratch=1 << 20), Fake(scratch=1 << 22))
+    x, w = arrays_of(scene.driver)
+    conv(x, w)
+    scene.states.map(conv, [x] * 4, [w] * 4)
+
+    def left():
+        scene.stream.synchronize()
+        scene.pool.trim()
+        scene.driver.release_cached()
+        return scene.driver.alive(), scene.driver.memory_info(), scene.pool.stats()["plans_cached"]
+
+    before = left()
+    for _ in range(2):
+        conv.tune(x, w, states=scene.states)
+        assert scene.pool.stats()["scratch_bytes"] < 1 << 20
+    assert left() == before
+
+
+def test_a_pool_with_checks_tunes(make):
+    scene = make(GREEDY, SOCIABLE, check=True)
+    assert conv.tune(*arrays_of(scene.driver), states=scene.states).winner.index == 1
+    scene.pool.close()
+
+
+def test_captures_of_another_thread_survive(make):
+    scene = make(GREEDY, Fake(scratch=1 << 20), SOCIABLE)
+    x, w = arrays_of(scene.driver)
+    out = scene.array(0)
+    begun, done = threading.Event(), threading.Event()
+
+    def other():
+        with scene.driver.create_stream() as stream:
+            stream.begin_capture(mode="global")
+            try:
+                scene.put(out, lambda: 3)
+                begun.set()
+                assert done.wait(TIMEOUT)
+            finally:
+                graph = stream.end_capture()
+            return graph
+
+    beside = Thread(other)
+    assert begun.wait(TIMEOUT)
+    try:
+        conv.tune(x, w, states=scene.states)
+    finally:
+        done.set()
+    beside.finish().launch(scene.stream)
+    assert scene.read(out) == 3
+
+
+# What is skipped
+
+
+def test_what_cannot_be_built_is_skipped(make):
+    scene = make(Fake(), Fake(refused=True), Fake(company=5))
+    tuning = conv.tune(*arrays_of(scene.driver), states=scene.states)
+    assert (tuning.winner.index, [bool(each.skipped) for each in tuning.candidates]) == (2, [False, True, False])
+    assert "Deselecting execution plan" in tuning.candidates[1].skipped
+
+
+def test_what_exceeds_the_workspace_limit_is_skipped(make):
+    limited = conv.options(workspace_limit=1 << 16)
+    scene = make(Fake(), Fake(company=1, scratch=1 << 20), Fake(company=5))
+    tuning = limited.tune(*arrays_of(scene.driver), states=scene.states)
+    assert tuning.winner.index == 2
+    assert "excluded by a setting" in tuning.candidates[1].skipped
+
+
+def test_what_exceeds_the_scratch_limit_on_all_streams_at_a_time_is_skipped(make):
+    scene = make(Fake(), Fake(alone=1, company=1, scratch=1 << 20), Fake(company=5), scratch_limit=3 << 20)
+    x, w = arrays_of(scene.driver)
+    tuning = conv.tune(x, w, states=scene.states)
+    assert (tuning.winner.index, tuning.candidates[1].skipped) == (
+        2,
+        "no room for 1,048,576 bytes of scratch on 4 streams at a time",
+    )
+    assert conv.tune(x, w).winner.index == 1
+
+
+def test_a_launch_that_fails_is_skipped(make):
+    scene = make(Fake(), Fake(company=1, fails=True), Fake(company=5))
+    tuning = conv.tune(*arrays_of(scene.driver), states=scene.states)
+    assert tuning.winner.index == 2
+    assert "EXECUTION_FAILED" in tuning.candidates[1].skipped
+
+
+def test_a_launch_that_fails_under_capture_is_skipped_and_no_capture_stays_open(make):
+    scene = make(Fake(), Fake(company=1), Fake(company=5))
+    compile_graph = scene.driver.compile
+
+    def fragile(*args, **settings):
+        made = compile_graph(*args, **settings)
+        launch = made.launch
+
+        def launched(*args):
+            if scene.driver._launches and len(scene.driver._launches) > 20:  # with several streams in the capture
+                raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
+            launch(*args)
+
+        if settings.get("plan_index") == 1:
+            made.launch = launched
+        return made
+
+    scene.driver.compile = fragile
+    tuning = conv.tune(*arrays_of(scene.driver), states=scene.states)
+    assert tuning.winner.index == 2
+    assert "its launch failed" in tuning.candidates[1].skipped
+
+
+def test_what_is_far_too_slow_is_not_timed_further(make):
+    scene = make(Fake(alone=10), Fake(alone=39, company=5), Fake(alone=41, company=1))
+    tuning = conv.tune(*arrays_of(scene.driver), states=scene.states)
+    assert (tuning.winner.index, tuning.candidates[2].skipped[:8]) == (1, "too slow")
+    eight = conv.tune(*arrays_of(scene.driver), states=ParallelStates(8, pool=scene.pool))
+    assert eight.winner.index == 2  # eight launches of the quickest, one after the other, take longer
+
+
+def test_long_launches_are_repeated_less(make):
+    scene = make(Fake(alone=900), Fake(alone=1000))
+    tuning = conv.tune(*arrays_of(scene.driver))
+    assert [streams.count(streams[0]) for _, streams, _ in scene.driver.graphs] == [2, 2]
+    assert [each.alone for each in tuning.candidates] == [900, 1000]
+
+
+# The report
+
+
+def test_the_report_can_be_read(make):
+    scene = make(GREEDY, SOCIABLE, Fake(refused=True))
+    text = str(conv.tune(*arrays_of(scene.driver), states=scene.states))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    size = format(conv.plan_for(*arrays_of(scene.driver)).workspace_size, ",")
+    assert lines == [
+        "conv: 2 of 3 plans timed alone, and 4 states side by side; microseconds, bytes of scratch",
+        "plan alone company scratch engine",
+        f"1 12.00 20.00 {size} engine 1, chosen",
+        f"0 10.00 50.00 {size} engine 0, used before",
+        "2 excluded by a setting, or not to be built: cuDNN answered: Deselecting execution plan",
+    ]
+    assert "None" not in str(conv.tune(*arrays_of(scene.driver)))
+
+
+# Refusals
+
+
+def refused(scene, error, says, *arrays, **options):
+    """Nothing is launched, and the plan stays."""
+    x, w = arrays_of(scene.driver)
+    plan = conv.plan_for(x, w)
+    scene.driver.eager.clear()
+    with pytest.raises(error, match=says):
+        conv.tune(*(arrays or (x, w)), **options)
+    assert conv.plan_for(x, w) is plan
+    assert (scene.driver.eager, scene.driver.graphs) == ([], [])
+
+
+def test_tuning_without_a_gpu_is_refused(make_pool, monkeypatch):
+    pool = make_pool()
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    x, w = arrays_of(pool.driver)
+    for states in (None, ParallelStates(2, pool=pool)):
+        with pytest.raises(DriverNotAvailableError, match=r"conv\.tune times plans on a GPU"):
+            conv.tune(x, w, states=states)
+    assert pool.driver._streams.captures.active == ()
+    assert pool.driver.calls["launch"] == pool.driver.calls["begin_capture"] == pool.stats()["plans_built"] == 0
+
+
+@pytest.mark.skipif(drivers.available("cuda") is None, reason="is about machines without a GPU")
+def test_tuning_with_the_cuda_driver_and_no_gpu_says_what_is_missing():
+    with HandlePool(driver="cuda") as pool, pytest.raises(DriverNotAvailableError):
+        conv.tune(*(np.ones(shape, np.float32) for shape in SHAPES), states=ParallelStates(2, pool=pool))
+
+
+def test_tuning_in_a_capture_is_refused_and_the_capture_lives(make):
+    scene = make(GREEDY, SOCIABLE)
+    x = scene.array(1)
+    scene.stream.begin_capture()
+    scene.put(x, lambda old: old + 1, x)
+    specs = [ArraySpec(shape, np.float32) for shape in SHAPES]
+    with pytest.raises(CaptureError, match="while the current stream is being captured"):
+        conv.tune(*specs, states=scene.states)
+    graph = scene.stream.end_capture()
+    graph.launch()
+    assert scene.read(x) == 2
+
+
+def test_tuning_in_a_recording_a_branch_or_a_task_is_refused(make):
+    scene = make(GREEDY, SOCIABLE)
+    x, w = arrays_of(scene.driver)
+    y = conv(x, w)
+    told = []
+
+    def inside(*_):
+        with pytest.raises(CaptureError) as error:
+            conv.tune(x, w, states=scene.states)
+        told.append(str(error.value).partition(":")[0])
+
+    def recorded():
+        if thread.recording is not None:
+            inside()
+        return conv(x, w, out=y)
+
+    handlepool.record(recorded).close()
+    with scene.states.fork() as fork:
+        fork.run(inside)
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        executor.submit(inside).result()
+    scene.states.with_state(0, inside)
+    assert len(told) == 4
+    assert "inside a recording" in told[0]
+    assert all("inside a branch or a task" in text for text in told[1:])
+
+
+@pytest.mark.parametrize("states", [4, "four", [1, 2]])
+def test_states_that_are_none_are_refused(make, states):
+    refused(make(GREEDY, SOCIABLE), ArgumentError, "pass a ParallelStates", states=states)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_no_array_is_refused(make, place):
+    scene = make(GREEDY, SOCIABLE)
+    arrays = arrays_of(scene.driver)
+    arrays[place] = ArraySpec(SHAPES[place], np.float32)
+    refused(scene, ArrayTypeError, f"argument {place} is a", *arrays, states=scene.states)
+
+
+def test_an_unknown_option_is_refused(make):
+    scene = make(GREEDY, SOCIABLE)
+    refused(scene, ArgumentError, "no option stride", states=scene.states, stride=2)
+
+
+def test_too_few_side_streams_are_refused(make):
+    scene = make(GREEDY, SOCIABLE)
+    conv.plan_for(*arrays_of(scene.driver))
+    sides = scene.pool.device(0).sides
+    leased = [sides.lease() for _ in range(30)]
+    refused(scene, StateBusyError, "needs 4 side streams, and 2 are free", states=scene.states)
+    for slot in leased:
+        sides.give_back(slot, captured=False)
+
+
+def test_a_closed_pool_is_refused(make):
+    scene = make(GREEDY, SOCIABLE)
+    x, w = arrays_of(scene.driver)
+    scene.pool.close()
+    with pytest.raises(PoolClosedError):
+        conv.tune(x, w, states=scene.states)
+
+
+def test_where_nothing_can_be_timed_the_plan_stays(make):
+    scene = make(GREEDY, SOCIABLE)
+    x, w = arrays_of(scene.driver)
+    plan = conv.plan_for(x, w)
+    for fake in scene.driver.plans:
+        fake.fails = True
+    with pytest.raises(GraphNotSupportedError, match=r"none of 2 plans could be timed.*EXECUTION_FAILED"):
+        conv.tune(x, w, states=scene.states)
+    for fake in scene.driver.plans:
+        fake.fails = False
+    assert conv.plan_for(x, w) is plan
+
+
+@pytest.mark.parametrize("interrupt", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("method", ["synchronize_event", "begin_capture", "end_capture", "launch", "elapsed", None])
+def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, interrupt, monkeypatch):
+    monkeypatch.setattr("handlepool.graphs.tuning.ROUNDS", 1)
+    monkeypatch.setattr("handlepool.graphs.tuning.MOST_LAUNCHES", 2)
+    k = 1
+    failed = True
+    while failed:
+        with Scene(TimedDriver([Fake(), Fake(company=5)], scheduler="adversarial", seed=k)) as scene:
+            x, w = arrays_of(scene.driver)
+            conv.plan(scene.pool, (x, w), (), {})
+            error = interrupt(f"injected failure of call {k}")
+            scene.driver.fail_at(k, method, error, RESTORES)
+            try:
+                conv.tune(x, w, states=scene.states)
+            except (interrupt, HandlePoolError):
+                pass
+            scene.driver.fail_at(0)
+            failed = error.__traceback__ is not None
+            error = None
+            scene.pool.trim()
+            in_order(scene)
+            assert scene.pool.stats()["plans_cached"] == 1
+        k += 1
+    assert k > 5

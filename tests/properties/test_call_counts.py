@@ -1,0 +1,63 @@
+"""The hot paths make no more calls than they did; how they are counted stands in `call_counts`."""
+
+import pytest
+from call_counts import BOUNDS, CUDA_BOUNDS, count_all, count_cuda, counted
+
+from handlepool import HandlePool
+from handlepool.drivers.host.driver import HostDriver
+
+
+@pytest.fixture(scope="module")
+def counts():
+    return count_all()
+
+
+@pytest.fixture(scope="module")
+def cuda_counts():
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    pytest.importorskip("handlepool.drivers.cuda.driver", reason="the cuda driver's packages are not installed")
+    return count_cuda()
+
+
+def check(path: str, found: tuple[int, int], most: tuple[int, int]) -> None:
+    """Raise for a call more than there were."""
+    for kind, calls, bound in zip(("Python", "C"), found, most, strict=True):
+        assert calls <= bound, (
+            f"{path}: {calls} calls of {kind} functions, {bound} at most. If the new ones are needed, "
+            f"`python tests/call_counts.py` prints what the bounds are to be"
+        )
+
+
+@pytest.mark.parametrize("path", BOUNDS)
+def test_a_hot_path_makes_no_more_calls_than_it_did(counts, path):
+    check(path, counts[path], BOUNDS[path])
+
+
+@pytest.mark.parametrize("path", CUDA_BOUNDS)
+def test_a_hot_path_of_the_cuda_driver_makes_no_more_calls_than_it_did(cuda_counts, path):
+    check(path, cuda_counts[path], CUDA_BOUNDS[path])
+
+
+def test_every_path_has_a_bound(counts):
+    assert counts.keys() == BOUNDS.keys()
+    assert CUDA_BOUNDS.keys() < BOUNDS.keys()
+
+
+def test_control_a_call_more_is_counted():
+    def more():
+        return len([])
+
+    def path():
+        return None
+
+    def longer():
+        return more()
+
+    assert counted(path) == (0, 0)
+    assert counted(longer) == (1, 1)
+
+
+def test_what_a_driver_does_inside_is_not_counted():
+    with HandlePool(driver=HostDriver()) as pool:
+        stream = pool.driver.create_stream()
+        assert counted(lambda: pool.driver.synchronize_stream(stream.ptr))[0] == 2  # and the pool's property

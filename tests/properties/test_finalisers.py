@@ -1,0 +1,285 @@
+"""Finalisers that use the pool: the collector runs them wherever it likes, as inside a call of the pool by the same thread.
+
+Here one runs at every line of the package in turn, with the order of accesses checked. Guarantees 5, 8, 10 and 15.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+from harness.accounts import Accounts
+from harness.lines import at_line
+from harness.scenes import Scene, Thread
+from harness.uses import assert_usable
+
+import handlepool
+from handlepool import ContractError, ParallelStateExecutor, StateBusyError, drivers
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import deferred, status
+from handlepool.pool.default import default_pool
+from handlepool.pool.slot import Slot
+from handlepool.pool.workspace import Workspace
+from handlepool.testing import reference
+
+
+@handlepool.graph
+def convolution(g, x, w):
+    return g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
+
+
+class World(Scene):
+    """With two convolutions that need scratch, the second more than the first."""
+
+    def __init__(self, **options):
+        super().__init__(HostDriver(scheduler="adversarial", check_order=True), count=2, idle_limit=2, **options)
+        with self.stream:
+            self.small, self.large = self.images(4), self.images(8)
+        self.kept = []
+        self.accounted = True
+
+    def images(self, size):
+        rng = np.random.default_rng(size)
+        x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 1, size, size), (1, 1, 3, 3)))
+        arrays = self.driver.asarray(x), self.driver.asarray(w)
+        return arrays, reference.conv2d(x, w, padding=1)
+
+    def convolve(self, which):
+        arrays, right = which
+        return convolution.prepare(self.pool, arrays, None, {}).launch(self.pool.slot()), right
+
+    def check(self):
+        """Raise where a result is wrong, or where anything was lost or leaks."""
+        for y, right in self.kept:
+            assert reference.relative_error(self.driver.asnumpy(y), right) < 1e-5
+        self.kept.clear()
+        if self.accounted:
+            Accounts(self.pool).check()
+        assert_usable(self.pool)
+        self.pool.close()
+        deferred.settle(most=1000)
+        assert self.driver.alive() == {"handles": 0, "events": 0, "streams": 1, "scratch_bytes": 0}
+        assert not self.driver.order.found
+
+
+def at_every_line(outer, inner, **options):
+    """The number of lines."""
+    for k in itertools.count(1):
+        with World(**options) as world:
+            act = outer(world)
+            where = at_line(k, act, lambda world=world: inner(world))
+            del act
+            try:
+                world.check()
+            except BaseException as error:
+                error.add_note(f"at {where}")
+                raise
+        if where is None:
+            return k
+
+
+# What is interrupted: each makes its world ready, and returns what is then done
+
+
+def a_first_use(world):
+    return lambda: [world.pool.get_handle(), world.pool.get_workspace(300)]
+
+
+def a_growth(world):
+    world.pool.get_workspace(300)
+    return lambda: world.pool.get_workspace(3000)
+
+
+def a_reuse(world):
+    Thread(lambda: [world.pool.get_workspace(500, stream) for stream in (world.stream, world.stream.ptr)]).finish()
+    return lambda: [world.pool.get_workspace(400, stream) for stream in (world.stream.ptr, world.stream)]
+
+
+def a_trim(world):
+    a_reuse(world)()
+    world.pool.prewarm(states=1, workspace=300)
+    return world.pool.trim
+
+
+def a_first_launch(world):
+    return lambda: world.kept.append(world.convolve(world.small))
+
+
+def a_launch(world):
+    world.kept.append(world.convolve(world.small))
+    convolution.prepare(world.pool, world.large[0], None, {})  # builds it
+    return lambda: world.kept.append(world.convolve(world.small))
+
+
+def a_fork(world):
+    convolution.prepare(world.pool, world.large[0], None, {})  # builds it
+
+    def fork():
+        with world.states.fork() as fork:
+            world.kept += [fork.run(world.convolve, world.small)]
+            world.kept += [(fork.run(convolution, *world.small[0]), world.small[1])]
+
+    fork()
+    return fork
+
+
+def a_state(world):
+    return lambda: world.states.with_state(0, lambda state: state.workspace(300))
+
+
+def a_task(world):
+    world.accounted = False  # the events are the executor's
+    executor = ParallelStateExecutor(1, pool=world.pool)
+    executor.submit(int).result()
+
+    def submit():
+        executor.submit(int).result()
+        executor.shutdown()
+
+    return submit
+
+
+# What the finaliser does
+
+
+def trims(world):
+    world.pool.trim()
+
+
+def uses_a_workspace(world):
+    world.driver.use_handle(world.pool.get_handle(), int)
+    scratch = world.pool.get_workspace(9000)
+    world.driver.enqueue(world.driver.current_stream().ptr, lambda memory: memory.fill(1), writes=[scratch])
+
+
+def launches(world):
+    """With more scratch, and lets go of what that replaced."""
+    world.kept.append(world.convolve(world.large))
+    world.pool.trim()
+
+
+def forks(world):
+    world.kept += world.states.map(world.convolve, [world.large])
+
+
+def asks_for_a_state(world):
+    try:
+        world.states.with_state(0, lambda state: state.workspace(5000))
+    except StateBusyError:  # this thread has it
+        pass
+
+
+@pytest.mark.parametrize("inner", [trims, uses_a_workspace, launches, forks])
+@pytest.mark.parametrize("outer", [a_first_use, a_growth, a_reuse, a_trim, a_state, a_task])
+def test_g10_a_finaliser_at_every_line(outer, inner):
+    assert at_every_line(outer, inner) > 20
+
+
+@pytest.mark.parametrize("inner", [trims, uses_a_workspace, launches, forks])
+@pytest.mark.parametrize("outer", [a_first_launch, a_launch, a_fork])
+def test_g10_a_finaliser_at_every_line_of_a_launch(outer, inner):
+    assert at_every_line(outer, inner) > 20
+
+
+def test_g15_a_finaliser_that_asks_for_a_state_at_every_line_of_one_does_not_wait_for_its_own_thread():
+    assert at_every_line(a_state, asks_for_a_state) > 20
+
+
+def test_g10_a_finaliser_may_ask_for_the_default_pool_at_every_line_of_its_making(monkeypatch):
+    before = len(status._pools)
+    for k in itertools.count(1):
+        monkeypatch.setattr("handlepool.pool.default._default", None)
+        got = []
+        where = at_line(k, lambda got=got: got.append(default_pool()), lambda got=got: got.append(default_pool()))
+        assert len(set(map(id, got))) == 1
+        assert len(status._pools) == before + 1
+        got[0].everybodys = False
+        got[0].close()
+        if where is None:
+            break
+    assert k > 20
+
+
+def test_g10_a_finaliser_may_ask_for_the_driver_while_it_is_loaded(monkeypatch):
+    load, inside = drivers.import_module, []
+
+    def import_module(name):
+        if not inside:
+            inside.append(None)
+            inside[0] = drivers.load("host")
+        return load(name)
+
+    monkeypatch.setattr(drivers, "_loaded", {})
+    monkeypatch.setattr(drivers, "import_module", import_module)
+    assert drivers.load("host") is inside[0] is drivers.load("host")
+
+
+def grow_without_a_look(workspace, scratch, nbytes, stream, capture):
+    old = workspace.block
+    new = scratch.allocate(nbytes)
+    if old.nbytes:
+        workspace._replace(scratch, new, stream)
+    else:
+        workspace.block = new
+    return new
+
+
+def test_g10_control_a_growth_that_does_not_look_again_loses_what_a_finaliser_grew(monkeypatch):
+    monkeypatch.setattr(Workspace, "grow", grow_without_a_look)
+    with pytest.raises(AssertionError, match="lost or unknown scratch"):
+        at_every_line(a_first_use, uses_a_workspace)
+
+
+def test_g5_control_a_launch_that_shares_its_slots_scratch_with_a_finalisers_launch_uses_it_after_it_was_freed(monkeypatch):
+    monkeypatch.setattr(Slot, "buffer", property(lambda slot: (), lambda slot, value: None))
+    with pytest.raises(ContractError, match="is not in scratch memory that is allocated"):
+        at_every_line(a_launch, launches)
+
+
+@pytest.mark.parametrize("nested", [1, 3])
+def test_g10_launches_of_finalisers_inside_one_another_have_scratch_of_their_own(nested):
+    """However deep; and afterwards the slot has its buffer and its scratch as before."""
+    with World() as world:
+        world.kept.append(world.convolve(world.small))
+        slot = world.pool.slot()
+        before, left = slot._launching.block, nested
+
+        def launch(called):
+            nonlocal left
+            if called == "launch" and left:
+                left -= 1
+                world.kept.append(world.convolve(world.large))
+                world.pool.trim()
+
+        world.driver._log._fault = launch
+        world.kept.append(world.convolve(world.small))
+        world.driver._log._fault = None
+        assert slot._launching.block is before
+        assert slot.buffer is not None
+        assert len(world.kept) == 2 + nested
+        world.check()
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_g9_a_finalisers_launch_inside_a_launch_under_capture_belongs_to_the_graph(mode):
+    with World() as world:
+        y, right = world.convolve(world.small)
+        inside = []
+
+        def launch(called):
+            if called == "launch" and not inside:
+                inside.append(None)
+                inside[0] = world.convolve(world.large)
+
+        with world.driver.relaxed():
+            world.stream.begin_capture(mode)
+            world.driver._log._fault = launch
+            convolution.prepare(world.pool, world.small[0], y, {}).launch(world.pool.slot())
+            world.driver._log._fault = None
+            graph = world.stream.end_capture()
+        world.driver.enqueue(world.stream.ptr, lambda y: y.fill(0), writes=[y])
+        world.pool.trim()
+        graph.launch(world.stream)
+        world.kept += [(y, right), inside[0]]
+        assert world.pool.stats()["scratch_bytes_captured"] > 0
+        for array, expected in world.kept:
+            assert reference.relative_error(world.driver.asnumpy(array), expected) < 1e-5

@@ -1,0 +1,421 @@
+"""Two threads, at every point where one of them may be interrupted by the other: no sleeps, and nothing left to chance.
+
+At the k-th driver call of one thread another thread does all of its work, for every k; it is waited for until it has ended, or
+until it waits for the first at a lock. A replay makes hardly any call, so there it is every line. Then all is accounted for, and
+after a close nothing is left. Guarantees 1, 11, 14, 15.
+"""
+
+import contextlib
+import functools
+import itertools
+import queue
+import threading
+import time
+
+import numpy as np
+import pytest
+from harness.accounts import Accounts
+from harness.lines import at_line
+from harness.scenes import TIMEOUT, Thread
+from harness.uses import assert_usable
+
+from handlepool import ContractError, HandlePool, OwnershipError, ParallelStates, PoolClosedError, graph, record
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import deferred, handles
+from handlepool.recording import program as recorded
+
+
+@graph
+def double(g, x):
+    return g.add(x, x)
+
+
+class WatchedLock:
+    """A lock that tells, through ``waits.release``, when a thread has to wait for it."""
+
+    def __init__(self, lock, waits):
+        self._lock = lock
+        self._waits = waits
+
+    def __enter__(self):
+        if not self._lock.acquire(blocking=False):
+            self._waits.release()
+            assert self._lock.acquire(timeout=TIMEOUT), "a deadlock"
+
+    def __exit__(self, *error):
+        self._lock.release()
+
+
+class World:
+    def __init__(self, monkeypatch):
+        self.driver = HostDriver(scheduler="adversarial", check_order=True)
+        self.pool = HandlePool(driver=self.driver, idle_limit=2)
+        self.states = ParallelStates(2, pool=self.pool)
+        self.streams = [self.driver.create_stream() for _ in range(3)]
+        self.shared = self.streams[0]
+        self.built = []
+        self.came_to_a_stop = threading.Semaphore(0)
+        monkeypatch.setattr(handles, "_create_lock", WatchedLock(threading.RLock(), self.came_to_a_stop))
+        for device in range(2):
+            slots = self.pool.device(device)
+            slots.handles.build_lock = WatchedLock(slots.handles.build_lock, self.came_to_a_stop)
+
+    def interrupt(self, k, function):
+        """Let a new thread run a function at the k-th driver call of this thread; a list that the thread will be in."""
+        here, left, threads = threading.get_ident(), k, []
+
+        def work():
+            try:
+                function()
+            finally:
+                self.came_to_a_stop.release()
+
+        def hook(called):
+            nonlocal left
+            if threading.get_ident() == here:
+                left -= 1
+                if left == 0:
+                    threads.append(Thread(work))
+                    assert self.came_to_a_stop.acquire(timeout=TIMEOUT)
+
+        self.driver._log._fault = hook
+        return threads
+
+    def scratch(self, stream):
+        with stream:
+            memory = self.pool.get_workspace(300)
+            self.driver.enqueue(stream.ptr, lambda memory: memory.fill(1), writes=[memory], label="scratch")
+            self.driver.use_handle(self.pool.get_handle(), int)
+
+    # What two threads do
+
+    def get(self):
+        self.scratch(self.shared)
+
+    def get_elsewhere(self):
+        self.scratch(self.streams[1])
+
+    def get_a_pointer(self):
+        memory = self.pool.get_workspace(300, self.streams[2].ptr)
+        self.driver.enqueue(self.streams[2].ptr, lambda memory: memory.fill(1), writes=[memory])
+
+    def fork(self):
+        with self.shared:
+            self.states.map(lambda _: self.scratch(self.driver.current_stream()), range(3))
+
+    def launch(self):
+        with self.shared:
+            size = 4 + len(self.built)  # who asks for a plan that another thread builds waits: see the tests of plans
+            self.built.append(size)
+            self.states.map(double, [self.driver.empty((size, size), (size * 4, 4), np.dtype(np.float32))])
+
+    def trim(self):
+        self.pool.trim()
+
+    def close(self):
+        self.pool.close()
+
+    def leave_behind(self):
+        """A thread that ends, and whose slots nobody has taken in."""
+        Thread(lambda: [self.scratch(stream) for stream in self.streams]).finish()
+
+
+ACTS = ["get", "get_elsewhere", "get_a_pointer", "fork", "launch", "trim", "close", "leave_behind"]
+
+
+@pytest.mark.parametrize("second", ACTS)
+@pytest.mark.parametrize("first", ACTS)
+@pytest.mark.parametrize("before", [(), ("get", "leave_behind", "fork")], ids=["first use", "with idle slots"])
+def test_g1_one_thread_at_every_call_of_another(monkeypatch, before, first, second):
+    for k in itertools.count(1):
+        world = World(monkeypatch)
+        for act in before:
+            Thread(getattr(world, act)).finish()
+
+        def do(act, world=world):
+            try:
+                getattr(world, act)()
+            except (PoolClosedError, ContractError):  # the handle that one thread uses is destroyed by the other's close
+                assert world.pool.closed
+
+        threads = world.interrupt(k, lambda do=do: do(second))
+        do(first)
+        world.driver.fail_at(0)
+        for thread in threads:
+            thread.finish()
+        world.pool.drain()
+        deferred.settle(most=1000)
+        if not world.pool.closed:
+            Accounts(world.pool).check()
+            assert_usable(world.pool)
+        world.pool.close()
+        world.pool.close()
+        assert world.driver.alive() == {"handles": 0, "events": 0, "streams": 3, "scratch_bytes": 0}, k
+        assert not world.driver.order.found
+        if not threads:
+            break
+
+
+def test_g1_two_threads_that_meet_at_the_first_place_on_one_stream_object(make_pool):
+    """The place for slots is made by both; one of the two places is lost, and with it nothing but a hit."""
+    pool = make_pool()
+    stream = pool.driver.create_stream()
+    met, handles = [], []
+
+    class Meeting(type(stream)):
+        def __setattr__(self, name, value):
+            if name == pool.attribute and not met:
+                met.append(name)
+                Thread(lambda: handles.append((pool.get_handle(stream), pool.get_handle(stream)))).finish()
+            super().__setattr__(name, value)
+
+    stream.__class__ = Meeting
+    mine = pool.get_handle(stream)
+    assert pool.get_handle(stream) is mine
+    ((theirs, again),) = handles
+    assert theirs is again is not mine
+    assert pool.stats()["handles_created"] == 2
+
+
+def test_g1_a_thread_whose_place_was_lost_keeps_its_handle(make_pool):
+    pool = make_pool()
+    stream = pool.driver.create_stream()
+    handle = pool.get_handle(stream)
+    delattr(stream, pool.attribute)
+    assert pool.get_handle(stream) is handle
+    assert pool.get_handle(stream) is handle
+    assert pool.stats()["handles_created"] == 1
+
+
+def test_g5_a_close_that_takes_the_block_which_a_growth_would_retire_frees_it_once(make_driver):
+    class Closing(HostDriver):
+        armed = False
+
+        def create_event(self, **options):
+            if self.armed:
+                self.armed = False
+                closer = threading.Thread(target=pool.close)
+                closer.start()
+                closer.join(60)
+            return super().create_event(**options)
+
+    driver = Closing()
+    pool = HandlePool(driver=driver)
+    pool.get_workspace(256)
+    driver.armed = True
+    with contextlib.suppress(PoolClosedError):
+        pool.get_workspace(100_000)
+    pool.close()
+    assert driver.alive()["scratch_bytes"] == 0
+
+
+@pytest.mark.parametrize("before", ["nothing", "an idle slot"])
+def test_a_close_while_a_handle_is_bound_refuses_the_call_and_leaves_no_handle(before):
+    class Closing(HostDriver):
+        armed = False
+
+        def bind_handle(self, handle, pointer):
+            super().bind_handle(handle, pointer)
+            if self.armed:
+                self.armed = False
+                Thread(pool.close).finish()
+
+    driver = Closing()
+    pool = HandlePool(driver=driver)
+    if before == "an idle slot":
+        Thread(pool.get_workspace, 300).finish()
+    driver.armed = True
+    with pytest.raises(PoolClosedError):
+        pool.get_handle()
+    assert not driver.armed
+    assert driver.alive() == {"handles": 0, "events": 0, "streams": 0, "scratch_bytes": 0}
+
+
+class Worker:
+    """A thread that does one thing after another, so that a program can be biased towards it."""
+
+    def __init__(self):
+        self._jobs = queue.SimpleQueue()
+        self._thread = Thread(self._run)
+
+    def _run(self):
+        for job in iter(self._jobs.get, None):
+            job()
+
+    def begin(self, function):
+        """Let it do something; what waits for the end of that."""
+        done, errors = threading.Event(), []
+
+        def job():
+            try:
+                function()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        def finish():
+            assert done.wait(TIMEOUT), "the thread hangs"
+            if errors:
+                raise errors[0]
+
+        self._jobs.put(job)
+        return finish
+
+    def end(self):
+        self._jobs.put(None)
+        self._thread.finish()
+
+
+class Meeting:
+    """Two threads that use one program: another one is halted inside of its use while this one goes on.
+
+    It goes on there when this one has ended, or waits for it.
+    """
+
+    def __init__(self, monkeypatch, *, first):
+        self.driver = HostDriver(scheduler="adversarial", check_order=True)
+        self.pool = HandlePool(driver=self.driver)
+        self.stream = self.driver.create_stream()
+        self.worker = Worker()
+        self.go, self.halted = threading.Event(), threading.Semaphore(0)
+        self.halts = None  # the thread that halts where it comes inside
+        self.finish = None  # waits for what the other thread does
+        self.inside, self.met = [], []
+        with self.stream:
+            self.new = self.driver.asarray(np.full((4, 4), 5, np.float32))
+            self.program = record(double, self.driver.asarray(np.ones((4, 4), np.float32)), pool=self.pool)
+        program, use = self.program, functools.partial(self.use, "replay")
+        use() if first == "this" else self.worker.begin(use)()
+        assert program._turns.bias.thread == (threading.get_ident() if first == "this" else self.worker._thread.ident)
+        monkeypatch.setattr("handlepool.recording.program.sleep", lambda seconds: (self.release(), time.sleep(seconds)))
+        monkeypatch.setattr(self.driver, "copy", self.alone(self.driver.copy))
+        monkeypatch.setattr(program._turns, "_lock", WatchedLock(program._turns._lock, self))
+        monkeypatch.setattr(program, "_launch", self.alone(program._launch))
+        monkeypatch.setattr(program._recording, "free", self.alone(program._recording.free))
+
+    def release(self):
+        """This thread waits: whoever it waits for may go on."""
+        if threading.get_ident() == self.halts:
+            self.halted.release()
+        else:
+            self.go.set()
+
+    def alone(self, function):
+        """A function that no two threads may be in at once."""
+
+        def call(*args):
+            self.met += self.inside
+            self.inside.append(function)
+            try:
+                if threading.get_ident() == self.halts:
+                    self.halted.release()
+                    assert self.go.wait(TIMEOUT)
+                return function(*args)
+            finally:
+                self.inside.remove(function)
+
+        return call
+
+    def use(self, what):
+        with self.stream, contextlib.suppress(PoolClosedError, OwnershipError):  # it was closed, or is being updated
+            {"replay": self.program.replay, "update": self.update, "close": self.program.close}[what]()
+
+    def update(self):
+        self.program.update(self.new)
+
+    def begin(self, what):
+        def job():
+            self.halts = threading.get_ident()
+            try:
+                self.use(what)
+            finally:
+                self.halts = None
+                self.halted.release()
+
+        self.finish = self.worker.begin(job)
+        assert self.halted.acquire(timeout=TIMEOUT)
+
+    def end(self):
+        self.go.set()
+        if self.finish is not None:
+            self.finish()
+        self.worker.end()
+        if self.program.closed:
+            return
+        with self.stream:
+            self.program.update(self.new)
+            self.program.replay()
+            assert (self.driver.asnumpy(self.program.outputs) == 10).all()
+        self.program.close()
+        self.pool.close()
+        assert self.driver.alive() == {"handles": 0, "events": 0, "streams": 1, "scratch_bytes": 0}
+        assert not self.driver.order.found
+
+
+def meet_at_every_line(monkeypatch, this, other, *, first):
+    """At the k-th line of this thread's use another one begins its own, for every k; who met whom inside, and how many lines."""
+    met = []
+    for k in itertools.count(1):
+        with monkeypatch.context() as patch:
+            meeting = Meeting(patch, first=first)
+            with contextlib.suppress(ContractError):  # for the controls: a graph that was destroyed, or an update without order
+                at_line(k, functools.partial(meeting.use, this), functools.partial(meeting.begin, other))
+            begun = meeting.finish is not None
+            with contextlib.suppress(ContractError):
+                meeting.end()
+            met += meeting.met
+        if not begun:
+            return met, k
+
+
+USES = ["replay", "update", "close"]
+
+
+@pytest.mark.parametrize("other", USES)
+def test_one_thread_inside_its_use_of_a_program_at_every_line_of_anothers_replay_without_a_lock(monkeypatch, other):
+    met, lines = meet_at_every_line(monkeypatch, "replay", other, first="this")
+    assert not met
+    assert lines > 10
+
+
+@pytest.mark.parametrize("this", USES)
+def test_one_thread_inside_its_launch_without_a_lock_at_every_line_of_anothers_use_of_a_program(monkeypatch, this):
+    met, lines = meet_at_every_line(monkeypatch, this, "replay", first="other")
+    assert not met
+    assert lines > 10
+
+
+@pytest.mark.parametrize("other", ["replay", "update"])  # a close lets go of the last stream before it frees
+def test_control_a_bias_that_is_not_taken_away_lets_two_threads_in(monkeypatch, other):
+    class Stubborn(recorded.Turns):
+        bias = property(lambda self: self._kept, lambda self, bias: setattr(self, "_kept", getattr(self, "_kept", None) or bias))
+
+    monkeypatch.setattr("handlepool.recording.program.Turns", Stubborn)
+    assert meet_at_every_line(monkeypatch, "replay", other, first="this")[0]
+
+
+@pytest.mark.parametrize("this", USES)
+def test_control_a_launch_that_is_not_announced_lets_two_threads_in(monkeypatch, this):
+    class Silent(recorded.Bias):
+        launching = property(lambda self: False, lambda self, launching: None)
+
+    monkeypatch.setattr("handlepool.recording.program.Bias", Silent)
+    assert meet_at_every_line(monkeypatch, this, "replay", first="other")[0]
+
+
+def test_a_thread_whose_wait_for_a_launch_was_interrupted_waits_again(monkeypatch):
+    meeting = Meeting(monkeypatch, first="other")
+    meeting.begin("replay")
+
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("handlepool.recording.program.sleep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            meeting.use("replay")
+    meeting.use("replay")
+    meeting.use("replay")
+    assert not meeting.met
+    meeting.end()

@@ -1,0 +1,227 @@
+"""The ends of recordings and programs: by an interrupt while they are made, by each other's finalisers, and at exit."""
+
+import gc
+import itertools
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from harness.lines import at_line, interrupt, line_of
+from harness.scenes import TIMEOUT, Scene, Thread
+
+import handlepool
+from handlepool import PoolClosedError
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import context, deferred
+from handlepool.recording.program import Turns
+
+
+@pytest.fixture(autouse=True)
+def abandoned():
+    """What is let go of never is let go of after the test."""
+    yield
+    deferred._abandoned.clear()
+    deferred.under_way.clear()
+
+
+MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py")
+SPARED = {  # where only a tracer can interrupt: nothing is called before but what returns from Python
+    "try:",
+    "thread.recording = None",
+    "recordings.remove(self)",
+}
+
+
+def interrupted(k):
+    """Record with an interrupt at the k-th line; which that was, and what was left."""
+    driver = HostDriver(scheduler="adversarial", check_order=True)
+    found = []
+    with Scene(driver) as scene:
+
+        def function(x):
+            scene.pool.get_workspace(1000)
+            return scene.plus(scene.plus(x, 10), 100)
+
+        x, made, line = scene.array(1), [], None
+        try:
+            line = at_line(k, lambda: made.append(handlepool.record(function, x, pool=scene.pool)), interrupt, MODULES)
+        except KeyboardInterrupt as error:
+            line = line_of(error)
+        gc.collect()
+        if driver._streams.captures.active:
+            found.append("a capture is open")
+        if context.thread.recording is not None or context.recordings:
+            found.append("the thread records")
+        context.thread.recording = None
+        context.recordings.clear()
+        driver.swap_allocator(None)
+        scene.stream.use()
+        context.elsewhere.clear()
+        for program in made:
+            program.close()
+        made.clear()
+        gc.collect()
+        for _ in range(3):
+            deferred.settle(most=1000)
+        if deferred._abandoned or scene.pool.stats()["scratch_bytes_recorded"]:
+            found.append("what was recorded is kept for good")
+        if not found:
+            with handlepool.record(function, x, pool=scene.pool) as program:
+                program.replay()
+                assert scene.read(program.outputs) == 111, line
+    return line, found
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_every_line_of_a_recording_leaves_no_capture_open_and_uses_nothing_that_was_freed():
+    found = {}
+    for k in itertools.count(1):
+        line, left = interrupted(k)
+        deferred._abandoned.clear()
+        if left:
+            found[line] = left
+        if line is None:
+            break
+    assert k > 100
+    assert found.keys() == SPARED
+
+
+# Of each other's
+
+
+class Model:
+    """Has a program of its own method, closed by its destructor."""
+
+    def __init__(self, scene):
+        self.scene = scene
+        self.before_closing = lambda: None
+        self.program = handlepool.record(self.forward, scene.array(1), pool=scene.pool)
+
+    def forward(self, x):
+        return self.scene.plus(x, 1)
+
+    def __del__(self):
+        self.before_closing()
+        self.program.close()
+
+
+def test_what_a_program_keeps_may_close_it():
+    with Scene() as scene:
+        program = Model(scene).program
+        program.replay()
+        program.close()
+        gc.collect()
+        assert program.closed
+        assert not deferred.parked
+
+
+def test_whoever_settles_neither_waits_for_a_thread_that_closes_nor_does_its_work():
+    with Scene(HostDriver()) as scene:
+        program = handlepool.record(lambda x: scene.plus(x, 1), scene.array(1), pool=scene.pool)
+        recording = program._recording
+        inside, go_on = threading.Event(), threading.Event()
+        destroy = scene.driver.destroy_event
+
+        def halted(event):
+            inside.set()
+            assert go_on.wait(TIMEOUT)
+            destroy(event)
+
+        scene.driver.destroy_event = halted
+        closer = Thread(program.close)
+        assert inside.wait(TIMEOUT)
+        settler = Thread(partial(deferred.settle, most=1000))
+        try:
+            settler.join(TIMEOUT / 4)
+            waits = settler.is_alive()
+            left = list(deferred.parked)
+        finally:
+            go_on.set()
+        closer.finish()
+        settler.finish()
+        assert not waits
+        assert left == [recording]
+        assert not deferred.parked
+
+
+def test_two_programs_that_keep_what_closes_the_other_are_closed_by_two_threads():
+    with Scene(HostDriver()) as scene:
+        models = [Model(scene), Model(scene)]
+        programs = [model.program for model in models]
+        both = threading.Barrier(2)
+        for model, other in zip(models, reversed(programs), strict=True):
+            model.before_closing, model.program = lambda: both.wait(TIMEOUT), other
+        del models, model
+        threads = [Thread(program.close) for program in programs]
+        for thread in threads:
+            thread.finish()
+        assert all(program.closed for program in programs)
+
+
+# At exit
+
+
+class Left:
+    """Waits to be told that the interpreter ends."""
+
+    def __init__(self, happens=lambda: None, inside=False):
+        self.happens, self.inside, self.told = happens, inside, []
+
+    def _end_at_exit(self, deadline):
+        self.told.append(deadline)
+        self.happens()
+        return not self.inside
+
+
+def references(programs):
+    return {number: partial(programs.__getitem__, number) for number in range(len(programs))}
+
+
+def test_an_interrupt_of_one_end_at_exit_spares_none_of_the_others(monkeypatch):
+    dropped = []
+    pool = SimpleNamespace(plans=SimpleNamespace(drop=lambda: dropped.append(True)))
+    programs = [Left(inside=True), Left(), Left(interrupt, inside=True), Left(inside=True)]
+    monkeypatch.setattr(deferred, "_programs", references(programs))
+    monkeypatch.setattr(deferred, "pools", lambda: [pool])
+    with pytest.raises(KeyboardInterrupt):
+        deferred._at_exit()
+    assert deferred.under_way
+    assert dropped
+    assert [len(left.told) for left in programs] == [2, 1, 1, 2]
+
+
+def test_programs_that_nobody_uses_come_to_an_end_before_those_that_are_waited_for(monkeypatch):
+    programs = [Left(inside=True), Left()]
+    monkeypatch.setattr(deferred, "_programs", references(programs))
+    monkeypatch.setattr(deferred, "pools", list)
+    deferred._at_exit()
+    assert [len(left.told) for left in programs] == [2, 1]
+    assert programs[0].told[0] == 0.0 < programs[0].told[1]
+
+
+def test_after_the_end_other_threads_are_told_late_and_the_one_that_ends_at_once(monkeypatch):
+    pauses = []
+    monkeypatch.setattr("handlepool.recording.program.sleep", pauses.append)
+    turns, acts = Turns("it"), []
+    assert turns.end(0.0, lambda: acts.append("ended"))
+    with pytest.raises(PoolClosedError, match="interpreter"):
+        turns.take("replayed", lambda: acts.append("replayed"))
+    assert pauses == []
+    with pytest.raises(PoolClosedError, match="interpreter"):
+        Thread(lambda: turns.take("replayed", lambda: acts.append("replayed"))).finish()
+    assert len(pauses) == 1
+    assert pauses[0] > 1
+    assert acts == ["ended"]
+
+
+def test_an_end_leaves_a_launch_of_another_thread_alone_and_the_program_usable():
+    turns, acts = Turns("it"), []
+    Thread(lambda: turns.take("replayed", int)).finish()
+    bias = turns.bias
+    bias.launching = True
+    assert not turns.end(0.0, lambda: acts.append("ended"))
+    bias.launching = False
+    Thread(lambda: turns.take("replayed", lambda: acts.append("replayed"))).finish()
+    assert turns.end(0.0, lambda: acts.append("ended"))
+    assert acts == ["replayed", "ended"]

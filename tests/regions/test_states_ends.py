@@ -1,0 +1,422 @@
+"""Forks that end badly: failures, captures (guarantee 9), threads that ended (guarantees 10 and 11), forked processes (13)."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+from harness.scenes import TIMEOUT, Scene, Thread, over_seeds
+
+import handlepool
+from handlepool import ArgumentError, CaptureError
+from handlepool.drivers.host.driver import HostDriver
+
+
+def leased(scene):
+    return scene.pool.stats()["handles_leased"]
+
+
+def works(scene):
+    """Whether pool, states and the caller's stream are usable."""
+    x = scene.array(1)
+    return [scene.read(y) for y in scene.states.map(scene.plus, [x] * 5, range(5))] == [1, 2, 3, 4, 5] and leased(scene) == 0
+
+
+@handlepool.graph
+def double(g, x):
+    return g.add(x, x)
+
+
+# Whatever fails on the way, nothing is lost
+
+
+FALLIBLE = (
+    *("create_handle", "create_stream", "create_event", "bind_handle", "launch_buffer", "capture_id"),
+    *("record_event", "wait_event", "region_allocator", "allocate", "scratch_array"),
+)
+
+
+@pytest.mark.parametrize("method", FALLIBLE)
+def test_nothing_is_lost_by_a_failure_of_any_driver_call_in_a_fork(method):
+    with Scene(count=2) as scene:
+        calls, k = scene.driver.calls, 0
+        calls[method] = k
+        while calls[method] >= k:
+            k += 1
+            scene.pool.trim()  # so that the side slots are made anew
+            calls.clear()
+            scene.driver.fail_at(k, method)
+            try:
+                scene.states.map(scene.pool.get_workspace, [256, 512, 1024])
+            except Exception:
+                assert calls[method] >= k
+            scene.driver.fail_at(0)
+            reached = calls[method]
+            assert scene.driver.current_device() == 0
+            assert scene.driver.current_stream() is scene.stream
+            assert handlepool.pool.context.thread.region is None
+            assert works(scene), f"after a failure of call {k}"
+            calls[method] = reached
+        assert k > 1, "nothing failed"
+
+
+def test_a_side_slot_whose_handle_cannot_be_repaired_is_not_lost():
+    with Scene(count=1) as scene:
+
+        def branch():
+            handle = scene.pool.get_handle()
+            scene.driver.destroy_handle(handle)
+
+        scene.states.map(lambda _: branch(), [0])
+        for call in (1, 2):  # the second after memory was given back
+            scene.driver.fail_at(call, "bind_handle")
+            with pytest.raises(RuntimeError, match="injected"):
+                scene.states.map(lambda _: branch(), range(3))
+            scene.driver.fail_at(0)
+        assert works(scene)
+
+
+def test_a_graph_functions_bad_arguments_cost_no_side_slot():
+    with Scene() as scene, scene.states.fork() as fork:
+        with pytest.raises(ArgumentError):
+            fork.run(double)
+        assert leased(scene) == 0
+
+
+# Captures
+
+
+def test_g9_a_fork_under_capture_is_recorded_and_keeps_its_side_slots_until_the_capture_ends():
+    with Scene() as scene:
+        x, y = scene.array(1), scene.array()
+        assert works(scene)
+        scene.stream.begin_capture()
+        with scene.states.fork() as fork:
+            fork.run(scene.put, y, lambda x: x + 1, x)
+        assert scene.pool.stats()["handles_captured"] == 1
+        graph = scene.stream.end_capture()
+        assert works(scene)
+        assert scene.pool.stats()["handles_captured"] == 0
+        graph.launch(scene.stream)
+        assert scene.read(y) == 2
+
+
+def test_g9_a_capture_that_begins_inside_a_fork_keeps_the_side_slots_as_well():
+    with Scene() as scene:
+        assert works(scene)
+        y = scene.array()
+        with scene.states.fork() as fork:
+            scene.stream.begin_capture()
+            fork.run(scene.put, y, lambda: 3)
+        assert scene.pool.stats()["handles_captured"] == 1
+        scene.stream.end_capture().launch(scene.stream)
+        assert scene.read(y) == 3
+
+
+def test_g9_a_branch_from_before_the_capture_cannot_be_joined_and_the_capture_survives():
+    with Scene() as scene:
+        assert works(scene)
+        y = scene.array()
+        with pytest.raises(CaptureError, match="began to be captured inside a fork"), scene.states.fork() as fork:  # noqa: PT012
+            fork.run(scene.array, 1)
+            scene.stream.begin_capture()
+        scene.put(y, lambda: 3)
+        scene.stream.end_capture().launch(scene.stream)
+        assert scene.read(y) == 3
+        assert works(scene)
+
+
+def test_g9_an_event_that_a_capture_recorded_and_that_could_not_be_destroyed_goes_with_the_next_trim():
+    with Scene() as scene:
+        y = scene.array()
+        scene.stream.begin_capture()
+        with scene.states.fork() as fork:
+            fork.run(scene.put, y, lambda: 3)
+        scene.stream.end_capture()
+        scene.driver.fail_at(1, "destroy_event")
+        with pytest.raises(RuntimeError, match="injected"):
+            scene.pool.trim()
+        scene.pool.trim()
+        assert scene.driver.alive()["events"] == 0
+        assert works(scene)
+
+
+@pytest.mark.parametrize("method", ["record_event", "wait_event"])
+def test_g9_a_branch_that_did_not_come_to_start_is_not_waited_for_and_the_capture_survives(method):
+    with Scene() as scene:
+        assert works(scene)
+        y = scene.array()
+        scene.stream.begin_capture()
+        with scene.states.fork() as fork:
+            scene.driver.fail_at(1, method)
+            with pytest.raises(RuntimeError, match="injected"):
+                fork.run(pytest.fail, "it ran")
+        scene.put(y, lambda: 3)
+        scene.stream.end_capture().launch(scene.stream)
+        assert scene.read(y) == 3
+        assert works(scene)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_g9_a_branch_that_leaves_a_capture_open_draws_no_other_stream_into_it(raises):
+    with Scene(count=2) as scene:
+        x, y = scene.array(1), scene.array()
+        streams = []
+
+        def branch():
+            streams.append(scene.driver.current_stream())
+            streams[0].begin_capture("relaxed")
+            if raises:
+                raise RuntimeError("the branch's own")
+
+        def body():
+            with scene.states.fork() as fork:
+                fork.run(scene.put, y, lambda x: x + 1, x)
+                fork.run(branch)
+
+        with pytest.raises(CaptureError, match=r"a branch began to capture its stream .* and did not end that") as raised:
+            body()
+        assert ("the branch's own" in repr(raised.value.__context__)) == raises
+        assert not scene.stream.is_capturing()
+        assert scene.read(y) == 2  # the other branch was joined
+        stats = scene.pool.stats()
+        assert stats["handles_captured"] + stats["handles_idle"] == 2
+        streams[0].end_capture()
+        assert [scene.read(each) for each in scene.states.map(scene.plus, [x, x], [1, 2])] == [2, 3]
+        assert scene.pool.stats()["handles_created"] == 2
+
+
+def test_g9_arguments_that_are_refused_leave_a_capture_alone():
+    with Scene() as scene:
+        assert works(scene)
+        scene.stream.begin_capture()
+        with pytest.raises(ArgumentError), scene.states.fork() as fork:
+            fork.run(double)
+        scene.stream.end_capture()
+        assert works(scene)
+
+
+# Ends: threads, forgotten forks, forked processes
+
+
+def test_g11_a_thread_that_ends_inside_a_fork_gives_its_side_slots_back():
+    def scenario(scene):
+        x, y = scene.array(1), scene.array()
+
+        def work():
+            with scene.stream:
+                fork = scene.states.fork()
+                fork.__enter__()
+                fork.run(scene.put, y, lambda x: x + 1, x)
+
+        Thread(work).finish()
+        assert leased(scene) == 1
+        assert works(scene)
+        return scene.read(y)
+
+    assert set(over_seeds(scenario)) == {2}
+
+
+def test_g11_what_a_forgotten_fork_kept_is_kept_until_it_is_joined():
+    def scenario(scene):
+        def work():
+            with scene.stream:
+                x = scene.array(1)
+                fork = scene.states.fork()
+                fork.__enter__()
+                fork.run(scene.put, y, lambda x: x + 1, x)
+
+        y = scene.array()
+        Thread(work).finish()
+        scene.array(100)  # would be the block of x
+        assert works(scene)
+        return scene.read(y)
+
+    assert set(over_seeds(scenario)) == {2}
+
+
+def test_g10_dropping_an_open_fork_makes_no_driver_call():
+    with Scene() as scene:
+        fork = scene.states.fork()
+        fork.__enter__()
+        fork.run(lambda: None)
+        scene.driver.calls.clear()
+        del fork
+        assert not scene.driver.calls
+        assert works(scene)
+
+
+def test_g9_a_forgotten_fork_under_capture_waits_for_the_captures_end():
+    with Scene() as scene:
+        fork = scene.states.fork()
+        fork.__enter__()
+        fork.run(lambda: None)
+        other = scene.driver.create_stream()
+        scene.stream.begin_capture()
+        del fork
+        with other:
+            assert scene.states.map(str, [1]) == ["1"]
+        assert leased(scene) == 1
+        scene.stream.end_capture()
+        assert works(scene)
+
+
+def test_a_forgotten_fork_on_the_per_thread_default_stream_gives_its_side_slots_back():
+    with Scene() as scene:
+
+        def work():
+            with scene.driver.per_thread_stream:
+                fork = scene.states.fork()
+                fork.__enter__()
+                fork.run(lambda: None)
+
+        Thread(work).finish()
+        assert works(scene)
+
+
+def test_a_generator_that_is_never_finished_gives_its_side_slots_back():
+    with Scene() as scene:
+
+        def outputs():
+            with scene.states.fork() as fork:
+                for value in range(4):
+                    yield fork.run(scene.array, value)
+
+        generator = outputs()
+        next(generator)
+        del generator
+        assert works(scene)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_g13_a_child_that_is_forked_inside_a_fork_leaves_it_without_a_driver_call():
+    with Scene() as scene, scene.states.fork() as fork:
+        fork.run(lambda: None)
+        scene.driver.calls.clear()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                try:
+                    fork.run(lambda: None)
+                except handlepool.ForkedProcessError:
+                    fork.__exit__(None, None, None)
+                    touched = scene.driver.calls["record_event"] + scene.driver.calls["wait_event"]
+                    code = 0 if not touched else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert fork.run(lambda: "the parent is unaffected")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_g13_a_fork_that_a_forked_child_drops_makes_no_driver_call_there():
+    with Scene() as scene:
+        fork = scene.states.fork().__enter__()
+        fork.run(lambda: None)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                scene.driver.calls.clear()
+                del fork
+                handlepool.pool.deferred.settle(most=1000)
+                code = 2 if scene.driver.calls else 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        fork.__exit__(None, None, None)
+
+
+# Pools that are closed inside
+
+
+def closed_under_a_capture(scene):
+    scene.stream.begin_capture()
+    with scene.states.fork() as fork:
+        fork.map(double, scene.xs, out=scene.outs)
+        scene.pool.close()
+    scene.stream.end_capture()
+
+
+def closed_before_a_join_that_fails(method):
+    def act(scene):
+        with pytest.raises(RuntimeError, match="injected"), scene.states.fork() as fork:  # noqa: PT012
+            fork.map(double, scene.xs, out=scene.outs)
+            scene.pool.close()
+            scene.driver.fail_at(1, method)
+
+    return act
+
+
+CLOSES = {
+    "under a capture": closed_under_a_capture,
+    **{f"{method} fails": closed_before_a_join_that_fails(method) for method in ("record_event", "wait_event", "is_capturing")},
+}
+
+
+@pytest.mark.parametrize("close", CLOSES)
+def test_g11_states_that_come_back_after_a_close_and_may_not_go_yet_go_later(close):
+    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
+        scene.xs, scene.outs = ([scene.array(0) for _ in range(6)] for _ in range(2))
+        for _ in range(2):
+            scene.states.map(double, scene.xs, out=scene.outs)
+        CLOSES[close](scene)
+        handlepool.pool.deferred.settle(most=1000)
+        assert scene.driver.alive() == {"handles": 0, "events": 0, "streams": 1, "scratch_bytes": 0}
+    handlepool.pool.deferred._abandoned.clear()
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_g11_a_pool_is_forgotten_by_a_later_close_where_all_that_the_first_left_has_gone(check):
+    with Scene(HostDriver(scheduler="adversarial", check_order=True), check=check) as scene:
+        scene.pool.get_handle()
+        scene.driver.fail_at(1, "destroy_handle")
+        with pytest.raises(RuntimeError, match="injected"):
+            scene.pool.close()
+        handlepool.pool.deferred.settle(most=1000)
+        assert scene.driver.alive()["handles"] == 0
+        assert scene.pool in handlepool.pool.status._pools
+        scene.pool.close()
+        assert scene.pool not in handlepool.pool.status._pools
+
+
+# Threads that come and go
+
+
+def test_g11_threads_that_fork_one_after_another_make_no_more_handles():
+    with Scene() as scene:
+
+        def work():
+            with scene.driver.create_stream():
+                assert works(scene)
+
+        for _ in range(5):
+            Thread(work).finish()
+        created = scene.pool.stats()["handles_created"]
+        for _ in range(100):
+            Thread(work).finish()
+        assert scene.pool.stats()["handles_created"] == created
+
+
+def test_forty_threads_that_fork_at_a_time_share_32_side_slots(make_driver):
+    with Scene(make_driver()) as scene:
+        meeting = threading.Barrier(40)
+
+        def work(number):
+            with scene.driver.create_stream() as stream:
+                x = scene.array(number)
+                with scene.states.fork() as fork:
+                    y = fork.run(scene.plus, x, 1)
+                    meeting.wait(TIMEOUT)
+                    z = fork.run(scene.plus, x, 2)
+                stream.synchronize()
+                return scene.read(y), scene.read(z)
+
+        threads = [Thread(work, number) for number in range(40)]
+        assert [thread.finish() for thread in threads] == [(n + 1, n + 2) for n in range(40)]
+        assert scene.pool.stats()["handles_leased"] == 0
+        with scene.driver.create_stream():
+            assert np.isfinite(scene.read(scene.array(1)))

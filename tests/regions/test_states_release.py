@@ -1,0 +1,135 @@
+"""Guarantee 8: what a fork kept is let go of by the join of the outermost fork, at once, and not before."""
+
+import gc
+import weakref
+
+import pytest
+from harness.scenes import Scene, over_seeds
+
+from handlepool import ParallelStates
+
+
+class Held:
+    """Something that takes weak references."""
+
+
+class BranchError(Exception):
+    pass
+
+
+def dies_after(run):
+    """Whether something dies with the join of what `run(scene, thing)` does, at once, and not before."""
+    gc.disable()
+    try:
+        with Scene() as scene:
+            thing = Held()
+            gone = weakref.ref(thing)
+            run(scene, thing, gone)
+            del thing
+            return gone() is None
+    finally:
+        gc.enable()
+
+
+def test_g8_what_was_kept_is_released_by_the_join_without_the_collector():
+    def run(scene, thing, gone):
+        with scene.states.fork() as fork:
+            fork.run(lambda *_: None, thing)
+            del thing
+
+    assert dies_after(run)
+
+
+def test_g8_nothing_is_released_before_the_join():
+    with Scene() as scene:
+        thing = Held()
+        gone = weakref.ref(thing)
+        with scene.states.fork() as fork:
+            fork.run(lambda _: None, thing)
+            del thing
+            gc.collect()
+            assert gone() is not None
+        assert gone() is None
+
+
+def test_g8_what_inner_branches_kept_is_released_by_the_outermost_join():
+    with Scene() as scene:
+        thing = Held()
+        gone = weakref.ref(thing)
+
+        def outer(box):
+            scene.states.map(lambda _: None, [box.pop()])
+            assert gone() is not None
+
+        box = [thing]
+        del thing
+        with scene.states.fork() as fork:
+            fork.run(outer, box)
+            assert gone() is not None
+        assert gone() is None
+
+
+def test_g8_an_exception_of_a_branch_does_not_keep_memory_past_the_join():
+    def fails(thing):
+        raise BranchError
+
+    def run(scene, thing, gone):
+        with pytest.raises(BranchError), scene.states.fork() as fork:
+            fork.run(fails, thing)
+
+    assert dies_after(run)
+
+
+def test_g8_a_branch_that_runs_inline_keeps_and_releases_as_well():
+    def run(scene, thing, gone):
+        with ParallelStates(32, pool=scene.pool).fork() as hoard:
+            for _ in range(32):
+                hoard.run(lambda: None)
+            scene.states.map(lambda _: None, [thing])
+
+    assert dies_after(run)
+
+
+def test_g8_with_state_releases_what_it_kept():
+    assert dies_after(lambda scene, thing, gone: scene.states.with_state(0, lambda state, _: None, thing) and None)
+
+
+def test_g8_the_fork_object_holds_nothing_afterwards():
+    with Scene() as scene:
+        thing = Held()
+        gone = weakref.ref(thing)
+        fork = scene.states.fork()
+        with fork:
+            fork.run(lambda _: None, thing)
+        del thing
+        assert gone() is None
+
+
+def test_g8_memory_that_nobody_waits_for_after_a_failed_join_is_never_freed(make_driver):
+    with Scene(make_driver(scheduler="adversarial")) as scene:
+        thing = Held()
+        gone = weakref.ref(thing)
+        with pytest.raises(RuntimeError, match="injected"), scene.states.fork() as fork:  # noqa: PT012
+            fork.run(lambda _: None, thing)
+            scene.driver.fail_at(1, "wait_event")
+        del thing, fork
+        gc.collect()
+        assert gone() is not None
+
+
+def test_g8_a_callers_stream_that_is_dropped_inside_a_fork_lives_to_the_join():
+    def scenario(scene):
+        with scene.driver.create_stream():
+            fork = scene.states.fork()
+            fork.__enter__()
+        y = fork.run(scene.array, 1)  # on the stream that nobody else knows any more
+        gone = weakref.ref(fork._stream)
+        fork.__exit__(None, None, None)
+        assert gone() is not None
+        with fork._stream:
+            value = scene.read(y)
+        del fork
+        assert gone() is None
+        return value
+
+    assert set(over_seeds(scenario)) == {1}
