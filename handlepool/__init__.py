@@ -109,7 +109,24 @@ def __getattr__(name: str) -> Any:
 def with_cudnn_state(index: int, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run ``function(state, *args, **kwargs)`` on one of four states of the whole process, forked and joined at once.
 
-    See `ParallelStates.with_state`.
+    Parameters
+    ----------
+    index : int
+        0 to 3.
+    function : callable
+        As in `ParallelStates.with_state`.
+    *args, **kwargs
+        For the function, after the state.
+
+    Returns
+    -------
+    object
+        What the function returned, ready on the caller's stream.
+
+    Raises
+    ------
+    StateIndexError, StateBusyError, OwnershipError
+        As in `ParallelStates.with_state`.
     """
     pool = default_pool()
     states = _states.get(pool)

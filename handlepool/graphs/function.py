@@ -260,6 +260,16 @@ class GraphFunction(ArrayCall[P, R_co]):
             Arrays, of which only shape, strides and type matter, or anything that has the three.
         out, **options
             As in a call.
+
+        Returns
+        -------
+        Plan
+            What calls with these arguments launch, as long as the pool's plan cache keeps it.
+
+        Raises
+        ------
+        ArgumentError, ArrayTypeError, DeviceMismatchError, GraphNotSupportedError
+            As in a call.
         """
         return self._plan_in(current_pool(), arrays, out, options)
 
@@ -321,6 +331,11 @@ class GraphFunction(ArrayCall[P, R_co]):
         *arrays, out, **options
             As in `plan_for`.
 
+        Returns
+        -------
+        Plan
+            As from `plan_for`.
+
         Examples
         --------
         >>> x = ArraySpec((8, 64, 56, 56), "float16", "NHWC")                                            # doctest: +SKIP
@@ -357,6 +372,16 @@ class GraphFunction(ArrayCall[P, R_co]):
         ----------
         **settings
             As in `graph`; None for the default.
+
+        Returns
+        -------
+        GraphFunction
+            To be called as this one is.
+
+        Raises
+        ------
+        ArgumentError
+            For a setting that there is not, or a value that it cannot have.
 
         Examples
         --------

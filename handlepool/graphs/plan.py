@@ -115,6 +115,11 @@ class Plan:
         index : int
             0 to ``candidates - 1``, in the order in which cuDNN ranked them.
 
+        Returns
+        -------
+        Plan
+            The other one.
+
         Raises
         ------
         ArgumentError
@@ -125,7 +130,23 @@ class Plan:
         return self._other(index, True)
 
     def build(self, index: int) -> "Plan":
-        """Build another of the proposed plans, and leave what these arguments get as it is. Parameters and errors of `select`."""
+        """Build another of the proposed plans, and leave what these arguments get as it is.
+
+        Parameters
+        ----------
+        index : int
+            As in `select`.
+
+        Returns
+        -------
+        Plan
+            The other one.
+
+        Raises
+        ------
+        ArgumentError, GraphNotSupportedError
+            As in `select`.
+        """
         return self._other(index, False)
 
     def _other(self, index: int, keep: bool) -> "Plan":

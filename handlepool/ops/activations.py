@@ -54,25 +54,25 @@ def relu(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = No
 
 @by_keyword
 def sigmoid(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
-    """Apply 1 / (1 + exp(-x)), on the current stream; parameters and errors are those of `relu`."""
+    """Apply 1 / (1 + exp(-x)), on the current stream."""
     return _apply(sigmoid, x, extra, out, pool)
 
 
 @by_keyword
 def tanh(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
-    """Apply tanh(x), on the current stream; parameters and errors are those of `relu`."""
+    """Apply tanh(x), on the current stream."""
     return _apply(tanh, x, extra, out, pool)
 
 
 @by_keyword
 def gelu(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
-    """Apply x (1 + erf(x / sqrt(2))) / 2, on the current stream; parameters and errors are those of `relu`."""
+    """Apply x (1 + erf(x / sqrt(2))) / 2, on the current stream."""
     return _apply(gelu, x, extra, out, pool)
 
 
 @by_keyword
 def swish(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
-    """Apply x / (1 + exp(-x)), also called SiLU, on the current stream; parameters and errors are those of `relu`."""
+    """Apply x / (1 + exp(-x)), also called SiLU, on the current stream."""
     return _apply(swish, x, extra, out, pool)
 
 
@@ -111,3 +111,5 @@ _functions = {kind: GraphFunction(_builder(kind), check=_checker(kind), name=kin
 for _kind, _function in (("relu", relu), ("sigmoid", sigmoid), ("tanh", tanh), ("gelu", gelu), ("swish", swish)):
     # In a fork the output is allocated before the branch starts, as for any graph function.
     launchers[_function] = None, _preparer(_kind)
+    if _function is not relu:
+        _function.__doc__ = f"{_function.__doc__}{(relu.__doc__ or '').partition('.')[2]}"  # parameters and errors are the same

@@ -193,8 +193,25 @@ def conv2d(
 def conv2d_plan(x: Any, w: Any, *extra: Never, pool: HandlePool | None = None, **options: Any) -> Plan:
     """Return the plan that `conv2d` uses for these arguments, built when there is none yet.
 
-    Its ``engine``, ``workspace_size`` and ``candidates`` say what cuDNN chose. Where an activation is a launch of its own, it is
-    the convolution's plan.
+    Parameters
+    ----------
+    x, w : array
+        As in `conv2d`.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+    **options
+        Further keywords of `conv2d`.
+
+    Returns
+    -------
+    Plan
+        Its ``engine``, ``workspace_size`` and ``candidates`` say what cuDNN chose. Where an activation is a launch of its own,
+        it is the convolution's plan.
+
+    Raises
+    ------
+    ArgumentError, GraphNotSupportedError
+        As in `conv2d`.
     """
     if extra:
         raise misplaced(conv2d, extra)

@@ -18,7 +18,13 @@ _default_lock = threading.RLock()  # a finaliser that the collector runs inside 
 
 
 def default_pool() -> HandlePool:
-    """The pool that the module's functions and whatever is given no pool use; made when first asked for."""
+    """Return the pool that is used where none is given; made when first asked for.
+
+    Returns
+    -------
+    HandlePool
+        That of `set_default_pool`, or one with default arguments.
+    """
     global _default
     if _default is None:
         with _default_lock:
@@ -99,9 +105,8 @@ for _function in (get_handle, get_workspace, prewarm, stats, trim):
 def close() -> None:
     """Give back what is idle in the default pool: handles and scratch memory that no thread, stream or fork has.
 
-    The pool stays usable, since other libraries of the process use it, too: their functions, states, executors and programs go
-    on. Does what `HandlePool.trim` does, and nothing where the pool was not used yet or cannot be used any more. To end a pool
-    for good, make one of your own and close that.
+    It does what `HandlePool.trim` does, and nothing where the pool was not used yet or cannot be used any more. The pool stays
+    usable, since other libraries of the process use it, too. To end a pool for good, make one of your own and close that.
     """
     pool = _default
     if pool is not None:

@@ -249,6 +249,13 @@ class HandlePool:
             Bytes of scratch for the launches of each.
         stream : stream, optional
             As in `get_handle`.
+
+        Raises
+        ------
+        ArgumentError
+            For a count or a size that is negative or no integer.
+        OutOfMemoryError
+            When the memory for it is not there.
         """
         states = at_least(0, "prewarm: states", states)
         workspace = at_least(0, "prewarm: workspace", workspace, " bytes")
@@ -257,19 +264,24 @@ class HandlePool:
         self.device(own.device).sides.prewarm(states, workspace)
 
     def trim(self, *, captured: bool = False) -> None:
-        """Give back what is idle: handles and scratch that no thread, stream or fork has, and blocks that were replaced.
+        """Destroy what is idle: handles and scratch that no thread, stream or fork has, and blocks that were replaced.
 
-        Also what was dropped without an end, of whatever pool: forks that nobody left, programs that nobody closed and whose last
+        It also ends what was dropped, of whatever pool: forks that nobody left, and programs that nobody closed and whose last
         replay has passed.
 
         Parameters
         ----------
         captured : bool
-            Also free the scratch that CUDA graphs were given which somebody else than handlepool captured, as far as their
-            captures are over. (Of a bare pointer or another library's stream object nobody can ask that: end such captures
-            before.) Nothing tells whether such a graph still lives: *one that is replayed afterwards writes into freed
-            memory*, where by then anything may be. So do this when every graph that was captured with this pool's workspaces or
-            graph functions is gone, or will not be replayed again. ``stats()["scratch_bytes_captured"]`` says what it would free.
+            Whether to free the scratch of CUDA graphs, too, that somebody else than handlepool captured. *A graph that is
+            replayed afterwards writes into freed memory*, and nothing tells whether one still lives. So do this only when every
+            graph that was captured with this pool's workspaces or graph functions is gone, or will not be replayed again.
+            Captures that are not over are left alone. But on a bare pointer or another library's stream object nobody can ask
+            for that: end such captures before. ``stats()["scratch_bytes_captured"]`` says what would be freed.
+
+        Raises
+        ------
+        PoolClosedError, ForkedProcessError, PoisonedContextError
+            As their names say.
         """
         self._check_usable()
         status.diagnose(self, None)
@@ -296,10 +308,10 @@ class HandlePool:
     def close(self) -> None:
         """Destroy every handle and free all scratch but what captures were given; later uses raise `PoolClosedError`.
 
-        Handles that threads still hold are destroyed too, so close a pool when its users are done. May be called again, by any
-        thread: that does nothing, or what an earlier call could not do since the driver failed it.
+        Handles that threads still hold are destroyed too, so close a pool when its users are done. It may be called again, by any
+        thread. It then does what an earlier call could not do since the driver failed it, or nothing.
 
-        The default pool, where nobody made it, is everybody's: it gives back what is idle, and stays usable.
+        The default pool that was made when first asked for is everybody's. It destroys what is idle, and stays usable.
         """
         if self._forked:
             return
@@ -374,7 +386,23 @@ class HandlePool:
     # Accounts
 
     def stats(self, device: int | None = None) -> Stats:
-        """Counters by flat name, of one device (zeros where it was not used) or of all. Two snapshots can be subtracted."""
+        """Count what the pool holds and has done.
+
+        Parameters
+        ----------
+        device : int, optional
+            Ordinal; zeros where the device was not used. All devices together where none is given.
+
+        Returns
+        -------
+        Stats
+            A dictionary of counters by flat name, which `handlepool.pool.stats.MEANINGS` explains. Two can be subtracted.
+
+        Raises
+        ------
+        ArgumentError
+            For what is no ordinal.
+        """
         chosen = list(self._devices) if device is None else [at_least(0, "stats: device", device)]
         total = Stats(dict.fromkeys(MEANINGS, 0))
         for ordinal in chosen:

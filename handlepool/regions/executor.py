@@ -77,8 +77,19 @@ class ParallelStateExecutor(Executor):
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "StreamFuture[T]":
         """Run ``fn(*args, **kwargs)`` on a side stream, after what the current stream has been given by now.
 
-        Arrays that it makes are memory of the stream that is current here: before they are let go of, that stream is to wait for
+        Arrays that it makes are memory of the stream that is current here. Before they are let go of, that stream has to wait for
         whoever reads them on another.
+
+        Parameters
+        ----------
+        fn : callable
+        *args, **kwargs
+            For the function. They are kept alive until the GPU has passed the task, or a stream waits for it.
+
+        Returns
+        -------
+        StreamFuture
+            Done when the function has returned; its ``result`` makes the current stream wait for the GPU.
 
         Raises
         ------
@@ -204,10 +215,15 @@ class ParallelStateExecutor(Executor):
         return lease.slot
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads, as `concurrent.futures.Executor.shutdown`; each gives its side slots back as it ends.
+        """End the threads, as `concurrent.futures.Executor.shutdown`; each releases its side slots as it ends.
 
-        With ``wait``, every stream that something was submitted from waits for it from then on, also where nobody asked for the
-        result. The host never waits for the GPU here.
+        Parameters
+        ----------
+        wait : bool
+            Whether to wait on the host until the threads have ended. Then every stream that something was submitted from waits
+            for it, also where nobody asked for the result. The host does not wait for the GPU.
+        cancel_futures : bool
+            Whether to cancel the tasks that have not started.
         """
         self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
         if not wait or self._pool._forked:

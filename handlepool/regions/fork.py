@@ -319,10 +319,17 @@ class Fork:
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run one branch: ``function(*args, **kwargs)`` with a side stream as the current stream.
 
-        The branch starts after everything that the caller's stream has been given by now. Branches share the states in turn;
-        two that share one run one after the other. Where every side slot of the device is out, the branch runs on the caller's
-        stream, with the same result. What it does on another stream of its own choice is for it to order, before and after, and
-        has memory of that stream's, as outside of branches.
+        The branch starts after everything that the caller's stream has been given by now. Branches take the states in turn, and
+        two on one state run one after the other. Where every side slot of the device is out, the branch runs on the caller's
+        stream, with the same result. A branch may use another stream of its own choice. It then orders that stream itself, before
+        and after, and memory is that stream's, as outside of branches.
+
+        Parameters
+        ----------
+        function : callable
+            A graph function or `handlepool.conv2d`, of which no Python runs in the branch; or any other.
+        *args, **kwargs
+            For the function. They are kept alive to the join.
 
         Returns
         -------
@@ -384,9 +391,9 @@ class Fork:
     def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
         """Run ``function`` over the iterables, each call a branch; the results in order.
 
-        As many calls of `run`; what differs is that the branches of a graph function over lists, tuples and ranges start
-        together, after what the caller's stream has been given by the time of the call, and that small outputs which it allocates
-        may share a block of memory, as in `ParallelStates.map`.
+        It does what as many calls of `run` do, with two differences for a graph function over lists, tuples and ranges. The
+        branches start together, after what the caller's stream has been given by the time of the call. And small outputs that
+        the function allocates may share a block of memory, as in `ParallelStates.map`.
 
         Parameters
         ----------
@@ -395,6 +402,16 @@ class Fork:
             Of its positional arguments, as `map` takes them.
         out : iterable of array, optional
             What each call is to write to, its ``out``.
+
+        Returns
+        -------
+        list
+            What each call returned. Arrays in it may be read on the caller's stream after the fork.
+
+        Raises
+        ------
+        OwnershipError, PoolClosedError
+            As in `run`.
         """
         return over(self, function, iterables, out)
 

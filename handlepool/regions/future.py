@@ -232,6 +232,11 @@ class StreamFuture(Future[T], Generic[T]):
         timeout : float, optional
             Seconds to wait on the host until the function has returned.
 
+        Returns
+        -------
+        object
+            What the function returned.
+
         Raises
         ------
         TimeoutError, concurrent.futures.CancelledError
@@ -260,7 +265,23 @@ class StreamFuture(Future[T], Generic[T]):
             self._task.join()
 
     def synchronize(self, timeout: float | None = None) -> T:
-        """Return the function's value once the GPU has run it; blocks the host, and joins as `result` does."""
+        """Return the function's value once the GPU has run it; blocks the host, and joins as `result` does.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait on the host until the function has returned. The GPU is waited for without a limit.
+
+        Returns
+        -------
+        object
+            What the function returned.
+
+        Raises
+        ------
+        TimeoutError, concurrent.futures.CancelledError, CaptureError
+            As in `result`.
+        """
         value = self.result(timeout)
         if self._task is not None:
             self._task.synchronize()

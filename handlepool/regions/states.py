@@ -62,12 +62,17 @@ class ParallelStates:
         return f"<ParallelStates {self.count} of {self.pool!r}>"
 
     def fork(self, *, stream: Any = None) -> Fork:
-        """A parallel region over the caller's stream, for a ``with`` statement.
+        """Open a parallel region over the caller's stream, for a ``with`` statement.
 
         Parameters
         ----------
         stream : stream, optional
             The caller's stream, as in `HandlePool.get_handle`; CuPy's current stream where none is given.
+
+        Returns
+        -------
+        Fork
+            To be entered once, by the thread that runs its branches.
         """
         return Fork(self.pool, self.count, stream)
 
@@ -82,9 +87,14 @@ class ParallelStates:
         out : iterable of array, optional
             What each call is to write to, its ``out``.
 
+        Returns
+        -------
+        list
+            What each call returned.
+
         Notes
         -----
-        Outputs that a graph function allocates may share a block of memory where all of them together take 1 MiB at most: it is
+        Outputs that a graph function allocates may share a block of memory, where together they take 1 MiB at most. The block is
         free when none of them is left.
         """
         with Fork(self.pool, self.count) as fork:
@@ -93,8 +103,8 @@ class ParallelStates:
     def with_state(self, index: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run ``function(state, *args, **kwargs)`` on the state of an index, forked and joined at once.
 
-        The form of Caffe2's ``with_cudnn_state``: calls with one index exclude each other, also between threads. Since each joins
-        at once, calls of one thread never overlap on the GPU; for that there is `fork`.
+        This is the form of Caffe2's ``with_cudnn_state``. Calls with one index exclude each other, also between threads. Calls of
+        one thread never overlap on the GPU, since each joins at once; use `fork` for that.
 
         Parameters
         ----------
@@ -102,6 +112,13 @@ class ParallelStates:
             0 to ``count - 1``.
         function : callable
             Gets the state first: it has ``handle``, ``stream``, ``device`` and ``workspace(nbytes)``, until the function returns.
+        *args, **kwargs
+            For the function, after the state.
+
+        Returns
+        -------
+        object
+            What the function returned, ready on the caller's stream.
 
         Raises
         ------
@@ -193,7 +210,25 @@ class State:
     device = property(lambda self: self._mine().device)
 
     def workspace(self, nbytes: int) -> Any:
-        """Scratch memory on the state's stream, the caller's until the next call; see `HandlePool.get_workspace`."""
+        """Return scratch memory on the state's stream, the caller's until the next call.
+
+        Parameters
+        ----------
+        nbytes : int
+            0 is legal.
+
+        Returns
+        -------
+        array, shape (nbytes,), uint8
+            As from `HandlePool.get_workspace`.
+
+        Raises
+        ------
+        OwnershipError
+            After the call that the state was for.
+        ArgumentError, OutOfMemoryError
+            As in `HandlePool.get_workspace`.
+        """
         return self._mine().workspace(nbytes)
 
     def __reduce__(self) -> Any:
