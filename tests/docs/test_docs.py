@@ -1,4 +1,4 @@
-"""The examples of docs/graphs.md and docs/recording.md run, in order, on the host driver."""
+"""The examples of docs/graphs.md and docs/recording.md run, in order, on the host driver; what the pages name exists."""
 
 import re
 from pathlib import Path
@@ -55,3 +55,18 @@ def test_the_example_of_recording_runs(make_driver, monkeypatch):
     assert len(used) == 3
     for y, right in zip(used, expected, strict=True):
         assert np.abs(y - right).max() < 1e-4
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target, _, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#([^)]*))?\)", text):
+        to = page.parent / target if target else page
+        assert to.exists(), target
+        headings = re.findall(r"^#+ (.*)$", to.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], anchor
+
+
+def test_the_index_links_every_page():
+    linked = re.findall(r"\]\(([^)#:]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
+    assert {(DOCS / path).resolve() for path in linked} == {*DOCS.rglob("*.md"), DOCS.parent / "README.md"} - {DOCS / "index.md"}
