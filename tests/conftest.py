@@ -1,6 +1,7 @@
 """Fixtures that the tests of every layer share."""
 
 import gc
+import os
 import threading
 
 import pytest
@@ -9,6 +10,10 @@ from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import default as defaults
 from handlepool.pool import deferred
+
+for name in list(os.environ):
+    if name.startswith("HANDLEPOOL_") and name not in ("HANDLEPOOL_EXAMPLES", "HANDLEPOOL_SEED", "HANDLEPOOL_TEST_SANITIZER"):
+        del os.environ[name]  # a test sets what it is about
 
 TIMEOUT = 60
 """Of barriers, events and threads that are expected to be met, set or done."""

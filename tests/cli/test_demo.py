@@ -283,6 +283,7 @@ def test_the_demo_runs_on_the_host_driver_and_draws(tmp_path):
         assert np.asarray(image.convert("L")).std() > 10
 
 
+@pytest.mark.slow
 def test_the_demo_without_an_image_uses_the_sample_and_the_built_in_filters(tmp_path):
     done = run_demo("--out", tmp_path / "out.png", "--size", 48, "--driver", "host")
     assert done.returncode == 0, done.stderr

@@ -131,6 +131,7 @@ def test_the_pages_can_be_filled(written, tmp_path):
     assert all("| median |" in page.read_text(encoding="utf-8") or "| side streams |" in page.read_text() for page in pages)
 
 
+@pytest.mark.slow
 def test_all_runs_a_selection_and_says_which_bounds_are_kept(tmp_path):
     (tmp_path / "captures.json").write_text("{}")
     done = run("all", tmp_path, "--only", "acquire", "lifetimes", "exits", "captures", "--quick", "--driver", "host")

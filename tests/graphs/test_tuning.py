@@ -562,7 +562,10 @@ def test_where_nothing_can_be_timed_the_plan_stays(make):
 
 
 @pytest.mark.parametrize("interrupt", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("method", ["synchronize_event", "begin_capture", "end_capture", "launch", "elapsed", None])
+@pytest.mark.parametrize(
+    "method",
+    ["synchronize_event", "begin_capture", "end_capture", "launch", "elapsed", pytest.param(None, marks=pytest.mark.slow)],
+)
 def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, interrupt, monkeypatch):
     monkeypatch.setattr("handlepool.graphs.tuning.ROUNDS", 1)
     monkeypatch.setattr("handlepool.graphs.tuning.MOST_LAUNCHES", 2)

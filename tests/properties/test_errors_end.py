@@ -4,16 +4,18 @@ A frame that names the error which leads to it is a circle, and one that a cache
 """
 
 import gc
+import threading
 import weakref
 
 import pytest
-from harness.scenes import Scene, Thread
+from harness.scenes import TIMEOUT, Scene, Thread
 
 import handlepool
 from handlepool import GraphNotSupportedError, ParallelStateExecutor
 from handlepool._util import do_all
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
+from handlepool.pool.plan_cache import _Build
 
 
 class Thing:
@@ -132,6 +134,7 @@ def survives(scene, fail):
         fail(scene)
 
     watches: list[weakref.ref] = []
+    enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
@@ -139,7 +142,8 @@ def survives(scene, fail):
             call()
         return watches[0]() is not None
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -163,17 +167,36 @@ def test_control_a_frame_that_names_its_error_keeps_what_its_callers_have(scene)
     assert survives(scene, fail)
 
 
-def test_what_waited_for_a_build_goes_with_the_error(scene):
+def test_what_waited_for_a_build_goes_with_the_error(scene, monkeypatch):
+    class Watched(threading.Event):
+        def wait(self, timeout=None):
+            asked.set()
+            return super().wait(timeout)
+
+    def watched(build):
+        make(build)
+        build.done = Watched()
+
     @handlepool.graph
     def slow(g, x):
         others.append(Thread(waits))
+        assert asked.wait(TIMEOUT)
         raise ValueError("wrong by itself")
+
+    def call(scene):
+        scene.states.map(slow, [scene.array(1)])
 
     def waits():
         with scene.driver.create_stream():
-            assert not survives(scene, lambda scene: slow(scene.array(1)))
+            return survives(scene, call)
 
-    others = []
-    assert not survives(scene, lambda scene: scene.states.map(slow, [scene.array(1)]))
-    for other in others:
-        other.finish()
+    def builds(scene):
+        try:
+            call(scene)
+        finally:
+            (other,) = others  # built once; while it waits it has the error that it waits for
+            assert not other.finish()
+
+    make, asked, others = _Build.__init__, threading.Event(), []
+    monkeypatch.setattr(_Build, "__init__", watched)
+    assert not survives(scene, builds)

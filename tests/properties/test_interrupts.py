@@ -164,6 +164,7 @@ def test_an_interrupt_at_every_line_of_a_reclaim_costs_one_side_slot_at_most():
     assert k > 30
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_every_line_of_a_build_keeps_nobody_waiting():
     spared = ("mine.building = False", "with ")  # where only a tracer can interrupt: nothing is called before, or a lock is freed
     for k in itertools.count(1):
@@ -187,6 +188,7 @@ def test_an_interrupt_at_every_line_of_a_build_keeps_nobody_waiting():
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts")
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["replay", "update"])
 def test_interrupts_as_python_delivers_them_leave_a_program_free(use):
     with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:

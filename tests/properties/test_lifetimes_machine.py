@@ -21,7 +21,7 @@ PARTS = 8  # as units of work for test processes
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
 def test_whatever_happens_the_pool_can_account_for_all_it_has(part):
     print(f"HANDLEPOOL_SEED={SEED}")
     machine = seed(SEED + part)(type("Lifetimes", (Lifetimes,), {}))

@@ -431,6 +431,7 @@ def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, mo
     assert 3 in [y for y, *_ in results]
 
 
+@pytest.mark.slow
 def test_g8_a_finaliser_at_every_line_of_a_map_frees_a_block_and_no_output_takes_it_too_late():
     """Outputs that are given for some branches alone are no less allocated before the edge."""
     for out in ("none", "some"):

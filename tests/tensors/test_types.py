@@ -48,6 +48,7 @@ def pyrights(folder):
     return [(Path(error["file"]).name, error["range"]["start"]["line"] + 1, error["message"]) for error in errors]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("errors", [mypys, pyrights])
 def test_a_type_checker_finds_each_mistake_and_nothing_else(errors, tmp_path):
     expected = {
