@@ -51,14 +51,14 @@ class GraphFunction(ArrayCall[P, R_co]):
 
     Notes
     -----
-    It is called with arrays, one for each tensor parameter, or for each of ``inputs=``, in that order. Of the keywords, ``out``
-    is an array, or a tuple of arrays, where the outputs go, all of them; their strides decide how they lie. They share no memory
-    with each other nor with an input; but the one output of pointwise nodes alone may be an input, exactly. The others are the
-    function's own: static, hashable, a part of what a plan is compiled for. It launches on the current stream and returns
-    ``out``, or new arrays, ready on that stream.
+    It is called with arrays, one for each tensor parameter, or for each of ``inputs=``, in that order. The keyword ``out`` is an
+    array, or a tuple of arrays: where all outputs go. Their strides decide how they lie. They share no memory with each other nor
+    with an input. There is one exception: the output of a graph of pointwise nodes, if it is the only one, may be an input,
+    exactly. The other keywords are the function's own: static, hashable, a part of what a plan is compiled for. The call launches
+    on the current stream and returns ``out``, or new arrays, ready on that stream.
 
     A call raises `ArgumentError`, `ArrayTypeError` or `DeviceMismatchError` for what no call could succeed with, before anything
-    is launched, and `GraphNotSupportedError` when cuDNN has no plan.
+    is launched. It raises `GraphNotSupportedError` when cuDNN has no plan.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> GraphFunction[P, R_co]:
@@ -282,10 +282,10 @@ class GraphFunction(ArrayCall[P, R_co]):
         return self.plan(pool, tuple(views[: len(arrays)]), tuple(views[len(arrays) :]), options)
 
     def tune(self, *arrays: Any, states: ParallelStates | None = None, out: Any = None, **options: Any) -> Tuning:
-        """Time the plans that cuDNN proposes while the states run them side by side, and keep the quickest.
+        """Time the plans that cuDNN proposes while all states run them concurrently, and keep the quickest.
 
-        The quickest plan alone is not always the quickest in company. Nothing is written to ``arrays`` or ``out``: each state has
-        copies and outputs of its own. Waits for the GPU, for seconds where there are many plans; whatever else runs on it
+        The quickest plan alone is not always the quickest beside others. Nothing is written to ``arrays`` or ``out``: each state
+        has copies and outputs of its own. It waits for the GPU, for seconds where there are many plans. Whatever else runs there
         meanwhile is timed as well.
 
         Parameters
@@ -465,15 +465,15 @@ def graph(
 def graph(function: Callable[..., Any] | None = None, *, inputs: Any = None, outputs: Any = None, **settings: Any) -> Any:
     """Decorate a function ``f(g, *tensors, **options)`` that builds a cuDNN graph: it becomes a callable over arrays.
 
-    Positional arguments are arrays; f gets a graph tensor for each, declared with its shape, strides and type, and named after
+    Positional arguments are arrays. f gets a graph tensor for each, declared with its shape, strides and type, and named after
     f's parameter. Keyword arguments are f's own, static and hashable; ``out`` alone is ours. The graph is compiled once for
-    (device, each array's shape, strides and type, options), and launched on the current stream with this thread's handle and
+    (device, each array's shape, strides and type, options). It is launched on the current stream with this thread's handle and
     scratch, from any thread.
 
-    f returns the graph tensor to output, or a tuple of them; or a mapping with the references ``"inputs"`` and ``"outputs"``; or
-    nothing, where ``outputs`` names them or f marks them with ``set_output(True)``. f may declare tensors itself with
-    ``g.tensor(name=…, dim=…, stride=…)``; the arrays for them are given by ``inputs`` or `GraphFunction.run`, and must be what
-    was declared.
+    f returns the graph tensor to output, or a tuple of them, or a mapping with the references ``"inputs"`` and ``"outputs"``. It
+    returns nothing where ``outputs`` names them, or where it marks them with ``set_output(True)``. f may declare tensors itself
+    with ``g.tensor(name=…, dim=…, stride=…)``. The arrays for them are given by ``inputs`` or `GraphFunction.run`, and must be
+    what was declared.
 
     Parameters
     ----------

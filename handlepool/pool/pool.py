@@ -60,9 +60,9 @@ class HandlePool:
         Most compiled graphs of one device that are kept.
     check : bool, optional
         Whether to check what cuDNN and CuPy leave unchecked: that a handle is used by the thread that owns it, a workspace on its
-        own stream, and ``cupy.fft`` and ``cupy.random`` not in branches that run beside each other. Off by default; where it is
-        not given, the environment variable ``HANDLEPOOL_CHECK`` decides: unset, ``0``, ``off``, ``no`` and ``false`` are off.
-        Calls cost more with it, and nothing without.
+        own stream, and ``cupy.fft`` and ``cupy.random`` not in concurrent branches. Where it is not given, the environment
+        variable ``HANDLEPOOL_CHECK`` decides: unset, ``0``, ``off``, ``no`` and ``false`` are off. Calls cost more with checks,
+        and nothing more without.
 
     Notes
     -----
@@ -118,8 +118,8 @@ class HandlePool:
         Returns
         -------
         cudnn.Handle
-            Bound to the stream. It belongs to the calling thread and stays the pool's: do not destroy it, and do not keep it
-            for another thread or stream; asking again is cheaper than keeping.
+            Bound to the stream. It belongs to the calling thread and stays the pool's. Do not destroy it, and do not keep it for
+            another thread or stream: ask again, which costs next to nothing.
 
         Raises
         ------

@@ -280,13 +280,16 @@ if TYPE_CHECKING:
 class Program(LastUse):
     """Recorded work, made by `record`.
 
-    It owns what it needs: its inputs, its outputs, scratch, plans and every allocation made while it was recorded live as long as
-    it does, and are used by nothing else. `close` gives them back, as does the end of a ``with`` statement over it.
+    It owns what it needs. Its inputs, its outputs, scratch, plans and every allocation made while it was recorded live as long as
+    it does, and are used by nothing else. `close` ends them, as does the end of a ``with`` statement over the program.
 
-    Replays write the same memory, so no two of one program run side by side: a replay on another stream than the last starts
-    after all that the other stream has been given by then, readers of the outputs included (of a branch or a task, a per-thread
-    default stream, a bare pointer or another library's stream, after the last replay there). Consecutive replays on one stream
-    cost no such care, but on those. Different programs may be replayed by different threads at once.
+    All replays write the same memory, so no two of one program run concurrently. A replay on another stream than the last starts
+    after all that the other stream has been given by then, readers of the outputs included. Consecutive replays on one stream
+    cost no such care. Some streams may be gone, or somebody else's, by the next replay: those of a branch or a task, the
+    per-thread default stream, a bare pointer, another library's. After one of these, the next replay waits for the last replay
+    alone, so order the readers there yourself.
+
+    Different programs may be replayed by different threads at once.
 
     Attributes
     ----------
@@ -391,16 +394,16 @@ class Program(LastUse):
         Parameters
         ----------
         *args, **kwargs
-            What was given to `record` in the same places, positional arguments without an array left out: arrays of the driver's
-            of the same shapes, strides and types on the same device, in lists and tuples of the same lengths (a list may stand
-            for a tuple, and a tuple for a list) and in dictionaries of the same keys, nested alike. None leaves an argument, or
-            an entry, as it is. Every value is read before the first is overwritten, so that inputs can be swapped.
+            What was given to `record`, in the same places; positional arguments without an array are left out. Arrays are of the
+            driver's kind, of the same shapes, strides and types, on the same device. Containers are nested alike: lists and
+            tuples of the same lengths (one may stand for the other), dictionaries of the same keys. None leaves an argument, or
+            an entry, as it is. Every value is read before the first is overwritten, so inputs can be swapped.
 
         Raises
         ------
         ArgumentError, ArrayTypeError, DeviceMismatchError
-            For what differs from what was recorded, by its place; for different values for the same memory, as for an array that
-            was recorded in two places; for anything but None in the place of an array of another library. Nothing is copied then.
+            For what differs from what was recorded, by its place; for two values for one memory, as for an array that was
+            recorded in two places; for anything but None in the place of another library's array. Nothing is copied then.
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
             As in `replay`.
         """
@@ -455,10 +458,10 @@ class Program(LastUse):
     # The end
 
     def close(self) -> None:
-        """Wait for the last replay, then give back the graph, scratch and memory. Idempotent.
+        """Wait for the last replay, then destroy the graph and free scratch and memory. Idempotent.
 
-        Outputs that somebody holds stay valid; their memory goes back after them. In a destructor, let go of the program instead:
-        it may run inside another program's launch, for which the thread waits that has this one.
+        Outputs that somebody holds stay valid; their memory is freed after them. Do not call this in a destructor, which may run
+        inside another program's launch: two threads could wait for each other. Let go of the program there instead.
 
         Raises
         ------

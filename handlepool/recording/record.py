@@ -20,25 +20,24 @@ from handlepool.regions.states import ParallelStates
 def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None = None, **kwargs: Any) -> Program:
     """Record what a function gives to streams, to be replayed with one launch.
 
-    ``function(*args, **kwargs)`` is called twice: once for real on the current stream, so that everything is warm (plans are
-    built, kernels loaded; *work in place happens then, too*), and once under stream capture, in which nothing runs. Forks become
-    parallel branches of the recorded graph.
+    ``function(*args, **kwargs)`` is called twice. The first call is for real, on the current stream, so that plans are built and
+    kernels loaded; *work in place happens then, too*. The second is under stream capture, and nothing runs. Forks become parallel
+    branches of the recorded graph.
 
     Parameters
     ----------
     function : callable
-        Work on the current stream and on what is forked from it: `ParallelStates.map`, a body with forks, graph functions, CuPy
-        code. It must not wait for the GPU or read values on the host, and not copy from the host: the copy would read that
-        memory again at each replay. It must give the same work each time.
+        Gives work to the current stream and to what is forked from it: `ParallelStates.map`, a body with forks, graph functions,
+        CuPy code. It must give the same work each time. It must not wait for the GPU or read values on the host, nor copy from
+        the host: the copy would read that memory again at each replay.
     *args, **kwargs
         For the function. Arrays among them, also in lists, tuples and dictionaries, are the inputs: kept alive, read by each
-        replay, and overwritten by `Program.update`. Those of other libraries are read by each replay, too, but `Program.update`
-        cannot write to them: where it is to, give what ``cupy.from_dlpack`` makes of them. What closures hold is kept alive as
-        well, of the function and of those that are run in branches; what is read elsewhere (globals, attributes) must be kept by
-        the caller.
+        replay, and overwritten by `Program.update`. `Program.update` cannot write to arrays of other libraries; give what
+        ``cupy.from_dlpack`` makes of them where it is to. What closures hold is kept alive as well, of the function and of those
+        that are run in branches. What is read elsewhere (globals, attributes) the caller must keep.
     pool : HandlePool, optional
-        For what is given none in the function; that of the states for a method of `ParallelStates`, else the default pool. To
-        give the function itself a parameter of this name, use `functools.partial`.
+        What is given no pool in the function uses this one. By default it is that of the states for a method of
+        `ParallelStates`, else the default pool. To give the function itself a parameter of this name, use `functools.partial`.
 
     Returns
     -------

@@ -37,8 +37,8 @@ T = TypeVar("T")
 class ParallelStateExecutor(Executor):
     """Threads that run tasks on side streams of the submitter's device, each thread with a handle and scratch of its own.
 
-    For tasks that block on the host: reading files, asking for values, building plans. For many short launches from one thread,
-    `ParallelStates` is faster.
+    It is for tasks that block on the host: reading files, asking for values, building plans. For many short launches from one
+    thread, `ParallelStates` is faster.
 
     Parameters
     ----------

@@ -224,8 +224,8 @@ class StreamFuture(Future[T], Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Return the function's value, ready on the calling thread's current stream and on the submitter's.
 
-        For a task that a branch or another task submitted, the submitter's is the outermost caller's stream: what goes on in the
-        branch itself asks there. Does not wait for the GPU. May be called many times, by any thread.
+        It does not wait for the GPU, and may be called many times, by any thread. Where a branch or another task submitted the
+        task, the submitter's stream is the outermost caller's. To go on in the branch itself, ask for the result there.
 
         Parameters
         ----------
