@@ -40,7 +40,7 @@ def default_pool() -> HandlePool:
 def set_default_pool(pool: HandlePool) -> None:
     """Make a pool the default one, before anything has used that.
 
-    It is for applications, which know what limits or checks they want. A library that is one of several leaves the choice to them.
+    It is for applications, which know what limits or checks they want. A library, as one of several, leaves the choice to them.
 
     Parameters
     ----------
