@@ -23,29 +23,24 @@ def _no_driver_is_loaded(monkeypatch):
 # The choice
 
 
-def test_a_name_wins_over_the_environment(monkeypatch):
-    monkeypatch.setenv("HANDLEPOOL_DRIVER", "cuda")
-    assert drivers.choose("host") == ("host", "asked for by name")
+@pytest.mark.parametrize(
+    ("name", "variable", "chosen"),
+    [
+        ("host", "cuda", ("host", "asked for by name")),
+        (None, "host", ("host", "set by HANDLEPOOL_DRIVER")),
+        (None, None, ("cuda", "the default; HANDLEPOOL_DRIVER is not set")),
+        (None, "", ("cuda", "the default; HANDLEPOOL_DRIVER is not set")),
+    ],
+)
+def test_a_name_wins_over_the_environment_and_cuda_is_the_default(monkeypatch, name, variable, chosen):
+    if variable is not None:
+        monkeypatch.setenv("HANDLEPOOL_DRIVER", variable)
+    assert drivers.choose(name) == chosen
 
 
-def test_the_environment_decides_where_no_name_is_given(monkeypatch):
-    monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
-    assert drivers.choose() == ("host", "set by HANDLEPOOL_DRIVER")
-
-
-@pytest.mark.parametrize("value", [None, ""])
-def test_cuda_is_the_default_and_nothing_falls_back_to_the_host(monkeypatch, value):
-    if value is not None:
-        monkeypatch.setenv("HANDLEPOOL_DRIVER", value)
-    assert drivers.choose() == ("cuda", "the default; HANDLEPOOL_DRIVER is not set")
-
-
-def test_a_name_that_no_driver_has_is_refused():
+def test_a_name_that_no_driver_has_is_refused_and_blamed_on_where_it_is_from(monkeypatch):
     with pytest.raises(ArgumentError, match=r"no driver is named 'gpu' \(asked for by name\); the drivers are cuda and host"):
         drivers.load("gpu")
-
-
-def test_a_wrong_name_in_the_environment_is_blamed_on_the_environment(monkeypatch):
     monkeypatch.setenv("HANDLEPOOL_DRIVER", "cpu")
     with pytest.raises(ArgumentError, match=r"no driver is named 'cpu' \(set by HANDLEPOOL_DRIVER\)"):
         HandlePool().get_handle()
@@ -59,13 +54,10 @@ def test_a_pool_reads_the_environment_at_its_first_use(monkeypatch):
         assert pool.driver.name == "host"
 
 
-def test_a_process_has_one_driver_of_a_name():
+def test_a_process_has_one_driver_of_a_name_and_a_driver_object_may_be_given():
     with HandlePool(driver="host") as first, HandlePool(driver="host") as second:
         assert first.driver is second.driver
         assert first.get_handle() is not second.get_handle()
-
-
-def test_a_driver_object_may_be_given():
     driver = HostDriver()
     with HandlePool(driver=driver) as pool:
         assert pool.driver is driver
@@ -178,11 +170,7 @@ def test_what_the_machine_lacks_is_said(with_stubs, runtime, cudnn, problem):
 
 
 def test_with_all_there_the_cuda_driver_is_taken(with_stubs):
-    program = """
-        import handlepool
-        print(handlepool.default_pool().driver.name)
-    """
-    done = with_stubs(program, runtime=ONE_GPU, cudnn=LIBRARY)
+    done = with_stubs("import handlepool; print(handlepool.default_pool().driver.name)", runtime=ONE_GPU, cudnn=LIBRARY)
     assert done.stdout == "cuda\n", done.stderr
 
 

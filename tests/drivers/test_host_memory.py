@@ -106,10 +106,9 @@ def test_free_waits_for_queued_work_that_touches_the_memory_and_for_no_other(dri
 
 def test_free_leaves_failures_of_queued_work_to_the_next_synchronisation(driver):
     stream, pointer = driver.create_stream(), driver.allocate(64)
-    free, total = driver.memory_info()
     driver.enqueue(stream.ptr, lambda a: 1 // 0, writes=[driver.scratch_array(pointer, 64, None)])
     driver.free(pointer)
-    assert driver.memory_info() == (free + 256, total)
+    assert driver.memory_info() == (1 << 30, 1 << 30)
     with pytest.raises(ZeroDivisionError):
         driver.synchronize_stream(stream.ptr)
 
@@ -395,32 +394,6 @@ def bound_handle(driver, stream):
     return handle
 
 
-def copies_on_two_streams(seed, workspaces):
-    driver = HostDriver(scheduler="adversarial", seed=seed)
-    executable = driver.compile(None, [TENSOR, TENSOR])
-    scratch = [driver.allocate(1024) for _ in range(workspaces)]
-    kept, outputs, streams = [], [], []
-    for i in range(4):
-        streams.append(driver.create_stream())
-        kept.append(driver.asarray(np.full(4, i, FLOAT)))
-        outputs.append(floats(driver))
-        handle = bound_handle(driver, streams[-1])
-        executable.launch(handle, [kept[-1], outputs[-1]], scratch[i % workspaces])
-    for stream in streams:
-        driver.synchronize_stream(stream.ptr)
-    return [int(output[0]) for output in outputs]
-
-
-@pytest.mark.usefixtures("staged")
-def test_g5_a_workspace_for_each_stream_gives_right_results_at_every_seed():
-    assert all(copies_on_two_streams(seed, 4) == [0, 1, 2, 3] for seed in SEEDS)
-
-
-@pytest.mark.usefixtures("staged")
-def test_g5_control_one_workspace_for_all_streams_corrupts_results_at_most_seeds():
-    assert sum(copies_on_two_streams(seed, 1) != [0, 1, 2, 3] for seed in SEEDS) > len(SEEDS) // 2
-
-
 @pytest.mark.usefixtures("staged")
 def test_launch_checks_workspace_operands_and_handle(driver):
     executable, stream = driver.compile(None, [TENSOR, TENSOR], workspace_limit=5), driver.create_stream()
@@ -501,11 +474,3 @@ def test_bfloat16_is_ml_dtypes_and_the_message_says_so_where_it_is_missing():
         dtype = np.dtype(ml_dtypes.bfloat16)
         assert frontend.numpy_dtype(cudnn.data_type.BFLOAT16) == dtype
         assert frontend.data_type(dtype) == cudnn.data_type.BFLOAT16
-
-
-def test_a_graph_is_made_without_a_gpu_and_can_be_read(driver):
-    handle = driver.create_handle()
-    graph = driver.new_graph(handle, name="small", io_dtype=np.float16, intermediate_dtype=FLOAT, compute_dtype=FLOAT)
-    x = graph.tensor(dim=[1, 8, 4, 4], stride=[128, 16, 4, 1], data_type=frontend.data_type(np.float16))
-    graph.relu(x)
-    assert [node.node_type.name for node in graph.nodes] == ["POINTWISE"]
