@@ -127,14 +127,6 @@ def test_a_geometry_of_numpys_integers(scene, name, plain, given):
     assert reference.relative_error(scene.driver.asnumpy(y), reference.conv2d(x, w, **{name: given})) < 1e-5
 
 
-@pytest.mark.parametrize("wrong", [True, np.True_, (1, True), "11", 1.0])
-@pytest.mark.parametrize("name", GEOMETRY)
-def test_a_geometry_that_is_none(scene, name, wrong):
-    x, w = (scene.driver.asarray(numbers(*shape)) for shape in ((2, 4, 9, 9), (6, 4, 3, 3)))
-    with pytest.raises(ArgumentError, match=f"{name}="):
-        conv2d(x, w, pool=scene.pool, **{name: wrong})
-
-
 @pytest.mark.parametrize("wrong", [(2, 4, 9, True), (2, 4, 9, 9.0), "2499", 9])
 def test_the_shape_of_a_gradient(scene, wrong):
     dy, w, x = (scene.driver.asarray(numbers(*shape)) for shape in ((2, 6, 7, 7), (6, 4, 3, 3), (2, 4, 9, 9)))

@@ -38,13 +38,6 @@ def run_demo(*arguments: object, **environment: str) -> subprocess.CompletedProc
 # Photographs
 
 
-def test_rgb_comes_back_as_it_is(tmp_path):
-    Image.fromarray(COLOURS).save(tmp_path / "a.png")
-    pixels = load_photograph(tmp_path / "a.png")
-    assert pixels.dtype == np.float32
-    np.testing.assert_allclose(pixels, COLOURS / 255, atol=1e-6)
-
-
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "CMYK", "LAB", "I;16", "I", "F"])
 def test_every_mode_gives_three_channels_from_0_to_1(tmp_path, mode):
     if mode == "LAB":
@@ -62,6 +55,9 @@ def test_every_mode_gives_three_channels_from_0_to_1(tmp_path, mode):
     assert pixels.min() >= 0
     assert pixels.max() <= 1
     assert pixels.std() > 0.1
+    assert pixels.dtype == np.float32
+    if mode == "RGB":
+        np.testing.assert_allclose(pixels, COLOURS / 255, atol=1e-6)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -126,20 +122,15 @@ def test_a_large_picture_is_reduced_to_the_cap_and_a_small_one_is_not(tmp_path):
     assert load_photograph(tmp_path / "a.jpg", 1024).shape == (400, 600, 3)
 
 
-@pytest.mark.parametrize("content", [b"", b"no picture at all", b"\x89PNG\r\n\x1a\n truncated"])
+@pytest.mark.parametrize("content", [b"", b"no picture at all", b"\x89PNG\r\n\x1a\n truncated", "half"])
 def test_an_unreadable_image_is_named(tmp_path, content):
-    path = tmp_path / "broken.png"
+    path = tmp_path / "broken.jpg"
+    if content == "half":
+        Image.fromarray(COLOURS).resize((300, 300)).save(path)
+        content = path.read_bytes()[: path.stat().st_size // 2]
     path.write_bytes(content)
-    with pytest.raises(ArgumentError, match=r"cannot read the image .*broken\.png"):
+    with pytest.raises(ArgumentError, match=r"cannot read the image .*broken\.jpg"):
         load_photograph(path)
-
-
-def test_a_truncated_jpeg_is_named(tmp_path):
-    Image.fromarray(COLOURS).resize((300, 300)).save(tmp_path / "whole.jpg")
-    data = (tmp_path / "whole.jpg").read_bytes()
-    (tmp_path / "half.jpg").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ArgumentError, match=r"cannot read the image .*half\.jpg"):
-        load_photograph(tmp_path / "half.jpg")
 
 
 def test_a_missing_image_and_a_folder_are_named(tmp_path):
@@ -226,11 +217,6 @@ def test_a_bad_filter_file_is_named_with_its_value_and_the_remedy(tmp_path, cont
     with pytest.raises(ArgumentError, match=complaint) as caught:
         load_filters(path)
     assert "bad.json" in str(caught.value)
-
-
-def test_a_missing_filter_file_is_named(tmp_path):
-    with pytest.raises(ArgumentError, match=r"cannot read filter file .*nowhere\.json.*No such file"):
-        load_filters(tmp_path / "nowhere.json")
 
 
 # The report

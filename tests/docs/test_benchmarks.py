@@ -72,12 +72,7 @@ def test_a_script_runs_without_a_gpu_and_writes_what_it_found(name, written):
         for times in cases.values():
             assert times["q1"] <= times["median"] <= times["q3"]
     assert results["times"] or name in results
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_bounds_are_not_judged_without_a_gpu(name, written):
-    _, results = written(name)
-    assert all(ratio["kept"] is None for ratio in results["ratios"].values())
+    assert all(ratio["kept"] is None for ratio in results["ratios"].values())  # not judged
 
 
 def test_a_shared_workspace_gives_wrong_results_on_the_host_driver_too(written):

@@ -1,7 +1,6 @@
 """Graph functions on the host driver: how arrays are given, settings, plans, and what is refused before anything is launched."""
 
 import functools
-import threading
 
 import numpy as np
 import pytest
@@ -215,15 +214,6 @@ def test_an_argument_may_be_given_twice(pool, arrays, x):
         return g.mul(a, b)
 
     assert arrays.error(product(x, x), arrays.take(x) ** 2) < 1e-5
-
-
-def test_an_output_in_place_of_an_input_of_the_same_place_alone(pool, arrays, x):
-    expected = 2 * arrays.take(x)
-    assert handlepool.graph(twice)(x, out=x) is x
-    assert arrays.error(x, expected) < 1e-5
-    flat = arrays.random(256)
-    with pytest.raises(ArgumentError, match="shares memory with argument 0"):
-        handlepool.graph(twice)(flat[:128], out=flat[4:132])
 
 
 def test_two_outputs_in_one_array(pool, arrays, x):
@@ -511,12 +501,6 @@ def test_building_ahead_for_an_out_and_from_strides(pool, arrays, x, w):
     assert pool.stats()["plans_built"] == 1
 
 
-def test_building_ahead_in_the_background(pool, x, w, in_thread):
-    fn = handlepool.graph(convolve)
-    plan = in_thread(fn.compile, x, w)
-    assert fn.plan_for(x, w) is plan
-
-
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
@@ -554,18 +538,16 @@ def test_clearing_forgets_a_functions_own_plans_alone(pool, x, w):
 
 
 def test_clearing_forgets_what_was_refused(pool, x, w):
-    runs = []
-
-    @handlepool.graph(workspace_limit=0)
-    def refused(g, x, w):
-        runs.append(1)
-        return convolve(g, x, w)
-
-    for _ in range(2):
+    function = handlepool.graph(convolve, workspace_limit=0)
+    with pytest.raises(GraphNotSupportedError):
+        function(x, w)
+    runs = pool.driver.calls["compile"]
+    for again in (0, 1):
+        if again:
+            function.cache_clear()
         with pytest.raises(GraphNotSupportedError):
-            refused(x, w)
-        refused.cache_clear()
-    assert len(runs) == 2
+            function(x, w)
+        assert pool.driver.calls["compile"] == runs + again
 
 
 def test_plans_are_counted(make_driver, arrays, x, w):
@@ -588,24 +570,3 @@ def test_a_plan_keeps_no_array(pool, arrays):
     pool.driver.synchronize_stream(pool.driver.current_stream().ptr)
     del x
     assert reference() is None
-
-
-def test_a_function_is_called_by_eight_threads_at_a_time(pool):
-    fn, meeting = handlepool.graph(convolve), threading.Barrier(8)
-    outcomes = []
-
-    def work(seed):
-        with pool.driver.create_stream():
-            arrays = Arrays(pool)
-            x, w = arrays.random(*SHAPES["x"]), arrays.random(*SHAPES["w"])
-            meeting.wait(60)
-            outcomes.append(max(arrays.error(fn(x, w), right(arrays, x, w)) for _ in range(20)))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(outcomes) == 8
-    assert max(outcomes) < 1e-5
-    assert pool.stats()["plans_built"] == 1

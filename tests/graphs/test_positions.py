@@ -71,21 +71,20 @@ def test_an_array_that_is_passed_by_keyword_is_told_its_place(given, way, names,
     assert given.pool.stats()["plans_built"] == 0
 
 
-def test_the_place_is_that_in_inputs_where_those_are_named(given):
-    with pytest.raises(ArgumentError, match="x is parameter 2 of conv::weight, x"):
-        reordered(given.w, x=given.x)
-    with pytest.raises(ArgumentError, match="arrays are positional; they are conv::weight, x"):
-        reordered(given.x, w=given.w)
-
-
-def test_arrays_of_any_number_are_positional(given):
-    with pytest.raises(ArgumentError, match=r"total was given x= by keyword: arrays are positional; they are \*tensors"):
-        total(given.x, x=given.x)
-
-
-def test_an_array_beside_those_by_reference_is_told_where_to_go(given):
-    with pytest.raises(ArgumentError, match=r"conv.run was given b= by keyword; arrays go into its dictionary, by reference"):
-        conv.run({"x": given.x, "w": given.w}, b=given.b)
+def test_the_place_is_told_where_inputs_are_named_where_there_are_any_number_and_beside_a_dictionary(given):
+    for function, args, options, message in (
+        (reordered, [given.w], {"x": given.x}, "x is parameter 2 of conv::weight, x"),
+        (reordered, [given.x], {"w": given.w}, "arrays are positional; they are conv::weight, x"),
+        (total, [given.x], {"x": given.x}, r"total was given x= by keyword: arrays are positional; they are \*tensors"),
+        (
+            conv.run,
+            [{"x": given.x}],
+            {"b": given.b},
+            "conv.run was given b= by keyword; arrays go into its dictionary",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            function(*args, **options)
 
 
 @pytest.mark.parametrize("array", [Tensor(), ArraySpec((1, 4, 1, 1), "float32")])

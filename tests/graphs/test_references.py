@@ -58,35 +58,25 @@ def test_a_reference_means_its_tensor(graph, reference, tensor):
     assert graph.references.resolve(reference) is getattr(graph, tensor)
 
 
-def test_a_tensor_means_itself_and_one_of_another_build_that_of_its_name(graph):
+def test_a_tensor_and_its_uid_mean_itself_and_one_of_another_build_that_of_its_name(graph):
     other = Graph()
     for name in ("x", "w", "b", "y", "z", "v", "s"):
-        assert graph.references.resolve(getattr(graph, name)) is getattr(graph, name)
-        assert graph.references.resolve(getattr(other, name)) is getattr(graph, name)
+        tensor = getattr(graph, name)
+        for reference in (tensor, tensor.uid, getattr(other, name)):
+            assert graph.references.resolve(reference) is tensor
 
 
-def test_every_uid_means_its_tensor(graph):
-    for tensor in (graph.x, graph.w, graph.b, graph.y, graph.z, graph.v, graph.s):
-        assert graph.references.resolve(tensor.uid) is tensor
-
-
-def test_a_port_still_means_its_tensor_after_another_name_was_set(graph):
+def test_a_port_and_a_parameter_still_mean_their_tensors_after_another_name_was_set(graph):
     graph.y.set_name("conv_out")
-    assert graph.references.resolve("conv2d::Y") is graph.references.resolve("conv_out") is graph.y
-
-
-def test_a_parameter_still_means_its_tensor_after_another_name_was_set(graph):
     graph.x.set_name("image")
+    assert graph.references.resolve("conv2d::Y") is graph.references.resolve("conv_out") is graph.y
     assert graph.references.resolve("x") is graph.references.resolve("image") is graph.x
 
 
-def test_a_node_whose_name_holds_the_separator(graph):
+def test_a_node_whose_name_holds_the_separator_and_a_tensor_that_no_node_uses(graph):
     y = graph.graph.tanh(graph.s, name="block::tanh")
-    assert References(graph.graph, {}).resolve("block::tanh::OUT_0") is y
-
-
-def test_a_tensor_that_no_node_uses(graph):
     t = graph.graph.tensor(name="lonely", dim=[1], stride=[1])
+    assert References(graph.graph, {}).resolve("block::tanh::OUT_0") is y
     assert References(graph.graph, {}).resolve("lonely") is t
 
 
@@ -114,14 +104,11 @@ def test_what_is_no_reference(graph, reference):
         graph.references.resolve(reference)
 
 
-def test_a_name_of_two_tensors_is_refused(graph):
+def test_a_name_of_two_tensors_or_of_two_nodes_is_refused(graph):
     graph.b.set_name("W")
     with pytest.raises(ArgumentError, match="'W' means 2 tensors"):
         graph.references.resolve("W")
     assert graph.references.resolve("bias.0::bias") is graph.b
-
-
-def test_a_name_of_two_nodes_is_refused(graph):
     graph.graph.tanh(graph.s, name="conv2d")
     with pytest.raises(ArgumentError, match="'conv2d::0' means 2 tensors"):
         References(graph.graph, {}).resolve("conv2d::0")

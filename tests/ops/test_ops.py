@@ -77,26 +77,8 @@ def check(scene, *, x=(2, 4, 9, 8), k=6, r=(3, 3), dtype=np.float32, layouts=("N
 @pytest.mark.parametrize("out", [None, "NCHW", "NHWC"])
 @pytest.mark.parametrize("w", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("x", ["NCHW", "NHWC"])
-def test_every_layout_in_and_out(scene, dtype, x, w, out):
-    check(scene, dtype=dtype, layouts=(x, w), out=out)
-
-
-@pytest.mark.parametrize("x", ["NCHW", "NHWC"])
-def test_the_result_lies_as_x_does(scene, x):
-    assert x in layout_of(check(scene, layouts=(x, "NCHW")))
-
-
-@pytest.mark.parametrize("out", ["NCHW", "NHWC"])
-@pytest.mark.parametrize("x", ["NCHW", "NHWC"])
-def test_the_strides_of_out_decide(scene, x, out):
-    assert layout_of(check(scene, layouts=(x, "NCHW"), out=out)) == [out]
-
-
-@pytest.mark.parametrize("out", [None, "NHWC"])
-@pytest.mark.parametrize("activation", [None, "relu", "sigmoid", "tanh"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_bias_and_activation(scene, dtype, bias, activation, out):
-    check(scene, dtype=dtype, bias=bias, activation=activation, out=out)
+def test_every_layout_in_and_out_and_the_result_lies_as_x_does(scene, dtype, x, w, out):
+    assert layout_of(check(scene, dtype=dtype, layouts=(x, w), out=out)) == [out or x]
 
 
 # Geometry
@@ -109,20 +91,10 @@ def test_stride_padding_and_dilation(scene, options):
     check(scene, x=(1, 3, 11, 12), **options)
 
 
-@pytest.mark.parametrize(("channels", "k", "groups"), [(4, 6, 2), (4, 4, 4), (6, 12, 3), (5, 10, 5)])
-@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-def test_groups(scene, layout, channels, k, groups):
-    check(scene, x=(2, channels, 7, 7), k=k, groups=groups, layouts=(layout, layout), bias=True)
-
-
 @pytest.mark.parametrize("x", [(1, 1, 1, 1), (1, 1, 5, 5), (3, 1, 4, 4), (1, 3, 1, 9), (2, 3, 9, 1)])
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 def test_axes_of_extent_one(scene, x, layout):
     check(scene, x=x, k=1, r=(1, 1), layouts=(layout, layout), out="NCHW")
-
-
-def test_a_filter_as_large_as_the_image(scene):
-    assert check(scene, x=(2, 3, 5, 4), r=(5, 4)).shape[2:] == (1, 1)
 
 
 @hypothesis.given(
