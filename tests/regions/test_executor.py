@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from harness.scenes import TIMEOUT, Scene, Thread
+from harness.scenes import TIMEOUT, Scene, Thread, without_joins, without_starts
 from harness.submitting import TaskError, over_seeds_with, returned
 
 from handlepool import ArgumentError, ParallelStateExecutor, StreamFuture
@@ -34,17 +34,6 @@ def reads_the_submitter(scene, executor):
     return scene.read(future.result(TIMEOUT))
 
 
-def test_g6_a_task_starts_after_what_the_submitters_stream_was_given():
-    assert set(over_seeds_with(reads_the_submitter)) == {2}
-
-
-def test_g6_control_without_the_start_wait_a_task_reads_too_early():
-    def make(scene):
-        scene.driver.leave_out = lambda pointer: pointer != scene.stream.ptr
-
-    assert len(set(map(str, over_seeds_with(reads_the_submitter, make=make)))) > 1
-
-
 def test_g6_a_task_waits_for_nothing_that_was_given_after_submit(scene, executor):
     go_on = threading.Event()
     future = executor.submit(lambda: go_on.wait(TIMEOUT) and scene.driver.current_stream())
@@ -66,17 +55,6 @@ def result_orders(scene, executor):
     return scene.read(future.result(TIMEOUT))
 
 
-def test_g6_result_makes_the_submitters_stream_wait():
-    assert set(over_seeds_with(result_orders)) == {3}
-
-
-def test_g6_control_without_the_join_wait_a_result_is_read_too_early():
-    def make(scene):
-        scene.driver.leave_out = lambda pointer: pointer == scene.stream.ptr
-
-    assert len(set(map(str, over_seeds_with(result_orders, make=make)))) > 1
-
-
 def asked_on_another_stream(scene, executor):
     y = scene.array()
     future = executor.submit(scene.put, y, lambda: 3)
@@ -87,8 +65,46 @@ def asked_on_another_stream(scene, executor):
     return value, scene.read(y)
 
 
-def test_g6_result_makes_the_callers_stream_wait_and_the_submitters():
-    assert set(over_seeds_with(asked_on_another_stream)) == {(3, 3)}
+def asked_by_several_threads(scene, executor):
+    y = scene.array()
+    future = executor.submit(scene.put, y, lambda: 3)
+
+    def ask():
+        with scene.driver.create_stream():
+            return scene.read(future.result(TIMEOUT)), scene.read(future.result(TIMEOUT))
+
+    values = [Thread(ask).finish() for _ in range(2)]
+    return *values, scene.read(future.result(TIMEOUT))
+
+
+def asked_on_another_device(scene, executor):
+    y = scene.array()
+    future = executor.submit(scene.put, y, lambda: 3)
+    returned(future)
+    with scene.driver.device(1), scene.driver.create_stream() as stream:
+        future.result(TIMEOUT)
+        assert scene.driver.current_device() == 1
+        stream.synchronize()
+    return float(np.unique(np.array(y))[0])
+
+
+ORDERED = {
+    reads_the_submitter: 2,
+    result_orders: 3,
+    asked_on_another_stream: (3, 3),
+    asked_by_several_threads: ((3, 3), (3, 3), 3),
+    asked_on_another_device: 3,
+}
+
+
+@pytest.mark.parametrize(("scenario", "expected"), ORDERED.items())
+def test_g6_tasks_and_results_are_ordered(scenario, expected):
+    assert set(over_seeds_with(scenario)) == {expected}
+
+
+@pytest.mark.parametrize(("scenario", "make"), [(reads_the_submitter, without_starts), (result_orders, without_joins)])
+def test_g6_control_without_a_wait(scenario, make):
+    assert len(set(map(str, over_seeds_with(scenario, make=make)))) > 1
 
 
 @pytest.mark.parametrize("whose", ["submitter", "caller"])
@@ -110,21 +126,6 @@ def test_g6_control_result_that_leaves_one_of_the_two_out(whose):
         return value, scene.read(y)
 
     assert len(set(map(str, over_seeds_with(scenario, control=True)))) > 1
-
-
-def test_g6_result_may_be_asked_for_many_times_and_by_several_threads():
-    def scenario(scene, executor):
-        y = scene.array()
-        future = executor.submit(scene.put, y, lambda: 3)
-
-        def ask():
-            with scene.driver.create_stream():
-                return scene.read(future.result(TIMEOUT)), scene.read(future.result(TIMEOUT))
-
-        values = [Thread(ask).finish() for _ in range(2)]
-        return *values, scene.read(future.result(TIMEOUT))
-
-    assert set(over_seeds_with(scenario)) == {((3, 3), (3, 3), 3)}
 
 
 def test_g6_a_result_asked_for_long_after_its_events_were_reused(scene):
@@ -200,20 +201,6 @@ def test_g9_synchronize_and_result_harm_no_capture_of_another_thread(scene, exec
     capturing.begin_capture()
     assert [float(future.synchronize(TIMEOUT)[0]) for future in futures] == list(range(8))
     capturing.end_capture()
-
-
-def test_g3_result_on_another_device_makes_that_devices_stream_wait():
-    def scenario(scene, executor):
-        y = scene.array()
-        future = executor.submit(scene.put, y, lambda: 3)
-        returned(future)
-        with scene.driver.device(1), scene.driver.create_stream() as stream:
-            future.result(TIMEOUT)
-            assert scene.driver.current_device() == 1
-            stream.synchronize()
-        return float(np.unique(np.array(y))[0])
-
-    assert set(over_seeds_with(scenario)) == {3}
 
 
 def test_g3_a_task_runs_on_the_submitters_device(scene, executor):

@@ -11,25 +11,6 @@ from harness.scenes import Scene, Thread, over_seeds
 from handlepool.pool import context
 from handlepool.regions import memory
 
-
-def keeps_nothing(scene):
-    scene.driver.keeps = False
-
-
-def has_no_edges(scene):
-    scene.driver.edges = False
-
-
-@pytest.fixture
-def forget(monkeypatch):
-    """Empties a region's list of what is kept when the control asks for it."""
-
-    def forgetful(scene):
-        monkeypatch.setattr(memory.Region, "keep_call", lambda *_: None)
-
-    return forgetful
-
-
 # What a branch reads
 
 
@@ -41,14 +22,6 @@ def an_argument_is_dropped(scene):
         del x
         scene.array(100)
     return scene.read(y)
-
-
-def test_g8_arguments_are_kept_to_the_join():
-    assert set(over_seeds(an_argument_is_dropped)) == {2}
-
-
-def test_g8_control_an_argument_that_is_not_kept_is_overwritten(forget):
-    assert 101 in over_seeds(an_argument_is_dropped, make=forget)
 
 
 def test_g8_after_the_join_its_block_may_be_reused_on_the_callers_stream():
@@ -79,14 +52,6 @@ def a_closure_is_rebound(scene):
     return scene.read(y)
 
 
-def test_g8_what_a_closure_held_when_the_branch_was_run_is_kept():
-    assert set(over_seeds(a_closure_is_rebound)) == {2}
-
-
-def test_g8_control_a_closure_that_is_not_kept(forget):
-    assert 101 in over_seeds(a_closure_is_rebound, make=forget)
-
-
 class Reader:
     def __init__(self, scene):
         self.scene, self.x = scene, scene.array(1)
@@ -96,54 +61,6 @@ class Reader:
 
     def method(self, y):
         self(y)
-
-
-@pytest.mark.parametrize(
-    "callable_of",
-    [lambda x: x, lambda x: x.method, lambda x: functools.partial(x.method), lambda x: functools.partial(functools.partial(x))],
-    ids=["callable", "method", "partial of a method", "partial of a partial"],
-)
-def test_g8_the_function_is_kept(callable_of):
-    def scenario(scene):
-        y, reader = scene.array(), Reader(scene)
-        with scene.states.fork() as fork:
-            fork.run(callable_of(reader), y)
-            del reader
-            scene.array(100)
-        return scene.read(y)
-
-    assert set(over_seeds(scenario)) == {2}
-
-
-def test_g8_control_a_function_that_is_not_kept(forget):
-    def scenario(scene):
-        y, reader = scene.array(), Reader(scene)
-        with scene.states.fork() as fork:
-            fork.run(reader.method, y)
-            del reader
-            scene.array(100)
-        return scene.read(y)
-
-    assert 101 in over_seeds(scenario, make=forget)
-
-
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "control"])
-def test_g8_the_closure_below_partials_and_methods_is_kept(kept, forget):
-    def scenario(scene):
-        x, y = scene.array(1), scene.array()
-
-        class Owner:
-            def method(self):
-                scene.put(y, lambda value: value + 1, x)
-
-        with scene.states.fork() as fork:
-            fork.run(functools.partial(Owner().method))
-            x = None
-            scene.array(100)
-        return scene.read(y)
-
-    results = set(over_seeds(scenario, make=None if kept else forget))
-    assert results == {2} if kept else 101 in results
 
 
 def test_g8_a_closure_cell_without_a_value_yet_is_no_error():
@@ -171,14 +88,6 @@ def temporaries(scene):
     return tuple(scene.read(y) for y in outputs)
 
 
-def test_g8_what_a_branch_allocates_is_kept():
-    assert set(over_seeds(temporaries)) == {(1, 2, 3, 4)}
-
-
-def test_g8_control_a_temporary_that_is_not_kept_is_shared_by_branches():
-    assert len(set(over_seeds(temporaries, make=keeps_nothing))) > 1
-
-
 def test_g8_what_a_branch_allocates_comes_from_the_outermost_callers_arena():
     with Scene() as scene:
 
@@ -204,10 +113,6 @@ def an_output_is_freed_after_the_join(scene):
     with scene.states.fork() as fork:
         z = fork.run(scene.array, 100)
     return scene.read(y), scene.read(z)
-
-
-def test_g8_an_output_may_be_freed_after_the_join():
-    assert set(over_seeds(an_output_is_freed_after_the_join)) == {(2, 100)}
 
 
 def test_g8_control_an_output_of_the_side_streams_arena_is_overwritten():
@@ -250,14 +155,6 @@ def another_thread_frees_a_block(scene):
     return scene.read(y)
 
 
-def test_g8_an_allocation_in_a_branch_waits_for_what_the_callers_stream_was_given():
-    assert set(over_seeds(another_thread_frees_a_block)) == {2}
-
-
-def test_g8_control_without_the_edge_after_an_allocation():
-    assert 101 in over_seeds(another_thread_frees_a_block, make=has_no_edges)
-
-
 # To the join of the outermost fork
 
 
@@ -279,8 +176,68 @@ def an_inner_argument_is_dropped(scene, isolated=False):
     return scene.read(y)
 
 
-def test_g8_what_an_inner_branch_reads_is_kept_to_the_join_of_the_outermost_fork():
-    assert set(over_seeds(an_inner_argument_is_dropped)) == {2}
+def the_function_is_dropped(callable_of):
+    def scenario(scene):
+        y, reader = scene.array(), Reader(scene)
+        with scene.states.fork() as fork:
+            fork.run(callable_of(reader), y)
+            del reader
+            scene.array(100)
+        return scene.read(y)
+
+    return scenario
+
+
+def a_closure_below_partials_and_methods(scene):
+    x, y = scene.array(1), scene.array()
+
+    class Owner:
+        def method(self):
+            scene.put(y, lambda value: value + 1, x)
+
+    with scene.states.fork() as fork:
+        fork.run(functools.partial(Owner().method))
+        x = None
+        scene.array(100)
+    return scene.read(y)
+
+
+CALLABLES = {
+    "callable": lambda x: x,
+    "method": lambda x: x.method,
+    "partial of a method": lambda x: functools.partial(x.method),
+    "partial of a partial": lambda x: functools.partial(functools.partial(x)),
+}
+READS = {
+    "an argument": (an_argument_is_dropped, 2, "forgets"),
+    "a closure": (a_closure_is_rebound, 2, "forgets"),
+    "a closure below": (a_closure_below_partials_and_methods, 2, "forgets"),
+    **{name: (the_function_is_dropped(callable_of), 2, "forgets") for name, callable_of in CALLABLES.items()},
+    "temporaries": (temporaries, (1, 2, 3, 4), "keeps"),
+    "an output after the join": (an_output_is_freed_after_the_join, (2, 100), None),
+    "a block that another thread frees": (another_thread_frees_a_block, 2, "edges"),
+    "an inner argument": (an_inner_argument_is_dropped, 2, None),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_g8_memory_outlives_its_readers(name):
+    scenario, expected, _ = READS[name]
+    assert set(over_seeds(scenario)) == {expected}
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, care) in READS.items() if care is not None])
+def test_g8_control_without_that_care(name, monkeypatch):
+    scenario, expected, care = READS[name]
+
+    def make(scene):
+        if care == "forgets":
+            monkeypatch.setattr(memory.Region, "keep_call", lambda *_: None)
+        else:
+            setattr(scene.driver, care, False)
+
+    found = set(over_seeds(scenario, make=make))
+    assert 101 in found if expected == 2 else len(found) > 1
 
 
 def test_g8_control_a_region_that_ends_with_the_inner_join():

@@ -1,6 +1,5 @@
 """Guarantee 6: a fork orders. Each control leaves one wait out and must go wrong."""
 
-import numpy as np
 import pytest
 from harness.scenes import CarelessDriver, Scene, over_seeds, without_joins, without_starts
 
@@ -26,14 +25,6 @@ def reads_the_caller(scene):
     return scene.read(y)
 
 
-def test_g6_a_branch_starts_after_what_the_callers_stream_was_given():
-    assert set(over_seeds(reads_the_caller)) == {12}
-
-
-def test_g6_control_without_the_start_wait_a_branch_reads_too_early():
-    assert len(distinct(over_seeds(reads_the_caller, make=without_starts))) > 1
-
-
 def reads_the_body(scene):
     x, early, late = scene.array(1), scene.array(), scene.array()
     sides = []
@@ -50,10 +41,6 @@ def reads_the_body(scene):
     for side in sides:
         side.synchronize()
     return scene.read(early), scene.read(late)
-
-
-def test_g6_a_branch_starts_after_what_the_body_gave_the_callers_stream_before_it_was_run():
-    assert set(over_seeds(reads_the_body)) == {(11, 22)}
 
 
 def test_g6_control_one_start_event_for_all_branches_of_a_fork_is_too_early(monkeypatch):
@@ -82,41 +69,18 @@ def read_after_the_fork(scene):
     return tuple(scene.read(scene.plus(output, 1)) for output in outputs)
 
 
-def test_g6_what_comes_after_the_fork_starts_after_every_branch():
-    assert set(over_seeds(read_after_the_fork)) == {(1, 2, 3, 4, 5, 6)}
-
-
-def test_g6_control_without_the_join_wait_the_caller_reads_too_early():
-    assert len(distinct(over_seeds(read_after_the_fork, make=without_joins))) > 1
-
-
 def overwrites_after_the_fork(scene):
-    x, y = scene.array(1), scene.array()
+    x, y, sides = scene.array(1), scene.array(), []
+
+    def branch():
+        sides.append(scene.driver.current_stream())
+        scene.put(y, lambda value: value + 1, x)
+
     with scene.states.fork() as fork:
-        fork.run(scene.put, y, lambda value: value + 1, x)
+        fork.run(branch)
     scene.put(x, lambda: 100)
+    sides[0].synchronize()
     return scene.read(y)
-
-
-def test_g6_what_a_branch_reads_may_be_overwritten_after_the_fork():
-    assert set(over_seeds(overwrites_after_the_fork)) == {2}
-
-
-def test_g6_control_without_the_join_wait_it_is_overwritten_under_the_branch():
-    def scenario(scene):
-        x, y, sides = scene.array(1), scene.array(), []
-
-        def branch():
-            sides.append(scene.driver.current_stream())
-            scene.put(y, lambda value: value + 1, x)
-
-        with scene.states.fork() as fork:
-            fork.run(branch)
-        scene.put(x, lambda: 100)
-        sides[0].synchronize()
-        return scene.read(y)
-
-    assert 101 in over_seeds(scenario, make=without_joins)
 
 
 def maps(scene):
@@ -125,46 +89,81 @@ def maps(scene):
     return tuple(scene.read(output) for output in outputs)
 
 
-def test_g6_map_orders_in_and_out():
-    assert set(over_seeds(maps)) == {(5, 6, 7, 8, 9, 10)}
-
-
-def test_g6_map_gives_results_in_order():
-    with Scene() as scene:
-        assert scene.states.map(lambda *values: values, "abcdefg", range(9)) == list(zip("abcdefg", range(7), strict=True))
-
-
-@pytest.mark.parametrize("make", [without_starts, without_joins])
-def test_g6_control_map_without_a_wait(make):
-    assert len(distinct(over_seeds(maps, make=make))) > 1
-
-
 def with_a_state(scene):
     x, y = scene.array(5), scene.array()
     scene.states.with_state(2, lambda state: scene.put(y, lambda x: x + 1, x))
     return scene.read(y)
 
 
-def test_g6_with_state_orders_in_and_out():
-    assert set(over_seeds(with_a_state)) == {6}
-
-
-@pytest.mark.parametrize("make", [without_starts, without_joins])
-def test_g6_control_with_state_without_a_wait(make):
-    assert len(distinct(over_seeds(with_a_state, make=make))) > 1
-
-
-def test_g6_a_fork_of_a_stream_that_is_given_orders_with_that_stream():
+def a_fork_on(stream_of, device=0):
     def scenario(scene):
-        other = scene.driver.create_stream()
-        with other:
+        with scene.driver.device(device), stream_of(scene.driver):
             x = scene.array(1)
-        with scene.states.fork(stream=other) as fork:
-            y = fork.run(scene.plus, x, 1)
-        with other:
-            return scene.read(y)
+            with scene.states.fork() as fork:
+                y = fork.run(scene.plus, x, 1)
+            return scene.read(y), scene.driver.array_device(y)
 
-    assert set(over_seeds(scenario)) == {2}
+    return scenario
+
+
+def a_stream_that_is_given(scene):
+    other = scene.driver.create_stream()
+    with other:
+        x = scene.array(1)
+    with scene.states.fork(stream=other) as fork:
+        y = fork.run(scene.plus, x, 1)
+    with other:
+        return scene.read(y)
+
+
+def a_body_on_another_device(scene):
+    with scene.driver.legacy_stream:  # whose pointer means another stream on another device
+        x = scene.array(1)
+        with scene.states.fork() as fork, scene.driver.device(1):
+            y = fork.run(scene.plus, x, 1)
+            assert scene.driver.current_device() == 1
+        return scene.read(y)
+
+
+def left_on_another_device(scene):
+    with scene.driver.legacy_stream:
+        fork = scene.states.fork().__enter__()
+        y = fork.run(scene.array, 3)
+        with scene.driver.device(1):
+            fork.__exit__(None, None, None)
+        return scene.read(y)
+
+
+ORDERED = {
+    reads_the_caller: 12,
+    reads_the_body: (11, 22),
+    read_after_the_fork: (1, 2, 3, 4, 5, 6),
+    overwrites_after_the_fork: 2,
+    maps: (5, 6, 7, 8, 9, 10),
+    with_a_state: 6,
+    a_stream_that_is_given: 2,
+    a_fork_on(lambda driver: driver.legacy_stream): (2, 0),
+    a_fork_on(lambda driver: driver.per_thread_stream): (2, 0),
+    a_fork_on(lambda driver: driver.create_stream(), device=1): (2, 1),
+    a_body_on_another_device: 2,
+    left_on_another_device: 3,
+}
+CONTROLS = [
+    (reads_the_caller, without_starts),
+    (read_after_the_fork, without_joins),
+    (overwrites_after_the_fork, without_joins),
+    *((scenario, make) for scenario in (maps, with_a_state) for make in (without_starts, without_joins)),
+]
+
+
+@pytest.mark.parametrize(("scenario", "expected"), ORDERED.items())
+def test_g6_a_fork_orders(scenario, expected):
+    assert set(over_seeds(scenario)) == {expected}
+
+
+@pytest.mark.parametrize(("scenario", "make"), CONTROLS)
+def test_g6_control_without_a_wait(scenario, make):
+    assert len(distinct(over_seeds(scenario, make=make))) > 1
 
 
 def test_g6_control_a_fork_of_another_stream_than_the_one_that_reads():
@@ -175,64 +174,6 @@ def test_g6_control_a_fork_of_another_stream_than_the_one_that_reads():
         return scene.read(y)
 
     assert len(distinct(over_seeds(scenario, control=True))) > 1
-
-
-def test_g6_on_the_null_stream():
-    def scenario(scene):
-        with scene.driver.legacy_stream:
-            x = scene.array(1)
-            with scene.states.fork() as fork:
-                y = fork.run(scene.plus, x, 1)
-            return float(np.unique(np.array(y))[0])  # no wait: the null stream has run what it was given
-
-    assert set(over_seeds(scenario)) == {2}
-
-
-def test_g6_on_the_per_thread_default_stream():
-    def scenario(scene):
-        with scene.driver.per_thread_stream:
-            x = scene.array(1)
-            with scene.states.fork() as fork:
-                y = fork.run(scene.plus, x, 1)
-            return scene.read(y)
-
-    assert set(over_seeds(scenario)) == {2}
-
-
-def test_g6_a_fork_on_the_second_device_orders_there():
-    def scenario(scene):
-        with scene.driver.device(1), scene.driver.create_stream():
-            x = scene.array(1)
-            with scene.states.fork() as fork:
-                y = fork.run(scene.plus, x, 1)
-            return scene.read(y), scene.driver.array_device(y)
-
-    assert set(over_seeds(scenario)) == {(2, 1)}
-
-
-def test_g6_a_body_that_makes_another_device_current_changes_nothing_for_its_branches():
-    def scenario(scene):
-        with scene.driver.legacy_stream:  # whose pointer means another stream on another device
-            x = scene.array(1)
-            with scene.states.fork() as fork, scene.driver.device(1):
-                y = fork.run(scene.plus, x, 1)
-                assert scene.driver.current_device() == 1
-            return scene.read(y)
-
-    assert set(over_seeds(scenario)) == {2}
-
-
-def test_g6_a_fork_that_is_left_on_another_device_joins_on_its_own():
-    def scenario(scene):
-        with scene.driver.legacy_stream:
-            fork = scene.states.fork()
-            fork.__enter__()
-            y = fork.run(scene.array, 3)
-            with scene.driver.device(1):
-                fork.__exit__(None, None, None)
-            return scene.read(y)
-
-    assert set(over_seeds(scenario)) == {3}
 
 
 # The join is made first, then the exception goes on

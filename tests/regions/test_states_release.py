@@ -17,39 +17,44 @@ class BranchError(Exception):
     pass
 
 
-def dies_after(run):
-    """Whether something dies with the join of what `run(scene, thing)` does, at once, and not before."""
+def a_fork(scene, box, gone):
+    fork = scene.states.fork()
+    with fork:
+        fork.run(lambda _: None, box.pop())
+        assert gone() is not None
+    scene.fork = fork  # holds nothing afterwards
+
+
+def a_branch_that_fails(scene, box, gone):
+    def fails(thing):
+        raise BranchError
+
+    with pytest.raises(BranchError), scene.states.fork() as fork:
+        fork.run(fails, box.pop())
+
+
+def a_branch_that_runs_inline(scene, box, gone):
+    with ParallelStates(32, pool=scene.pool).fork() as hoard:
+        for _ in range(32):
+            hoard.run(lambda: None)
+        scene.states.map(lambda _: None, [box.pop()])
+
+
+def a_state(scene, box, gone):
+    scene.states.with_state(0, lambda state, _: None, box.pop())
+
+
+@pytest.mark.parametrize("run", [a_fork, a_branch_that_fails, a_branch_that_runs_inline, a_state])
+def test_g8_what_was_kept_is_released_by_the_join_at_once_and_not_before(run):
     gc.disable()
     try:
         with Scene() as scene:
-            thing = Held()
-            gone = weakref.ref(thing)
-            run(scene, thing, gone)
-            del thing
-            return gone() is None
+            box = [Held()]
+            gone = weakref.ref(box[0])
+            run(scene, box, gone)
+            assert gone() is None
     finally:
         gc.enable()
-
-
-def test_g8_what_was_kept_is_released_by_the_join_without_the_collector():
-    def run(scene, thing, gone):
-        with scene.states.fork() as fork:
-            fork.run(lambda *_: None, thing)
-            del thing
-
-    assert dies_after(run)
-
-
-def test_g8_nothing_is_released_before_the_join():
-    with Scene() as scene:
-        thing = Held()
-        gone = weakref.ref(thing)
-        with scene.states.fork() as fork:
-            fork.run(lambda _: None, thing)
-            del thing
-            gc.collect()
-            assert gone() is not None
-        assert gone() is None
 
 
 def test_g8_what_inner_branches_kept_is_released_by_the_outermost_join():
@@ -66,42 +71,6 @@ def test_g8_what_inner_branches_kept_is_released_by_the_outermost_join():
         with scene.states.fork() as fork:
             fork.run(outer, box)
             assert gone() is not None
-        assert gone() is None
-
-
-def test_g8_an_exception_of_a_branch_does_not_keep_memory_past_the_join():
-    def fails(thing):
-        raise BranchError
-
-    def run(scene, thing, gone):
-        with pytest.raises(BranchError), scene.states.fork() as fork:
-            fork.run(fails, thing)
-
-    assert dies_after(run)
-
-
-def test_g8_a_branch_that_runs_inline_keeps_and_releases_as_well():
-    def run(scene, thing, gone):
-        with ParallelStates(32, pool=scene.pool).fork() as hoard:
-            for _ in range(32):
-                hoard.run(lambda: None)
-            scene.states.map(lambda _: None, [thing])
-
-    assert dies_after(run)
-
-
-def test_g8_with_state_releases_what_it_kept():
-    assert dies_after(lambda scene, thing, gone: scene.states.with_state(0, lambda state, _: None, thing) and None)
-
-
-def test_g8_the_fork_object_holds_nothing_afterwards():
-    with Scene() as scene:
-        thing = Held()
-        gone = weakref.ref(thing)
-        fork = scene.states.fork()
-        with fork:
-            fork.run(lambda _: None, thing)
-        del thing
         assert gone() is None
 
 

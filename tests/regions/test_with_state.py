@@ -17,18 +17,6 @@ class BranchError(Exception):
     pass
 
 
-def with_state_in_a_branch(scene):
-    x, y = scene.array(1), scene.array()
-
-    def branch():
-        scene.states.with_state(1, lambda state: scene.put(y, lambda x: x + 1, x))
-        scene.put(y, lambda y: y * 10, y)
-
-    with scene.states.fork() as fork:
-        fork.run(branch)
-    return scene.read(y)
-
-
 # The state
 
 
@@ -85,7 +73,7 @@ def test_an_index_out_of_range_is_refused_before_anything_happens(index):
         with pytest.raises(StateIndexError, match=f"state {index!r} of 4.*0 to 3"):
             scene.states.with_state(index, lambda state: pytest.fail("it ran"))
         assert not scene.driver.calls["create_handle"] + scene.driver.calls["record_event"]
-        assert with_state_in_a_branch(scene) == 20
+        assert scene.states.with_state(1, lambda state: 20) == 20
 
 
 def occupy(scene, index):
@@ -191,11 +179,6 @@ def test_g15_a_state_held_in_one_parallel_states_counts_in_another(make_driver):
             others.with_state(0, lambda state: scene.states.with_state(2, lambda state: None))
         leave.set()
         thread.finish()
-
-
-def test_g15_a_thread_that_holds_a_state_may_take_a_free_one():
-    with Scene() as scene:
-        assert scene.states.with_state(1, lambda state: scene.states.with_state(2, lambda state: "both")) == "both"
 
 
 def test_g15_two_threads_that_hold_a_state_each_and_ask_for_the_others_do_not_deadlock(make_driver):
