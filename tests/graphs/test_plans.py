@@ -9,7 +9,7 @@ import pytest
 from harness.scenes import TIMEOUT, Scene, Thread
 
 import handlepool
-from handlepool import ArgumentError, GraphNotSupportedError, HandlePool
+from handlepool import ArgumentError, GraphNotSupportedError
 from handlepool.pool.plan_cache import PlanCache
 
 
@@ -185,12 +185,6 @@ def test_the_bound_is_each_devices_own():
             cache.get_or_build(device, key, lambda key=key: key)
     assert len(cache) == 4
     assert cache.get(1, "b") == "b"
-
-
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_that_is_none_is_refused(limit):
-    with pytest.raises(ArgumentError, match=f"plan_limit={limit}; it must be an integer, 1 plan or more"):
-        HandlePool(driver="host", plan_limit=limit)
 
 
 @handlepool.graph

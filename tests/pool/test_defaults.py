@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 from harness.arrays import Arrays
-from harness.scenes import TIMEOUT
+from harness.scenes import TIMEOUT, Thread
 
 import handlepool
 from handlepool import ArgumentError, HandlePool, OwnershipError, ParallelStateExecutor, ParallelStates, PoolClosedError
@@ -41,7 +41,7 @@ def test_a_close_leaves_the_default_pool_to_the_others(unused, close):
 
 
 def test_a_close_does_no_harm_to_threads_that_work(unused):
-    pool, stop, failed = handlepool.default_pool(), threading.Event(), []
+    pool, stop = handlepool.default_pool(), threading.Event()
     barrier = threading.Barrier(4)
 
     def work():
@@ -51,26 +51,15 @@ def test_a_close_does_no_harm_to_threads_that_work(unused):
             expected = arrays.take(handlepool.conv2d(x, w))
             barrier.wait(TIMEOUT)
             while not stop.is_set():
-                if not np.array_equal(arrays.take(handlepool.conv2d(x, w)), expected):
-                    failed.append("wrong")
+                assert np.array_equal(arrays.take(handlepool.conv2d(x, w)), expected)
 
-    def run():
-        try:
-            work()
-        except BaseException as error:
-            failed.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
+    threads = [Thread(work) for _ in range(3)]
     barrier.wait(TIMEOUT)
     for _ in range(50):
         handlepool.close()
     stop.set()
     for thread in threads:
-        thread.join(TIMEOUT)
-    assert not failed
+        thread.finish()
 
 
 def test_a_close_before_the_first_use_makes_nothing(unused):
@@ -109,17 +98,14 @@ def test_a_choice_after_the_first_use_is_too_late(unused):
 
 
 @pytest.mark.parametrize("value", [None, "cuda", HostDriver(), HandlePool])
-def test_what_is_no_pool_is_refused(unused, value):
+def test_what_is_no_pool_or_a_closed_one_is_refused(unused, value):
     with pytest.raises(ArgumentError, match="set_default_pool was given"):
         handlepool.set_default_pool(value)
-    assert default._default is None
-
-
-def test_a_closed_pool_is_no_default(unused):
-    with HandlePool(driver=HostDriver()) as closed:
-        pass
+    closed = HandlePool(driver=HostDriver())
+    closed.close()
     with pytest.raises(PoolClosedError):
         handlepool.set_default_pool(closed)
+    assert default._default is None
 
 
 def test_of_two_threads_that_choose_at_once_one_is_told(unused):
@@ -133,11 +119,8 @@ def test_of_two_threads_that_choose_at_once_one_is_told(unused):
         except OwnershipError:
             told.append(pool)
 
-    threads = [threading.Thread(target=choose, args=(pool,)) for pool in pools]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT)
+    for thread in [Thread(choose, pool) for pool in pools]:
+        thread.finish()
     assert len(told) == 7
     assert handlepool.default_pool() not in told
     for pool in pools:

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from harness.uses import EFFECTS, STREAMS, assert_usable, calls, fails_at
+from harness.uses import EFFECTS, STREAMS, assert_usable, calls
 
 import handlepool
 from handlepool import ArgumentError, HandlePool, ParallelStateExecutor, ParallelStates, StreamError
@@ -84,11 +84,18 @@ def test_a_handle_that_its_caller_destroyed_is_replaced_and_bound(make_pool, kin
     assert pool.stats()["handles_repaired"] == 1
 
 
-def test_a_foreign_streams_handle_that_its_caller_destroyed_is_replaced(make_pool):
+def test_a_handle_that_its_caller_destroyed_is_replaced_for_a_pointer_and_after_a_threads_death_and_counted_once(
+    make_pool, in_thread
+):
     pool = make_pool()
     stream = pool.driver.create_stream()
     pool.driver.destroy_handle(pool.get_handle(stream.ptr))
     pool.driver.use_handle(pool.get_handle(stream.ptr), int)
+    in_thread(lambda: pool.driver.destroy_handle(pool.get_handle()))
+    pool.driver.use_handle(pool.get_handle(), int)
+    pool.close()
+    stats = pool.stats()
+    assert stats["handles_created"] == stats["handles_destroyed"] == 4
 
 
 def test_a_handle_that_its_caller_bound_elsewhere_is_bound_back(make_pool):
@@ -101,35 +108,17 @@ def test_a_handle_that_its_caller_bound_elsewhere_is_bound_back(make_pool):
     pool.driver.use_handle(handle, int)
 
 
-def test_a_handle_destroyed_by_a_thread_that_then_died_is_not_handed_out_again(make_pool, in_thread):
-    pool = make_pool()
-    in_thread(lambda: pool.driver.destroy_handle(pool.get_handle()))
-    pool.driver.use_handle(pool.get_handle(), int)
-
-
-def test_a_destroyed_handle_is_counted_once(make_pool):
-    pool = make_pool()
-    pool.driver.destroy_handle(pool.get_handle())
-    pool.get_handle()
-    pool.close()
-    stats = pool.stats()
-    assert stats["handles_created"] == stats["handles_destroyed"] == 2
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"scratch_limit": -1}, "scratch_limit=-1; it must be an integer, 0 bytes or more"),
         ({"idle_limit": -1}, "idle_limit=-1; it must be an integer, 0 handles or more"),
-        ({"plan_limit": 0}, "plan_limit=0; it must be an integer, 1 plan or more"),
+        *(({"plan_limit": n}, f"plan_limit={n}; it must be an integer, 1 plan or more") for n in (0, -1)),
     ],
 )
-def test_a_pool_is_not_made_with_limits_that_mean_nothing(options, message):
+def test_a_pool_is_not_made_with_limits_that_mean_nothing_nor_with_positional_arguments(options, message):
     with pytest.raises(ArgumentError, match=message):
         HandlePool(driver="host", **options)
-
-
-def test_a_pool_takes_keyword_arguments_only():
     with pytest.raises(TypeError, match="positional"):
         HandlePool("host")
 
@@ -140,54 +129,6 @@ def test_prewarm_refuses_negative_numbers(make_pool, options):
     with pytest.raises(ArgumentError, match=r"prewarm: .*=-1; it must be an integer, 0"):
         pool.prewarm(**options)
     assert_usable(pool)
-
-
-CAN_FAIL = (
-    "create_handle",
-    "bind_handle",
-    "allocate",
-    "free",
-    "create_event",
-    "record_event",
-    "event_done",
-    "destroy_event",
-)
-
-
-def leave_behind_and_miss(pool, in_thread):
-    """Takes in a dead stream's slot and a dead thread's, reuses one with its scratch, makes a new one, grows and collects."""
-    driver = pool.driver
-    lasting = driver.create_stream()
-    with driver.create_stream():
-        pool.get_workspace(1000)
-    pool.get_workspace(1000)
-    in_thread(pool.get_workspace, 1000, lasting)
-
-    def misses():
-        for stream in (driver.per_thread_stream, driver.create_stream(), lasting.ptr, lasting):
-            pool.get_handle(stream)
-            pool.get_workspace(2000, stream)
-        pool.get_workspace(3000)
-        pool.prewarm(states=1)
-        pool.trim()
-
-    return misses
-
-
-@pytest.mark.parametrize("method", CAN_FAIL)
-def test_nothing_is_lost_or_broken_by_any_call_that_fails(make_pool, in_thread, method):
-    k, failed = 0, True
-    while failed:
-        k += 1
-        pool = make_pool(idle_limit=1)
-        failed = fails_at(k, pool.driver, leave_behind_and_miss(pool, in_thread), method=method)
-        assert_usable(pool)
-        pool.close()
-        stats = pool.stats()
-        assert stats["handles_created"] == stats["handles_destroyed"], k
-        assert (stats["handles_live"], stats["handles_idle"], stats["scratch_bytes"]) == (0, 0, 0), k
-        assert pool.driver.memory_info()[0] == pool.driver.memory_info()[1], k
-    assert k > 1
 
 
 @pytest.mark.parametrize("driver", [HostDriver, object(), 5, b"host", True])

@@ -5,7 +5,7 @@ import threading
 import types
 
 import pytest
-from harness.scenes import TIMEOUT, Scene, Thread
+from harness.scenes import TIMEOUT, Scene, Thread, without_joins, without_starts
 from harness.submitting import TaskError, over_seeds_with, returned
 
 import handlepool
@@ -46,17 +46,6 @@ def fails_after_work(scene, executor):
     return scene.read(y)
 
 
-def test_g6_an_exception_travels_after_the_join():
-    assert set(over_seeds_with(fails_after_work)) == {3}
-
-
-def test_g6_control_an_exception_that_skips_the_join():
-    def make(scene):
-        scene.driver.leave_out = lambda pointer: pointer == scene.stream.ptr
-
-    assert len(set(map(str, over_seeds_with(fails_after_work, make=make)))) > 1
-
-
 @pytest.mark.parametrize("error", [TaskError, KeyboardInterrupt, SystemExit])
 def test_the_very_exception_of_a_task_is_raised_each_time(scene, executor, error):
     instance = error("once")
@@ -93,22 +82,12 @@ def test_a_join_that_fails_does_not_hide_the_tasks_error(scene, executor):
 # Streams that cannot be submitted from, and captures
 
 
-def test_the_per_thread_default_stream_cannot_submit(scene, executor):
-    with scene.driver.per_thread_stream, pytest.raises(ArgumentError, match=r"per-thread default stream.*submit inside"):
-        executor.submit(pytest.fail, "it ran")
-    assert executor.submit(lambda: 1).result(TIMEOUT) == 1
-
-
-def test_a_branch_of_a_fork_on_the_per_thread_default_stream_cannot_submit(scene, executor):
-    with (
-        scene.driver.per_thread_stream,
-        pytest.raises(ArgumentError, match="per-thread default stream"),
-        scene.states.fork() as fork,
-    ):
-        fork.run(executor.submit, pytest.fail, "it ran")
-
-
-def test_the_null_stream_may_submit(scene, executor):
+def test_the_per_thread_default_stream_cannot_submit_nor_a_branch_of_a_fork_on_it_and_the_null_stream_may(scene, executor):
+    with scene.driver.per_thread_stream:
+        with pytest.raises(ArgumentError, match=r"per-thread default stream.*submit inside"):
+            executor.submit(pytest.fail, "it ran")
+        with pytest.raises(ArgumentError, match="per-thread default stream"), scene.states.fork() as fork:
+            fork.run(executor.submit, pytest.fail, "it ran")
     with scene.driver.legacy_stream:
         x = scene.array(1)
         y = executor.submit(scene.plus, x, 1).result(TIMEOUT)
@@ -181,10 +160,6 @@ def tasks_that_fork(scene, executor):
     return tuple(scene.read(y) for future in futures for y in future.result(TIMEOUT))
 
 
-def test_g15_tasks_may_fork():
-    assert set(over_seeds_with(tasks_that_fork)) == {(10, 11, 12, 20, 21, 22)}
-
-
 def tasks_that_submit(scene, executor):
     def task(x):
         return scene.plus(executor.submit(scene.plus, x, 1).result(TIMEOUT), 10)
@@ -192,10 +167,6 @@ def tasks_that_submit(scene, executor):
     future = executor.submit(task, scene.array(1))
     returned(future)
     return scene.read(future.result(TIMEOUT))
-
-
-def test_g15_tasks_may_submit():
-    assert set(over_seeds_with(tasks_that_submit)) == {12}
 
 
 def branches_that_submit(scene, executor):
@@ -206,27 +177,9 @@ def branches_that_submit(scene, executor):
     return tuple(scene.read(y) for y in outputs)
 
 
-def test_g15_branches_may_submit():
-    assert set(over_seeds_with(branches_that_submit)) == {(12, 13)}
-
-
 def test_g15_a_task_may_take_a_state_by_index(scene, executor):
     handles = [executor.submit(scene.states.with_state, 1, lambda state: state.handle).result(TIMEOUT).stream for _ in range(4)]
     assert scene.stream.ptr not in handles
-
-
-def test_g15_tasks_run_on_the_submitters_stream_where_every_side_slot_is_out():
-    def scenario(scene, executor):
-        with handlepool.ParallelStates(32, pool=scene.pool).fork() as hoard:
-            for _ in range(32):
-                hoard.run(lambda: None)
-            x = scene.array(1)
-            futures = [executor.submit(lambda: (scene.driver.current_stream(), scene.plus(x, 1))) for _ in range(4)]
-            results = [future.result(TIMEOUT) for future in futures]
-            assert all(stream is scene.stream for stream, _ in results)
-            return tuple(scene.read(y) for _, y in results)
-
-    assert set(over_seeds_with(scenario)) == {(2, 2, 2, 2)}
 
 
 def outlives_its_branch(scene, executor):
@@ -247,10 +200,6 @@ def outlives_its_branch(scene, executor):
     go_on.set()
     returned(future)
     return scene.read(scene.array(7)), scene.read(future.result(TIMEOUT))
-
-
-def test_g8_a_task_that_outlives_the_branch_that_submitted_it_has_no_side_stream_of_the_branch():
-    assert set(over_seeds_with(outlives_its_branch)) == {(7, 105)}
 
 
 def test_g8_control_a_task_on_the_side_stream_of_a_branch_that_is_over(monkeypatch):
@@ -350,36 +299,41 @@ def joined_by_a_shutdown(scene, _):
     return scene.read(z)
 
 
-def test_g6_a_shutdown_inside_a_branch_makes_the_branch_wait():
-    assert set(over_seeds_with(joined_by_a_shutdown)) == {4}
-
-
-def test_g6_control_a_shutdown_inside_a_branch_that_does_not_wait():
-    def make(scene):
-        scene.driver.leave_out = lambda pointer: pointer != scene.stream.ptr
-
-    assert len(set(map(str, over_seeds_with(joined_by_a_shutdown, make=make)))) > 1
-
-
-def test_g9_a_task_that_would_run_on_a_stream_under_capture_is_refused_and_the_capture_survives(scene):
-    with (
-        ParallelStateExecutor(1, pool=scene.pool) as executor,
-        handlepool.ParallelStates(32, pool=scene.pool).fork(stream=scene.driver.create_stream()) as hoard,
-    ):
+def where_every_side_slot_is_out(scene, executor):
+    """On the submitter's stream."""
+    with handlepool.ParallelStates(32, pool=scene.pool).fork() as hoard:
         for _ in range(32):
             hoard.run(lambda: None)
-        captured = threading.Event()
-        with scene.driver.create_stream():
-            executor.submit(captured.wait, TIMEOUT)
-        future = executor.submit(pytest.fail, "it ran")
-        scene.stream.begin_capture()
-        captured.set()
-        with pytest.raises(CaptureError, match="every side stream is in use"):
-            future.result(TIMEOUT)
-        scene.stream.end_capture()
+        x = scene.array(1)
+        futures = [executor.submit(lambda: (scene.driver.current_stream(), scene.plus(x, 1))) for _ in range(4)]
+        results = [future.result(TIMEOUT) for future in futures]
+        assert all(stream is scene.stream for stream, _ in results)
+        return tuple(scene.read(y) for _, y in results)
 
 
-def test_g9_a_capture_that_begins_on_the_stream_that_a_task_runs_on_survives_and_the_task_says_so(scene):
+ORDERED = {
+    fails_after_work: 3,
+    tasks_that_fork: (10, 11, 12, 20, 21, 22),
+    tasks_that_submit: 12,
+    branches_that_submit: (12, 13),
+    where_every_side_slot_is_out: (2, 2, 2, 2),
+    outlives_its_branch: (7, 105),
+    joined_by_a_shutdown: 4,
+}
+
+
+@pytest.mark.parametrize(("scenario", "expected"), ORDERED.items())
+def test_g6_g8_g15_what_tasks_do_is_ordered_and_kept(scenario, expected):
+    assert set(over_seeds_with(scenario)) == {expected}
+
+
+@pytest.mark.parametrize(("scenario", "make"), [(fails_after_work, without_joins), (joined_by_a_shutdown, without_starts)])
+def test_g6_control_without_a_wait(scenario, make):
+    assert len(set(map(str, over_seeds_with(scenario, make=make)))) > 1
+
+
+@pytest.mark.parametrize("begins", ["before the task", "inside the task"])
+def test_g9_a_task_on_a_stream_under_capture_says_so_and_the_capture_survives(scene, begins):
     with (
         ParallelStateExecutor(1, pool=scene.pool) as executor,
         handlepool.ParallelStates(32, pool=scene.pool).fork(stream=scene.driver.create_stream()) as hoard,
@@ -387,11 +341,17 @@ def test_g9_a_capture_that_begins_on_the_stream_that_a_task_runs_on_survives_and
         for _ in range(32):
             hoard.run(lambda: None)
         started, captured = threading.Event(), threading.Event()
-        future = executor.submit(lambda: started.set() or captured.wait(TIMEOUT))
-        assert started.wait(TIMEOUT)
+        if begins == "before the task":
+            with scene.driver.create_stream():
+                executor.submit(captured.wait, TIMEOUT)
+            future, says = executor.submit(pytest.fail, "it ran"), "every side stream is in use"
+        else:
+            future = executor.submit(lambda: started.set() or captured.wait(TIMEOUT))
+            assert started.wait(TIMEOUT)
+            says = "began to be captured meanwhile"
         scene.stream.begin_capture()
         captured.set()
-        with pytest.raises(CaptureError, match="began to be captured meanwhile"):
+        with pytest.raises(CaptureError, match=says):
             future.result(TIMEOUT)
         scene.stream.end_capture()
 

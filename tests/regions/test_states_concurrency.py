@@ -144,30 +144,6 @@ def test_g6_several_threads_may_use_one_parallel_states_at_a_time(make_pool, sch
     assert pool.stats()["handles_leased"] == 0
 
 
-def test_g1_no_side_slot_is_in_two_forks_at_a_time(make_pool):
-    pool = make_pool()
-    states = ParallelStates(4, pool=pool)
-    taken, clashes = set(), []
-
-    def branch():
-        pointer = pool.driver.current_stream().ptr
-        if pointer in taken:
-            clashes.append(pointer)
-        taken.add(pointer)
-        return pointer
-
-    def work():
-        with pool.driver.create_stream():
-            for _ in range(50):
-                with states.fork() as fork:
-                    mine = {fork.run(branch) for _ in range(4)}
-                    taken.difference_update(mine)
-
-    for thread in [Thread(work) for _ in range(5)]:
-        thread.finish()
-    assert clashes == []
-
-
 # More branches at a time than there are side slots
 
 

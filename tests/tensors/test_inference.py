@@ -155,68 +155,55 @@ def test_a_convolution_that_cannot_be_names_node_and_shapes(graph, x, w, paramet
     assert "node 'odd' (conv_fprop)" in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "problem"),
-    [
-        (((2, 3, 4, 5), (2, 3, 4, 6)), "do not broadcast"),
-        (((2, 3, 4, 5), (3,)), r"the same number of axes; a bias of K channels is written \(1, K, 1, 1\)"),
-    ],
-)
-def test_pointwise_inputs_must_broadcast(graph, shapes, problem):
-    y = graph.add(*(tensor(graph, shape) for shape in shapes))
+def of(kind, *shapes, dim=None, strides=None, **parameters):
+    """A graph of one node over inputs of these shapes; what its output was declared with."""
+
+    def build(graph):
+        y = getattr(graph, kind)(*(tensor(graph, shape) for shape in shapes), **parameters)
+        if dim is not None:
+            y.set_dim(dim)
+        if strides is not None:
+            y.set_stride(strides)
+        return y
+
+    return build
+
+
+def of_input(**given):
+    return lambda graph: graph.relu(graph.tensor(data_type=HALF, **given))
+
+
+def weight_gradient(graph):
+    dw = graph.conv_wgrad(image=tensor(graph, (2, 4, 9, 9)), loss=tensor(graph, (2, 6, 4, 4)), **UNIT)
+    return dw.set_dim([6, 4, 3, 3])
+
+
+LOSS, FILTERS = (2, 6, 4, 4), (6, 4, 3, 3)
+UNFIT = [
+    (of("add", (2, 3, 4, 5), (2, 3, 4, 6)), "do not broadcast"),
+    (of("add", (2, 3, 4, 5), (3,)), r"the same number of axes; a bias of K channels is written \(1, K, 1, 1\)"),
+    *(
+        (of("matmul", *shapes), "do not multiply")
+        for shapes in [((2, 3, 4), (2, 5, 6)), ((2, 3, 4), (3, 4, 6)), ((2, 3, 4), (4, 6))]
+    ),
+    (of("conv_dgrad", LOSS, FILTERS, **(UNIT | {"stride": [2, 2]})), r"call set_dim on its output, with \(2, 4, 9, 9\) for the"),
+    (
+        of("conv_dgrad", LOSS, FILTERS, dim=[2, 4, 9, 9], **UNIT),
+        r"\(2, 4, 9, 9\) and filter \(6, 4, 3, 3\) do not lead to loss \(2, 6, 4, 4\)",
+    ),
+    (weight_gradient, "do not lead to loss"),
+    (of("relu", (2, 3, 4, 5), dim=[2, 3, 4, 6]), r"declared with shape \(2, 3, 4, 6\), but comes out as \(2, 3, 4, 5\)"),
+    (of("relu", (2, 3, 4, 5), strides=[1, 1]), "one per axis"),
+    (of_input(dim=[2, 0, 4, 5], stride=[1, 1, 1, 1], name="hole"), "'hole' has shape"),
+    (of_input(dim=[2, 3], stride=[3, 1], is_virtual=True, name="ghost"), "'ghost' is virtual, but no node before it makes it"),
+]
+
+
+@pytest.mark.parametrize(("build", "problem"), UNFIT)
+def test_what_does_not_fit_is_refused(graph, build, problem):
+    y = build(graph)
     with pytest.raises(ArgumentError, match=problem):
         infer(graph, [y])
-
-
-@pytest.mark.parametrize("shapes", [((2, 3, 4), (2, 5, 6)), ((2, 3, 4), (3, 4, 6)), ((2, 3, 4), (4, 6))])
-def test_matrices_that_do_not_multiply_are_refused(graph, shapes):
-    y = graph.matmul(*(tensor(graph, shape) for shape in shapes))
-    with pytest.raises(ArgumentError, match="do not multiply"):
-        infer(graph, [y])
-
-
-def test_a_strided_gradient_of_the_image_must_be_declared(graph):
-    dx = graph.conv_dgrad(tensor(graph, (2, 6, 4, 4)), tensor(graph, (6, 4, 3, 3)), **(UNIT | {"stride": [2, 2]}))
-    with pytest.raises(ArgumentError, match=r"call set_dim on its output, with \(2, 4, 9, 9\) for the smallest"):
-        infer(graph, [dx])
-
-
-def test_gradients_must_fit_what_they_are_gradients_of(graph):
-    loss, w, x = tensor(graph, (2, 6, 4, 4)), tensor(graph, (6, 4, 3, 3)), tensor(graph, (2, 4, 9, 9))
-    dx = graph.conv_dgrad(loss, w, **UNIT)
-    dx.set_dim([2, 4, 9, 9])
-    with pytest.raises(ArgumentError, match=r"\(2, 4, 9, 9\) and filter \(6, 4, 3, 3\) do not lead to loss \(2, 6, 4, 4\)"):
-        infer(graph, [dx])
-    other = frontend.new_graph(None, io_dtype=np.float16)
-    dw = other.conv_wgrad(image=tensor(other, x.dim), loss=tensor(other, loss.dim), **UNIT)
-    dw.set_dim([6, 4, 3, 3])
-    with pytest.raises(ArgumentError, match="do not lead to loss"):
-        infer(other, [dw])
-
-
-def test_declarations_that_contradict_the_node_are_refused(graph):
-    y = graph.relu(tensor(graph, (2, 3, 4, 5)))
-    y.set_dim([2, 3, 4, 6])
-    with pytest.raises(ArgumentError, match=r"declared with shape \(2, 3, 4, 6\), but comes out as \(2, 3, 4, 5\)"):
-        infer(graph, [y])
-
-
-def test_strides_are_one_an_axis(graph):
-    y = graph.relu(tensor(graph, (2, 3, 4, 5)))
-    y.set_stride([1, 1])
-    with pytest.raises(ArgumentError, match="one per axis"):
-        infer(graph, [y])
-
-
-def test_empty_and_virtual_inputs_are_refused(graph):
-    empty = graph.tensor(dim=[2, 0, 4, 5], stride=[1, 1, 1, 1], data_type=HALF, name="hole")
-    y = graph.relu(empty)
-    with pytest.raises(ArgumentError, match="'hole' has shape"):
-        infer(graph, [y])
-    other = frontend.new_graph(None)
-    y = other.relu(other.tensor(dim=[2, 3], stride=[3, 1], data_type=HALF, is_virtual=True, name="ghost"))
-    with pytest.raises(ArgumentError, match="'ghost' is virtual, but no node before it makes it"):
-        infer(other, [y])
 
 
 def test_outputs_are_made_by_the_graph_and_named_once(graph):
