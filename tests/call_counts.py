@@ -136,7 +136,7 @@ def counted(path: Callable[[], object]) -> tuple[int, int]:
 def count_each(paths: dict[str, Callable[[], object]]) -> dict[str, tuple[int, int]]:
     """The counts of every path once it is warm, with nothing left of other tests that a fork would give back."""
     gc.collect()
-    while deferred.parked:
+    while deferred.deferred:
         deferred.settle()
     for path in paths.values():
         for _ in range(3):

@@ -28,9 +28,9 @@ def garbage_of_its_own():
 
 
 @pytest.fixture(autouse=True)
-def nothing_parked():
+def nothing_deferred():
     """Each test begins with nothing left behind by another: of a backlog only some is settled at a time."""
-    deferred.parked.clear()
+    deferred.deferred.clear()
 
 
 @pytest.fixture(params=["threads", "adversarial"])

@@ -40,7 +40,7 @@ def test_g1_a_fork_is_not_copied_and_no_two_forks_share_a_slot(scene, way):
 def test_a_pool_and_its_slots_are_not_copied(scene, way):
     handle = scene.pool.get_handle()
     refuse(way, scene.pool)
-    refuse(way, scene.pool.slot())
+    refuse(way, scene.pool.internals.slot())
     assert scene.pool.get_handle() is handle
     assert scene.pool.stats()["handles_created"] == 1
 

@@ -15,7 +15,7 @@ from harness.lines import at_line
 
 import handlepool
 from handlepool import HandlePool
-from handlepool.pool import default, pool, slot
+from handlepool.pool import default, internals, slot
 
 OF_THE_POOL = ("get_handle", "get_workspace", "prewarm", "stats", "trim")
 MODULES = {"drivers", "errors", "ops", "testing"}
@@ -108,10 +108,10 @@ def test_a_first_call_that_fails_or_is_interrupted_anywhere_leaves_the_next_one_
 
 def test_a_first_call_in_another_ones_middle_leaves_both_with_the_right_pools_handle(make_pool, monkeypatch):
     """As from another thread: what began as nobody's function does not end as a hit of the process's first pool."""
-    monkeypatch.setattr(pool, "_numbers", itertools.count())
+    monkeypatch.setattr(internals, "_numbers", itertools.count())
     first = make_pool()
     second = make_pool(driver=first.driver)
-    assert first.attribute == "_handlepool"
+    assert first.internals.attribute == "_handlepool"
     first.get_handle()
 
     def twice_at(k):

@@ -25,7 +25,7 @@ class Events:
         """Take an event back."""
         self._free.append(event)
         if self._closed:  # in this order, so that one of the two threads sees it
-            self._settle()
+            self.settle()
 
     def order(self, first: int, then: int) -> None:
         """Let a stream wait for what another one was given by now; pointers of streams of the device, which is current."""
@@ -36,7 +36,7 @@ class Events:
         finally:
             self.put(event)  # a wait holds on to the record that it was given
 
-    def _settle(self) -> bool:
+    def settle(self) -> bool:
         """Destroy the free events, and from now on whatever is put back. Whether that could be done."""
         self._closed = True
         while self._free:

@@ -12,9 +12,9 @@ from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.launch import AnyCall
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Settings
-from handlepool.pool.context import thread
-from handlepool.pool.deferred import keep_for_good, parked, settle
-from handlepool.pool.pool import HandlePool
+from handlepool.pool.context import on_device, thread
+from handlepool.pool.deferred import abandon, defer, deferred, settle
+from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 from handlepool.regions.stream_order import integration, order
 from handlepool.tensors.dlpack import from_cuda_array, from_dlpack
@@ -91,9 +91,9 @@ class ForeignCall:
         if thread.recording is not None:
             thread.recording.keep(adapted.kept)
         elif slot.pointer == LEGACY_STREAM or not adapted.pool.driver.capture_id(slot.pointer):
-            if parked:
+            if deferred:
                 settle()
-            parked.append(_Kept(adapted.pool, adapted.device, slot.pointer, adapted.kept))
+            defer(_Kept(adapted.pool, adapted.device, slot.pointer, adapted.kept).settle)
 
     def then(self, make: Callable[[Any], Any]) -> "ForeignCall":
         """As `GraphCall.then`."""
@@ -112,20 +112,20 @@ def _wrapped(wrap: Callable[[Any], Any], made: Any) -> Any:
 class _Kept:
     """Arrays that a stream may still read."""
 
-    def __init__(self, pool: HandlePool, device: int, pointer: int, arrays: list[Any]) -> None:
+    def __init__(self, pool: PoolInternals, device: int, pointer: int, arrays: list[Any]) -> None:
         self._arrays = arrays
         self._pool = pool
         self._device = device
         self._event = pool.device(device).edges.take()
         pool.driver.record_event(self._event, pointer)
 
-    def _settle(self) -> bool:
+    def settle(self) -> bool:
         pool = self._pool
-        if pool._forked or pool._poison is not None:
-            keep_for_good(self)
+        if pool.status.untouchable:
+            abandon(self)
             return True
         try:
-            with pool.on_device(self._device):
+            with on_device(pool.driver, self._device):
                 with pool.driver.relaxed():
                     passed = pool.driver.event_done(self._event)
                 if passed:
@@ -145,7 +145,7 @@ class Adapted:
     ----------
     name : str
         Of the graph function, for messages.
-    pool : HandlePool
+    pool : PoolInternals
     arrays : tuple of array
         Of any kind, also mixed.
     outs : tuple of array, optional
@@ -193,7 +193,7 @@ class Adapted:
     )
 
     def __init__(
-        self, name: str, pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...] = (), operand: str | None = None
+        self, name: str, pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...] = (), operand: str | None = None
     ) -> None:
         driver = pool.driver
         self.pool = pool
@@ -321,13 +321,13 @@ class Adapted:
                 )
 
 
-def adapt(name: str, pool: HandlePool, arrays: tuple[Any, ...]) -> Adapted | None:
+def adapt(name: str, pool: PoolInternals, arrays: tuple[Any, ...]) -> Adapted | None:
     """The arrays of a call in the driver's form; None where they are its own."""
     native = pool.driver.array_type
     return None if all(type(array) is native for array in arrays) else Adapted(name, pool, arrays)
 
 
-def layout_of(name: str, pool: HandlePool, operand: str, array: Any) -> Layout:
+def layout_of(name: str, pool: PoolInternals, operand: str, array: Any) -> Layout:
     """The layout of an array of any kind, or of what has a shape, strides and a type; for `GraphFunction.plan_for`.
 
     ``operand`` is what messages call it.

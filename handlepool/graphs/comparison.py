@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import as_strided
 from handlepool.errors import ContractError, GraphNotSupportedError
 from handlepool.graphs.plan import Plan
 from handlepool.pool.context import thread
-from handlepool.pool.pool import HandlePool
+from handlepool.pool.internals import PoolInternals
 from handlepool.tensors import frontend
 from handlepool.tensors.layout import HOST, View
 
@@ -20,7 +20,7 @@ COARSE = 0.3
 _JUMPS = ("ceil", "floor", "mod", "cmp", "logical", "binary_select")
 
 
-def compare(pool: HandlePool, plan: Plan, graph: Any, operands: Sequence[Any]) -> None:
+def compare(pool: PoolInternals, plan: Plan, graph: Any, operands: Sequence[Any]) -> None:
     """Launch a plan once on random data, on the current stream, and compare the outputs with what the evaluator gives.
 
     Waits for the stream. Nothing is compared while something is captured, where nobody may wait, and of graphs that the evaluator
@@ -28,7 +28,7 @@ def compare(pool: HandlePool, plan: Plan, graph: Any, operands: Sequence[Any]) -
 
     Parameters
     ----------
-    pool : HandlePool
+    pool : PoolInternals
     plan : Plan
         Just built, on the current device.
     graph : cudnn.pygraph
@@ -98,5 +98,5 @@ def compare(pool: HandlePool, plan: Plan, graph: Any, operands: Sequence[Any]) -
             )
 
 
-def _where(pool: HandlePool) -> int:
+def _where(pool: PoolInternals) -> int:
     return HOST if pool.driver.array_type is np.ndarray else pool.driver.current_device()

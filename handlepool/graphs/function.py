@@ -20,11 +20,10 @@ from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
 from handlepool.graphs.trace import Request
 from handlepool.graphs.tuning import Tuning, tune
-from handlepool.pool.context import NOT_CACHED, launchers
-from handlepool.pool.default import check_pool, current_pool
+from handlepool.pool.context import NOT_CACHED, launchers, on_device
+from handlepool.pool.default import current_pool
 from handlepool.pool.deferred import settle_all
-from handlepool.pool.pool import HandlePool
-from handlepool.pool.status import diagnose
+from handlepool.pool.internals import PoolInternals
 from handlepool.regions.states import ParallelStates
 from handlepool.tensors.layout import Layout
 
@@ -159,13 +158,13 @@ class GraphFunction(ArrayCall[P, R_co]):
         arrays.update(zip([key for key, place in zip(plan.keys, places[inputs:], strict=True) if place < 0], made, strict=True))
         return arrays
 
-    def _prepare_branch(self, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+    def _prepare_branch(self, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
         """What a fork calls before it starts the branch."""
         options = dict(kwargs)
         out = options.pop("out", None)
         return self.prepare(pool, args, out, options, marks=marks_of(options))
 
-    def _hit_branch(self, pool: HandlePool, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _hit_branch(self, pool: PoolInternals, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a fork tries before that: see `hit`."""
         options = kwargs
         out = None
@@ -176,7 +175,7 @@ class GraphFunction(ArrayCall[P, R_co]):
 
     def prepare(
         self,
-        pool: HandlePool,
+        pool: PoolInternals,
         arrays: tuple[Any, ...],
         out: Any,
         options: dict[str, Any],
@@ -188,7 +187,6 @@ class GraphFunction(ArrayCall[P, R_co]):
 
         ``marks`` stand for options and settings in the key of a shortcut to the plan: whatever tells them from others.
         """
-        check_pool(self._name, pool)
         try:
             outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
             if out is not None and not outs:
@@ -204,14 +202,14 @@ class GraphFunction(ArrayCall[P, R_co]):
             made = new_outputs(pool, plan.outputs, pool.driver.empty if adapted is None else adapted.empty)
             return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made, False)
         except Exception as error:
-            diagnose(pool, error)
+            pool.status.diagnose(error)
             raise
 
     # Plans
 
     def plan(
         self,
-        pool: HandlePool,
+        pool: PoolInternals,
         arrays: tuple[Any, ...],
         outs: tuple[Any, ...],
         options: dict[str, Any],
@@ -273,7 +271,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         """
         return self._plan_in(current_pool(), arrays, out, options)
 
-    def _plan_in(self, pool: HandlePool, arrays: tuple[Any, ...], out: Any, options: dict[str, Any]) -> Plan:
+    def _plan_in(self, pool: PoolInternals, arrays: tuple[Any, ...], out: Any, options: dict[str, Any]) -> Plan:
         outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
         views = [
             layout_of(self._name, pool, operand_name(place, len(arrays), len(outs)), array)
@@ -343,7 +341,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         """
         return self.plan_for(*arrays, out=out, **options)
 
-    def _build(self, pool: HandlePool, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
+    def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
         *_, settings, references = key
         # Layouts, not arrays: a plan that can be built anew keeps no memory of anybody's.
         request = Request(tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), references, dict(options), settings)
@@ -351,7 +349,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         against = partial(compare, pool) if pool.checked else None
 
         def choose(index: int, keep: bool) -> Plan:
-            with pool.on_device(device):
+            with on_device(pool.driver, device):
                 plan = build(recipe, request, pool.device(device), pool.driver, choose, index, against)
             if keep:
                 pool.plans.put(device, key, plan)

@@ -10,10 +10,9 @@ from handlepool.drivers.protocol import Driver, check_operands, operand_name
 from handlepool.errors import ArgumentError, SignatureError
 from handlepool.graphs.plan import Plan
 from handlepool.pool.context import NOT_CACHED, recordings, thread
+from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_cache import Entry, Shortcut
-from handlepool.pool.pool import HandlePool
 from handlepool.pool.slot import Slot
-from handlepool.pool.status import diagnose
 from handlepool.tensors.layout import Layout
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,13 +51,15 @@ class AnyCall(Protocol):
         """This call and one over its result, as one."""
 
 
-def hit(function: Any, pool: HandlePool, begin: Callable[..., Slot] | None, arrays: Any, out: Any, marks: tuple[Any, ...]) -> Any:
+def hit(
+    function: Any, pool: PoolInternals, begin: Callable[..., Slot] | None, arrays: Any, out: Any, marks: tuple[Any, ...]
+) -> Any:
     """Launch at once what these arrays led to before; `NOT_CACHED` where that cannot be told so quickly.
 
     Parameters
     ----------
     function : GraphFunction
-    pool : HandlePool
+    pool : PoolInternals
     begin : callable, optional
         Called with the operands before the launch, and returns the slot to launch on; this thread's on the current stream
         without it.
@@ -83,7 +84,7 @@ def marks_of(options: dict[str, Any]) -> tuple[Any, ...]:
     return (*options.items(), *map(type, options.values()))
 
 
-def shortcut(pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry[Plan]) -> Shortcut | None:
+def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry[Plan]) -> Shortcut | None:
     """Make what `hit` finds: a function that launches a plan for arrays like these at once."""
     plan, driver = entry.plan, pool.driver
     inputs, outputs = [Layout.of(array) for array in arrays], [Layout.of(out) for out in outs] or list(plan.outputs)
@@ -97,14 +98,14 @@ def shortcut(pool: HandlePool, arrays: tuple[Any, ...], outs: tuple[Any, ...], e
         "entry": entry,
         "cache": pool.plans,
         "tick": pool.plans.tick,
-        "diagnose": diagnose,
-        "pool": pool,
+        "attribute": pool.attribute,
+        "diagnose": pool.status.diagnose,
     }
     made = plan.executable.shortcut(inputs, outputs, plan.apart if outs else None, plan.single, names)
     return made or _shortcut(pool, entry, inputs + outputs if outs else inputs, bool(outs))
 
 
-def _shortcut(pool: HandlePool, entry: Entry[Plan], layouts: list[Layout], given: bool) -> Shortcut:
+def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], given: bool) -> Shortcut:
     """What `Executable.shortcut` describes, for any driver."""
     plan, native, empty = entry.plan, pool.driver.array_type, pool.driver.empty
 
@@ -126,7 +127,7 @@ def _shortcut(pool: HandlePool, entry: Entry[Plan], layouts: list[Layout], given
     return at_once
 
 
-def launch(pool: HandlePool, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool) -> None:
+def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool) -> None:
     """Enqueue a plan on a slot's stream; ``given`` says that outputs are the caller's, which may lie where they must not."""
     # The scratch is the slot's, and whoever launches with it holds the slot's buffer. A finaliser that the collector runs
     # meanwhile may launch on the same slot: it finds no buffer, so it has scratch of its own.
@@ -144,23 +145,23 @@ def launch(pool: HandlePool, plan: Plan, slot: Slot, operands: tuple[Any, ...], 
         if buffer is not None:
             executable.launch(handle, operands, slot.reserve(size) if size else 0, check)
         else:
-            with slot.apart(size) as workspace:
+            with slot.private_scratch(size) as workspace:
                 executable.launch(handle, operands, workspace, check)
         if plan.copies:
             pool.plans.count_copies(plan)
     except Exception as error:
-        diagnose(pool, error)
+        pool.status.diagnose(error)
         raise
     finally:
         slot.buffer = buffer
 
 
-def new_outputs(pool: HandlePool, layouts: Sequence[Layout], empty: Callable[..., Any]) -> tuple[Any, ...]:
+def new_outputs(pool: PoolInternals, layouts: Sequence[Layout], empty: Callable[..., Any]) -> tuple[Any, ...]:
     """Allocate outputs on the current stream."""
     try:
         return tuple([empty(layout.shape, layout.strides, layout.dtype) for layout in layouts])
     except Exception as error:
-        diagnose(pool, error)
+        pool.status.diagnose(error)
         raise
 
 
@@ -172,7 +173,7 @@ class GraphCall:
     stream: int | None = None
     callers: Sequence[int] = ()
 
-    def __init__(self, pool: HandlePool, plan: Plan, operands: tuple[Any, ...], result: Any, given: bool) -> None:
+    def __init__(self, pool: PoolInternals, plan: Plan, operands: tuple[Any, ...], result: Any, given: bool) -> None:
         self._pool = pool
         self._given = given
         self.plan = plan

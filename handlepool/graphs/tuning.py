@@ -27,9 +27,8 @@ from handlepool.graphs.compile import shorten
 from handlepool.graphs.plan import Plan
 from handlepool.pool.context import thread
 from handlepool.pool.default import current_pool
-from handlepool.pool.pool import HandlePool
-from handlepool.pool.slot import Slot, disown, own
-from handlepool.pool.status import diagnose
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.stream import check_foreign, resolve
 from handlepool.regions.states import ParallelStates
 from handlepool.regions.stream_order import order
@@ -96,7 +95,7 @@ class _Trial:
 
 
 @contextmanager
-def side_slots(pool: HandlePool, name: str, count: int) -> Iterator[list[Slot]]:
+def side_slots(pool: PoolInternals, name: str, count: int) -> Iterator[list[Slot]]:
     """So many side slots of the current device, idle again and without scratch in the end: of what was tried, the largest may be
     far more than the winner needs.
 
@@ -110,8 +109,8 @@ def side_slots(pool: HandlePool, name: str, count: int) -> Iterator[list[Slot]]:
     slots: list[Slot] = []
 
     def give_back(slot: Slot) -> None:
-        disown(slot)
-        sides.give_back(slot, captured=True)  # until `end_quarantine` has seen that no capture was left open
+        unbind(slot)
+        sides.release(slot, captured=True)  # until `release_captured` has seen that no capture was left open
 
     try:
         while len(slots) < count:
@@ -122,13 +121,13 @@ def side_slots(pool: HandlePool, name: str, count: int) -> Iterator[list[Slot]]:
                     f"executors that have fewer workers"
                 )
             slots.append(slot)
-            own(pool.sound(slot))
+            bind_to_thread(pool.sound(slot))
         yield slots
     finally:
-        if pool._poison is None and not pool._forked:
+        if not pool.status.untouchable:
             waits = [partial(pool.driver.synchronize_stream, slot.pointer) for slot in slots]
             frees = [*(slot.release_scratch for slot in slots), device.scratch.collect]
-            do_all([*waits, *frees, *(partial(give_back, slot) for slot in slots), sides.end_quarantine])
+            do_all([*waits, *frees, *(partial(give_back, slot) for slot in slots), sides.release_captured])
 
 
 class Stand:
@@ -144,7 +143,7 @@ class Stand:
         Whether to time what all slots run side by side, too, and not one alone.
     """
 
-    def __init__(self, pool: HandlePool, slots: list[Slot], operands: Sequence[tuple[Any, ...]], *, company: bool) -> None:
+    def __init__(self, pool: PoolInternals, slots: list[Slot], operands: Sequence[tuple[Any, ...]], *, company: bool) -> None:
         self._pool = pool
         self._driver = pool.driver
         self._slots = slots
@@ -159,7 +158,7 @@ class Stand:
 
     def close(self) -> None:
         """Give graphs and events back."""
-        if self._pool._poison is None and not self._pool._forked:
+        if not self._pool.status.untouchable:
             destroy = self._pool.device(self._slots[0].device).scratch.destroy_event
             wait = partial(self._driver.synchronize_stream, self._pointer)
             do_all([wait, *(graph.destroy for graph in self._graphs), *(partial(destroy, event) for event in self._events)])
@@ -224,7 +223,7 @@ class Stand:
                 size, count = trial.plan.workspace_size, len(self._slots)
                 self._skipped.append(trial.result(f"no room for {size:,} bytes of scratch on {count} streams at a time"))
             except Exception as error:
-                diagnose(self._pool, error)
+                self._pool.status.diagnose(error)
                 if isinstance(error, HandlePoolError):
                     raise
                 self._skipped.append(trial.result(f"its launch failed: {error}"))
@@ -332,15 +331,15 @@ class Tuning:
         return "\n".join([*lines, *(f"{each.index:>5}  {each.skipped}" for each in self.candidates if each.skipped)])
 
 
-def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find: Callable[[HandlePool], Plan]) -> Tuning:
+def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find: Callable[[PoolInternals], Plan]) -> Tuning:
     """Time the candidates of the plan that ``find`` gives for these arrays, and make the quickest the one to use.
 
     See `GraphFunction.tune`.
     """
     if states is not None and not isinstance(states, ParallelStates):
         raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for one stream alone")
-    pool = current_pool() if states is None else states.pool
-    pool._check_usable()
+    pool = current_pool() if states is None else states.pool.internals
+    pool.status.check()
     driver = pool.driver
     pointer = _check(pool, name)
     try:
@@ -360,7 +359,7 @@ def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find
                 finally:
                     stand.close()
     except Exception as error:
-        diagnose(pool, error)
+        pool.status.diagnose(error)
         raise
     winner = min(candidates, key=lambda each: each.time)
     if winner.skipped:
@@ -371,7 +370,7 @@ def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find
     return Tuning(name, 1 if states is None else states.count, candidates, winner, previous)
 
 
-def _check(pool: HandlePool, name: str) -> int:
+def _check(pool: PoolInternals, name: str) -> int:
     """What can be said before anything is done; the caller's stream."""
     driver = pool.driver
     if driver.name == "host":
@@ -390,7 +389,7 @@ def _check(pool: HandlePool, name: str) -> int:
     return home.pointer
 
 
-def _operands(pool: HandlePool, plan: Plan, arrays: Sequence[Any]) -> tuple[Any, ...]:
+def _operands(pool: PoolInternals, plan: Plan, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """What one state launches with: copies of the arrays, and outputs. Other libraries' arrays are read where they are."""
     driver = pool.driver
     operands = []

@@ -8,7 +8,8 @@ from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import AnyCall, by_keyword, misplaced
 from handlepool.pool.context import launchers
-from handlepool.pool.default import current_pool
+from handlepool.pool.default import chosen_pool
+from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
@@ -21,7 +22,7 @@ def activate(g: Any, x: Any, kind: str) -> Any:
     return getattr(g, kind)(x)
 
 
-def activation_call(pool: HandlePool, kind: str, x: Any, out: Any = None) -> AnyCall:
+def activation_call(pool: PoolInternals, kind: str, x: Any, out: Any = None) -> AnyCall:
     """An activation that is ready to be launched; ``out`` may be ``x``."""
     return _functions[kind].prepare(pool, (x,), out, {})
 
@@ -79,7 +80,7 @@ def swish(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = N
 def _apply(function: Callable[..., Any], x: Any, extra: tuple[Any, ...], out: Any, pool: HandlePool | None) -> Any:
     if extra:
         raise misplaced(function, extra)
-    chosen = current_pool() if pool is None else pool
+    chosen = chosen_pool(function.__name__, pool)
     call = activation_call(chosen, function.__name__, x, out)
     return call.launch(chosen.slot(call.stream))
 
@@ -98,11 +99,12 @@ def _checker(kind: str) -> Callable[[tuple[Layout, ...], tuple[Layout, ...]], No
 
 
 def _preparer(kind: str) -> Callable[..., AnyCall]:
-    def prepare(function: Any, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+    def prepare(function: Any, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
         if len(args) > 1:
             raise misplaced(function, args[1:])
         options = dict(kwargs)
-        return activation_call(options.pop("pool", None) or pool, kind, *args, **options)
+        given = options.pop("pool", None)
+        return activation_call(pool if given is None else chosen_pool(kind, given), kind, *args, **options)
 
     return prepare
 

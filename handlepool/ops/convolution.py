@@ -12,7 +12,8 @@ from handlepool.graphs.launch import AnyCall, by_keyword, hit, misplaced
 from handlepool.graphs.plan import Plan
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, activation_call
 from handlepool.pool.context import NOT_CACHED, launchers
-from handlepool.pool.default import current_pool
+from handlepool.pool.default import chosen_pool, current_pool
+from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors import frontend
 from handlepool.tensors.inference import axis_order, dense_strides
@@ -164,7 +165,7 @@ def conv2d(
     """
     if extra:
         raise misplaced(conv2d, extra)
-    chosen = current_pool() if pool is None else pool
+    chosen = current_pool() if pool is None else chosen_pool("conv2d", pool)
     marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
     function = _conv2d if activation is None else _fused
     result = hit(function, chosen, None, (x, w) if bias is None else (x, w, bias), out, marks)
@@ -215,11 +216,11 @@ def conv2d_plan(x: Any, w: Any, *extra: Never, pool: HandlePool | None = None, *
     """
     if extra:
         raise misplaced(conv2d, extra)
-    return _prepare(current_pool() if pool is None else pool, x, w, **options).plan
+    return _prepare(chosen_pool("conv2d_plan", pool), x, w, **options).plan
 
 
 def _prepare(
-    pool: HandlePool,
+    pool: PoolInternals,
     x: Any,
     w: Any,
     *,
@@ -253,12 +254,13 @@ def _prepare(
     return plain.then(lambda result: activation_call(pool, activation, result, result))
 
 
-def _prepare_branch(_: object, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+def _prepare_branch(_: object, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
     options = dict(kwargs)
-    return _prepare(options.pop("pool", None) or pool, *args, **options)
+    given = options.pop("pool", None)
+    return _prepare(pool if given is None else chosen_pool("conv2d", given), *args, **options)
 
 
-def _hit_branch(_: object, pool: HandlePool, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _hit_branch(_: object, pool: PoolInternals, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return _hit(pool, begin, *args, **kwargs)
     except TypeError:
@@ -269,7 +271,7 @@ def _hit_branch(_: object, pool: HandlePool, begin: Any, args: tuple[Any, ...], 
 
 
 def _hit(
-    default: HandlePool,
+    default: PoolInternals,
     begin: Any,
     x: Any,
     w: Any,
@@ -289,7 +291,14 @@ def _hit(
 ) -> Any:
     marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
     function = _conv2d if activation is None else _fused
-    return hit(function, default if pool is None else pool, begin, (x, w) if bias is None else (x, w, bias), out, marks)
+    return hit(
+        function,
+        default if pool is None else chosen_pool("conv2d", pool),
+        begin,
+        (x, w) if bias is None else (x, w, bias),
+        out,
+        marks,
+    )
 
 
 # In a fork the output is allocated before the branch starts, as for any graph function.

@@ -8,7 +8,8 @@ from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import AnyCall, by_keyword, misplaced
 from handlepool.ops.convolution import Pair, Shape, as_shape, check_array, check_channels, check_result, pair
 from handlepool.pool.context import launchers
-from handlepool.pool.default import current_pool
+from handlepool.pool.default import chosen_pool
+from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
@@ -56,7 +57,7 @@ def conv2d_input_grad(
     """
     if extra:
         raise misplaced(conv2d_input_grad, extra)
-    chosen = current_pool() if pool is None else pool
+    chosen = chosen_pool("conv2d_input_grad", pool)
     call = _prepare_input(
         chosen,
         dy,
@@ -118,7 +119,7 @@ def conv2d_weight_grad(
     """
     if extra:
         raise misplaced(conv2d_weight_grad, extra)
-    chosen = current_pool() if pool is None else pool
+    chosen = chosen_pool("conv2d_weight_grad", pool)
     call = _prepare_weight(
         chosen,
         x,
@@ -136,17 +137,17 @@ def conv2d_weight_grad(
     return call.launch(chosen.slot(call.stream))
 
 
-def _prepare_input(pool: HandlePool, dy: Any, w: Any, shape: Any, **options: Any) -> AnyCall:
+def _prepare_input(pool: PoolInternals, dy: Any, w: Any, shape: Any, **options: Any) -> AnyCall:
     return _prepare(_input_grad, pool, (dy, w), as_shape("conv2d_input_grad", shape), **options)
 
 
-def _prepare_weight(pool: HandlePool, x: Any, dy: Any, shape: Any, **options: Any) -> AnyCall:
+def _prepare_weight(pool: PoolInternals, x: Any, dy: Any, shape: Any, **options: Any) -> AnyCall:
     return _prepare(_weight_grad, pool, (x, dy), as_shape("conv2d_weight_grad", shape), **options)
 
 
 def _prepare(
     function: GraphFunction[..., Any],
-    pool: HandlePool,
+    pool: PoolInternals,
     arrays: tuple[Any, ...],
     shape: Shape,
     *,
@@ -164,18 +165,20 @@ def _prepare(
     return function.prepare(pool, arrays, out, options, settings)
 
 
-def _input_branch(_: object, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+def _input_branch(_: object, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
     if len(args) > 3:
         raise misplaced(conv2d_input_grad, args[3:])
     options = dict(kwargs)
-    return _prepare_input(options.pop("pool", None) or pool, *args, **options)
+    given = options.pop("pool", None)
+    return _prepare_input(pool if given is None else chosen_pool("conv2d_input_grad", given), *args, **options)
 
 
-def _weight_branch(_: object, pool: HandlePool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+def _weight_branch(_: object, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
     if len(args) > 3:
         raise misplaced(conv2d_weight_grad, args[3:])
     options = dict(kwargs)
-    return _prepare_weight(options.pop("pool", None) or pool, *args, **options)
+    given = options.pop("pool", None)
+    return _prepare_weight(pool if given is None else chosen_pool("conv2d_weight_grad", given), *args, **options)
 
 
 # In a fork the output is allocated before the branch starts, as for any graph function.

@@ -3,7 +3,10 @@
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
+
+from handlepool.drivers.protocol import Driver
 
 T = TypeVar("T")
 
@@ -32,8 +35,18 @@ class BranchRegion(Protocol):
         """The inner forks that a side stream was lent by, one inside the other, the innermost first."""
 
 
+class RunningPool(Protocol):
+    """The pool of a branch or a task, as far as what stands below pools knows it: its internals."""
+
+    is_default: bool
+
+    @property
+    def driver(self) -> Driver:
+        """The driver."""
+
+
 class _Thread(threading.local):
-    pool: Any = None  # of the branch or task that this thread runs
+    pool: RunningPool | None = None  # of the branch or task that this thread runs
     region: Any = None  # of the branch or task that this thread runs
     recording: Any = None  # of `handlepool.record`, while it captures what this thread does
     states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
@@ -41,7 +54,7 @@ class _Thread(threading.local):
 
 thread = _Thread()
 
-elsewhere: list[object] = []
+elsewhere: list[RunningPool] = []
 """The pools of the branches and tasks under way, in whatever thread, that are not the default pool: where there is none, the
 default pool is the one to use, and nobody needs to ask `thread`, which costs as much as a hit's half."""
 
@@ -61,8 +74,13 @@ NO_LAUNCHER: Launcher = (None, None)
 _UNCHANGED = object()
 
 
+def on_device(driver: Driver, ordinal: int) -> AbstractContextManager[Any]:
+    """Make a device current where it is not."""
+    return nullcontext() if driver.current_device() == ordinal else driver.device(ordinal)
+
+
 def run_on(
-    pool: Any,
+    pool: RunningPool,
     stream: Any,
     device: int,
     region: BranchRegion | None,

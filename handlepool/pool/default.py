@@ -2,16 +2,17 @@
 
 import os
 import threading
-from typing import Any
+from typing import Any, cast
 
 from handlepool._util import shown
 from handlepool.drivers.protocol import Handle
 from handlepool.errors import ArgumentError, OwnershipError
-from handlepool.pool import status
 from handlepool.pool.context import elsewhere, thread
+from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.slot import of_pool_to_come
 from handlepool.pool.stats import Stats
+from handlepool.pool.status import forget
 
 _default: HandlePool | None = None
 _default_lock = threading.RLock()  # a finaliser that the collector runs inside may ask for the default pool, too
@@ -30,10 +31,10 @@ def default_pool() -> HandlePool:
         with _default_lock:
             if _default is None:
                 made = HandlePool()
-                made.is_default = made.everybodys = True
+                made.internals.is_default = made.internals.everybodys = True
                 _default = made if _default is None else _default
                 if _default is not made:  # but what such a finaliser got meanwhile
-                    status.forget(made)
+                    forget(made.internals)
     return _default
 
 
@@ -59,7 +60,7 @@ def set_default_pool(pool: HandlePool) -> None:
     global _default
     if not isinstance(pool, HandlePool):
         raise ArgumentError(f"set_default_pool was given {shown(pool)}; pass a HandlePool")
-    status.check_usable(pool)
+    pool.internals.status.check()
     with _default_lock:  # of two threads that come at once, the second is told
         if _default is pool:
             return
@@ -68,7 +69,7 @@ def set_default_pool(pool: HandlePool) -> None:
                 f"set_default_pool came too late: {_default!r} is the default pool, and others may have kept what is its. Set "
                 f"yours at the start of the program, before the first call that is given no pool"
             )
-        pool.is_default = True
+        pool.internals.is_default = True
         _default = pool
 
 
@@ -110,7 +111,7 @@ def close() -> None:
     """
     pool = _default
     if pool is not None:
-        pool.give_back()
+        pool.internals.trim_if_usable()
 
 
 def check_pool(who: str, pool: object) -> None:
@@ -119,10 +120,25 @@ def check_pool(who: str, pool: object) -> None:
         raise ArgumentError(f"{who} was given pool={shown(pool)}; pass a HandlePool, or None for the default pool")
 
 
-def current_pool() -> HandlePool:
+def current_pool() -> PoolInternals:
     """The pool of the branch or task that this thread runs, and the default pool outside of any."""
-    pool: HandlePool | None = thread.pool if elsewhere else _default
-    return default_pool() if pool is None else pool
+    if elsewhere and thread.pool is not None:
+        return cast(PoolInternals, thread.pool)  # of no other class: see `RunningPool`
+    return (default_pool() if _default is None else _default).internals
+
+
+def chosen_pool(who: str, pool: HandlePool | None) -> PoolInternals:
+    """The pool that was passed, and where none was, the current one.
+
+    Raises
+    ------
+    ArgumentError
+        For what was passed as a pool and is none.
+    """
+    if pool is None:
+        return current_pool()
+    check_pool(who, pool)
+    return pool.internals
 
 
 def _after_fork() -> None:

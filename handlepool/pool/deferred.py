@@ -1,7 +1,7 @@
-"""What a destructor or a thread's end leaves behind, for somebody who may call CUDA (guarantee 10).
+"""What a destructor or a thread's end leaves to do, for somebody who may call CUDA (guarantee 10).
 
 A destructor may run at any line, under any lock, in a thread that captures, or after the interpreter has begun to end: it appends
-to a list and no more. The next miss, fork or `HandlePool.trim` does what there is to do.
+a callable to `deferred` and no more. The next miss, fork or `HandlePool.trim` calls it.
 """
 
 import atexit
@@ -12,35 +12,30 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from operator import call
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from handlepool._util import do_all
 from handlepool.pool.status import pools
 
-
-class Parked(Protocol):
-    """What was left behind with something to do about it."""
-
-    def _settle(self) -> bool:
-        """Do it; False where it is too early. Raises nothing."""
-
-
-parked: deque[Parked] = deque()  # appends and pops are atomic
+deferred: deque[Callable[[], bool]] = deque()  # appends and pops are atomic
+"""What there is to do. Each returns False where it is too early, and raises nothing."""
+defer = deferred.append
 _abandoned: list[object] = []
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_abandoned))  # or Python would take it down with its modules
-keep_for_good = _abandoned.append
+abandon = _abandoned.append
 """Let something live as long as the process, since its end would call CUDA when that must not be called any more."""
 
 
-def settle(left: deque[Any] = parked, most: int = 8) -> None:
-    """Do what can be done about some of what was left behind; a few at a time, so that nobody pays for a long backlog."""
+def settle(left: deque[Any] = deferred, do: Callable[[Any], bool] = call, most: int = 8) -> None:
+    """Do what can be done of what was left to do; a few at a time, so that nobody pays for a long backlog."""
     for _ in range(min(len(left), most)):
         held: list[Any] = []
         done = False
         try:
             held.extend(map(deque.popleft, (left,)))  # in one step: what an interrupt finds is in one of the two
-            done = held[0]._settle()
+            done = do(held[0])
         except IndexError:  # another thread settles too
             if held:
                 raise
@@ -51,14 +46,14 @@ def settle(left: deque[Any] = parked, most: int = 8) -> None:
 
 
 def settle_all() -> None:
-    """Do what can be done about all that was left behind; not where a lock is held, since finalisers of the users' may run."""
-    settle(most=len(parked))
+    """Do what can be done of all that was left to do; not where a lock is held, since finalisers of the users' may run."""
+    settle(most=len(deferred))
 
 
 def _after_fork() -> None:
     """In a forked child nothing inherited is given back or freed (guarantee 13)."""
-    _abandoned.append(list(parked))
-    parked.clear()
+    _abandoned.append(list(deferred))
+    deferred.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -82,7 +77,9 @@ def remember(program: Any) -> None:
 
 def _at_exit() -> None:
     ends = [getattr(reference(), "_end_at_exit", None) for reference in list(_programs.values())]
-    ends += [getattr(entry, "_end_at_exit", None) for entry in list(parked)]  # the collector clears references before
+    ends += [
+        getattr(getattr(entry, "__self__", None), "_end_at_exit", None) for entry in list(deferred)
+    ]  # the collector clears references before
     under_way.append(True)
     deadline = monotonic() + SECONDS
     busy: list[Callable[[], object]] = []
@@ -94,7 +91,7 @@ def _at_exit() -> None:
     # Those that nobody uses just now come first: one that does not return from a launch takes the time of all.
     first = [partial(end_now, end) for end in ends if end is not None]
     do_all([*first, lambda: do_all(busy), *[pool.plans.drop for pool in pools()]])
-    keep_for_good(list(parked))  # its memory would go with the module, and complain where the context is lost
+    abandon(list(deferred))  # its memory would go with the module, and complain where the context is lost
 
 
 atexit.register(_at_exit)

@@ -3,15 +3,16 @@
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from handlepool._util import do_all, take_each
 from handlepool.drivers.event_pool import Events
-from handlepool.drivers.protocol import PER_THREAD_STREAM, Driver
-from handlepool.pool.deferred import parked, settle_all
+from handlepool.drivers.protocol import PER_THREAD_STREAM, Driver, Handle
+from handlepool.pool.context import on_device
+from handlepool.pool.deferred import defer, deferred, settle_all
 from handlepool.pool.handles import DeviceHandles
 from handlepool.pool.side_streams import SideSlots
 from handlepool.pool.slot import Slot
+from handlepool.pool.status import Status
 from handlepool.pool.stream import StreamReference
 from handlepool.pool.workspace import DeviceScratch
 
@@ -23,36 +24,40 @@ class DeviceSlots:
 
     Parameters
     ----------
-    pool : HandlePool
-        Whose slots they are.
+    status : Status
+        Of the pool whose slots they are.
     driver : Driver
         Where handles, streams and memory come from.
     device : int
         Ordinal.
     scratch_limit, idle_limit : int or None, int
         As in `HandlePool`.
+    new_slot : callable
+        Makes a slot of a driver, its scratch and a handle.
     drain : callable
         Takes in what threads and streams have left behind.
     """
 
     def __init__(
         self,
-        pool: Any,
+        status: Status,
         driver: Driver,
         device: int,
         scratch_limit: int | None,
         idle_limit: int,
+        new_slot: Callable[[Driver, DeviceScratch, Handle], Slot],
         drain: Callable[[], None],
     ) -> None:
-        self.pool = pool
+        self.status = status
         self.driver = driver
         self.device = device
         self.idle_limit = idle_limit
-        self.handles = DeviceHandles(pool, driver, device, self._make_room, self.describe)
+        self.handles = DeviceHandles(status, driver, device, self._make_room, self.describe)
         self.scratch = DeviceScratch(driver, device, scratch_limit, self.reclaim_scratch, self.describe)
         self.idle: list[Slot] = []  # reused last in, first out: the warmest scratch and the stream most likely alive
         self.edges = Events(driver)  # between streams that no fork orders
-        self.sides = SideSlots(pool, driver, self.scratch, self.make_slot, self.handles.destroy, drain)
+        self.sides = SideSlots(status, driver, self.scratch, self.make_slot, self.handles.destroy, drain, self.settle_later)
+        self._new_slot = new_slot
         self._drain = drain
 
     # Slots
@@ -61,7 +66,7 @@ class DeviceSlots:
         """A new slot, with a new handle, that is bound to no stream yet."""
         handle = self.handles.create()
         try:
-            slot: Slot = self.pool.slot_type(self.pool, self.driver, self.scratch, handle)
+            slot = self._new_slot(self.driver, self.scratch, handle)
         except BaseException:
             self.handles.destroy(handle)
             raise
@@ -149,15 +154,15 @@ class DeviceSlots:
     def empty(self) -> None:
         """Destroy what nobody owns: idle slots, free side slots, and blocks that were replaced."""
         collect = partial(self.scratch.collect, wait=True)
-        do_all([self.sides.end_quarantine, self.handles.drop_doomed, self.drop_idle, self.sides.drop_free, collect])
+        do_all([self.sides.release_captured, self.handles.drop_doomed, self.drop_idle, self.sides.drop_free, collect])
 
     def close(self) -> None:
         """Destroy all; what captures under way have, once they end."""
         try:
             self._end()
         finally:
-            if not self.edges._settle():
-                parked.append(self.edges)
+            if not self.edges.settle():
+                defer(self.edges.settle)
             self.settle_later()
 
     def _end(self) -> None:
@@ -167,18 +172,18 @@ class DeviceSlots:
 
     def settle_later(self) -> None:
         """Have what is left of a closed pool destroyed when that can be."""
-        if not self.is_empty() and self not in parked:
-            parked.append(self)
+        if not self.is_empty() and self._settle not in deferred:
+            defer(self._settle)
 
     def is_empty(self) -> bool:
         """Whether nothing is left that nobody owns."""
         sides, handles = self.sides, self.handles
-        return not (sides.quarantine or sides.free or self.idle or handles.doomed or handles.builder or self.scratch.retired)
+        return not (sides.capturing or sides.free or self.idle or handles.doomed or handles.builder or self.scratch.retired)
 
     def _settle(self) -> bool:
         """After the pool was closed: destroy what captures had that have ended since, and what could not be destroyed before."""
         try:
-            with self.pool.on_device(self.device):
+            with on_device(self.driver, self.device):
                 self._end()
         except Exception:
             pass
@@ -210,7 +215,7 @@ class DeviceSlots:
 
     def snapshot(self) -> dict[str, int]:
         """Counters by flat name."""
-        free, held = len(self.sides.free), len(self.sides.quarantine)
+        free, held = len(self.sides.free), len(self.sides.capturing)
         return self.handles.counts | {
             "handles_idle": len(self.idle) + len(self.handles.doomed) + free,
             "handles_leased": self.sides.made - free - held,

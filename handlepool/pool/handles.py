@@ -6,13 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from handlepool._util import do_all, take_each
 from handlepool.drivers.protocol import Driver, Handle
 from handlepool.errors import OutOfMemoryError
 from handlepool.pool.deferred import settle_all
-from handlepool.pool.status import diagnose
+from handlepool.pool.status import Status
 
 # NVIDIA recommends one synchronous cudnnCreate before any that may run beside another (guarantee 14). The lock is the
 # process's, not a pool's, and is held for every create: the binding holds the GIL through the call in any case.
@@ -38,8 +37,8 @@ class DeviceHandles:
 
     Parameters
     ----------
-    pool : HandlePool
-        Whose handles they are.
+    status : Status
+        Of the pool whose handles they are.
     driver : Driver
         Where handles come from.
     device : int
@@ -63,13 +62,13 @@ class DeviceHandles:
     """
 
     def __init__(
-        self, pool: Any, driver: Driver, device: int, make_room: Callable[[], None], describe: Callable[[], str]
+        self, status: Status, driver: Driver, device: int, make_room: Callable[[], None], describe: Callable[[], str]
     ) -> None:
         self.counts = dict.fromkeys(COUNTED, 0)
         self.builder: Handle | None = None
         self.build_lock = threading.RLock()
         self.doomed: list[Handle] = []
-        self._pool = pool
+        self._status = status
         self._driver = driver
         self._device = device
         self._make_room = make_room
@@ -98,7 +97,7 @@ class DeviceHandles:
         try:
             return self._create()
         except Exception as error:
-            diagnose(self._pool, error)
+            self._status.diagnose(error)
             _log.debug("device %d: no handle could be created (%s); what is idle is given back", self._device, error)
             if forgotten:
                 settle_all()
@@ -142,7 +141,7 @@ class DeviceHandles:
     def for_building(self) -> Handle:
         """The handle that graphs are built with; called with `build_lock` held. It lives as long as plans do: they keep it."""
         if self.builder is None:
-            self._pool._check_usable()  # `close` says so first and takes the lock then, so that one of us sees it
+            self._status.check()  # `close` says so first and takes the lock then, so that one of us sees it
             made = self.create(forgotten=False)  # whoever builds has settled before
             self.builder = made if self.builder is None else self.builder
             if self.builder is not made:  # a finaliser that the collector ran meanwhile has built, too

@@ -4,12 +4,12 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from handlepool._util import do_all, take_each
 from handlepool.drivers.protocol import Driver, Handle
-from handlepool.pool.deferred import parked, settle
+from handlepool.pool.deferred import deferred, settle
 from handlepool.pool.slot import Slot
+from handlepool.pool.status import Status
 from handlepool.pool.workspace import DeviceScratch
 
 _log = logging.getLogger("handlepool")
@@ -23,8 +23,8 @@ class SideSlots:
 
     Parameters
     ----------
-    pool : HandlePool
-        Whose slots they are.
+    status : Status
+        Of the pool whose slots they are.
     driver : Driver
         Where streams and events come from.
     scratch : DeviceScratch
@@ -33,27 +33,31 @@ class SideSlots:
         The device's own.
     drain : callable
         Takes in what threads and streams have left behind.
+    settle_later : callable
+        The device's own: has what is left of a closed pool destroyed when that can be.
     """
 
     def __init__(
         self,
-        pool: Any,
+        status: Status,
         driver: Driver,
         scratch: DeviceScratch,
         make_slot: Callable[[], Slot],
         destroy_handle: Callable[[Handle], None],
         drain: Callable[[], None],
+        settle_later: Callable[[], None],
     ) -> None:
         self.free: list[Slot] = []  # pop and append are atomic, so a lease takes no lock
-        self.quarantine: list[Slot] = []  # side slots whose streams still take part in a capture (guarantee 9)
+        self.capturing: list[Slot] = []  # side slots whose streams still take part in a capture (guarantee 9)
         self.made = 0
         self._all: set[Slot] = set()
-        self._pool = pool
+        self._status = status
         self._driver = driver
         self._scratch = scratch
         self._make_slot = make_slot
         self._destroy_handle = destroy_handle
         self._drain = drain
+        self._settle_later = settle_later
         self._lock = threading.RLock()  # guards `made`; no call is made under it
 
     def lease(self) -> Slot | None:
@@ -62,10 +66,10 @@ class SideSlots:
             return self.free.pop()
         except IndexError:
             pass
-        if parked:
+        if deferred:
             settle()
         self._drain()
-        self.end_quarantine()
+        self.release_captured()
         try:
             return self.free.pop()
         except IndexError:
@@ -110,39 +114,39 @@ class SideSlots:
         finally:
             for slot in leased:
                 slot.end()
-                self.give_back(slot, captured=False)
+                self.release(slot, captured=False)
 
     def end(self) -> None:
         """Let no hit succeed any more, leased or not."""
         for slot in list(self._all):
             slot.end()
 
-    def give_back(self, slot: Slot, *, captured: bool) -> None:
+    def release(self, slot: Slot, *, captured: bool) -> None:
         """Put a leased side slot back; one that a capture was given waits for the capture's end."""
         if captured:
-            self.quarantine.append(slot)
+            self.capturing.append(slot)
             _log.debug("stream %#x: side slot held until its capture ends", slot.pointer)
-            if self._pool.closed:  # in this order, as below
-                self._pool.device(slot.device).settle_later()
+            if self._status.closed:  # in this order, as below
+                self._settle_later()
             return
         self.free.append(slot)
-        if self._pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
+        if self._status.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
             self.drop_free()
 
-    def end_quarantine(self) -> None:
+    def release_captured(self) -> None:
         """Put the side slots back whose captures have ended."""
-        for _ in range(len(self.quarantine)):
+        for _ in range(len(self.capturing)):
             try:
-                slot = self.quarantine.pop(0)
+                slot = self.capturing.pop(0)
             except IndexError:
                 return
             try:
                 capture = self._driver.capture_id(slot.pointer)
             except BaseException:
-                self.quarantine.append(slot)
+                self.capturing.append(slot)
                 raise
             if capture:
-                self.quarantine.append(slot)
+                self.capturing.append(slot)
             else:
                 slot.forget_capture()
                 self.free.append(slot)

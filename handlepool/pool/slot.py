@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from handlepool._util import at_least, do_all
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
+from handlepool.pool.status import Status
 from handlepool.pool.workspace import EMPTY, Block, DeviceScratch, Workspace
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -19,29 +20,28 @@ _ENDED = object()
 """What a slot that belongs to nobody is bound to, for a hit: no stream."""
 
 
-def place(pool: Any, stream: Any, slot: "Slot | None") -> None:
+def place(attribute: str, stream: Any, slot: "Slot | None") -> None:
     """Put this thread's slot where a hit of the pool finds it: on the stream object, in an attribute that is the pool's alone.
 
     The attribute holds a plain threading.local, with which a hit is 6 % faster than with a subclass. A thread's entry ends with
     the thread.
     """
-    name = pool.attribute
     try:
-        getattr(stream, name).slot = slot
+        getattr(stream, attribute).slot = slot
     except AttributeError:
         # Two threads that come here at once leave one of the two places; the other thread's next hit puts its slot back.
-        setattr(stream, name, threading.local())
-        getattr(stream, name).slot = slot
+        setattr(stream, attribute, threading.local())
+        getattr(stream, attribute).slot = slot
 
 
-def placed(pool: Any, stream: Any) -> "Slot | None":
+def placed(attribute: str, stream: Any) -> "Slot | None":
     """This thread's slot on a stream object."""
-    return getattr(getattr(stream, pool.attribute, None), "slot", None)
+    return getattr(getattr(stream, attribute, None), "slot", None)
 
 
-def unplace(pool: Any, stream: Any) -> None:
+def unplace(attribute: str, stream: Any) -> None:
     """Take every thread's slot off a stream object, for a pool that is closed: the default streams' objects live on."""
-    vars(stream).pop(pool.attribute, None)
+    vars(stream).pop(attribute, None)
 
 
 def hits(pool: Any) -> tuple[Callable[..., Handle], Callable[..., "Slot"], Callable[[Driver], None]]:
@@ -54,7 +54,7 @@ def hits(pool: Any) -> tuple[Callable[..., Handle], Callable[..., "Slot"], Calla
     # Until there is a driver: the first call loads it, which calls `use`.
     current_device: Callable[[], int] = lambda: pool.driver.current_device()  # noqa: E731
     current_stream: Callable[[int], Any] = lambda device: pool.driver.current_stream(device)  # noqa: E731
-    missed = pool.slot
+    missed = pool.missed
 
     def get_handle(stream: Any = None) -> Handle:
         try:
@@ -79,8 +79,7 @@ def hits(pool: Any) -> tuple[Callable[..., Handle], Callable[..., "Slot"], Calla
         found: Slot = missed(stream)
         return found
 
-    for function, method in ((get_handle, pool.get_handle), (find, missed)):
-        functools.update_wrapper(function, method)
+    for function in (get_handle, find):
         code = function.__code__
         names = tuple(pool.attribute if name == "_handlepool" else name for name in code.co_names)
         function.__code__ = code.replace(co_names=names)
@@ -103,7 +102,7 @@ def of_pool_to_come(find: Callable[[], Any]) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         def first(stream: Any = None) -> Slot:
-            pool = find()
+            pool = find().internals
             slot: Slot = pool.slot(stream)  # loads the driver, which the pool's own function knows from then on
             # In this order: as long as not all is there, a call misses and comes here again, in this thread after an interrupt as
             # in others. A call that began with the old code looks for an attribute that no stream has.
@@ -112,7 +111,8 @@ def of_pool_to_come(find: Callable[[], Any]) -> Callable[[F], F]:
                 cell.cell_contents = known.cell_contents
             return slot
 
-        made: Any = hits(SimpleNamespace(attribute="_handlepool_to_come", get_handle=function, slot=first))[0]
+        made: Any = hits(SimpleNamespace(attribute="_handlepool_to_come", missed=first))[0]
+        functools.update_wrapper(made, function)
         return made
 
     return decorate
@@ -136,6 +136,8 @@ class Slot:
         Ordinal of the device of handle, stream and scratch.
     pointer : int
         The stream's ``cudaStream_t``.
+    attribute : str
+        What it lies in on its stream's object.
     """
 
     __slots__ = (
@@ -146,22 +148,24 @@ class Slot:
         "_handed",
         "_launching",
         "_scratch",
+        "_status",
+        "attribute",
         "bound",
         "buffer",
         "device",
         "end_event",
         "handle",
         "key",
-        "owner",
+        "owned",
         "pointer",
-        "pool",
         "side_stream",
         "start_event",
         "watch",
     )
 
-    def __init__(self, pool: Any, driver: Driver, scratch: DeviceScratch, handle: Handle) -> None:
-        self.pool = pool
+    def __init__(self, status: Status, attribute: str, driver: Driver, scratch: DeviceScratch, handle: Handle) -> None:
+        self._status = status
+        self.attribute = attribute
         self.handle = handle
         self.device = scratch.device
         self._driver = driver
@@ -174,7 +178,7 @@ class Slot:
         self.pointer = -1
         self.bound: object = _ENDED  # `pointer`, while the slot belongs to somebody
         self.key: Any = None
-        self.owner: Any = None  # the pool, while the slot belongs to a thread or a fork
+        self.owned = False  # whether the slot belongs to a thread or a fork
         self.watch: StreamWatch | None = None
         self.side_stream: Stream | None = None  # held by side slots alone
         self.start_event: Any = None  # a side slot's two events: where a branch starts, where it ends
@@ -191,12 +195,12 @@ class Slot:
     def begin(self, pointer: int) -> None:
         """Belong to a thread or a fork: the handle is bound to ``pointer``, this very object."""
         self.pointer = self.bound = pointer
-        self.owner = self.pool
+        self.owned = True
 
     def end(self) -> None:
         """Belong to nobody; no hit succeeds any more. Calls nothing, so a destructor may call it."""
         self.bound = _ENDED
-        self.owner = None
+        self.owned = False
 
     def __reduce__(self) -> Any:
         """Refuse to be copied: two would own one handle."""
@@ -259,7 +263,7 @@ class Slot:
         return block.pointer
 
     @contextmanager
-    def apart(self, nbytes: int) -> Iterator[int]:
+    def private_scratch(self, nbytes: int) -> Iterator[int]:
         """Scratch for a launch that comes while another one of this slot is being made."""
         self._follow_capture()
         capture, scratch = self._capture, self._scratch
@@ -276,9 +280,9 @@ class Slot:
 
     def _grow(self, workspace: Workspace, nbytes: int) -> Block:
         block = workspace.grow(self._scratch, nbytes, self.pointer, self._capture)
-        if self.pool.closed:  # in this order: `close` says so first and takes the scratch then, so that one of us sees it
+        if self._status.closed:  # in this order: `close` says so first and takes the scratch then, so that one of us sees it
             self.release_scratch()
-            self.pool._check_usable()
+            self._status.check()
         return block
 
     def _follow_capture(self) -> None:
@@ -298,13 +302,16 @@ class Slot:
         self._capture = capture
         self._scratch.enter_capture(capture, self)
 
-    def still_in(self, capture: int) -> bool:
-        """Whether the slot's stream takes part in a capture that the slot was last seen in, as far as any thread can tell."""
+    def still_in(self, capture: int, leave: "Callable[[Slot], None]") -> bool:
+        """Whether the slot's stream takes part in a capture that the slot was last seen in, as far as any thread can tell.
+
+        Where nobody can, ``leave`` takes the slot from its owner.
+        """
         stream = self.side_stream or (self.watch() if self.watch is not None else None)
         if self.pointer == PER_THREAD_STREAM:  # means another stream in this thread
             return True
         if stream is None:  # a bare pointer may be that of a destroyed stream, which must not be asked
-            self.pool.park(self)
+            leave(self)
             return False
         return self._driver.capture_id(self.pointer) == capture
 
@@ -315,7 +322,7 @@ class Slot:
         reference's callback) can only ever unbind that owner.
         """
         self.forget_capture()
-        heir = type(self)(self.pool, self._driver, self._scratch, self.handle)
+        heir = type(self)(self._status, self.attribute, self._driver, self._scratch, self.handle)
         heir._launching, heir._handed = self._launching, self._handed
         return heir
 
@@ -334,13 +341,13 @@ class Slot:
             self._capture = 0
 
 
-def own(slot: Slot) -> None:
+def bind_to_thread(slot: Slot) -> None:
     """Make a leased side slot this thread's: a hit of `get_handle` on its stream gives its handle."""
     slot.begin(slot.pointer)
-    place(slot.pool, slot.side_stream, slot)
+    place(slot.attribute, slot.side_stream, slot)
 
 
-def disown(slot: Slot) -> None:
-    """End `own`."""
+def unbind(slot: Slot) -> None:
+    """End `bind_to_thread`."""
     slot.end()
-    place(slot.pool, slot.side_stream, None)
+    place(slot.attribute, slot.side_stream, None)

@@ -6,47 +6,135 @@ A hit asks none of this. Whatever makes a pool unusable ends its slots, so that 
 
 import logging
 import os
+from collections.abc import Callable
 from copy import copy
-from typing import Any
+from typing import Protocol
 
+from handlepool.drivers.protocol import Driver
 from handlepool.errors import ForkedProcessError, HandlePoolError, PoisonedContextError, PoolClosedError
 
 _log = logging.getLogger("handlepool")
-_pools: set[Any] = set()  # strong: a pool that nobody closed must not be collected, see HandlePool's notes
 
 
-def remember(pool: Any) -> None:
-    """Keep a pool alive, and tell it of forks and of a lost context."""
-    _pools.add(pool)
+class Status:
+    """Whether a pool can be used, and its driver: what the pool's parts know of it.
 
+    Parameters
+    ----------
+    end_hits : callable
+        Ends the pool's slots; calls nothing of CUDA.
 
-def forget(pool: Any) -> None:
-    """Let go of a pool that was closed."""
-    _pools.discard(pool)
-
-
-def pools() -> list[Any]:
-    """Those that were not closed, and those that something is left of."""
-    return list(_pools)
-
-
-def check_usable(pool: Any) -> None:
-    """Raise where a pool cannot be used.
-
-    Raises
-    ------
-    ForkedProcessError, PoisonedContextError, PoolClosedError
+    Attributes
+    ----------
+    unusable : bool
+        Any of the next three.
+    closed, forked : bool
+        Whether `close` was called; whether this is a child made by ``os.fork``, and the pool its parent's.
+    poison : BaseException or None
+        The error that the CUDA context was lost by.
+    driver : Driver or None
+        Once it is loaded.
     """
-    if not pool.unusable:
-        return
-    if pool._forked:
-        raise ForkedProcessError(
-            "this pool was made before os.fork, and CUDA does not survive a fork: start the child with "
-            "multiprocessing.get_context('spawn'), or make a HandlePool in the child before CUDA is used in the parent"
-        )
-    if pool._poison is not None:
-        raise _poisoned(pool._poison) from pool._poison
-    raise PoolClosedError(f"{pool!r} was closed; make a new HandlePool")
+
+    __slots__ = ("_end_hits", "closed", "driver", "forked", "poison", "unusable")
+
+    def __init__(self, end_hits: Callable[[], None]) -> None:
+        self._end_hits = end_hits
+        self.unusable = False
+        self.closed = False
+        self.forked = False
+        self.poison: BaseException | None = None
+        self.driver: Driver | None = None
+
+    @property
+    def untouchable(self) -> bool:
+        """Whether nothing may be destroyed or given back: in a forked child (guarantee 13), and after a lost context."""
+        return self.forked or self.poison is not None
+
+    def close(self) -> None:
+        """Let no later use succeed."""
+        self.closed = self.unusable = True
+
+    def check(self) -> None:
+        """Raise where the pool cannot be used.
+
+        Raises
+        ------
+        ForkedProcessError, PoisonedContextError, PoolClosedError
+        """
+        if not self.unusable:
+            return
+        if self.forked:
+            raise ForkedProcessError(
+                "this pool was made before os.fork, and CUDA does not survive a fork: start the child with "
+                "multiprocessing.get_context('spawn'), or make a HandlePool in the child before CUDA is used in the parent"
+            )
+        if self.poison is not None:
+            raise _poisoned(self.poison) from self.poison
+        raise PoolClosedError(f"<HandlePool {self.driver_name}, closed> was closed; make a new HandlePool")
+
+    @property
+    def driver_name(self) -> str:
+        """The driver's name, for messages."""
+        return "driver not loaded" if self.driver is None else self.driver.name
+
+    def diagnose(self, error: BaseException | None) -> None:
+        """Return where the context still lives; else tell every pool of that driver, and raise.
+
+        Called on the way of an error alone, and before what destroys many things at once.
+
+        Parameters
+        ----------
+        error : BaseException or None
+            What a call raised; None to ask CUDA.
+
+        Raises
+        ------
+        PoisonedContextError
+            From the CUDA error.
+        """
+        cause = self.lost(error)
+        if cause is not None:
+            raise _poisoned(cause) from cause
+
+    def lost(self, error: BaseException | None, *, ask: bool = True) -> BaseException | None:
+        """Return the error that the context was lost by, None where it lives. Pools that share it are told.
+
+        With ``ask=False`` nothing but the error itself is looked at: for errors that may be anybody's.
+        """
+        driver = self.driver
+        if driver is None or self.forked or isinstance(error, PoisonedContextError):
+            return None
+        if isinstance(error, HandlePoolError) and error.__cause__ is None and error.__context__ is None:
+            return None  # a mistake in a call, which no call to CUDA failed for
+        cause = self.poison
+        if cause is None:
+            cause = driver.context_lost(error, ask)
+            if cause is not None:
+                for pool in pools():
+                    other = pool.status
+                    if other.driver is not None and other.driver.context_lost(cause, False) is not None:
+                        other.poison_by(cause)
+                self.poison_by(cause)
+        return cause
+
+    def poison_by(self, cause: BaseException) -> None:
+        """Know that the context was lost."""
+        if self.poison is None:
+            # Without the traceback, whose frames would keep the caller's arrays to the end of the process, where they complain of
+            # the lost context. (An error that cannot be copied is kept as it is.)
+            try:
+                self.poison = copy(cause)
+            except Exception:
+                self.poison = cause
+            self.unusable = True
+            self._end_hits()
+            _log.debug("the context is lost: %s", cause)
+
+    def fork(self) -> None:
+        """Know that this is a forked child: nothing inherited is used or destroyed (guarantee 13)."""
+        self.forked = self.unusable = True
+        self._end_hits()
 
 
 def _poisoned(cause: BaseException) -> PoisonedContextError:
@@ -56,72 +144,46 @@ def _poisoned(cause: BaseException) -> PoisonedContextError:
     )
 
 
-def diagnose(pool: Any, error: BaseException | None) -> None:
-    """Return where the context still lives; else tell every pool of that driver, and raise.
+class Plans(Protocol):
+    """A pool's plans, as far as the end of the process knows them."""
 
-    Called on the way of an error alone, and before what destroys many things at once.
-
-    Parameters
-    ----------
-    pool : HandlePool
-    error : BaseException or None
-        What a call raised; None to ask CUDA.
-
-    Raises
-    ------
-    PoisonedContextError
-        From the CUDA error.
-    """
-    cause = lost(pool, error)
-    if cause is not None:
-        raise _poisoned(cause) from cause
+    def drop(self) -> None:
+        """Forget every plan for good."""
 
 
-def lost(pool: Any, error: BaseException | None, *, ask: bool = True) -> BaseException | None:
-    """The error that the context was lost by, None where it lives. Pools that share it are told.
+class KnownPool(Protocol):
+    """A pool that is told of forks, of a lost context and of the end of the process."""
 
-    With ``ask=False`` nothing but the error itself is looked at: for errors that may be anybody's.
-    """
-    driver = pool._driver
-    if driver is None or pool._forked or isinstance(error, PoisonedContextError):
-        return None
-    if isinstance(error, HandlePoolError) and error.__cause__ is None and error.__context__ is None:
-        return None  # a mistake in a call, which no call to CUDA failed for
-    cause: BaseException | None = pool._poison
-    if cause is None:
-        cause = driver.context_lost(error, ask)
-        if cause is not None:
-            for other in list(_pools):
-                if other._driver is not None and other._driver.context_lost(cause, False) is not None:
-                    _poison(other, cause)
-            _poison(pool, cause)
-    return cause
+    @property
+    def status(self) -> Status:
+        """Whether it can be used."""
+
+    @property
+    def plans(self) -> Plans:
+        """What it compiled."""
 
 
-def _poison(pool: Any, cause: BaseException) -> None:
-    if pool._poison is None:
-        # Without the traceback, whose frames would keep the caller's arrays to the end of the process, where they complain of the
-        # lost context. (An error that cannot be copied is kept as it is.)
-        try:
-            pool._poison = copy(cause)
-        except Exception:
-            pool._poison = cause
-        pool.unusable = True
-        _end_hits(pool)
-        _log.debug("the context is lost: %s", cause)
+_pools: set[KnownPool] = set()  # strong: a pool that nobody closed must not be collected, see HandlePool's notes
 
 
-def _end_hits(pool: Any) -> None:
-    pool._live.disown()
-    for device in list(pool._devices.values()):
-        device.sides.end()
+def remember(pool: KnownPool) -> None:
+    """Keep a pool alive, and tell it of forks and of a lost context."""
+    _pools.add(pool)
+
+
+def forget(pool: KnownPool) -> None:
+    """Let go of a pool that was closed."""
+    _pools.discard(pool)
+
+
+def pools() -> list[KnownPool]:
+    """Those that were not closed, and those that something is left of."""
+    return list(_pools)
 
 
 def _after_fork() -> None:
-    """In a forked child nothing inherited is used or destroyed (guarantee 13)."""
-    for pool in list(_pools):
-        pool._forked = pool.unusable = True
-        _end_hits(pool)
+    for pool in pools():
+        pool.status.fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -12,25 +12,25 @@ MOST_FOREIGN_STREAMS = 64
 
 
 class ThreadSlots:
-    """One thread's slots by stream key, changed by that thread alone. Dies with it, and then parks them (guarantee 11).
+    """One thread's slots by stream key, changed by that thread alone. Dies with it, and then leaves them behind (guarantee 11).
 
     Parameters
     ----------
-    parked : deque of Slot
+    left : deque of Slot
         Where slots go that nobody has any more. To append is atomic and calls nothing, so it may be done by a destructor.
     """
 
-    def __init__(self, parked: deque[Slot]) -> None:
+    def __init__(self, left: deque[Slot]) -> None:
         self.slots: dict[Any, Slot] = {}
         self._foreign: OrderedDict[Any, None] = OrderedDict()  # keys of bare pointers, the least recently used first
-        self._parked = parked
+        self._left = left
         self._sweep_at = 16
 
     def add(self, slot: Slot, *, foreign: bool) -> None:
-        """Take a new slot in. Of those for foreign streams the least recently used beyond the limit is parked."""
+        """Take a new slot in. Of those for foreign streams the least recently used beyond the limit is left behind."""
         if len(self.slots) >= self._sweep_at:  # those whose streams have gone; doubling makes the sweeps rare
             for key, left in list(self.slots.items()):
-                if left.owner is None and self.slots.get(key) is left:
+                if not left.owned and self.slots.get(key) is left:
                     del self.slots[key]
             self._sweep_at = max(16, 2 * len(self.slots))
         # A finaliser that the collector ran while this slot was made may have made one for the same key: its slot goes. Nothing
@@ -38,9 +38,9 @@ class ThreadSlots:
         key = slot.key
         known: Slot | None = self.slots[key] if key in self.slots else None  # noqa: SIM401 - `get` is a call
         self.slots[key] = slot
-        if known is not None and known.owner is not None:
+        if known is not None and known.owned:
             known.end()
-            self._parked.append(known)
+            self._left.append(known)
         if not foreign:
             return
         self._foreign[key] = None
@@ -49,7 +49,7 @@ class ThreadSlots:
             oldest = self.slots.pop(key, None)
             if oldest is not None:
                 oldest.end()
-                self._parked.append(oldest)
+                self._left.append(oldest)
 
     def touch(self, key: Any) -> None:
         """Count a foreign stream's key as used."""
@@ -58,23 +58,23 @@ class ThreadSlots:
     def __del__(self) -> None:
         for slot in list(getattr(self, "slots", {}).values()):  # it has none where an interrupt came while it was made
             slot.end()
-            self._parked.append(slot)
+            self._left.append(slot)
 
 
 class LiveSlots:
-    """Every slot that a thread owns. Which of them were left behind is known by parking, which calls nothing (guarantee 10)."""
+    """Every slot that a thread owns. Leaving one behind calls nothing (guarantee 10)."""
 
     def __init__(self) -> None:
         self._slots: set[Slot] = set()
-        self._parked: deque[Slot] = deque()
+        self._left: deque[Slot] = deque()
         self._local = threading.local()
-        self._lock = threading.RLock()  # guards the set: a slot is parked twice when both its thread and its stream end
+        self._lock = threading.RLock()  # guards the set: a slot is left twice when both its thread and its stream end
 
     def of_this_thread(self) -> ThreadSlots:
         """The calling thread's."""
         mine: ThreadSlots | None = getattr(self._local, "mine", None)
         if mine is None:
-            mine = self._local.mine = ThreadSlots(self._parked)
+            mine = self._local.mine = ThreadSlots(self._left)
         return mine
 
     def add(self, slot: Slot, stream: Any) -> None:
@@ -87,18 +87,18 @@ class LiveSlots:
         self.of_this_thread().add(slot, foreign=stream is None)
 
     def _stream_gone(self, watch: Any) -> None:
-        self.park(watch.slot)
+        self.leave(watch.slot)
 
-    def park(self, slot: Slot) -> None:
+    def leave(self, slot: Slot) -> None:
         """Take a slot from its owner, for `left_behind`."""
         slot.end()
-        self._parked.append(slot)
+        self._left.append(slot)
 
     def left_behind(self) -> Iterator[Slot]:
         """Hand out, once each, the slots that were left behind so far."""
-        for _ in range(len(self._parked)):
+        for _ in range(len(self._left)):
             try:
-                slot = self._parked.popleft()
+                slot = self._left.popleft()
             except IndexError:  # another thread takes them too
                 return
             with self._lock:
@@ -111,7 +111,7 @@ class LiveSlots:
         """Keep a slot that was handed out and could not be taken in, for a later try."""
         with self._lock:
             self._slots.add(slot)
-        self._parked.append(slot)
+        self._left.append(slot)
 
     def is_empty(self) -> bool:
         """Whether no thread has a slot."""
@@ -122,10 +122,10 @@ class LiveSlots:
         with self._lock:
             slots = list(self._slots)
         for slot in slots:
-            self.park(slot)
+            self.leave(slot)
         return slots
 
-    def disown(self) -> None:
+    def end_hits(self) -> None:
         """Let no hit succeed any more. In a forked child another thread of the parent may have had the lock: it is a new one."""
         self._lock = threading.RLock()
         for slot in list(self._slots):

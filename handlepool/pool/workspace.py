@@ -210,12 +210,12 @@ class DeviceScratch:
         do_all(partial(self.free, block) for block in take_each(self.recorded.get(capture, [])))
         self.recorded.pop(capture, None)
 
-    def free_captured(self) -> None:
-        """Free what captures were given that are over; see `HandlePool.trim` for the risk."""
+    def free_captured(self, leave: Callable[[Any], None]) -> None:
+        """Free what captures were given that are over; see `HandlePool.trim` for the risk, `Slot.still_in` for ``leave``."""
         for capture in list(self.captured):
             with self._lock:
                 slots = list(self._capturing.get(capture, ()))
-            under_way = [slot.still_in(capture) for slot in slots]  # asked of each: one that cannot be asked is unbound
+            under_way = [slot.still_in(capture, leave) for slot in slots]  # asked of each: one that cannot be asked is unbound
             if any(under_way):
                 continue
             with self._lock:

@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 from handlepool._util import do_all
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph
 from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
-from handlepool.pool.context import recordings, run_on, thread
-from handlepool.pool.deferred import keep_for_good
-from handlepool.pool.pool import HandlePool
-from handlepool.pool.slot import Slot, disown, own
-from handlepool.pool.status import diagnose
+from handlepool.pool.context import on_device, recordings, run_on, thread
+from handlepool.pool.deferred import abandon
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.workspace import DeviceScratch
 from handlepool.regions.memory import content, underneath
 from handlepool.regions.stream_order import in_torch, torch_among
@@ -94,7 +93,7 @@ class Recording:
         What the graph reads.
     """
 
-    def __init__(self, pool: HandlePool, name: str) -> None:
+    def __init__(self, pool: PoolInternals, name: str) -> None:
         self.pool = pool
         self.device = pool.driver.current_device()
         self.graph: RecordedGraph | None = None
@@ -105,7 +104,7 @@ class Recording:
         self.kept = Kept(self._memory.holds)
         self._plans: dict[int, Any] = {}
         self._capture = 0
-        self._ending = threading.RLock()  # for `free`: whoever ended it, and whoever finds it parked
+        self._ending = threading.RLock()  # for `free`: whoever ended it, and whoever finds it deferred
 
     def keep(self, plan: Any) -> None:
         """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
@@ -152,12 +151,12 @@ class Recording:
                 f"with executors that have fewer workers"
             )
         try:
-            own(self.pool.sound(slot))
+            bind_to_thread(self.pool.sound(slot))
             value = self._captured(slot, function, args, kwargs)
         finally:
-            disown(slot)
-            sides.give_back(slot, captured=True)
-            sides.end_quarantine()
+            unbind(slot)
+            sides.release(slot, captured=True)
+            sides.release_captured()
         assert self.graph is not None
         if not self.graph.nodes:
             raise CaptureError(
@@ -228,7 +227,7 @@ class Recording:
         try:
             if not isinstance(first, Exception):  # an interrupt
                 raise first
-            diagnose(self.pool, first)
+            self.pool.status.diagnose(first)
             if error is None and isinstance(ending, MemoryError):
                 raise OutOfMemoryError(
                     f"the graph of {self._name} finds no memory on device {self.device} ({ending}): free arrays, close programs, "
@@ -245,13 +244,13 @@ class Recording:
     def free(self) -> bool:
         """Give back what is not yet; whether all is. No launch of the graph is under way.
 
-        Whoever calls this has parked it before, for what an interrupt or a failing call leaves and for memory that arrays use.
+        Whoever calls this has deferred it before, for what an interrupt or a failing call leaves and for memory that arrays use.
         """
         pool = self.pool
-        if pool._forked or pool._poison is not None:
-            keep_for_good(self)
+        if pool.status.untouchable:
+            abandon(self)
             return True
-        with self._ending, pool.on_device(self.device), pool.driver.relaxed():
+        with self._ending, on_device(pool.driver, self.device), pool.driver.relaxed():
             steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
             try:
                 do_all([self._destroy_graph, self._destroy_event, *steps, self.drop_plans])
@@ -270,7 +269,8 @@ class Recording:
         if event is not None:
             scratch.destroy_event(event)
 
-    def _settle(self) -> bool:
+    def settle(self) -> bool:
+        """Give back what is not yet, unless somebody does so just now; whether all is."""
         if not self._ending.acquire(blocking=False):  # by whoever gives it back just now
             return False
         try:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
-from handlepool.pool import deferred
-from handlepool.pool.context import recordings, thread
-from handlepool.pool.deferred import keep_for_good, parked
-from handlepool.pool.status import diagnose
+from handlepool.pool import deferred as leftovers
+from handlepool.pool.context import on_device, recordings, thread
+from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording.update import Inputs, copy_all
-from handlepool.regions.memory import lent
+from handlepool.regions.memory import branch_regions
 
 _streams: dict[int, Any] = {}
 """By number, the last streams of programs. The collector runs the destructors of all that goes at a time, also of a stream that a
@@ -96,7 +95,7 @@ class LastUse:
             del last
 
     def _used_by(self, reference: StreamReference) -> None:
-        last = None if reference.pointer == PER_THREAD_STREAM or reference.pointer in lent else reference.stream
+        last = None if reference.pointer == PER_THREAD_STREAM or reference.pointer in branch_regions else reference.stream
         # A stream of one device is current on no other: that it is current says which device is.
         bound = getattr(last, "device_id", -1) == self.device
         launch = partial(self._launch_on, reference.pointer)  # quicker to call than to be given the pointer each time
@@ -212,7 +211,7 @@ class Turns:
             if self._busy is not None:
                 self._refuse_inside(self._busy)
             if self._end is not None:
-                self._refuse_at_exit(self._end)
+                self._refuse_leftovers(self._end)
             try:
                 self._busy, self._user = what, thread
                 self._take_bias()
@@ -261,7 +260,7 @@ class Turns:
             self._former = self.bias
             self.bias = None
 
-    def _refuse_at_exit(self, moment: float) -> None:
+    def _refuse_leftovers(self, moment: float) -> None:
         if self._user != get_ident():
             sleep(max(0.0, moment - monotonic()))
         raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
@@ -302,7 +301,8 @@ class Program(LastUse):
     _recording: "Recording | None" = None
 
     def __init__(self, name: str, recording: "Recording", inputs: Inputs, outputs: Any, home: StreamReference) -> None:
-        pool = self._pool = recording.pool
+        pool = recording.pool
+        self._status = pool.status
         driver = pool.driver
         graph = recording.graph
         assert graph is not None
@@ -315,7 +315,7 @@ class Program(LastUse):
         with driver.relaxed():
             recording.event = driver.create_event()
         graph.upload(home.pointer)
-        deferred.remember(self)
+        leftovers.remember(self)
         super().__init__(driver, recording.device, name, graph.launch, recording.event, home)
         self._recording = recording
 
@@ -362,8 +362,8 @@ class Program(LastUse):
         PoolClosedError, ForkedProcessError, PoisonedContextError
             As their names say: after the program or its pool was closed, in a forked child.
         """
-        if self._pool.unusable:
-            self._pool._check_usable()
+        if self._status.unusable:
+            self._status.check()
         current = self._current_stream() if stream is None else stream
         turns = self._turns
         bias = turns.bias
@@ -407,7 +407,7 @@ class Program(LastUse):
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
             As in `replay`.
         """
-        self._pool._check_usable()
+        self._status.check()
         self._use("updated", self._update, args, kwargs)
 
     def _replay(self, stream: Any) -> None:
@@ -448,7 +448,7 @@ class Program(LastUse):
 
     def _explain(self, error: Exception) -> None:
         """Raise what an error means, where that is known."""
-        diagnose(self._pool, error)
+        self._status.diagnose(error)
         if not isinstance(error, HandlePoolError) and (cause := self._driver.capture_failure(error)):
             raise CaptureError(f"{self._name} cannot be used on a stream that is being captured: {cause}") from error
 
@@ -473,13 +473,13 @@ class Program(LastUse):
         self._end(wait=True)
 
     def _end(self, *, wait: bool, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> bool:
-        pool = self._pool
+        status = self._status
         # Nothing can be given back (guarantee 13), nor the lock be trusted: whoever has it may be gone.
-        if deferred.under_way or _is_finalizing():
-            keep_for_good(self)
+        if leftovers.under_way or _is_finalizing():
+            abandon(self)
             return True
-        if pool._forked or pool._poison is not None:
-            keep_for_good(self._let_go(park=False))
+        if status.untouchable:
+            abandon(self._let_go(defer_it=False))
             return True
         held: list[Any] = []
         recording = self._recording
@@ -488,48 +488,48 @@ class Program(LastUse):
                 return False
             # After the program's turn: what goes here may close another program, or this one.
             if held and recording is not None:
-                with pool.on_device(self.device), self._driver.relaxed():
+                with on_device(self._driver, self.device), self._driver.relaxed():
                     held.clear()
                     if recording.free():
                         with suppress(ValueError):  # another thread has it in hand
-                            parked.remove(recording)
+                            leftovers.deferred.remove(recording.settle)
         finally:
             held.clear()  # or an error's traceback would keep it
         return True
 
     def _take_out(self, held: list[Any], wait: bool) -> bool:
-        """Take all from the program once its last use has passed, and leave the recording parked; whether that is so by now."""
+        """Take all from the program once its last use has passed, and leave the recording deferred; whether that is so by now."""
         recording = self._recording
         if recording is None:
             return True
-        with self._pool.on_device(self.device):
+        with on_device(self._driver, self.device):
             if recording.event is None:  # an interrupt came when it had just been made: it was freed
-                held.append(self._let_go(park=False))
+                held.append(self._let_go(defer_it=False))
             elif self._passed(wait=wait):
-                held.append(self._let_go(park=True))
+                held.append(self._let_go(defer_it=True))
                 held.append(recording.kept.take())
             else:
                 return False
         return True
 
-    def _let_go(self, *, park: bool) -> tuple[Any, ...]:
+    def _let_go(self, *, defer_it: bool) -> tuple[Any, ...]:
         recording = self._recording
         held = recording, self._inputs, self._outputs, self._forget_stream(), self._owner, self._launch, self._launch_on
         self._recording = self._owner = None
         self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
-        if park and recording is not None:
-            parked.append(recording)  # what an interrupt or a failing call leaves, whoever finds it there gives back
+        if defer_it and recording is not None:
+            defer(recording.settle)  # what an interrupt or a failing call leaves, whoever finds it there gives back
         return held
 
-    def _end_at_exit(self, deadline: float) -> bool:
+    def _end_leftovers(self, deadline: float) -> bool:
         """Drop the plans, after which nobody replays; nothing else is given back. False where another thread is inside."""
         recording = self._recording
-        if recording is None or self._pool._forked:
+        if recording is None or self._status.forked:
             return True
         return self._turns.end(deadline, partial(self._drop_plans, recording))
 
     def _drop_plans(self, recording: "Recording") -> None:
-        keep_for_good(self._let_go(park=False))
+        abandon(self._let_go(defer_it=False))
         recording.drop_plans()
 
     def _settle(self) -> bool:
@@ -537,11 +537,11 @@ class Program(LastUse):
         try:
             return self._end(wait=False)
         except Exception:
-            return self._recording is None  # what came after that is the recording's, which is parked
+            return self._recording is None  # what came after that is the recording's, which is deferred
 
-    def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
+    def __del__(self, _defer: Callable[[Any], None] = defer) -> None:
         if self._recording is not None:
-            _park(self)
+            _defer(self._settle)
 
     def __reduce__(self) -> Any:
         """Refuse to be copied, also by `copy.copy`: two would end one graph."""

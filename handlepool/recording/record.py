@@ -7,8 +7,9 @@ from handlepool._util import shown
 from handlepool.drivers.protocol import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.context import run_on, thread
-from handlepool.pool.default import check_pool, current_pool
-from handlepool.pool.deferred import parked, settle
+from handlepool.pool.default import chosen_pool
+from handlepool.pool.deferred import defer, deferred, settle
+from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording.capture import Recording
@@ -57,18 +58,18 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
     """
     if pool is None:
         owner = getattr(function, "__self__", None)
-        pool = owner.pool if isinstance(owner, ParallelStates) else current_pool()
-    check_pool("record", pool)
-    pool._check_usable()
+        pool = owner.pool if isinstance(owner, ParallelStates) else None
+    chosen = chosen_pool("record", pool)
+    chosen.status.check()
     names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None)]
     name = next((name for name in names if isinstance(name, str)), type(function).__name__)
-    home = _check(pool, name, function, args, kwargs)
-    driver = pool.driver
+    home = _check(chosen, name, function, args, kwargs)
+    driver = chosen.driver
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
     inputs = Inputs(driver, args, kwargs)
-    if run_on(pool, stream, home.device, None, function, args, kwargs) is None:
+    if run_on(chosen, stream, home.device, None, function, args, kwargs) is None:
         raise _nothing(name)
-    recording = Recording(pool, name)
+    recording = Recording(chosen, name)
     try:
         recording.kept.add(function, args, kwargs)
         outputs = recording.capture(function, args, kwargs)
@@ -77,12 +78,12 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
         return Program(name, recording, inputs, outputs, home)
     except BaseException:
         outputs = None
-        parked.append(recording)
+        defer(recording.settle)
         recording.free()
         raise
 
 
-def _check(pool: HandlePool, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamReference:
+def _check(pool: PoolInternals, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamReference:
     """What can be said before anything runs; the caller's stream."""
     if not callable(function):
         raise ArgumentError(f"record({shown(function)}): pass a function, and its arguments after it")
@@ -95,7 +96,7 @@ def _check(pool: HandlePool, name: str, function: Any, args: tuple[Any, ...], kw
             raise ArgumentError(
                 f"{name} was given the iterator {shown(iterator)}, which its first call would use up; pass a list"
             )
-    if parked:
+    if deferred:
         settle()
     driver = pool.driver
     home = resolve(driver)

@@ -5,7 +5,7 @@ side stream. Its end is another event, recorded by the worker when the task's fu
 streams wait for it, `StreamFuture.synchronize` the host. What a task was given and what it allocated is kept by the task's
 region until a join or, for a future that nobody asked, until the end event has passed (guarantee 8).
 
-Nothing has to be shut down for that: a worker's side slots go back with its thread, and what an executor leaves behind is parked.
+Nothing has to be shut down for that: a worker's side slots go back with its thread, and what an executor leaves is deferred.
 """
 
 import threading
@@ -19,16 +19,16 @@ from handlepool._util import as_integer, shown
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError
-from handlepool.pool.context import run_on, thread
+from handlepool.pool.context import on_device, run_on, thread
 from handlepool.pool.default import check_pool, default_pool
-from handlepool.pool.deferred import keep_for_good, parked, settle
+from handlepool.pool.deferred import abandon, defer, deferred, settle
 from handlepool.pool.device import DeviceSlots
+from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
-from handlepool.pool.slot import Slot, own
-from handlepool.pool.status import diagnose, lost
+from handlepool.pool.slot import Slot, bind_to_thread
 from handlepool.pool.stream import check_foreign, resolve
 from handlepool.regions.future import StreamFuture, Task
-from handlepool.regions.memory import inherited, lent
+from handlepool.regions.memory import branch_regions, inherited
 from handlepool.regions.stream_order import in_torch, order, torch_among
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class ParallelStateExecutor(Executor):
         if pool is None:
             pool = default_pool()
         check_pool("ParallelStateExecutor", pool)
-        self._pool = pool
+        self._pool = pool.internals
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix, initializer or _nothing, initargs)
         self._leases = _Leases()
 
@@ -103,7 +103,7 @@ class ParallelStateExecutor(Executor):
         try:
             task = self._task(torch_among(fn, args, kwargs) if "torch" in modules else None)
         except Exception as error:
-            diagnose(self._pool, error)
+            self._pool.status.diagnose(error)
             raise
         task.region.keep_call(fn, args, kwargs)
         future: StreamFuture[T] = StreamFuture()
@@ -118,13 +118,13 @@ class ParallelStateExecutor(Executor):
             raise
         # What happens to the inner future before it runs (shutdown, a failed initializer) happens to ours.
         inner.add_done_callback(lambda ended: _pass_on(ended, call))
-        settle(self._pending)
+        settle(self._pending, Task.settle)
         return future
 
     def _task(self, torch: Any) -> Task:
         pool = self._pool
-        pool._check_usable()
-        if parked:
+        pool.status.check()
+        if deferred:
             settle()
         driver = pool.driver
         reference = resolve(driver)
@@ -164,18 +164,18 @@ class ParallelStateExecutor(Executor):
             try:
                 value = self._call(task, fn, args, kwargs)
             except BaseException as error:
-                lost(self._pool, error, ask=False)
+                self._pool.status.lost(error, ask=False)
                 task.withdraw()  # where it has not begun
                 future.set_exception(error)
             else:
                 future.set_result(value)
         finally:
             del future, task, fn, args, kwargs  # an error's traceback holds this frame, and the future holds the error
-        settle(self._pending)
+        settle(self._pending, Task.settle)
 
     def _call(self, task: Task, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         pool, device = self._pool, task.device
-        pool._check_usable()
+        pool.status.check()
         driver = pool.driver
         driver.set_device(device.device)
         slot = self._slot(device)
@@ -192,12 +192,12 @@ class ParallelStateExecutor(Executor):
         if task.torch is not None:
             fn, args, kwargs = in_torch(task.torch, pointer, task.theirs, device.device, fn, args, kwargs)
         if slot is not None:
-            lent[pointer] = task.region
+            branch_regions[pointer] = task.region
         try:
             return run_on(pool, stream, device.device, task.region, fn, args, kwargs)
         finally:
             if slot is not None:
-                lent.pop(pointer, None)
+                branch_regions.pop(pointer, None)
             task.finish(pointer)
             self._pending.append(task)
 
@@ -210,7 +210,7 @@ class ParallelStateExecutor(Executor):
             if slot is None:
                 return None
             lease = _Lease(device, slot)
-            own(self._pool.sound(slot))
+            bind_to_thread(self._pool.sound(slot))
             mine[device.device] = lease
         return lease.slot
 
@@ -226,40 +226,39 @@ class ParallelStateExecutor(Executor):
             Whether to cancel the tasks that have not started.
         """
         self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
-        if not wait or self._pool._forked:
+        if not wait or self._pool.status.forked:
             return
         while self._pending:
             task = self._pending.popleft()
             passed = False
             try:
-                passed = task._settle()
+                passed = task.settle()
                 if not passed:
                     task.join(submitter_only=True)
             except Exception:  # as for a stream that is being captured: what the task holds is held until its end has passed
                 pass
             finally:
                 if not passed:
-                    parked.append(task)
+                    defer(task.settle)
         for ordinal, events in self._events.items():
-            if not events._settle():
-                parked.append(events)
-            if self._pool.closed:
-                with self._pool.on_device(ordinal):
+            if not events.settle():
+                defer(events.settle)
+            if self._pool.status.closed:
+                with on_device(self._pool.driver, ordinal):
                     self._pool.device(ordinal).sides.drop_free()
 
     def __reduce__(self) -> Any:
         """Refuse to be copied: two would have the same threads."""
         raise TypeError("a ParallelStateExecutor owns threads and streams and cannot be copied or pickled; make another one")
 
-    def __del__(self, _park: Callable[[Any], None] = parked.extend, _keep: Callable[[Any], None] = keep_for_good) -> None:
+    def __del__(self, _defer: Callable[[Any], None] = deferred.extend, _abandon: Callable[[Any], None] = abandon) -> None:
         if not hasattr(self, "_events"):  # it was never made
             return
-        pool: HandlePool | None = getattr(self, "_pool", None)  # None where the arguments were refused
-        if pool is not None and pool._forked:  # guarantee 13
-            _keep((self._pending, self._events))
+        pool: PoolInternals | None = getattr(self, "_pool", None)  # None where the arguments were refused
+        if pool is not None and pool.status.forked:  # guarantee 13
+            _abandon((self._pending, self._events))
             return
-        _park(self._pending)
-        _park(self._events.values())
+        _defer([*(task.settle for task in self._pending), *(events.settle for events in self._events.values())])
 
 
 class _Lease:
@@ -271,15 +270,15 @@ class _Lease:
         self._device = device
         self.slot = slot
 
-    def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
+    def __del__(self, _defer: Callable[[Any], None] = defer) -> None:
         self.slot.end()
         self._device.sides.free.append(self.slot)
-        if self._device.pool.closed:
-            _park(self)
+        if self._device.status.closed:
+            _defer(self._settle)
 
     def _settle(self) -> bool:
         """After the pool was closed: destroy what came back too late."""
-        with self._device.pool.on_device(self._device.device):
+        with on_device(self._device.driver, self._device.device):
             self._device.sides.drop_free()
         return True
 

@@ -15,19 +15,18 @@ from typing import Any, TypeVar
 
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import CaptureError, OwnershipError, PoolClosedError
-from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, launchers, recordings, run_on, thread
-from handlepool.pool.deferred import parked, settle
-from handlepool.pool.pool import HandlePool
-from handlepool.pool.slot import Slot, disown, own
-from handlepool.pool.status import diagnose, lost
+from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, launchers, on_device, recordings, run_on, thread
+from handlepool.pool.deferred import defer, deferred, settle
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.stream import check_foreign, resolve
-from handlepool.regions.memory import Region, inherited, lent
+from handlepool.regions.memory import Region, branch_regions, inherited
 from handlepool.regions.stream_order import in_torch, order, torch_among
 
 
 def given_up(fork: "Fork") -> bool:
     """Touch nothing in the child of a process that forked in here (guarantee 13), nor after a lost context."""
-    if not fork._pool._forked and fork._pool._poison is None:
+    if not fork._status.untouchable:
         return False
     fork._leased = []
     fork._own_region().abandon()
@@ -36,7 +35,7 @@ def given_up(fork: "Fork") -> bool:
 
 def join(fork: "Fork") -> None:
     """Let the caller's stream wait for every branch, then give the side slots back and let go of what was kept."""
-    pool, driver, leased, pointer = fork._pool, fork._driver, fork._leased, fork._pointer
+    driver, leased, pointer = fork._driver, fork._leased, fork._pointer
     captured = False
     failure: BaseException | None = None
     try:
@@ -45,12 +44,12 @@ def join(fork: "Fork") -> None:
             record, wait = driver.record_event, driver.wait_event
             for slot in leased:
                 event = slot.end_event
-                if slot.pointer in lent and driver.is_capturing(slot.pointer):  # Python ran there
+                if slot.pointer in branch_regions and driver.is_capturing(slot.pointer):  # Python ran there
                     raise _left_capturing(slot.pointer)
                 record(event, slot.pointer)
                 wait(pointer, event)
-                if slot.owner is not None:
-                    disown(slot)
+                if slot.owned:
+                    unbind(slot)
     except BaseException as trouble:
         failure = trouble
     if captured or failure is not None:
@@ -58,12 +57,12 @@ def join(fork: "Fork") -> None:
     else:
         if fork._region is not None:  # before they go to others
             for slot in leased:
-                if slot.pointer in lent:
-                    del lent[slot.pointer]
+                if slot.pointer in branch_regions:
+                    del branch_regions[slot.pointer]
         fork._leased = []  # an interrupt that came before this finds all of them here, and they are joined again later
         fork._sides.free.extend(leased)
     try:
-        late = _finish(fork, failure) if failure is not None or fork._callers or pool.unusable else None
+        late = _finish(fork, failure) if failure is not None or fork._callers or fork._status.unusable else None
     finally:
         del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
     region = fork._region
@@ -83,12 +82,12 @@ def join(fork: "Fork") -> None:
 def _finish(fork: "Fork", failure: BaseException | None) -> BaseException | None:
     """End a join of which there is more to say; what went wrong too late to matter to it is returned."""
     late: BaseException | None = None
-    if fork._pool.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
+    if fork._status.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
         try:
             fork._sides.drop_free()
         except BaseException as trouble:  # something could not be destroyed yet
             late = trouble
-            fork._pool.device(fork._ordinal).settle_later()
+            fork._device.settle_later()
     if failure is None:
         try:
             for caller in fork._callers:
@@ -98,7 +97,7 @@ def _finish(fork: "Fork", failure: BaseException | None) -> BaseException | None
     try:
         if failure is not None:
             fork._own_region().abandon()
-            diagnose(fork._pool, failure)
+            fork._status.diagnose(failure)
             raise failure
         return late
     finally:
@@ -116,7 +115,7 @@ def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> B
                     f"stream {fork._pointer:#x} began to be captured inside a fork, after a branch was run: the capture "
                     f"cannot wait for the branch. Begin it before the fork, or after"
                 )
-            if not captured and slot.pointer in lent and driver.is_capturing(slot.pointer):
+            if not captured and slot.pointer in branch_regions and driver.is_capturing(slot.pointer):
                 raise _left_capturing(slot.pointer)
             driver.record_event(slot.end_event, slot.pointer)
             driver.wait_event(fork._pointer, slot.end_event)
@@ -125,10 +124,10 @@ def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> B
             if not abandoned:
                 abandoned = True
                 fork._own_region().abandon()
-        if slot.owner is not None:
-            disown(slot)
-        lent.pop(slot.pointer, None)
-        fork._sides.give_back(leased.pop(0), captured=True)
+        if slot.owned:
+            unbind(slot)
+        branch_regions.pop(slot.pointer, None)
+        fork._sides.release(leased.pop(0), captured=True)
     if captured and thread.recording is not None and not fork._inherited:
         thread.recording.kept.add(fork._kept if fork._region is None else fork._region.kept)
     try:
@@ -150,7 +149,7 @@ def settle_fork(fork: "Fork") -> bool:
     if given_up(fork):
         return True
     try:
-        with fork._pool.on_device(fork._ordinal):
+        with on_device(fork._driver, fork._ordinal):
             capturing = fork._driver.capture_id
             # Here the first means another stream; the other was destroyed by the collector in one go with the fork.
             if fork._pointer == PER_THREAD_STREAM or gc.is_finalized(fork._stream):
@@ -158,10 +157,10 @@ def settle_fork(fork: "Fork") -> bool:
                 while fork._leased:
                     captured = capturing(fork._leased[-1].pointer) != 0
                     slot = fork._leased.pop()
-                    if slot.owner is not None:
-                        disown(slot)
-                    lent.pop(slot.pointer, None)
-                    fork._sides.give_back(slot, captured=captured)
+                    if slot.owned:
+                        unbind(slot)
+                    branch_regions.pop(slot.pointer, None)
+                    fork._sides.release(slot, captured=captured)
                 return True
             pointers = [slot.pointer for slot in fork._leased]
             if any(pointer and capturing(pointer) for pointer in (fork._pointer, *pointers)):
@@ -204,7 +203,7 @@ def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[An
     hit, _ = launchers.get(bare if kind is FunctionType else kind, NO_LAUNCHER)
     if hit is None or (keywords and any(hasattr(value, "shape") for value in keywords.values())):
         return None  # a shortcut does not add the arrays of a partial's keywords
-    if fork._thread != get_ident() or pool.unusable or fork._inherited:
+    if fork._thread != get_ident() or fork._status.unusable or fork._inherited:
         fork._refuse()
     if pool.current_device() != fork._ordinal or fork._driver.current_stream(fork._ordinal) is not fork._stream:
         return None
@@ -234,8 +233,8 @@ def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[An
             index = 0
         fork._next = index + 1
         slot = leased[index]
-        if pool.checked and slot.owner is None:
-            own(pool.sound(slot))
+        if pool.checked and not slot.owned:
+            bind_to_thread(pool.sound(slot))
         return slot
 
     first, *others = calls
@@ -265,6 +264,7 @@ class Fork:
     __slots__ = (
         "_callers",
         "_count",
+        "_device",
         "_driver",
         "_inherited",
         "_kept",
@@ -275,13 +275,15 @@ class Fork:
         "_pool",
         "_region",
         "_sides",
+        "_status",
         "_stream",
         "_thread",
     )
 
-    def __init__(self, pool: HandlePool, count: int, stream: Any = None) -> None:
+    def __init__(self, pool: PoolInternals, count: int, stream: Any = None) -> None:
         self._thread = _NOT_ENTERED  # or the thread that entered it, or `_LEFT`
         self._pool = pool
+        self._status = pool.status
         self._count = count
         self._stream = stream
         self._leased: list[Slot] = []
@@ -293,11 +295,11 @@ class Fork:
         if self._thread:
             raise OwnershipError("this fork was entered already; make a new one with states.fork()")
         pool = self._pool
-        if pool.unusable:
-            pool._check_usable()
-        if parked:
+        if pool.status.unusable:
+            pool.status.check()
+        if deferred:
             settle()
-        driver = self._driver = pool._driver or pool.driver
+        driver = self._driver = pool.driver
         ordinal: int = pool.current_device()
         stream = self._stream
         if stream is not None or not driver.owns_stream(stream := driver.current_stream(ordinal)):
@@ -307,7 +309,8 @@ class Fork:
         self._stream = stream
         self._pointer: int = stream.ptr
         self._ordinal = ordinal
-        self._sides = (pool._devices.get(ordinal) or pool.device(ordinal)).sides
+        self._device = device = pool.devices.get(ordinal) or pool.device(ordinal)
+        self._sides = device.sides
         # One that is not inherited is made when a branch runs Python.
         outer = self._region = None if thread.region is None else inherited(driver, ordinal, self._pointer)
         self._inherited = outer is not None
@@ -344,7 +347,7 @@ class Fork:
             After the fork was left, or the pool closed.
         """
         pool = self._pool
-        if self._thread != get_ident() or pool.unusable or self._inherited:
+        if self._thread != get_ident() or self._status.unusable or self._inherited:
             self._refuse()
         driver = self._driver
         ordinal = self._ordinal
@@ -373,7 +376,7 @@ class Fork:
                 function, args, kwargs = in_torch(torch, pointer, theirs, ordinal, function, args, kwargs)
             if slot is None:
                 return self._on_caller(function, args, kwargs)
-            lent[slot.pointer] = region
+            branch_regions[slot.pointer] = region
             return run_on(pool, slot.side_stream, ordinal, region, function, args, kwargs)
         # A graph function: its outputs are known, so they are allocated before the edge that starts the branch, on the caller's
         # stream, and nothing is allocated inside the branch. Arguments that it refuses cost no side slot.
@@ -440,9 +443,9 @@ class Fork:
         """Give the states back that were leased for branches which did not come to start, all but the first ``known``."""
         while len(self._leased) > known:
             slot = self._leased.pop()
-            if slot.owner is not None:
-                disown(slot)
-            self._sides.give_back(slot, captured=True)  # it may wait for a caller's stream that is being captured
+            if slot.owned:
+                unbind(slot)
+            self._sides.release(slot, captured=True)  # it may wait for a caller's stream that is being captured
 
     def _branch(self, *, owned: bool) -> Slot | None:
         """The next state, started after what the caller's stream has been given by now; None to run inline.
@@ -454,8 +457,8 @@ class Fork:
         if slot is None:
             return None
         try:
-            if owned and slot.owner is None:
-                own(self._pool.sound(slot))
+            if owned and not slot.owned:
+                bind_to_thread(self._pool.sound(slot))
             self._driver.record_event(slot.start_event, self._pointer)
             self._driver.wait_event(slot.pointer, slot.start_event)
         except BaseException:
@@ -536,22 +539,22 @@ class Fork:
                 f"a fork belongs to the thread that entered it ({self._thread}), and this is thread {get_ident()}; make a "
                 f"fork in each thread, or use ParallelStateExecutor"
             )
-        self._pool._check_usable()
+        self._status.check()
         self._check_in_time()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._thread != get_ident():
             self._refuse()
-        pool = self._pool
+        status = self._status
         try:
             self._thread = _LEFT
             if error is not None:
-                lost(pool, error, ask=False)
-            if pool.unusable and given_up(self):
-                if error is None and pool._poison is not None:
-                    pool._check_usable()
+                status.lost(error, ask=False)
+            if status.unusable and given_up(self):
+                if error is None and status.poison is not None:
+                    status.check()
                 return
-            if pool.current_device() == self._ordinal:
+            if self._pool.current_device() == self._ordinal:
                 join(self)
             else:  # where the null stream's pointer means another stream
                 with self._driver.device(self._ordinal):
@@ -562,7 +565,7 @@ class Fork:
                     region = self._own_region()
                     region.abandon()  # or the outer fork would let go of it
                     region.leave(self)
-                parked.append(self)
+                defer(self._settle)
             raise
         if self._inherited and error is None:
             self._check_in_time()
@@ -574,11 +577,11 @@ class Fork:
                 "branches. Leave a fork where it was entered; a generator that holds one open must be finished there"
             )
 
-    def __del__(self, _park: Callable[[Any], None] = parked.append) -> None:
+    def __del__(self, _defer: Callable[[Any], None] = defer) -> None:
         # Nobody left it: its thread ended inside, or an interrupt came while it was left.
         try:
             if self._thread > 0 or self._leased:
-                _park(self)
+                _defer(self._settle)
         except AttributeError:  # an interrupt came while it was made
             pass
 

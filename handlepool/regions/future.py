@@ -7,9 +7,9 @@ from typing import Any, Generic, TypeVar
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.protocol import LEGACY_STREAM
 from handlepool.errors import CaptureError
-from handlepool.pool.context import thread
+from handlepool.pool.context import on_device, thread
 from handlepool.pool.device import DeviceSlots
-from handlepool.regions.memory import Region, lent
+from handlepool.regions.memory import Region, branch_regions
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Task:
         self._outer = outer
         submitters = {stream.ptr} if torch is None else {stream.ptr, theirs}
         # A side stream that the submitter was lent is somebody else's by the end of the branch or task that submitted.
-        self._sides = set() if outer is None else {pointer for pointer in submitters if lent.get(pointer) is outer}
+        self._sides = set() if outer is None else {pointer for pointer in submitters if branch_regions.get(pointer) is outer}
         self._homes = {(device.device, pointer) for pointer in submitters - self._sides | {self.region.stream.ptr}}
         self._joined = False  # whether the streams of `_homes` wait for the end
         self._events = events
@@ -134,29 +134,29 @@ class Task:
         end = self._borrow()
         if end is None:
             return
-        pool, driver, device = self.device.pool, self.device.driver, self.device.device
+        status, driver, device = self.device.status, self.device.driver, self.device.device
         try:
-            if pool._forked:
-                pool._check_usable()  # raises
+            if status.forked:
+                status.check()  # raises
             streams = set() if self._joined else set(self._homes)
             if self._sides and thread.region is self._outer:  # in that still, in its thread: nobody else gets them meanwhile
-                streams |= {(device, pointer) for pointer in self._sides if lent.get(pointer) is self._outer}
+                streams |= {(device, pointer) for pointer in self._sides if branch_regions.get(pointer) is self._outer}
             if not submitter_only:
                 current = {(driver.current_device(), driver.current_stream().ptr)}
-                with pool.on_device(device):
+                with on_device(driver, device):
                     current.add((device, driver.current_stream().ptr))
                     if self.torch is not None:
                         current.add((device, self.torch.current_stream(device)))
                 streams |= current - self._homes
             for ordinal, pointer in streams:
-                with pool.on_device(ordinal):
+                with on_device(driver, ordinal):
                     if pointer != LEGACY_STREAM and driver.capture_id(pointer):
                         raise CaptureError(
                             f"stream {pointer:#x} is being captured, and the task ran outside of the capture: ask for the "
                             f"result before the capture, or after it"
                         )
             for ordinal, pointer in streams:
-                with pool.on_device(ordinal):
+                with on_device(driver, ordinal):
                     driver.wait_event(pointer, end)
         finally:
             self._put_back()
@@ -179,9 +179,9 @@ class Task:
             finally:
                 self._put_back()
 
-    def _settle(self) -> bool:
+    def settle(self) -> bool:
         """Once the GPU has passed the end: let go of everything. Whether it has."""
-        if self.device.pool._forked:  # guarantee 13
+        if self.device.status.forked:  # guarantee 13
             self.region.abandon()
             return True
         end = self._borrow()

@@ -13,7 +13,7 @@ from typing import Any
 
 from handlepool.drivers.protocol import Driver, Stream
 from handlepool.pool.context import thread
-from handlepool.pool.deferred import keep_for_good
+from handlepool.pool.deferred import abandon
 
 
 class Region:
@@ -75,7 +75,7 @@ class Region:
         self.inner.add(fork)
 
     def leave(self, fork: Any) -> None:
-        """An inner fork was joined, or will be by whoever finds it parked. One whose join failed stays known."""
+        """An inner fork was joined, or will be by whoever finds it deferred. One whose join failed stays known."""
         if self.inner is not None:
             self.inner.discard(fork)
 
@@ -113,7 +113,7 @@ class Region:
 
     def abandon(self) -> None:
         """Let go of nothing, ever: a join failed, so branches may read what is kept, and nobody waits for them."""
-        keep_for_good(self.kept)
+        abandon(self.kept)
         self.kept = []
         self.keep = self.kept.append
         self._allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
@@ -127,14 +127,14 @@ def content(cell: types.CellType) -> Any:
         return None
 
 
-lent: dict[int, Region] = {}
+branch_regions: dict[int, Region] = {}
 """By pointer, the side streams on which branches and tasks run Python, and the region of each, to the join or the task's end. By
 pointer, since one stream may have several objects, and they need not be ours."""
 
 
 def _allocator_of(pointer: int) -> Any:
     """The allocator of the region that a stream is lent in."""
-    region = lent.get(pointer)
+    region = branch_regions.get(pointer)
     return None if region is None or region.ended else region.allocator
 
 
@@ -148,7 +148,7 @@ def inherited(driver: Driver, device: int, pointer: int) -> "Region | None":
     if region is None:
         return None
     if pointer != region.stream.ptr:
-        region = lent.get(pointer)
+        region = branch_regions.get(pointer)
     if region is None or region.ended or region.device != device or underneath(region.driver) is not underneath(driver):
         return None
     return region
@@ -159,4 +159,4 @@ def underneath(driver: Any) -> Any:
     return getattr(driver, "checked_driver", driver)
 
 
-os.register_at_fork(after_in_child=lent.clear)  # nothing inherited is used in a forked child (guarantee 13)
+os.register_at_fork(after_in_child=branch_regions.clear)  # nothing inherited is used in a forked child (guarantee 13)

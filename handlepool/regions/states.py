@@ -13,6 +13,7 @@ from handlepool._util import as_integer, shown
 from handlepool.errors import ArgumentError, OwnershipError, StateBusyError, StateIndexError
 from handlepool.pool.context import thread
 from handlepool.pool.default import check_pool, default_pool
+from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.slot import Slot
@@ -74,7 +75,7 @@ class ParallelStates:
         Fork
             To be entered once, by the thread that runs its branches.
         """
-        return Fork(self.pool, self.count, stream)
+        return Fork(self.pool.internals, self.count, stream)
 
     def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
         """Run ``function`` over the iterables, each call a branch; results in order, ready on the caller's stream.
@@ -97,7 +98,7 @@ class ParallelStates:
         Outputs that a graph function allocates may share a block of memory, where together they take 1 MiB at most. The block is
         free when none of them is left.
         """
-        with Fork(self.pool, self.count) as fork:
+        with Fork(self.pool.internals, self.count) as fork:
             return fork.map(function, *iterables, out=out)
 
     def with_state(self, index: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -135,7 +136,7 @@ class ParallelStates:
             number = -1
         if not 0 <= number < self.count:
             raise StateIndexError(f"state {shown(index)} of {self.count}: the index must be 0 to {self.count - 1}")
-        self.pool._check_usable()
+        self.pool.internals.status.check()
         lock = self._locks.setdefault((self.pool.driver.current_device(), number), threading.Lock())
         # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another. It is
         # counted before the lock is taken and until after it is released, so that a finaliser that the collector runs just then
@@ -159,12 +160,12 @@ class ParallelStates:
             thread.states_held = held
 
     def _joined_at_once(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        with Fork(self.pool, 1) as fork:
+        with Fork(self.pool.internals, 1) as fork:
             fork._own_region().keep_call(function, args, kwargs)
-            return fork.run(_with_state, self.pool, function, args, kwargs)
+            return fork.run(_with_state, self.pool.internals, function, args, kwargs)
 
 
-def _with_state(pool: HandlePool, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+def _with_state(pool: PoolInternals, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
     state = State(pool.slot())
     try:
         return function(state, *args, **kwargs)

@@ -8,14 +8,14 @@ from typing import Any
 
 from handlepool.drivers.protocol import LEGACY_STREAM
 from handlepool.errors import CaptureError
-from handlepool.pool.pool import HandlePool
+from handlepool.pool.internals import PoolInternals
 from handlepool.regions.memory import content
 
 _DEEPEST = 4
 """Levels of lists, tuples and dictionaries in which torch's tensors are looked for among a branch's arguments."""
 
 
-def order(pool: HandlePool, device: int, first: int, then: int) -> None:
+def order(pool: PoolInternals, device: int, first: int, then: int) -> None:
     """Let a stream wait for what another one of the current device was given by now.
 
     Raises

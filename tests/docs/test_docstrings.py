@@ -11,7 +11,6 @@ from handlepool.graphs.plan import Plan
 
 GENERATED = (handlepool.Graph, handlepool.GraphTensor)  # the frontend documents them
 OF_ROOMS = {"GraphFunction.prepare", "GraphFunction.plan"}
-OF_ROOMS |= {f"HandlePool.{name}" for name in ("slot", "sound", "park", "device", "on_device")}
 """What other rooms call, and users do not."""
 EMPTY = (None, "None", inspect.Signature.empty)
 

@@ -122,7 +122,7 @@ def test_it_runs_on_the_slot_of_the_current_stream_with_its_workspace(world):
     for stream in [world.driver.create_stream() for _ in range(2)]:
         with stream:
             launch = again(world, double, x, out=y)
-            slot = world.pool.slot()
+            slot = world.pool.internals.slot()
             assert launch.handle == slot.handle.backend_handle
             assert launch.workspace == slot.reserve(1000) != 0
     assert len({launch.handle for launch in world.driver.launches}) == 3
@@ -133,10 +133,10 @@ def test_the_workspace_grows_with_the_plan_that_needs_more(world):
     x, big = world.array(), world.array(4, 4)
     world.driver.workspace_size = 256
     known(world, double, x)
-    small = world.pool.slot().reserve(256)
+    small = world.pool.internals.slot().reserve(256)
     world.driver.workspace_size = 4096
     known(world, double, big)
-    grown = world.pool.slot().reserve(4096)
+    grown = world.pool.internals.slot().reserve(4096)
     assert grown != small
     assert again(world, double, x).workspace == again(world, double, big).workspace == grown
 
@@ -418,7 +418,7 @@ def test_each_device_has_its_plan_and_its_slot(devices):
         index, x = plans[device]
         with devices.driver.device(device):
             launch = again(devices, double, x)
-            assert (launch.index, launch.handle) == (index, devices.pool.slot().handle.backend_handle)
+            assert (launch.index, launch.handle) == (index, devices.pool.internals.slot().handle.backend_handle)
 
 
 def test_the_null_stream_which_is_one_of_each_device_gets_the_slot_of_the_current_one(devices):
@@ -427,7 +427,7 @@ def test_the_null_stream_which_is_one_of_each_device_gets_the_slot_of_the_curren
         with devices.driver.device(device), devices.driver.null:
             x = devices.array()
             handles.append(devices.launched(double, x).handle)
-            assert devices.pool.slot().device == device
+            assert devices.pool.internals.slot().device == device
             assert again(devices, double, x).handle == handles[-1]
     assert handles[:2] == handles[2:]
     assert handles[0] != handles[1]
@@ -529,7 +529,7 @@ def test_more_geometries_of_one_first_shape_than_there_are_shortcuts(world):
             assert launch.index == plan
             assert launch.addresses[:2] == addresses(x, w)
     assert world.driver.compiled == len(filters)
-    (attempts,) = world.pool.plans.shortcuts.values()
+    (attempts,) = world.pool.internals.plans.shortcuts.values()
     assert len(attempts) == MOST_SHORTCUTS
     assert again(world, conv, x, filters[-1]).index == plans[-1]
 
@@ -539,7 +539,7 @@ def test_more_geometries_of_one_first_shape_than_there_are_shortcuts(world):
 
 def consistent(world):
     """Whether the shortcuts are those of the plans that the cache has."""
-    plans = world.pool.plans
+    plans = world.pool.internals.plans
     made = [entry.shortcuts for of_device in plans._plans.values() for entry in of_device.values()]
     belong = {id(shortcut) for shortcuts in made for shortcut in shortcuts.values()}
     there = [id(shortcut) for attempts in plans.shortcuts.values() for shortcut in attempts]
@@ -578,7 +578,7 @@ def test_an_evicted_plans_shortcut_goes_with_it(make_world):
     x, y = world.array(), world.array(4, 4)
     first = known(world, double, x)
     second = known(world, double, y)
-    assert len(world.pool.plans.shortcuts) == 1
+    assert len(world.pool.internals.plans.shortcuts) == 1
     assert world.launched(double, x).index not in (first, second)
 
 
@@ -589,7 +589,7 @@ def test_what_forgets_plans_forgets_the_shortcuts_to_them(world, clear):
     plans = known(world, double, x), known(world, variant, x), known(world, plus, x, x)
     {"pool": world.pool, "function": double, "variant": variant}[clear].cache_clear()
     assert consistent(world)
-    assert len(world.pool.plans.shortcuts) == (0 if clear == "pool" else 1)
+    assert len(world.pool.internals.plans.shortcuts) == (0 if clear == "pool" else 1)
     assert world.launched(double, x).index not in plans
     assert world.launched(variant, x).index not in plans
     assert (world.launched(plus, x, x).index == plans[2]) is (clear != "pool")
@@ -631,7 +631,7 @@ def test_a_pool_that_was_closed_launches_nothing(world):
     with pytest.raises(PoolClosedError):
         double(x)
     assert len(world.driver.launches) == before
-    assert not world.pool.plans.shortcuts
+    assert not world.pool.internals.plans.shortcuts
 
 
 # What else stands against it
@@ -678,7 +678,7 @@ def test_a_side_slots_handle_is_made_sound_for_a_branch(world, destroyed):
     x = world.array()
     known(world, double, x)
     world.states.map(double, [x] * 4)
-    sides = world.pool.device(0).sides.free
+    sides = world.pool.internals.device(0).sides.free
     for slot in sides:
         if destroyed:
             world.driver.destroy_handle(slot.handle)
@@ -704,11 +704,11 @@ def test_a_side_stream_that_is_kept_after_its_fork_gets_a_slot_of_its_own(world,
 
     with world.states.fork() as fork:
         fork.run(*(branch,) if python else (double, x))
-    side = kept[0] if python else world.pool.device(0).sides.free[0].side_stream
+    side = kept[0] if python else world.pool.internals.device(0).sides.free[0].side_stream
     with side:
         launch = again(world, double, x)
         assert launch.handle == world.pool.get_handle().backend_handle
-    assert launch.handle != world.pool.device(0).sides.free[0].handle.backend_handle
+    assert launch.handle != world.pool.internals.device(0).sides.free[0].handle.backend_handle
 
 
 @pytest.mark.parametrize("kind", [LaunchError, RuntimeError, KeyboardInterrupt])
@@ -748,7 +748,7 @@ def test_an_output_for_which_there_is_no_memory(raw, monkeypatch):
     x = raw.array()
     index = known(raw, double, x)
     missing, box = cupy.cuda.memory.OutOfMemoryError(32, 1 << 40), [True]
-    space = next(iter(raw.pool.plans.shortcuts.values()))[0].__globals__
+    space = next(iter(raw.pool.internals.plans.shortcuts.values()))[0].__globals__
     alloc = space["alloc"]
 
     def short(nbytes):
@@ -776,7 +776,7 @@ def test_threads_with_streams_of_their_own_launch_their_own_addresses(world):
 
     def work():
         with world.driver.create_stream():
-            slot = world.pool.slot()
+            slot = world.pool.internals.slot()
             arrays = [[world.array() for _ in range(3)] for _ in range(calls)]
             meeting.wait(TIMEOUT)
             for x, y, out in arrays:
@@ -843,10 +843,10 @@ def test_after_an_error_of_the_entry_the_slot_has_a_buffer_again(raw):
         double(x)
     raw.driver.error = None
     double(x)
-    buffer = raw.pool.slot().buffer
+    buffer = raw.pool.internals.slot().buffer
     assert buffer is not None
     double(x)
-    assert raw.pool.slot().buffer is buffer
+    assert raw.pool.internals.slot().buffer is buffer
 
 
 # Branches

@@ -80,7 +80,7 @@ def test_g6_a_task_that_fails_is_joined_too_and_the_executor_goes_on(executor, s
 
 def test_g1_tasks_of_one_worker_use_one_handle_and_workers_differ(executor, pool, stream):
     def handle():
-        return pool.get_handle(), pool.slot().pointer, cupy.cuda.get_current_stream().ptr
+        return pool.get_handle(), pool.internals.slot().pointer, cupy.cuda.get_current_stream().ptr
 
     futures = [executor.submit(handle) for _ in range(50)]
     wait(futures)

@@ -49,7 +49,7 @@ def test_g1_concurrent_forks_share_no_side_slot(pool, in_threads):
 
     def fork(_):
         with cupy.cuda.Stream(non_blocking=True), states.fork() as fork:
-            pairs = [fork.run(lambda: (pool.get_handle().backend_handle, pool.slot().pointer)) for _ in range(4)]
+            pairs = [fork.run(lambda: (pool.get_handle().backend_handle, pool.internals.slot().pointer)) for _ in range(4)]
             inside.wait(20)
             return pairs
 
@@ -173,7 +173,7 @@ def test_g3_everything_of_a_slot_is_on_the_current_device(pool, stream):
     device = cupy.cuda.runtime.getDevice()
     memory = pool.get_workspace(1000)
     assert cupy.cuda.runtime.pointerGetAttributes(memory.data.ptr).device == memory.device.id == device
-    assert pool.slot().device == device
+    assert pool.internals.slot().device == device
 
 
 @pytest.mark.two_gpus
@@ -191,7 +191,7 @@ def test_g3_a_stream_of_another_device_is_an_error_before_anything_is_made(pool,
         assert not any((pool.stats() - before).values())
         assert cupy.cuda.runtime.getDevice() == 0
     with cupy.cuda.Device(1):
-        assert pool.slot(stream).device == 1
+        assert pool.internals.slot(stream).device == 1
         assert cupy.cuda.runtime.pointerGetAttributes(pool.get_workspace(1, stream).data.ptr).device == 1
 
 

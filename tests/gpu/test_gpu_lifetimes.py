@@ -138,7 +138,7 @@ def chain(pool, kernels, in_threads, handle_of, steps=1000, threads=4):
 
     def body(i):
         with streams[i] as stream:
-            slot = pool.slot()
+            slot = pool.internals.slot()
             kernels.spin(100)  # gathers launches
             for _ in range(steps):
                 plan.executable.launch(handle_of(slot), (xs[i], w, ys[i]), slot.reserve(plan.workspace_size))
@@ -237,7 +237,7 @@ def test_g11_ten_thousand_threads_take_the_memory_of_two_handles_at_most(pool, i
         with cupy.cuda.Stream(non_blocking=True) as own:
             bound.append(pool.get_handle().stream == own.ptr)
             if number % EVERY == 0:
-                convolutions.launch(pool.slot(), number // EVERY)
+                convolutions.launch(pool.internals.slot(), number // EVERY)
                 own.synchronize()
 
     in_thread(body, 0)  # what a first launch loads
@@ -272,7 +272,7 @@ def test_g4_ten_thousand_streams_of_every_kind_some_of_which_go_with_their_work_
             with owner:
                 kernels.write(memory, i + 1)
                 kernels.spin(1)  # not over when the stream goes
-                convolutions.launch(pool.slot(stream), i)
+                convolutions.launch(pool.internals.slot(stream), i)
                 kernels.copy(memory, copies[i])
                 kernels.write(memory, -1)
                 pending += not owner.done

@@ -31,7 +31,7 @@ def wrong_results(pool, kernels, convolutions, workspace):
     outputs = [[cupy.full_like(y, cupy.nan) for y in expected] for _ in range(ROUNDS)]
 
     def launch(x, y):
-        slot = pool.slot()
+        slot = pool.internals.slot()
         plan.executable.launch(slot.handle, (x, w, y), workspace(slot))
 
     with ParallelStates(STREAMS, pool=pool).fork() as fork:
@@ -60,7 +60,7 @@ def test_g5_what_is_handed_out_and_what_is_launched_with_never_overlap(pool, in_
     def take(_):
         blocks = []
         for stream in (cupy.cuda.Stream.null, *streams):
-            slot = pool.slot(stream)
+            slot = pool.internals.slot(stream)
             blocks += [(pool.get_workspace(1 << 16, stream).data.ptr, 1 << 16), (slot.reserve(1 << 17), 1 << 17)]
         return blocks
 

@@ -555,7 +555,7 @@ def test_plans_are_counted(make_driver, arrays, x, w):
         fn = handlepool.graph(twice)
         own = Arrays(pool)
         for size in (1, 2, 3, 3, 4):
-            fn.prepare(pool, (own.random(size),), None, {}).launch(pool.slot())
+            fn.prepare(pool.internals, (own.random(size),), None, {}).launch(pool.internals.slot())
         stats = pool.stats()
     assert (stats["plans_built"], stats["plans_cached"], stats["plans_evicted"]) == (4, 2, 2)
     assert stats["plan_build_microseconds"] > 0

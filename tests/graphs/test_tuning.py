@@ -148,7 +148,7 @@ def in_order(scene):
     stats = scene.pool.stats()
     assert stats["handles_captured"] == stats["handles_leased"] == 0
     settle()
-    scene.pool.drain()
+    scene.pool.internals.drain()
     Accounts(scene.pool).check()
     assert_usable(scene.pool)
 
@@ -533,11 +533,11 @@ def test_an_unknown_option_is_refused(make):
 def test_too_few_side_streams_are_refused(make):
     scene = make(GREEDY, SOCIABLE)
     conv.plan_for(*arrays_of(scene.driver))
-    sides = scene.pool.device(0).sides
+    sides = scene.pool.internals.device(0).sides
     leased = [sides.lease() for _ in range(30)]
     refused(scene, StateBusyError, "needs 4 side streams, and 2 are free", states=scene.states)
     for slot in leased:
-        sides.give_back(slot, captured=False)
+        sides.release(slot, captured=False)
 
 
 def test_a_closed_pool_is_refused(make):
@@ -574,7 +574,7 @@ def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, i
     while failed:
         with Scene(TimedDriver([Fake(), Fake(company=5)], scheduler="adversarial", seed=k)) as scene:
             x, w = arrays_of(scene.driver)
-            conv.plan(scene.pool, (x, w), (), {})
+            conv.plan(scene.pool.internals, (x, w), (), {})
             error = interrupt(f"injected failure of call {k}")
             scene.driver.fail_at(k, method, error, RESTORES)
             try:

@@ -38,12 +38,13 @@ class CostlyDriver:
 
 def forgotten(pool):
     """Forks of a pool that nobody left, and that nobody has settled yet."""
-    return [entry for entry in list(deferred.parked) if isinstance(entry, Fork) and entry._pool is pool]
+    forks = [fork for step in list(deferred.deferred) if isinstance(fork := step.__self__, Fork)]
+    return [fork for fork in forks if fork._pool is pool.internals]
 
 
 def waiting(pool):
     """Side slots that a closed pool still has: they, or the stream that waits for them, take part in a capture under way."""
-    held = [slot for device in pool._devices.values() for slot in device.sides.quarantine]
+    held = [slot for device in pool.internals.devices.values() for slot in device.sides.capturing]
     return held + [slot for fork in forgotten(pool) for slot in fork._leased]
 
 
@@ -62,15 +63,15 @@ class Accounts:
     """
 
     def __init__(self, pool, forks=(), closed=()):
-        self.closed = [device for other in closed for device in other._devices.values()]
+        self.closed = [device for other in closed for device in other.internals.devices.values()]
         self.late = [slot for other in closed for slot in waiting(other)]
         self.pool = pool
-        self.live = list(pool._live._slots)
-        self.devices = list(pool._devices.values())
-        self.leased = [slot for fork in (*forks, *forgotten(pool)) if fork._pool is pool for slot in fork._leased]
+        self.live = list(pool.internals._live._slots)
+        self.devices = list(pool.internals.devices.values())
+        self.leased = [slot for fork in (*forks, *forgotten(pool)) if fork._pool is pool.internals for slot in fork._leased]
         self.idle = [slot for device in self.devices for slot in device.idle]
         self.free = [slot for device in self.devices for slot in device.sides.free]
-        self.held = [slot for device in self.devices for slot in device.sides.quarantine]
+        self.held = [slot for device in self.devices for slot in device.sides.capturing]
         self.sides = [*self.free, *self.held, *self.leased]
         self.slots = [*self.live, *self.idle, *self.sides]
         self.doomed = [handle for device in self.devices for handle in device.handles.doomed]

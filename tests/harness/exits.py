@@ -266,7 +266,7 @@ def _refused():
         lambda: ParallelStates(2).map(int, [1]),
         lambda: handlepool.with_cudnn_state(0, lambda state: None),
         lambda: ParallelStateExecutor(1).submit(int),
-        lambda: pool.slot(),
+        lambda: pool.internals.slot(),
     ]
     for use in uses:
         said = ""

@@ -74,7 +74,7 @@ def test_a_handle_of_a_branch_is_refused_after_the_join(pool):
 
 def test_a_state_is_refused_outside_of_its_call(pool, in_thread):
     states = ParallelStates(2, pool=pool)
-    kept = states.with_state(0, lambda state: pool.slot())
+    kept = states.with_state(0, lambda state: pool.internals.slot())
     for use in (lambda: kept.workspace(10), lambda: kept.reserve(10), lambda: pool.driver.use_handle(kept.handle, int)):
         with pytest.raises(OwnershipError, match="has ended"):
             use()
@@ -89,10 +89,10 @@ def test_a_check_that_is_neither_on_nor_off_is_refused(check):
 
 
 def test_a_launch_with_a_slot_of_another_thread_is_refused(pool, in_thread):
-    slot = pool.slot()
+    slot = pool.internals.slot()
     x, w, y = np.ones((1, 8, 8, 8), np.float32), np.ones((8, 8, 3, 3), np.float32), np.empty((1, 8, 6, 6), np.float32)
     _, prepare = launchers[handlepool.conv2d]
-    call = prepare(handlepool.conv2d, pool, (x, w), {"out": y})
+    call = prepare(handlepool.conv2d, pool.internals, (x, w), {"out": y})
     with pytest.raises(OwnershipError):
         in_thread(call.launch, slot)
     call.launch(slot)
@@ -284,7 +284,7 @@ def test_memory_that_a_workspace_of_a_capture_had_may_become_an_arrays(make_pool
     slots, given = [], []
 
     def work():
-        slots.append(pool.slot())
+        slots.append(pool.internals.slot())
         workspace = pool.get_workspace(512)
         given.append(pool.driver.array_pointer(workspace))
         pool.driver.enqueue(pool.driver.current_stream().ptr, lambda given: given.fill(1), writes=[workspace], reads=[])
@@ -312,7 +312,7 @@ def test_without_checks_nothing_is_wrapped_or_watched(make_pool, in_thread):
     pool = make_pool(driver=driver)
     handle = pool.get_handle()
     assert pool.driver is driver
-    assert type(pool.slot()) is Slot
+    assert type(pool.internals.slot()) is Slot
     assert driver.report is None
     assert vars(type(handle)).get("backend_handle") is None
     in_thread(driver.use_handle, handle, int)
@@ -325,9 +325,9 @@ def test_the_environment_decides_where_nothing_is_said(monkeypatch, value, check
     monkeypatch.delenv("HANDLEPOOL_CHECK", raising=False)
     if value is not None:
         monkeypatch.setenv("HANDLEPOOL_CHECK", value)
-    assert (HandlePool(driver="host").slot_type is CheckedSlot) == checked
-    assert HandlePool(driver="host", check=True).slot_type is CheckedSlot
-    assert HandlePool(driver="host", check=False).slot_type is Slot
+    assert HandlePool(driver="host").internals.checked == checked
+    assert type(HandlePool(driver="host", check=True).internals.slot()) is CheckedSlot
+    assert type(HandlePool(driver="host", check=False).internals.slot()) is Slot
 
 
 def test_cupys_functions_are_replaced_while_a_pool_watches_alone():

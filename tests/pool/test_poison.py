@@ -14,7 +14,7 @@ USES = {
     "get_handle": lambda pool: pool.get_handle(),
     "get_handle of a pointer": lambda pool: pool.get_handle(0),
     "get_workspace": lambda pool: pool.get_workspace(100),
-    "slot": lambda pool: pool.slot(),
+    "slot": lambda pool: pool.internals.slot(),
     "prewarm": lambda pool: pool.prewarm(states=1),
     "trim": lambda pool: pool.trim(),
     "fork": lambda pool: ParallelStates(2, pool=pool).fork().__enter__(),
@@ -58,8 +58,8 @@ def test_the_error_that_is_kept_holds_no_frames_of_the_caller(make_pool):
     with pytest.raises(PoisonedContextError):
         pool.get_workspace(100)
     assert lost.__traceback__ is not None
-    assert repr(pool._poison) == repr(lost)
-    assert pool._poison.__traceback__ is None
+    assert repr(pool.internals.status.poison) == repr(lost)
+    assert pool.internals.status.poison.__traceback__ is None
 
 
 @pytest.mark.parametrize("use", [use for use in USES if use not in ("get_handle", "slot", "fork")])

@@ -73,7 +73,7 @@ def test_g3_handles_are_made_and_bound_on_their_own_device(make_pool, kind):
             with pool.driver.device(device), STREAMS[kind](pool.driver):
                 handle = pool.get_handle()
                 pool.driver.use_handle(handle, int)  # the host driver checks device and stream
-                seen.append((handle.device, pool.slot().device))
+                seen.append((handle.device, pool.internals.slot().device))
     assert seen == [(2, 2), (0, 0), (1, 1)] * 2
 
 
@@ -142,7 +142,7 @@ def leave_behind_on_device_1(pool, in_thread):
         pool.prewarm(states=2, workspace=1000)
 
 
-@pytest.mark.parametrize("call", [HandlePool.trim, HandlePool.close, HandlePool.get_handle, HandlePool.drain])
+@pytest.mark.parametrize("call", [HandlePool.trim, HandlePool.close, HandlePool.get_handle, lambda pool: pool.internals.drain()])
 def test_g3_what_another_device_left_behind_is_taken_back_there_and_the_caller_stays(make_pool, in_thread, call):
     pool = make_pool()
     leave_behind_on_device_1(pool, in_thread)

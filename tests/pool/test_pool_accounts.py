@@ -21,8 +21,8 @@ def test_prewarm_makes_what_first_calls_would_make(make_pool):
     assert created["handles_created"] == 4
     assert created["scratch_bytes"] == 4 * 1024
     pool.driver.calls.clear()
-    ParallelStates(3, pool=pool).map(lambda _: pool.slot().reserve(1000), range(3))
-    pool.slot().reserve(1000)
+    ParallelStates(3, pool=pool).map(lambda _: pool.internals.slot().reserve(1000), range(3))
+    pool.internals.slot().reserve(1000)
     assert not {"create_handle", "create_stream", "allocate"} & pool.driver.calls.keys()
     assert pool.stats() == created
 
@@ -61,7 +61,7 @@ def test_the_idle_limit_bounds_the_handles_kept(make_pool):
         pool.get_handle(stream)
     del stream
     streams.clear()
-    pool.drain()
+    pool.internals.drain()
     stats = pool.stats()
     assert (stats["handles_live"], stats["handles_idle"], stats["handles_destroyed"]) == (0, 2, 4)
 
@@ -69,7 +69,7 @@ def test_the_idle_limit_bounds_the_handles_kept(make_pool):
 def test_an_idle_limit_of_0_keeps_none(make_pool, in_thread):
     pool = make_pool(idle_limit=0)
     in_thread(pool.get_workspace, 1000)
-    pool.drain()
+    pool.internals.drain()
     assert pool.stats()["handles_idle"] == 0
     assert pool.stats()["scratch_bytes"] == 0
     assert_usable(pool)
@@ -142,7 +142,7 @@ def test_reprs_say_what_is_held(make_pool, in_thread):
         "<HandlePool host, device 0: 1 live, 0 idle, 0 leased handles, 1,000,192 bytes of scratch; "
         "device 1: 1 live, 2 idle, 0 leased handles, 0 bytes of scratch>"
     )
-    assert repr(pool.slot()) == "<Slot device=0 stream=0x0 scratch=1,000,192 bytes>"
+    assert repr(pool.internals.slot()) == "<Slot device=0 stream=0x0 scratch=1,000,192 bytes>"
     pool.close()
     assert repr(pool) == "<HandlePool host, closed>"
 

@@ -199,7 +199,7 @@ def test_g1_handles_have_one_holder_while_threads_and_streams_come_and_go(make_p
         for thread in threads:
             thread.join(TIMEOUT)
     assert not trouble
-    pool.drain()
+    pool.internals.drain()
     stats = pool.stats()
     assert stats["handles_live"] == 0
     assert stats["handles_idle"] <= 4
@@ -223,16 +223,16 @@ def test_g11_idle_slots_are_reused_last_in_first_out(make_pool, in_thread):
     pool = make_pool()
     streams = [pool.driver.create_stream() for _ in range(3)]
     for stream in streams:
-        pool.slot(stream)
+        pool.internals.slot(stream)
     handles = [pool.get_handle(stream) for stream in streams]
-    keep = pool.slot()
+    keep = pool.internals.slot()
     del stream
     for _ in range(3):
         streams.pop(0)
-        pool.drain()
+        pool.internals.drain()
     fresh = [pool.driver.create_stream() for _ in range(3)]
     assert [pool.get_handle(stream) for stream in fresh] == handles[::-1]
-    assert pool.slot() is keep
+    assert pool.internals.slot() is keep
 
 
 def test_g11_all_slots_of_a_thread_are_given_back(make_pool, in_thread):
@@ -245,7 +245,7 @@ def test_g11_all_slots_of_a_thread_are_given_back(make_pool, in_thread):
             pool.get_handle(stream.ptr)
 
     in_thread(use)
-    pool.drain()
+    pool.internals.drain()
     assert (pool.stats()["handles_live"], pool.stats()["handles_idle"]) == (0, 10)
 
 
@@ -259,7 +259,7 @@ def test_g11_a_slot_whose_thread_and_stream_have_both_ended_is_given_back_once(m
 
     stream = in_thread(use)
     del stream
-    pool.drain()
+    pool.internals.drain()
     assert (pool.stats()["handles_live"], pool.stats()["handles_idle"]) == (0, 1)
 
 
@@ -339,7 +339,7 @@ def test_g11_many_short_streams_of_one_thread_leave_nothing_behind(make_pool):
             pool.get_handle()
     assert pool.stats()["handles_created"] <= 2
     gc.collect()
-    assert sum(isinstance(thing, Slot) and thing.pool is pool for thing in gc.get_objects()) < 50
+    assert sum(isinstance(thing, Slot) and thing._status is pool.internals.status for thing in gc.get_objects()) < 50
 
 
 def test_g11_streams_that_went_leave_nothing_with_their_thread_where_none_is_at_an_old_ones_place(make_pool):
@@ -354,7 +354,7 @@ def test_g11_streams_that_went_leave_nothing_with_their_thread_where_none_is_at_
         others.append(pool.driver.wrap_stream(0x7000, None))  # an object of the same kind, to take its place
     assert len(places) > 250
     gc.collect()
-    assert sum(isinstance(thing, Slot) and thing.pool is pool for thing in gc.get_objects()) < 50
+    assert sum(isinstance(thing, Slot) and thing._status is pool.internals.status for thing in gc.get_objects()) < 50
 
 
 def test_g11_many_short_threads_cost_one_handle(make_pool, in_thread):

@@ -47,12 +47,12 @@ def test_g4_a_new_stream_at_an_old_address_has_a_slot_of_its_own_that_is_bound_t
     slots = []
 
     def use(stream):
-        slots.append(pool.slot(KINDS[kind](pool.driver, stream)))
+        slots.append(pool.internals.slot(KINDS[kind](pool.driver, stream)))
         pool.driver.use_handle(slots[0].handle, int)
 
     new = recycled(pool.driver, use)
     passed = KINDS[kind](pool.driver, new)
-    assert pool.slot(passed) is not slots[0]
+    assert pool.internals.slot(passed) is not slots[0]
     assert ran(pool.driver, pool.get_handle(passed), new)
     assert pool.get_handle(passed) is pool.get_handle(passed)
 
@@ -133,7 +133,7 @@ def test_g4_scratch_that_waits_for_its_next_owner_is_not_inherited_from_a_stream
         def in_a_thread_that_ends(use, pool=pool):
             in_thread(use)
             if taken_in:  # while the stream lives, so that the scratch stays with the idle slot
-                pool.drain()
+                pool.internals.drain()
                 assert pool.stats()["scratch_bytes"] == 256
 
         found = scratch_across_recycling(pool.driver, lambda s, pool=pool: pool.get_workspace(64, s), in_a_thread_that_ends)
@@ -167,14 +167,14 @@ def test_g4_streams_that_are_equal_by_pointer_are_told_apart(make_pool):
     wrapper = pool.driver.wrap_stream(stream.ptr, stream)
     assert stream == wrapper
     assert hash(stream) == hash(wrapper)
-    assert pool.slot(stream) is not pool.slot(wrapper)
-    assert pool.slot(stream) is pool.slot(stream)
+    assert pool.internals.slot(stream) is not pool.internals.slot(wrapper)
+    assert pool.internals.slot(stream) is pool.internals.slot(stream)
 
 
 def test_g4_all_foreign_forms_of_a_live_stream_share_a_slot(make_pool):
     pool = make_pool()
     stream = pool.driver.create_stream()
-    assert len({pool.slot(KINDS[kind](pool.driver, stream)) for kind in FOREIGN}) == 1
+    assert len({pool.internals.slot(KINDS[kind](pool.driver, stream)) for kind in FOREIGN}) == 1
 
 
 def test_g4_the_slot_of_an_owned_stream_ends_with_the_stream(make_pool):
@@ -183,7 +183,7 @@ def test_g4_the_slot_of_an_owned_stream_ends_with_the_stream(make_pool):
     pool.get_workspace(1000, stream)
     assert pool.stats()["handles_live"] == 1
     del stream
-    pool.drain()
+    pool.internals.drain()
     stats = pool.stats()
     assert (stats["handles_live"], stats["handles_idle"], stats["scratch_bytes"]) == (0, 1, 0)
 
@@ -204,14 +204,14 @@ def test_g4_keys_of_bare_pointers_are_bounded_least_recently_used_out_first(make
     pool = make_pool()
     streams = [pool.driver.create_stream() for _ in range(MOST_FOREIGN_STREAMS + 1)]
     passed = [KINDS[kind](pool.driver, stream) for stream in streams]
-    slots = [pool.slot(stream) for stream in passed[:-1]]
-    assert pool.slot(passed[0]) is slots[0]  # used again: the second is the oldest now
-    pool.slot(passed[-1])
-    assert pool.slot(passed[0]) is slots[0]
-    assert pool.slot(passed[2]) is slots[2]
+    slots = [pool.internals.slot(stream) for stream in passed[:-1]]
+    assert pool.internals.slot(passed[0]) is slots[0]  # used again: the second is the oldest now
+    pool.internals.slot(passed[-1])
+    assert pool.internals.slot(passed[0]) is slots[0]
+    assert pool.internals.slot(passed[2]) is slots[2]
     assert pool.stats()["handles_live"] <= MOST_FOREIGN_STREAMS + 1
-    assert pool.slot(passed[1]) is not slots[1]
-    pool.drain()
+    assert pool.internals.slot(passed[1]) is not slots[1]
+    pool.internals.drain()
     assert pool.stats()["handles_live"] == MOST_FOREIGN_STREAMS
 
 
@@ -226,8 +226,8 @@ def test_g4_many_foreign_streams_cost_no_more_handles_than_the_bound(make_pool):
 def test_g4_owned_streams_are_not_bounded(make_pool):
     pool = make_pool()
     streams = [pool.driver.create_stream() for _ in range(2 * MOST_FOREIGN_STREAMS)]
-    slots = [pool.slot(stream) for stream in streams]
-    assert [pool.slot(stream) for stream in streams] == slots
+    slots = [pool.internals.slot(stream) for stream in streams]
+    assert [pool.internals.slot(stream) for stream in streams] == slots
 
 
 # Default streams
@@ -313,15 +313,15 @@ def test_g4_the_id_of_a_capturing_stream_is_never_read(make_pool, kind, mode):
     pool = make_pool()
     stream = pool.driver.create_stream()
     passed = KINDS[kind](pool.driver, stream)
-    eager = pool.slot(passed)
+    eager = pool.internals.slot(passed)
     stream.begin_capture(mode)
     pool.driver.calls.clear()
-    captured = pool.slot(passed)  # a miss
-    assert pool.slot(passed) is captured  # a hit
+    captured = pool.internals.slot(passed)  # a miss
+    assert pool.internals.slot(passed) is captured  # a hit
     assert "stream_id" not in pool.driver.calls
     assert captured is not eager
     stream.end_capture()  # raises if anything spoiled it
-    assert pool.slot(passed) is eager
+    assert pool.internals.slot(passed) is eager
 
 
 def test_g4_control_the_host_driver_spoils_a_capture_whose_streams_id_is_read(make_driver):
@@ -340,7 +340,7 @@ def test_g4_two_captures_of_one_foreign_stream_do_not_share_a_slot(make_pool):
     slots = []
     for _ in range(2):
         stream.begin_capture()
-        slots.append(pool.slot(stream.ptr))
+        slots.append(pool.internals.slot(stream.ptr))
         stream.end_capture()
     assert slots[0] is not slots[1]
 
@@ -348,10 +348,10 @@ def test_g4_two_captures_of_one_foreign_stream_do_not_share_a_slot(make_pool):
 def test_g4_an_owned_stream_keeps_its_slot_through_a_capture(make_pool):
     pool = make_pool()
     stream = pool.driver.create_stream()
-    slot = pool.slot(stream)
+    slot = pool.internals.slot(stream)
     stream.begin_capture()
     pool.driver.calls.clear()
-    assert pool.slot(stream) is slot
+    assert pool.internals.slot(stream) is slot
     assert not pool.driver.calls.keys() - {"current_device"}
     stream.end_capture()
 

@@ -20,7 +20,7 @@ def convolution(g, x, w):
 
 
 def compiled(pool, x, w):
-    return convolution.prepare(pool, (x, w), None, {}).plan.executable
+    return convolution.prepare(pool.internals, (x, w), None, {}).plan.executable
 
 
 def address(pool, array):
@@ -51,7 +51,7 @@ def test_g5_no_two_streams_or_threads_share_scratch(make_pool, in_thread):
         for stream in streams:
             spans.append(span(pool, pool.get_workspace(1000, stream)))
             spans.append(span(pool, pool.get_workspace(1000, stream.ptr)))
-            start = pool.slot(stream).reserve(1000)
+            start = pool.internals.slot(stream).reserve(1000)
             spans.append(range(start, start + 1000))
         return pool.driver.per_thread_stream  # alive until here
 
@@ -121,7 +121,7 @@ def on_seeds(make_pool, make_driver):
 def test_g5_two_streams_with_their_own_scratch_are_right_whatever_the_order(on_seeds):
     def program(pool):
         def launch(number, x, w, y):
-            convolution.prepare(pool, (x, w), y, {}).launch(pool.slot())
+            convolution.prepare(pool.internals, (x, w), y, {}).launch(pool.internals.slot())
 
         return convolve_on_two_streams(pool.driver, launch)
 
@@ -144,7 +144,7 @@ def test_g5_control_two_streams_with_one_workspace_are_wrong_at_some_seeds(on_se
     def program(pool):
         def launch(number, x, w, y):
             executable = compiled(pool, x, w)
-            shared = pool.slot(pool.driver.legacy_stream).reserve(executable.workspace_size)
+            shared = pool.internals.slot(pool.driver.legacy_stream).reserve(executable.workspace_size)
             executable.launch(pool.get_handle(), (x, w, y), shared)
 
         return convolve_on_two_streams(pool.driver, launch)
@@ -177,8 +177,8 @@ def test_g5_control_a_handle_that_is_not_bound_to_the_stream_is_wrong_at_some_se
         first = []
 
         def launch(number, x, w, y):
-            first.append(pool.slot())  # keyed by device alone: whatever stream came first
-            call = convolution.prepare(pool, (x, w), y, {})
+            first.append(pool.internals.slot())  # keyed by device alone: whatever stream came first
+            call = convolution.prepare(pool.internals, (x, w), y, {})
             call.launch(first[0])
 
         return convolve_on_two_streams(pool.driver, launch)
@@ -205,7 +205,8 @@ def caller_scratch_survives(pool, launch):
 
 def test_g5_what_get_workspace_gave_is_not_touched_by_our_own_launches(make_pool, scheduler):
     pool = make_pool(scheduler=scheduler)
-    assert caller_scratch_survives(pool, lambda _, __, x, w: convolution.prepare(pool, (x, w), None, {}).launch(pool.slot()))
+    inside = pool.internals
+    assert caller_scratch_survives(pool, lambda _, __, x, w: convolution.prepare(inside, (x, w), None, {}).launch(inside.slot()))
 
 
 def test_g5_control_a_launch_in_the_callers_workspace_is_seen(make_pool, scheduler):
@@ -220,7 +221,7 @@ def test_g5_control_a_launch_in_the_callers_workspace_is_seen(make_pool, schedul
 
 def test_g5_get_workspace_never_overlaps_reserved_scratch_however_either_grows(make_pool):
     pool = make_pool()
-    slot = pool.slot()
+    slot = pool.internals.slot()
     for nbytes in (100, 5000, 300, 20000, 20000):
         start = slot.reserve(nbytes)
         mine = pool.get_workspace(nbytes + 1)
@@ -245,7 +246,7 @@ def test_g5_0_bytes_are_legal_at_any_time(make_pool):
     with pool.driver.create_stream():
         for nbytes in (0, 1000, 0):
             assert pool.get_workspace(nbytes).shape == (nbytes,)
-    assert pool.slot().reserve(0) == 0
+    assert pool.internals.slot().reserve(0) == 0
 
 
 @pytest.mark.parametrize("nbytes", [-1, -(1 << 40)])
@@ -310,14 +311,14 @@ def test_g5_growth_leaves_the_old_block_to_its_stream_and_does_not_wait(make_poo
     latch = driver.latch(stream.ptr)
     write(pool, stream, old, 7)
     new = pool.get_workspace(5000, stream)  # would never return if it waited
-    pool.drain()
+    pool.internals.drain()
     assert driver.calls["free"] == 0
     assert pool.stats()["scratch_bytes"] == 1024 + 5120
     assert not overlap(span(pool, old), span(pool, new))
     latch.release()
     stream.synchronize()  # raises if the old block was gone when it was written
     assert (old == 7).all()
-    pool.drain()
+    pool.internals.drain()
     assert driver.calls["free"] == 1
     assert pool.stats()["scratch_bytes"] == 5120
 
@@ -342,7 +343,7 @@ def test_g5_a_workspace_lives_on_while_only_another_stream_has_passed(make_pool)
     pool.get_workspace(5000, stream)
     pool.get_workspace(1000, other)
     other.synchronize()
-    pool.drain()
+    pool.internals.drain()
     assert driver.calls["free"] == 0
     latch.release()
     stream.synchronize()
@@ -356,7 +357,7 @@ def test_g5_the_scratch_of_a_destroyed_stream_is_freed_only_when_its_work_has_ru
         for value in range(5):
             write(pool, stream, scratch, value)
         del stream
-        pool.drain()  # the host driver raises where queued work touches freed memory
+        pool.internals.drain()  # the host driver raises where queued work touches freed memory
         assert (scratch == 4).all()
         assert pool.stats()["scratch_bytes"] == 0
 
@@ -396,11 +397,11 @@ def test_g5_two_threads_that_collect_at_a_time_free_each_block_once(make_pool, i
 
         def meanwhile(event):
             driver.event_done = done
-            in_thread(pool.drain)
+            in_thread(pool.internals.drain)
             return done(event)
 
         driver.event_done = meanwhile
-        pool.drain()
+        pool.internals.drain()
     assert driver.calls["free"] == 2
     assert pool.stats()["scratch_bytes"] == 3072
 
@@ -414,8 +415,8 @@ def test_g5_a_failure_while_collecting_loses_nothing(make_pool):
             pool.driver.synchronize_stream(pool.driver.current_stream().ptr)
             pool.driver.fail_at(1, method)
             with pytest.raises(RuntimeError, match="injected"):
-                pool.drain()
-            pool.drain()
+                pool.internals.drain()
+            pool.internals.drain()
         assert pool.stats()["scratch_bytes"] == 5120, method
         pool.close()
         assert pool.driver.memory_info()[0] == pool.driver.memory_info()[1], method

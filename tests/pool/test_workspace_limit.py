@@ -19,7 +19,7 @@ def test_g5_all_scratch_of_a_device_counts_against_its_limit(make_pool):
     pool = make_pool(scratch_limit=4096)
     pool.get_workspace(1024)
     pool.get_workspace(1024, 2)
-    pool.slot().reserve(1024)
+    pool.internals.slot().reserve(1024)
     with pool.driver.create_stream(), pytest.raises(OutOfMemoryError):
         pool.get_workspace(1025)
     with pool.driver.create_stream() as stream:
@@ -39,7 +39,7 @@ def test_g5_a_growth_past_the_limit_takes_back_idle_scratch_first(make_pool, in_
     pool = make_pool(scratch_limit=4096)
     with pool.driver.create_stream() as other:
         pool.prewarm(states=2, workspace=512)  # free side slots', and this thread's own
-        growing = pool.slot(2)
+        growing = pool.internals.slot(2)
         in_thread(pool.get_workspace, 2048, other)  # a dead thread's, on a stream that lives
         assert pool.stats()["scratch_bytes"] == 3584
         assert growing.reserve(3500)

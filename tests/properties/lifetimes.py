@@ -197,7 +197,7 @@ class Lifetimes(RuleBasedStateMachine):
 
     def watch_sides(self, device):
         """Count the most side slots that were out at a time."""
-        slots = self.pool.device(device)
+        slots = self.pool.internals.device(device)
         if "lease" not in vars(slots.sides):
             lease = slots.sides.lease
 
@@ -291,7 +291,7 @@ class Lifetimes(RuleBasedStateMachine):
         scratch = self.pool.get_workspace(nbytes, self.passed(self.driver, stream, form))
         pointer = self.driver.current_stream().ptr
         self.driver.enqueue(pointer, lambda memory: memory.fill(1), writes=[scratch], label="into a workspace")
-        slot = self.pool.slot(self.passed(self.driver, stream, form))
+        slot = self.pool.internals.slot(self.passed(self.driver, stream, form))
         if address := slot.reserve(nbytes):
             own = self.driver.scratch_array(address, nbytes, None)
             self.driver.enqueue(pointer, lambda memory: memory.fill(2), writes=[own], label="into a launch's scratch")
@@ -522,7 +522,7 @@ class Lifetimes(RuleBasedStateMachine):
 
     def closed(self, pool):
         pool.close()
-        for device in pool._devices.values():  # what captures were given stays for their graphs
+        for device in pool.internals.devices.values():  # what captures were given stays for their graphs
             for block in [block for blocks in device.scratch.captured.values() for block in blocks]:
                 del self.driver._memory._devices[device.device]._scratch[block.pointer]
                 device.scratch.nbytes -= block.nbytes

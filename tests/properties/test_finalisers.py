@@ -45,7 +45,7 @@ class World(Scene):
 
     def convolve(self, which):
         arrays, right = which
-        return convolution.prepare(self.pool, arrays, None, {}).launch(self.pool.slot()), right
+        return convolution.prepare(self.pool.internals, arrays, None, {}).launch(self.pool.internals.slot()), right
 
     def check(self):
         """Raise where a result is wrong, or where anything was lost or leaks."""
@@ -106,12 +106,12 @@ def a_first_launch(world):
 
 def a_launch(world):
     world.kept.append(world.convolve(world.small))
-    convolution.prepare(world.pool, world.large[0], None, {})  # builds it
+    convolution.prepare(world.pool.internals, world.large[0], None, {})  # builds it
     return lambda: world.kept.append(world.convolve(world.small))
 
 
 def a_fork(world):
-    convolution.prepare(world.pool, world.large[0], None, {})  # builds it
+    convolution.prepare(world.pool.internals, world.large[0], None, {})  # builds it
 
     def fork():
         with world.states.fork() as fork:
@@ -192,7 +192,7 @@ def test_g10_a_finaliser_may_ask_for_the_default_pool_at_every_line_of_its_makin
         where = at_line(k, lambda got=got: got.append(default_pool()), lambda got=got: got.append(default_pool()))
         assert len(set(map(id, got))) == 1
         assert len(status._pools) == before + 1
-        got[0].everybodys = False
+        got[0].internals.everybodys = False
         got[0].close()
         if where is None:
             break
@@ -240,7 +240,7 @@ def test_g10_launches_of_finalisers_inside_one_another_have_scratch_of_their_own
     """However deep; and afterwards the slot has its buffer and its scratch as before."""
     with World() as world:
         world.kept.append(world.convolve(world.small))
-        slot = world.pool.slot()
+        slot = world.pool.internals.slot()
         before, left = slot._launching.block, nested
 
         def launch(called):
@@ -273,7 +273,7 @@ def test_g9_a_finalisers_launch_inside_a_launch_under_capture_belongs_to_the_gra
         with world.driver.relaxed():
             world.stream.begin_capture(mode)
             world.driver._log._fault = launch
-            convolution.prepare(world.pool, world.small[0], y, {}).launch(world.pool.slot())
+            convolution.prepare(world.pool.internals, world.small[0], y, {}).launch(world.pool.internals.slot())
             world.driver._log._fault = None
             graph = world.stream.end_capture()
         world.driver.enqueue(world.stream.ptr, lambda y: y.fill(0), writes=[y])

@@ -57,7 +57,7 @@ class World:
         self.came_to_a_stop = threading.Semaphore(0)
         monkeypatch.setattr(handles, "_create_lock", WatchedLock(threading.RLock(), self.came_to_a_stop))
         for device in range(2):
-            slots = self.pool.device(device)
+            slots = self.pool.internals.device(device)
             slots.handles.build_lock = WatchedLock(slots.handles.build_lock, self.came_to_a_stop)
 
     def interrupt(self, k, function):
@@ -143,7 +143,7 @@ def test_g1_one_thread_at_every_call_of_another(monkeypatch, before, first, seco
         world.driver.fail_at(0)
         for thread in threads:
             thread.finish()
-        world.pool.drain()
+        world.pool.internals.drain()
         deferred.settle(most=1000)
         if not world.pool.closed:
             Accounts(world.pool).check()
@@ -164,7 +164,7 @@ def test_g1_two_threads_that_meet_at_the_first_place_on_one_stream_object(make_p
 
     class Meeting(type(stream)):
         def __setattr__(self, name, value):
-            if name == pool.attribute and not met:
+            if name == pool.internals.attribute and not met:
                 met.append(name)
                 Thread(lambda: handles.append((pool.get_handle(stream), pool.get_handle(stream)))).finish()
             super().__setattr__(name, value)
@@ -181,7 +181,7 @@ def test_g1_a_thread_whose_place_was_lost_keeps_its_handle(make_pool):
     pool = make_pool()
     stream = pool.driver.create_stream()
     handle = pool.get_handle(stream)
-    delattr(stream, pool.attribute)
+    delattr(stream, pool.internals.attribute)
     assert pool.get_handle(stream) is handle
     assert pool.get_handle(stream) is handle
     assert pool.stats()["handles_created"] == 1

@@ -152,7 +152,7 @@ def test_an_interrupt_at_every_line_of_a_reclaim_costs_one_side_slot_at_most():
     for k in itertools.count(1):
         with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
             scene.pool.prewarm(states=6, workspace=300)
-            device, where = scene.pool.device(0), ""
+            device, where = scene.pool.internals.device(0), ""
             try:
                 where = at_line(k, device.reclaim_scratch, interrupt)
             except KeyboardInterrupt as error:
@@ -249,7 +249,7 @@ def test_an_interrupt_at_every_line_of_a_reclaim_of_what_was_left_behind_loses_n
     class Left:
         settled = False
 
-        def _settle(self):
+        def settle(self):
             self.settled = True
             return True
 
@@ -258,7 +258,7 @@ def test_an_interrupt_at_every_line_of_a_reclaim_of_what_was_left_behind_loses_n
         left = deque(things)
         where = None
         with contextlib.suppress(KeyboardInterrupt):
-            where = at_line(k, lambda left=left: deferred.settle(left), interrupt)
+            where = at_line(k, lambda left=left: deferred.settle(left, Left.settle), interrupt)
             break
         assert all(thing.settled or thing in left for thing in things), (k, where)
     assert k > 10

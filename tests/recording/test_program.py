@@ -11,7 +11,7 @@ from harness.uses import EFFECTS, FOREIGN, STREAMS, assert_usable, calls
 
 import handlepool
 from handlepool import ArgumentError, ContractError, ParallelStates
-from handlepool.pool.deferred import parked, settle
+from handlepool.pool.deferred import deferred, settle
 from handlepool.pool.workspace import DeviceScratch
 
 
@@ -466,7 +466,7 @@ def _views(random):
 
 def beside_eager_work(scene):
     """What eager work finds in its own memory after replays, on the very stream that was captured, and what replays give."""
-    side = scene.pool.device(0).sides
+    side = scene.pool.internals.device(0).sides
     scene.pool.prewarm(states=1)
     (slot,) = side.free
     with slot.side_stream:
@@ -628,7 +628,7 @@ def test_a_program_that_nobody_closed_makes_no_call_when_it_goes_and_is_given_ba
 
     made = calls(scene.driver, drop)
     assert not made
-    assert any(getattr(entry, "_recording", None) is ending() for entry in parked)
+    assert any(getattr(step.__self__, "_recording", None) is ending() for step in deferred)
     settle()
     assert scene.pool.stats()["scratch_bytes_recorded"] > 0  # the replay has not passed
     latch.release()

@@ -6,7 +6,6 @@ Afterwards, what comes next is ordered after what was enqueued, and nothing leak
 import contextlib
 import gc
 import itertools
-from collections import deque
 
 import pytest
 from harness.accounts import RESTORES
@@ -44,8 +43,8 @@ SPARED = (  # where only a tracer can interrupt: nothing is called before, or a 
     "self._bound, self._launch = ",
     "self._recording = ",
     "self._inputs = ",
-    "if park and recording is not None:",
-    "parked.append(recording)",
+    "if defer_it and recording is not None:",
+    "defer(recording.settle)",
 )
 
 
@@ -161,7 +160,7 @@ def test_g6_control_a_use_whose_end_is_marked_only_where_it_succeeds_is_caught(m
 
 
 def test_g6_control_a_close_that_leaves_nothing_behind_when_it_is_interrupted_is_caught(monkeypatch):
-    monkeypatch.setattr("handlepool.recording.program.parked", deque())
+    monkeypatch.setattr("handlepool.recording.program.defer", lambda step: None)
     with pytest.raises(AssertionError):
         test_g6_after_an_interrupt_at_any_line_of_a_use_the_next_one_is_ordered("own", "own", "close")
 

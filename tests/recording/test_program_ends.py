@@ -113,7 +113,7 @@ def test_what_a_program_keeps_may_close_it():
         program.close()
         gc.collect()
         assert program.closed
-        assert not deferred.parked
+        assert not deferred.deferred
 
 
 def test_whoever_settles_neither_waits_for_a_thread_that_closes_nor_does_its_work():
@@ -135,14 +135,14 @@ def test_whoever_settles_neither_waits_for_a_thread_that_closes_nor_does_its_wor
         try:
             settler.join(TIMEOUT / 4)
             waits = settler.is_alive()
-            left = list(deferred.parked)
+            left = list(deferred.deferred)
         finally:
             go_on.set()
         closer.finish()
         settler.finish()
         assert not waits
-        assert left == [recording]
-        assert not deferred.parked
+        assert left == [recording.settle]
+        assert not deferred.deferred
 
 
 def test_two_programs_that_keep_what_closes_the_other_are_closed_by_two_threads():

@@ -89,14 +89,14 @@ def on_a_state(scene, add, x):
 
 
 def where_no_state_is_free(scene, add, x):
-    sides = scene.pool.device(0).sides
+    sides = scene.pool.internals.device(0).sides
     scene.pool.prewarm(states=32)
     leased = [sides.lease() for _ in range(31)]  # the one that is left is what is captured
     try:
         return mapped(scene, add, x)
     finally:
         for slot in leased:
-            sides.give_back(slot, captured=False)
+            sides.release(slot, captured=False)
 
 
 RECORDED = [itself, mapped, partially_mapped, in_a_fork, in_a_fork_in_a_branch, on_a_state, where_no_state_is_free]

@@ -12,8 +12,8 @@ from harness.uses import ON_A_SIDE_STREAM, in_a_branch
 
 import handlepool
 from handlepool import ParallelStates
-from handlepool.pool import deferred
-from handlepool.pool.deferred import parked, settle
+from handlepool.pool import deferred as leftovers
+from handlepool.pool.deferred import deferred, settle
 from handlepool.recording import program as recorded
 from handlepool.recording.program import Program
 
@@ -140,7 +140,7 @@ class Model:
 
 def test_a_program_in_a_cycle_with_its_stream_is_given_back(make_driver):
     with Scene(make_driver(scheduler="adversarial")) as scene:
-        before = len(deferred._abandoned), set(recorded._streams)
+        before = len(leftovers._abandoned), set(recorded._streams)
         stream = scene.driver.create_stream()
         with stream:
             program = handlepool.record(lambda x: scene.plus(x, 10), scene.array(1), pool=scene.pool)
@@ -154,7 +154,7 @@ def test_a_program_in_a_cycle_with_its_stream_is_given_back(make_driver):
         settle(most=1000)
         gc.collect()
         assert gone() is None
-        assert (len(deferred._abandoned), set(recorded._streams)) == before
+        assert (len(leftovers._abandoned), set(recorded._streams)) == before
 
 
 def test_a_fork_in_a_cycle_with_its_stream_gives_its_states_back(make_driver):
@@ -217,7 +217,7 @@ def test_a_dropped_program_goes_once_its_replay_has_passed_however_busy_its_stre
             try:
                 scene.driver.synchronize_event(passed)
                 settle(most=1000)
-                assert not [each for each in parked if isinstance(each, Program)]
+                assert not [step for step in deferred if isinstance(step.__self__, Program)]
             finally:
                 hold.set()
 

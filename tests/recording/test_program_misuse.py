@@ -442,12 +442,12 @@ def test_a_task_submitted_while_recording_is_refused(scene):
 
 
 def test_a_recording_that_finds_no_side_stream_is_refused(scene):
-    sides = scene.pool.device(0).sides
+    sides = scene.pool.internals.device(0).sides
     leased = [sides.lease() for _ in range(32)]
     with pytest.raises(StateBusyError, match="a recording needs one"):
         handlepool.record(work(scene), scene.array(1))
     for slot in leased:
-        sides.give_back(slot, captured=False)
+        sides.release(slot, captured=False)
 
 
 def test_a_recording_on_a_closed_pool_is_refused(make_pool):

@@ -219,7 +219,7 @@ def test_every_event_is_destroyed_in_the_end(scene):
         executor.submit(scene.array, 1)
         scene.stream.synchronize()
     scene.stream.synchronize()
-    for _ in range(10):  # what was parked is settled a few at a time
+    for _ in range(10):  # what was deferred is settled a few at a time
         deferred.settle()
     scene.pool.close()
     assert scene.driver.calls["create_event"] == scene.driver.calls["destroy_event"]

@@ -79,7 +79,7 @@ def a_dropped_executor(scene, *, parks):
     scene.put(scene.array(), lambda: 100)
     scene.stream.synchronize()
     latches[0].release()
-    scene.pool.device(0).sides.free[0].side_stream.synchronize()
+    scene.pool.internals.device(0).sides.free[0].side_stream.synchronize()
     return scene.read(y)
 
 

@@ -162,11 +162,11 @@ def test_g1_side_slots_of_a_fork_that_did_not_come_to_its_join_stay_out_until_it
             fork.run(branch)
         assert len(set(mine)) == 2
         assert scene.pool.stats()["handles_leased"] == 2
-        sides = scene.pool.device(0).sides
+        sides = scene.pool.internals.device(0).sides
         leased = [sides.lease() for _ in range(4)]
         assert not {slot.pointer for slot in leased} & set(mine)
         for slot in leased:
-            sides.give_back(slot, captured=False)
+            sides.release(slot, captured=False)
         deferred.settle(most=1000)
         assert scene.pool.stats()["handles_leased"] == 0
         assert {slot.pointer for slot in sides.free} >= set(mine)

@@ -319,30 +319,30 @@ def in_a_branch_of_its(scene, mine, own, x):
 @pytest.mark.parametrize("work", [made_current, forked_over, in_a_branch_of_its])
 def test_g8_a_branch_inside_that_goes_back_to_the_outer_ones_stream_has_memory_of_the_outer_region(work, short):
     def scenario(scene):
-        sides = scene.pool.device(0).sides
+        sides = scene.pool.internals.device(0).sides
         hoard = [sides.lease() for _ in range(30 if short else 0)]
         try:
             return on_the_outer_branchs_stream(work)(scene)
         finally:
             for slot in hoard:
-                sides.give_back(slot, captured=False)
+                sides.release(slot, captured=False)
 
     assert set(over_seeds(scenario, seeds=range(30))) == {(5,) * 6}
 
 
 def test_g8_control_memory_of_the_inner_region_is_handed_on_while_the_outer_branch_uses_it(monkeypatch):
-    its = lambda pointer: context.thread.region.allocator if pointer in memory.lent else None  # noqa: E731
+    its = lambda pointer: context.thread.region.allocator if pointer in memory.branch_regions else None  # noqa: E731
     monkeypatch.setattr("handlepool.regions.memory._allocator_of", its)
     values = over_seeds(on_the_outer_branchs_stream(made_current), control=True, seeds=range(30))
     assert set(values) - {(5,) * 6}
 
 
 def test_nothing_is_lent_after_the_join(make_driver):
-    before = set(memory.lent)  # of forks that a lost context ended, in other tests
+    before = set(memory.branch_regions)  # of forks that a lost context ended, in other tests
     with Scene(make_driver()) as scene:
         for run in ON_A_SIDE_STREAM:
             run(scene, lambda: scene.states.map(scene.array, range(3)))
-            assert set(memory.lent) == before
+            assert set(memory.branch_regions) == before
 
 
 def in_two_pools(check):
@@ -433,7 +433,7 @@ def test_g15_get_handle_and_get_workspace_in_a_region_give_the_side_slots_own(re
         def library(*_):
             handle, scratch = pool.get_handle(), pool.get_workspace(1000)
             assert handle.stream == scene.driver.current_stream().ptr
-            assert handle is pool.get_handle() is pool.slot().handle
+            assert handle is pool.get_handle() is pool.internals.slot().handle
             return handle, pointer(scratch)
 
         if region == "fork":

@@ -305,7 +305,7 @@ def overwritten_after(scene, careless=None):
     if careless is not None:
         careless(scene)
     scene.states.map(double, xs, out=outs)
-    sides = [slot.side_stream for slot in scene.pool.device(0).sides.free]
+    sides = [slot.side_stream for slot in scene.pool.internals.device(0).sides.free]
     for x in xs:
         scene.put(x, lambda: 100)
     for side in sides:
@@ -716,7 +716,7 @@ def test_a_map_of_a_checked_pool(make_driver, scheduler, together):
         xs = arrays(scene, range(6))
         assert read(scene, scene.states.map(double, xs)) == [0, 2, 4, 6, 8, 10]
         assert together == [6]
-        handles = [slot.handle for slot in scene.pool.device(0).sides.free]
+        handles = [slot.handle for slot in scene.pool.internals.device(0).sides.free]
         with pytest.raises(OwnershipError, match="whose thread, stream or fork has ended"):
             Thread(lambda: handles[0].backend_handle).finish()
         workspace = scene.pool.get_workspace(64).view(np.float64)

@@ -56,7 +56,7 @@ def launch(begin, arrays, out, fresh=None):
             entry.used = tick()
         {enqueue}
     except Exception as error:
-        diagnose(pool, error)
+        diagnose(error)
         raise
     return {result}
 
@@ -139,7 +139,7 @@ def shortcut(
         overlap="".join(_overlap(operands, *pair) for pair in apart or ()),
         device=0 if device is None else device,
         elsewhere="" if device is None else f" or slot.device != {device}",
-        attribute=names["pool"].attribute,
+        attribute=names["attribute"],
         made="pass" if given else _MADE.format(allocate=allocate, ys=", ".join(ys), read=_read(ys)),
         allocate=allocate,
         slices=", ".join(_array(b, layouts[b], f"block + (at + {at})") for b, at in zip(ys, offsets, strict=False)),

@@ -1,0 +1,256 @@
+"""What the library needs of a pool: its status, its slots by (thread, device, stream), its devices and its plans.
+
+`HandlePool` is what users touch; `HandlePool.internals` leads here, and nothing here is public.
+
+What a pool promises, and what the promise rests on:
+
+- A hit takes no lock. The slot of a CuPy-owned stream lives on the stream object, in a thread-local attribute, so it can be met
+  by neither another thread nor another stream. The slot says itself whether it is still good: ``handle.stream is slot.bound``
+  fails for a slot that was given back, and for a handle that its caller destroyed (its stream is None then) or bound
+  elsewhere. The device is asked for first and handed to CuPy's `get_current_stream`, which would ask for it on its own: one CUDA
+  call a hit, also for the default streams, whose one object stands for a stream of each device. (Guarantees 1, 2, 3, 4.)
+- A thread's slots hang on a thread-local object whose end leaves them behind; a stream's end leaves its slots behind through a
+  weak reference's callback. That is one append to a deque, which is atomic and calls nothing, so it may happen in a destructor,
+  in the collector while this thread holds a lock, or after the interpreter has begun to exit. The next miss, fork or `trim`
+  takes them in.
+- A lock is held for list and count changes alone, never across a driver call or user code. It may be taken again by the thread
+  that holds it: a finaliser of the user's that the collector runs just then may call `trim`.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+from handlepool import drivers
+from handlepool._util import do_all
+from handlepool.drivers.protocol import Driver
+from handlepool.pool.checks import CheckedDriver, CheckedSlot
+from handlepool.pool.context import on_device
+from handlepool.pool.deferred import deferred, settle, settle_all
+from handlepool.pool.device import DeviceSlots
+from handlepool.pool.plan_cache import PlanCache
+from handlepool.pool.slot import Slot, hits, place, placed, unplace
+from handlepool.pool.stats import MEANINGS, Stats
+from handlepool.pool.status import Status, forget, remember
+from handlepool.pool.stream import StreamReference, check_foreign, resolve
+from handlepool.pool.thread_slots import LiveSlots
+
+_log = logging.getLogger("handlepool")
+_numbers = itertools.count()
+
+
+class PoolInternals:
+    """What the library needs of a pool; not public.
+
+    Parameters
+    ----------
+    choice : str, Driver or None
+        As `HandlePool`'s ``driver``.
+    scratch_limit, idle_limit, plan_limit, checked
+        As in `HandlePool`.
+
+    Attributes
+    ----------
+    status : Status
+        Whether the pool can be used.
+    plans : PlanCache
+        What graph functions compiled.
+    devices : dict of DeviceSlots
+        What the pool has on each device that was used, by ordinal; `device` makes what is missing.
+    is_default : bool
+        Whether it is known to be the default pool.
+    everybodys : bool
+        Whether it is nobody's own: the default pool that was made when first asked for, which is never over.
+    get_handle, slot : callable
+        Of a stream, as in `HandlePool.get_handle`: this thread's handle and slot.
+    current_device : callable
+        As `Driver.current_device`, without a call to CUDA where there is one device.
+    """
+
+    def __init__(
+        self, choice: str | Driver | None, scratch_limit: int | None, idle_limit: int, plan_limit: int, checked: bool
+    ) -> None:
+        self.is_default = False
+        self.everybodys = False
+        self.checked = checked
+        self.plans: PlanCache[Any] = PlanCache(plan_limit)
+        self.status = Status(self._end_hits)
+        self.current_device: Callable[[], int] = lambda: self.driver.current_device()
+        self._choice = choice
+        self._scratch_limit = scratch_limit
+        self._idle_limit = idle_limit
+        self.devices: dict[int, DeviceSlots] = {}
+        self._live = LiveSlots()
+        number = next(_numbers)
+        self.attribute = f"_handlepool_{number}" if number else "_handlepool"
+        self._new_slot = partial(CheckedSlot if checked else Slot, self.status, self.attribute)
+        self.get_handle, self.slot, self._use_driver = hits(self)
+        remember(self)
+
+    # Misses
+
+    def missed(self, stream: Any = None) -> Slot:
+        """Return this thread's slot for a stream where a hit did not find it."""
+        status = self.status
+        status.check()
+        try:
+            return self._find(self.driver, stream)
+        except Exception as error:
+            status.diagnose(error)
+            raise
+
+    def _find(self, driver: Driver, stream: Any) -> Slot:
+        reference = resolve(driver, stream)
+        if reference.stream is not None:
+            here = placed(self.attribute, reference.stream)
+            if here is not None and here.owned and here.device == reference.device:
+                return self.sound(here)
+        mine = self._live.of_this_thread()
+        known = mine.slots.get(reference.key)
+        if known is not None and known.owned and self._is_of(known, reference):
+            if reference.stream is None:
+                mine.touch(reference.key)
+            else:
+                place(self.attribute, reference.stream, known)
+            return self.sound(known)
+        return self._acquire(reference)
+
+    @staticmethod
+    def _is_of(slot: Slot, reference: StreamReference) -> bool:
+        return reference.stream is None or (slot.watch is not None and slot.watch() is reference.stream)
+
+    def sound(self, slot: Slot) -> Slot:
+        """Return a slot after making its handle right where its caller destroyed it or bound it elsewhere."""
+        if slot.handle.stream is not slot.pointer:
+            self.devices[slot.device].repair(slot)
+        return slot
+
+    def _acquire(self, reference: StreamReference) -> Slot:
+        check_foreign(self.driver, reference)
+        device = self.device(reference.device)
+        if deferred:
+            settle()
+        self.drain()
+        slot = device.acquire(reference)
+        self._live.add(slot, reference.stream)
+        if self.status.closed:  # in this order: `close` says so first and takes all in then, so that one of us sees it
+            self._live.leave(slot)
+            self.drain()
+            device.drop_idle()
+            self.status.check()
+        if reference.stream is not None:
+            place(self.attribute, reference.stream, slot)
+        return slot
+
+    # Taking back
+
+    def drain(self) -> None:
+        """Take in the slots that threads and streams have left behind."""
+        do_all(partial(self._take_in, slot) for slot in self._live.left_behind())
+        here = self.devices.get(self.driver.current_device()) if self.devices else None
+        if here is not None:
+            here.scratch.collect()
+
+    def _take_in(self, slot: Slot) -> None:
+        try:
+            device = on_device(self.driver, slot.device)
+        except BaseException:
+            self._live.put_back(slot)
+            raise
+        with device:
+            self.devices[slot.device].take_in(slot)
+
+    def trim(self, *, captured: bool = False) -> None:
+        """See `HandlePool.trim`."""
+        self.status.check()
+        self.status.diagnose(None)
+        settle_all()
+        self.drain()
+        before = self.stats()
+        for device in list(self.devices.values()):
+            with on_device(self.driver, device.device):
+                if captured:
+                    device.scratch.free_captured(self._live.leave)
+                    self.drain()
+                device.empty()
+        _log.debug("trimmed: %s", {name: change for name, change in (self.stats() - before).items() if change})
+
+    def trim_if_usable(self) -> None:
+        """Do what `trim` does, and nothing where the pool cannot be used any more."""
+        if not self.status.unusable and self.status.lost(None) is None:
+            self.trim()
+
+    def close(self) -> None:
+        """See `HandlePool.close`."""
+        status = self.status
+        if status.forked:
+            return
+        if self.everybodys:
+            self.trim_if_usable()
+            return
+        if not (status.closed and self._live.is_empty() and all(map(DeviceSlots.is_empty, self.devices.values()))):
+            status.close()
+            if status.poison is not None or status.lost(None) is not None:
+                return  # nothing can be given back, and trying would make CuPy's destructors complain; the process ends soon
+            self.plans.clear()
+            for slot in self._live.end_all():
+                if slot.watch is not None and (stream := slot.watch()) is not None:
+                    unplace(self.attribute, stream)
+            do_all([settle_all, self.drain, *(partial(self._close_device, device) for device in list(self.devices.values()))])
+        if isinstance(status.driver, CheckedDriver):
+            status.driver.close()
+        forget(self)
+
+    def _close_device(self, device: DeviceSlots) -> None:
+        with on_device(self.driver, device.device):
+            device.close()
+
+    def _end_hits(self) -> None:
+        self._live.end_hits()
+        for device in list(self.devices.values()):
+            device.sides.end()
+
+    # Parts
+
+    @cached_property
+    def driver(self) -> Driver:
+        """The driver, loaded on first use."""
+        self.status.check()
+        choice = self._choice
+        driver = drivers.load(choice) if choice is None or isinstance(choice, str) else choice
+        if self.checked:
+            driver = CheckedDriver(driver)
+        self.status.driver = driver
+        self._use_driver(driver)
+        return driver
+
+    def device(self, ordinal: int) -> DeviceSlots:
+        """What the pool has on a device."""
+        device = self.devices.get(ordinal)
+        if device is None:
+            made = DeviceSlots(
+                self.status, self.driver, ordinal, self._scratch_limit, self._idle_limit, self._new_slot, self.drain
+            )
+            # One atomic step, for threads and for a finaliser that comes while `made` is made; what is too many has nothing yet.
+            device = self.devices.setdefault(ordinal, made)
+        return device
+
+    # Accounts
+
+    def stats(self, device: int | None = None) -> Stats:
+        """See `HandlePool.stats`."""
+        total = Stats(dict.fromkeys(MEANINGS, 0))
+        for ordinal in list(self.devices) if device is None else [device]:
+            slots = self.devices.get(ordinal)
+            for name, value in ({} if slots is None else slots.snapshot() | self.plans.snapshot(ordinal)).items():
+                total[name] += value
+        return total
+
+    def __repr__(self) -> str:
+        name = self.status.driver_name
+        if self.status.closed:
+            return f"<HandlePool {name}, closed>"
+        held = "; ".join(f"device {ordinal}: {slots.describe()}" for ordinal, slots in sorted(self.devices.items()))
+        return f"<HandlePool {name}{', ' if held else ''}{held}>"
