@@ -3,8 +3,9 @@
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from functools import partial
 from operator import index
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -146,3 +147,42 @@ def take_each(things: list[T]) -> Iterator[T]:
             yield things.pop(0)
         except IndexError:  # another thread was faster
             return
+
+
+def content(cell: CellType) -> Any:
+    """What a closure's cell holds; None for a name of the enclosing function that has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def leaves(*values: object, calls: bool = False) -> Iterator[Any]:
+    """Yield what is reached from values through lists, tuples and dictionaries, in order; each container is entered once.
+
+    With ``calls`` also through sets, and through what a call of a function reads beside its arguments: closures, defaults, and
+    what partial functions and methods are bound to.
+    """
+    left: list[Any] = [*reversed(values)]
+    entered: dict[int, object] = {}
+    while left:
+        value = left.pop()
+        inside: Iterable[Any]
+        if isinstance(value, (list, tuple)):
+            inside = value
+        elif isinstance(value, dict):
+            inside = value.values()
+        elif calls and isinstance(value, (set, frozenset)):
+            inside = value
+        elif calls and type(value) is partial:
+            inside = (value.func, value.args, value.keywords)
+        elif calls and isinstance(value, MethodType):
+            inside = (value.__self__, value.__func__)
+        elif calls and isinstance(value, FunctionType):
+            inside = (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()))
+        else:
+            yield value
+            continue
+        if id(value) not in entered:
+            entered[id(value)] = value
+            left += reversed([*inside])

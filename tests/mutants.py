@@ -1,7 +1,7 @@
 """Mutants of the package, given to the tests: what survives is a hole in them, or changes nothing that matters.
 
-``python tests/mutants.py pool/device pool/internals --count 50 --seed 1`` makes fifty mutants of ``handlepool/pool/device.py`` and
-``handlepool/pool/internals.py``, one after the other, in a copy of the tree, and says of each whether a test failed. All tests run
+``python tests/mutants.py pool/device pool/slot --count 50 --seed 1`` makes fifty mutants of ``handlepool/pool/device.py`` and
+``handlepool/pool/slot.py``, one after the other, in a copy of the tree, and says of each whether a test failed. All tests run
 once before, to learn which of them call which function and how long they take. For a mutant those run that call its function,
 the quickest first, until together they would take longer than ``--budget``. As a plugin of pytest this module is what learns it.
 """

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from handlepool._util import leaves
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.tensors.frontend import NAMES
 from handlepool.tensors.layout import View, as_dtype
@@ -89,8 +90,7 @@ def _stream(pointer: int, device: int) -> Any:
 
 def record(value: Any, pointer: int, device: int) -> None:
     """Tell torch's allocator that the tensors in a value, also in tuples, lists and dictionaries, are used on a stream."""
-    tensors: list[Any] = []
-    _collect(value, tensors)
+    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.layout is torch.strided]
     if tensors:
         stream = _stream(pointer, device)
         for tensor in tensors:
@@ -100,18 +100,6 @@ def record(value: Any, pointer: int, device: int) -> None:
 def adopt_recorded(array: Any) -> Any:
     """A tensor over a CuPy array's memory, for which no stream is made to wait."""
     return torch.from_dlpack(array.__dlpack__(stream=-1))
-
-
-def _collect(value: Any, tensors: list[Any]) -> None:
-    if isinstance(value, torch.Tensor):
-        if value.is_cuda and value.layout is torch.strided:
-            tensors.append(value)
-    elif isinstance(value, dict):
-        for entry in value.values():
-            _collect(entry, tensors)
-    elif isinstance(value, (tuple, list)):
-        for entry in value:
-            _collect(entry, tensors)
 
 
 def run_branch(

@@ -8,10 +8,9 @@ Arrays come from memory of the recording's own, so that what was allocated for a
 import threading
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-from handlepool._util import do_all
+from handlepool._util import do_all, leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph
 from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
 from handlepool.pool.context import on_device, recordings, run_on, thread
@@ -19,7 +18,7 @@ from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.workspace import DeviceScratch
-from handlepool.regions.memory import content, underneath
+from handlepool.regions.memory import underneath
 from handlepool.regions.stream_order import in_torch, torch_among
 
 
@@ -45,23 +44,8 @@ class Kept:
 
         Objects of other types are kept as a whole, with all that they have by then.
         """
-        left, seen = list(values), {}
-        while left:
-            value: Any = left.pop()
-            if id(value) in seen:
-                continue
-            seen[id(value)] = value
-            if isinstance(value, (list, tuple, set, frozenset)):
-                left.extend(value)
-            elif isinstance(value, dict):
-                left.extend(value.values())
-            elif type(value) is partial:
-                left += (value.func, value.args, value.keywords)
-            elif isinstance(value, MethodType):
-                left += (value.__self__, value.__func__)
-            elif isinstance(value, FunctionType):
-                left += (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()))
-            elif not self._holds(value):
+        for value in leaves(*values, calls=True):
+            if not self._holds(value):
                 self._values[id(value)] = value
 
     def take(self) -> dict[int, object]:

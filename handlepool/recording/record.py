@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from handlepool._util import shown
+from handlepool._util import leaves, shown
 from handlepool.drivers.protocol import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.context import run_on, thread
@@ -91,11 +91,9 @@ def _check(pool: PoolInternals, name: str, function: Any, args: tuple[Any, ...],
         raise CaptureError(f"{name} cannot be recorded inside a recording: call it there, and it becomes a part of that")
     if thread.region is not None:
         raise CaptureError(f"{name} cannot be recorded inside a branch or a task: record it outside, and replay it there")
-    for argument in (*args, *kwargs.values()):
-        for iterator in _iterators(argument):
-            raise ArgumentError(
-                f"{name} was given the iterator {shown(iterator)}, which its first call would use up; pass a list"
-            )
+    for value in leaves(args, kwargs):
+        if isinstance(value, Iterator):
+            raise ArgumentError(f"{name} was given the iterator {shown(value)}, which its first call would use up; pass a list")
     if deferred:
         settle()
     driver = pool.driver
@@ -104,15 +102,6 @@ def _check(pool: PoolInternals, name: str, function: Any, args: tuple[Any, ...],
     if home.pointer != LEGACY_STREAM and driver.capture_id(home.pointer):
         raise CaptureError(f"{name} cannot be recorded while the current stream is being captured: record it before")
     return home
-
-
-def _iterators(argument: Any) -> Iterator[Any]:
-    """Those in an argument, also in lists, tuples and dictionaries."""
-    if isinstance(argument, Iterator):
-        yield argument
-    elif isinstance(argument, (list, tuple, dict)):
-        for entry in argument.values() if isinstance(argument, dict) else argument:
-            yield from _iterators(entry)
 
 
 def _nothing(name: str) -> ArgumentError:

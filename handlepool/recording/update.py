@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from handlepool._util import kind_of, shown
+from handlepool._util import kind_of, leaves, shown
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import is_array
@@ -116,11 +116,7 @@ def _fixed(value: Any) -> Any:
 
 
 def _has_array(value: Any, kind: type) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_has_array(entry, kind) for entry in value)
-    if isinstance(value, dict):
-        return any(_has_array(entry, kind) for entry in value.values())
-    return isinstance(value, kind) or _is_foreign(value)
+    return any(isinstance(leaf, kind) or _is_foreign(leaf) for leaf in leaves(value))
 
 
 def _is_foreign(value: Any) -> bool:

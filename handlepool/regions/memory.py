@@ -11,6 +11,7 @@ import os
 import types
 from typing import Any
 
+from handlepool._util import content
 from handlepool.drivers.protocol import Driver, Stream
 from handlepool.pool.context import thread
 from handlepool.pool.deferred import abandon
@@ -117,14 +118,6 @@ class Region:
         self.kept = []
         self.keep = self.kept.append
         self._allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
-
-
-def content(cell: types.CellType) -> Any:
-    """What a closure's cell holds; None for a name of the enclosing function that has no value yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 branch_regions: dict[int, Region] = {}

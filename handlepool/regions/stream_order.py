@@ -3,16 +3,12 @@
 import functools
 import sys
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
+from handlepool._util import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM
 from handlepool.errors import CaptureError
 from handlepool.pool.internals import PoolInternals
-from handlepool.regions.memory import content
-
-_DEEPEST = 4
-"""Levels of lists, tuples and dictionaries in which torch's tensors are looked for among a branch's arguments."""
 
 
 def order(pool: PoolInternals, device: int, first: int, then: int) -> None:
@@ -41,23 +37,8 @@ def torch_among(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     tensor = getattr(sys.modules["torch"], "Tensor", None)
     if tensor is None:  # being imported just now
         return None
-    if not _has((args, kwargs), tensor, _DEEPEST):
-        inner = getattr(function, "__func__", function)
-        cells = inner.__closure__ or () if isinstance(inner, FunctionType) else ()
-        bound = (getattr(function, "args", ()), getattr(function, "keywords", None), getattr(function, "__self__", None))
-        if not _has(bound, tensor, 2) and not any(_has(content(cell), tensor, 2) for cell in cells):
-            return None
-    return integration()
-
-
-def _has(value: Any, tensor: type, depth: int) -> bool:
-    if isinstance(value, tensor):
-        return bool(value.is_cuda)  # type: ignore[attr-defined]
-    if not depth:
-        return False
-    if isinstance(value, (tuple, list)):
-        return any(_has(entry, tensor, depth - 1) for entry in value)
-    return isinstance(value, dict) and any(_has(entry, tensor, depth - 1) for entry in value.values())
+    reached = leaves(args, kwargs, function, calls=True)
+    return integration() if any(isinstance(value, tensor) and value.is_cuda for value in reached) else None
 
 
 @functools.cache
