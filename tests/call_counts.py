@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.graphs import convolution as conv
 
 import handlepool
 from handlepool import HandlePool, ParallelStates
@@ -54,11 +55,6 @@ OURS = str(Path(handlepool.__file__).parent)
 DRIVER = str(Path(OURS, "drivers", "host"))
 WRITTEN = "<a plan's launch>"
 UNSEEN = {"<listcomp>", "<dictcomp>", "<setcomp>"}
-
-
-@handlepool.graph
-def conv(g, x, w):
-    return g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
 
 
 def paths(pool, x, w) -> dict[str, Callable[[], object]]:

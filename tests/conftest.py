@@ -5,6 +5,7 @@ import os
 import threading
 
 import pytest
+from harness.scenes import Scene
 
 from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
@@ -124,4 +125,26 @@ def each_pool(request, make_driver, monkeypatch):
         stream = pool.driver.create_stream()
         with stream:
             yield pool
+        pool.driver.synchronize_stream(stream.ptr)
+
+
+@pytest.fixture
+def driver(scheduler):
+    """A host driver that does not check the order of accesses, with each scheduler in turn."""
+    return HostDriver(scheduler=scheduler)
+
+
+@pytest.fixture
+def scene(make_driver):
+    """A scene with its stream current."""
+    with Scene(make_driver()) as scene:
+        yield scene
+
+
+@pytest.fixture
+def pool(make_driver, monkeypatch):
+    """The default pool, on a host driver of two devices, with a stream of its own."""
+    with HandlePool(driver=make_driver()) as pool, pool.driver.create_stream() as stream:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        yield pool
         pool.driver.synchronize_stream(stream.ptr)

@@ -5,17 +5,10 @@ import gc
 import pickle
 
 import pytest
-from harness.scenes import Scene
 
 from handlepool import ParallelStateExecutor, ParallelStates
 
 WAYS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps, "of old": lambda value: pickle.dumps(value, 0)}
-
-
-@pytest.fixture
-def scene(make_driver):
-    with Scene(make_driver()) as scene:
-        yield scene
 
 
 def refuse(way, value, *holders):

@@ -13,11 +13,6 @@ TIMEOUT = 60
 MODES = ("global", "thread_local", "relaxed")
 
 
-@pytest.fixture(params=["threads", "adversarial"])
-def driver(request):
-    return HostDriver(scheduler=request.param)
-
-
 def give(driver, stream, log, entry):
     driver.enqueue(stream.ptr, lambda: log.append(entry), label=str(entry))
 

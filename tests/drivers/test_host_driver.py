@@ -18,11 +18,6 @@ SEEDS = range(50)
 TIMEOUT = 60  # of barriers and events that are expected to be met
 
 
-@pytest.fixture(params=["threads", "adversarial"])
-def driver(request):
-    return HostDriver(scheduler=request.param)
-
-
 def give(driver, stream, log, entry):
     driver.enqueue(stream.ptr, lambda: log.append(entry), label=str(entry))
 

@@ -19,11 +19,6 @@ TIMEOUT = 60
 FLOAT = np.dtype(np.float32)
 
 
-@pytest.fixture(params=["threads", "adversarial"])
-def driver(request):
-    return HostDriver(scheduler=request.param)
-
-
 class Holder:
     """Something that takes weak references."""
 

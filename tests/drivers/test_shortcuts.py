@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.graphs import both, double, plus
+from harness.graphs import convolution as conv
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 pytest.importorskip("handlepool.drivers.cuda.driver", reason="the cuda driver's packages are not installed")
@@ -22,26 +24,6 @@ from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, Graph
 from handlepool.drivers.cuda import fast_launch as shortcuts
 from handlepool.pool import context
 from handlepool.pool.plan_cache import MOST_SHORTCUTS
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
-
-
-@handlepool.graph
-def plus(g, x, y):
-    return g.add(x, y)
-
-
-@handlepool.graph
-def both(g, x, y):
-    return g.add(x, y), g.mul(x, y)
-
-
-@handlepool.graph
-def conv(g, x, w):
-    return g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
 
 
 class LaunchError(Exception):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from harness.graphs import double
 from harness.scenes import over_seeds
 
 import handlepool
@@ -242,11 +243,6 @@ def test_the_cuda_array_interface_describes_shape_strides_type_and_stream():
     view, stream = dlpack.from_cuda_array(CudaInterface(strides=(4, 8), data=(512, True), stream=0x70))
     assert (view.strides, view.readonly, stream) == ((4, 8), True, 0x70)
     assert dlpack.from_cuda_array(CudaInterface())[1] is None
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
 
 
 def in_use_elsewhere(scene):

@@ -3,14 +3,10 @@
 import numpy as np
 import pytest
 from harness.arrays import FULL, Arrays
+from harness.graphs import both
 
 import handlepool
-from handlepool import ArgumentError, HandlePool, ParallelStates
-
-
-@handlepool.graph
-def both(g, x, y):
-    return g.add(x, y), g.mul(x, y)
+from handlepool import ArgumentError, ParallelStates
 
 
 @handlepool.graph
@@ -45,14 +41,6 @@ WAYS = {
     "a call in a branch": lambda states, function, x, y, outs: states.map(lambda _: function(x, y, out=outs), [0]),
     "references": lambda states, function, x, y, outs: refer(function, x, y, outs),
 }
-
-
-@pytest.fixture
-def pool(make_driver, monkeypatch):
-    with HandlePool(driver=make_driver()) as pool, pool.driver.create_stream() as stream:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
-        yield pool
-        pool.driver.synchronize_stream(stream.ptr)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -4,15 +4,11 @@ import cudnn
 import numpy as np
 import pytest
 from harness.arrays import Arrays
+from harness.graphs import double
 
 import handlepool
 from handlepool import ArgumentError, ArraySpec, GraphNotSupportedError, HandlePool, ParallelStates, ops
 from handlepool.testing import reference
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
 
 
 @handlepool.graph

@@ -5,20 +5,11 @@ import pytest
 from harness.arrays import Arrays
 
 import handlepool
-from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, HandlePool, HandlePoolError
+from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, HandlePoolError
 from handlepool.testing.reference import conv2d as reference
 
 UNIT = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
 X, W, Y = (2, 4, 8, 8), (6, 4, 3, 3), (2, 6, 8, 8)
-
-
-@pytest.fixture
-def pool(make_driver, monkeypatch):
-    """The default pool, on a host driver of two devices, with a stream of its own."""
-    with HandlePool(driver=make_driver()) as pool, pool.driver.create_stream() as stream:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
-        yield pool
-        pool.driver.synchronize_stream(stream.ptr)
 
 
 class Given(Arrays):

@@ -16,15 +16,6 @@ SHAPES = {"x": (2, 4, 8, 8), "w": (6, 4, 3, 3), "b": (1, 6, 1, 1)}
 
 
 @pytest.fixture
-def pool(make_driver, monkeypatch):
-    """The default pool, on a host driver of two devices, with a stream of its own."""
-    with HandlePool(driver=make_driver()) as pool, pool.driver.create_stream() as stream:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
-        yield pool
-        pool.driver.synchronize_stream(stream.ptr)
-
-
-@pytest.fixture
 def arrays(pool):
     return Arrays(pool)
 

@@ -2,16 +2,11 @@
 
 from types import SimpleNamespace
 
+from harness.graphs import double
 from harness.scenes import Scene, over_seeds
 
-import handlepool
 from handlepool.regions import memory
 from handlepool.regions.fork import Fork
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
 
 
 def an_output_takes_a_freed_block(scene):

@@ -6,6 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
+from harness.graphs import double
 from harness.scenes import TIMEOUT, Scene, Thread
 
 import handlepool
@@ -17,12 +18,6 @@ class BuildError(Exception):
     def __init__(self, number):
         super().__init__(f"no plan: {number}")
         self.number = number
-
-
-@pytest.fixture
-def scene(make_driver):
-    with Scene(make_driver()) as scene:
-        yield scene
 
 
 def test_a_thread_that_comes_during_a_build_waits_for_its_plan():
@@ -185,11 +180,6 @@ def test_the_bound_is_each_devices_own():
             cache.get_or_build(device, key, lambda key=key: key)
     assert len(cache) == 4
     assert cache.get(1, "b") == "b"
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
 
 
 def test_plans_that_were_dropped_while_in_use_work_on(make_driver):

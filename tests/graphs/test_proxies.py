@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.graphs import double
 
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, HandlePool, ParallelStateExecutor, StreamError
@@ -23,11 +24,6 @@ class Anything:
         return x
 
 
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
-
-
 MAKE = {"ServerProxy": lambda: xmlrpc.client.ServerProxy("http://127.0.0.1:9/"), "Anything": Anything}
 ARGUMENT = {"ServerProxy": "transport", "Anything": 5}
 
@@ -40,13 +36,6 @@ def kind(request):
 @pytest.fixture
 def proxy(kind):
     return MAKE[kind]()
-
-
-@pytest.fixture
-def pool(make_driver, monkeypatch):
-    with HandlePool(driver=make_driver()) as pool, pool.driver.create_stream():
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
-        yield pool
 
 
 class Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from harness.accounts import RESTORES, Accounts
+from harness.graphs import convolution as conv
 from harness.scenes import TIMEOUT, Scene, Thread
 from harness.uses import assert_usable
 
@@ -105,11 +106,6 @@ class TimedDriver(HostDriver):
         assert super().elapsed(start, end) >= 0
         self._asked += 1
         return self._last / 1e3 * (50 if self._asked % 5 == 0 else 1)
-
-
-@handlepool.graph
-def conv(g, x, w):
-    return g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
 
 
 SHAPES = (1, 4, 6, 6), (4, 4, 3, 3)
@@ -432,7 +428,7 @@ def test_the_report_can_be_read(make):
     lines = [" ".join(line.split()) for line in text.splitlines()]
     size = format(conv.plan_for(*arrays_of(scene.driver)).workspace_size, ",")
     assert lines == [
-        "conv: 2 of 3 plans timed alone, and 4 states side by side; microseconds, bytes of scratch",
+        "convolution: 2 of 3 plans timed alone, and 4 states side by side; microseconds, bytes of scratch",
         "plan alone company scratch engine",
         f"1 12.00 20.00 {size} engine 1, chosen",
         f"0 10.00 50.00 {size} engine 0, used before",
@@ -460,7 +456,7 @@ def test_tuning_without_a_gpu_is_refused(make_pool, monkeypatch):
     monkeypatch.setattr("handlepool.pool.default._default", pool)
     x, w = arrays_of(pool.driver)
     for states in (None, ParallelStates(2, pool=pool)):
-        with pytest.raises(DriverNotAvailableError, match=r"conv\.tune times plans on a GPU"):
+        with pytest.raises(DriverNotAvailableError, match=r"convolution\.tune times plans on a GPU"):
             conv.tune(x, w, states=states)
     assert pool.driver._streams.captures.active == ()
     assert pool.driver.calls["launch"] == pool.driver.calls["begin_capture"] == pool.stats()["plans_built"] == 0

@@ -14,6 +14,10 @@ SEEDS = range(100)
 TIMEOUT = 60  # of whatever is expected to happen
 
 
+class BranchError(Exception):
+    """What a branch raises."""
+
+
 class CarelessDriver(HostDriver):
     """Leaves waits out, so that a control can show what they are for.
 
@@ -94,6 +98,16 @@ class Scene:
         """The array's one value, after the current stream; NaN where it has several."""
         values = np.unique(self.driver.asnumpy(array))
         return float(values[0]) if len(values) == 1 else float("nan")
+
+
+def leased(scene):
+    return scene.pool.stats()["handles_leased"]
+
+
+def works(scene):
+    """Whether pool, states and the caller's stream are usable."""
+    x = scene.array(1)
+    return [scene.read(y) for y in scene.states.map(scene.plus, [x] * 5, range(5))] == [1, 2, 3, 4, 5] and leased(scene) == 0
 
 
 def over_seeds(scenario, *, seeds=SEEDS, make=None, control=False, **options):

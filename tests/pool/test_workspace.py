@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from harness.graphs import convolution
 
-import handlepool
 from handlepool import ArgumentError, ContractError
 from handlepool.testing import reference
 
@@ -12,11 +12,6 @@ RNG = np.random.default_rng(5)
 IMAGES = RNG.standard_normal((2, 1, 3, 6, 6)).astype(np.float32)
 FILTERS = RNG.standard_normal((2, 4, 3, 3, 3)).astype(np.float32)
 EXPECTED = [reference.conv2d(x, w, padding=1) for x, w in zip(IMAGES, FILTERS, strict=True)]
-
-
-@handlepool.graph
-def convolution(g, x, w):
-    return g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
 
 
 def compiled(pool, x, w):

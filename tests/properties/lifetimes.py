@@ -7,10 +7,10 @@ import weakref
 
 import numpy as np
 from harness.accounts import RESTORES, Accounts, CostlyDriver, forgotten, waiting
+from harness.graphs import double
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import handlepool
 from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
@@ -22,11 +22,6 @@ INDEX = st.integers(0, 7)
 SIZES = st.sampled_from([0, 1, 256, 300, 1000, 5000])
 FORMS = st.sampled_from(["current", "object", "pointer", "wrapper"])
 MODES = st.sampled_from(["global", "thread_local", "relaxed"])
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
 
 
 class Driver(CostlyDriver, HostDriver):

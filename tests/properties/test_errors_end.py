@@ -8,6 +8,7 @@ import threading
 import weakref
 
 import pytest
+from harness.graphs import double
 from harness.scenes import TIMEOUT, Scene, Thread
 
 import handlepool
@@ -20,11 +21,6 @@ from handlepool.pool.plan_cache import _Build
 
 class Thing:
     """What a caller has when its call fails."""
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
 
 
 @handlepool.graph

@@ -9,21 +9,17 @@ from itertools import chain
 import numpy as np
 import pytest
 from harness.accounts import RESTORES, Accounts
+from harness.graphs import double
 from harness.scenes import TIMEOUT, Thread
 from harness.uses import assert_usable
 
-from handlepool import HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, conv2d, graph, record
+from handlepool import HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, conv2d, record
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
 
 
 class Injected(RuntimeError):
     pass
-
-
-@graph
-def double(g, x):
-    return g.add(x, x)
 
 
 class World:

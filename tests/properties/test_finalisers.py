@@ -8,11 +8,11 @@ import itertools
 import numpy as np
 import pytest
 from harness.accounts import Accounts
+from harness.graphs import convolution
 from harness.lines import at_line
 from harness.scenes import Scene, Thread
 from harness.uses import assert_usable
 
-import handlepool
 from handlepool import ContractError, ParallelStateExecutor, StateBusyError, drivers
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred, status
@@ -20,11 +20,6 @@ from handlepool.pool.default import default_pool
 from handlepool.pool.slot import Slot
 from handlepool.pool.workspace import Workspace
 from handlepool.testing import reference
-
-
-@handlepool.graph
-def convolution(g, x, w):
-    return g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
 
 
 class World(Scene):

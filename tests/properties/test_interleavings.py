@@ -15,19 +15,15 @@ import time
 import numpy as np
 import pytest
 from harness.accounts import Accounts
+from harness.graphs import double
 from harness.lines import at_line
 from harness.scenes import TIMEOUT, Thread
 from harness.uses import assert_usable
 
-from handlepool import ContractError, HandlePool, OwnershipError, ParallelStates, PoolClosedError, graph, record
+from handlepool import ContractError, HandlePool, OwnershipError, ParallelStates, PoolClosedError, record
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred, handles
 from handlepool.recording import program as recorded
-
-
-@graph
-def double(g, x):
-    return g.add(x, x)
 
 
 class WatchedLock:

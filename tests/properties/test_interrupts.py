@@ -13,6 +13,7 @@ import signal
 from collections import deque
 
 import pytest
+from harness.graphs import double
 from harness.lines import PACKAGE, at_line, interrupt, line_of
 from harness.scenes import Scene, Thread
 from harness.uses import assert_usable
@@ -27,11 +28,6 @@ from handlepool.regions.memory import Region
 
 # What is raised in a destructor is lost, as Python says it is.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.graphs import plus
 from harness.scenes import Scene
 
 import handlepool
@@ -134,11 +135,6 @@ def test_control_where_it_is_not_kept_replays_read_what_came_there(make_driver, 
     with Scene(make_driver(scheduler="adversarial")) as scene:
         results, _ = forgotten(scene, closure, record)
         assert 41 not in results
-
-
-@handlepool.graph
-def plus(g, x, y):
-    return g.add(x, y)
 
 
 @pytest.mark.parametrize("branch", ["python", "graph"])

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from harness.accounts import RESTORES
+from harness.graphs import double
 from harness.scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_waits_of_the_last
 from harness.uses import ON_A_SIDE_STREAM, in_a_branch
 
@@ -170,11 +171,6 @@ def test_a_fork_in_a_cycle_with_its_stream_gives_its_states_back(make_driver):
         settle(most=1000)
         assert scene.pool.stats()["handles_leased"] == 0
         assert scene.states.map(lambda value: scene.read(scene.array(value)), range(4)) == [0, 1, 2, 3]
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
 
 
 def test_g11_threads_that_end_in_forks_which_the_collector_takes_with_their_streams_give_their_states_back(make_driver):

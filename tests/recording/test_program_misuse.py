@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 from harness.accounts import RESTORES, Accounts
+from harness.graphs import double
 from harness.lines import at_line
 from harness.scenes import TIMEOUT, Scene, Thread
 from harness.uses import Foreign, assert_usable
@@ -181,11 +182,6 @@ def test_a_function_that_returns_nothing_the_second_time_is_refused(scene):
     results = [scene.array(1), None]
     with pytest.raises(ArgumentError, match="returned None"):
         handlepool.record(lambda: scene.put(scene.array(2), lambda: 3) is not None and results.pop(0))
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
 
 
 @handlepool.graph

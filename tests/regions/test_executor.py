@@ -6,16 +6,10 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from harness.scenes import TIMEOUT, Scene, Thread, without_joins, without_starts
+from harness.scenes import TIMEOUT, Thread, without_joins, without_starts
 from harness.submitting import TaskError, over_seeds_with, returned
 
 from handlepool import ArgumentError, ParallelStateExecutor, StreamFuture
-
-
-@pytest.fixture
-def scene(make_driver):
-    with Scene(make_driver()) as scene:
-        yield scene
 
 
 @pytest.fixture

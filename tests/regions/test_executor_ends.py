@@ -7,18 +7,11 @@ from concurrent.futures import CancelledError
 from concurrent.futures.thread import BrokenThreadPool
 
 import pytest
-from harness.scenes import TIMEOUT, Scene, over_seeds
+from harness.scenes import TIMEOUT, over_seeds
 from harness.submitting import TaskError, busy, returned
 
 from handlepool import ForkedProcessError, ParallelStateExecutor
 from handlepool.pool import deferred
-
-
-@pytest.fixture
-def scene(make_driver):
-    with Scene(make_driver()) as scene:
-        yield scene
-
 
 # Shutdown
 

@@ -16,12 +16,6 @@ class Held:
 
 
 @pytest.fixture
-def scene(make_driver):
-    with Scene(make_driver()) as scene:
-        yield scene
-
-
-@pytest.fixture
 def unchecked(make_driver):
     """A scene for a control that shows what goes wrong; the checker would stop it."""
     with Scene(make_driver(check_order=False)) as scene:

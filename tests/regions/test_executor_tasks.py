@@ -13,12 +13,6 @@ from handlepool import ArgumentError, CaptureError, HandlePool, ParallelStateExe
 
 
 @pytest.fixture
-def scene(make_driver):
-    with Scene(make_driver()) as scene:
-        yield scene
-
-
-@pytest.fixture
 def executor(scene):
     with ParallelStateExecutor(4, pool=scene.pool) as executor:
         yield executor

@@ -3,25 +3,11 @@
 from contextlib import nullcontext
 
 import pytest
-from harness.scenes import Scene, Thread, over_seeds
+from harness.graphs import double
+from harness.scenes import BranchError, Scene, Thread, over_seeds, works
 
 import handlepool
 from handlepool import ArgumentError, DeviceMismatchError, OwnershipError, ParallelStates, PoolClosedError, StreamError
-
-
-class BranchError(Exception):
-    pass
-
-
-def leased(scene):
-    return scene.pool.stats()["handles_leased"]
-
-
-def works(scene):
-    """Whether pool, states and the caller's stream are usable."""
-    x = scene.array(1)
-    return [scene.read(y) for y in scene.states.map(scene.plus, [x] * 5, range(5))] == [1, 2, 3, 4, 5] and leased(scene) == 0
-
 
 # ParallelStates
 
@@ -261,11 +247,6 @@ def test_g3_a_branch_runs_on_its_own_device_from_a_body_on_another():
     with Scene() as scene, scene.states.fork() as fork, scene.driver.device(1):
         assert fork.run(scene.driver.current_device) == 0
         assert scene.driver.current_device() == 1
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
 
 
 @pytest.mark.parametrize("where", ["device", "stream"])

@@ -1,9 +1,9 @@
 """Guarantee 7: branches are concurrent; many threads, and fewer side slots than branches (guarantees 1 and 6)."""
 
 import pytest
+from harness.graphs import double
 from harness.scenes import Scene, Thread, over_seeds
 
-import handlepool
 from handlepool import ParallelStates
 from handlepool.graphs import launch as calls
 
@@ -36,11 +36,6 @@ def test_g7_branches_take_the_states_in_turn():
         streams = scene.states.map(lambda _: scene.driver.current_stream().ptr, range(7))
     assert streams == (streams[:3] * 3)[:7]
     assert len(set(streams)) == 3
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
 
 
 @pytest.mark.parametrize("form", ["run", "map"])

@@ -5,27 +5,12 @@ import threading
 
 import numpy as np
 import pytest
-from harness.scenes import TIMEOUT, Scene, Thread, over_seeds
+from harness.graphs import double
+from harness.scenes import TIMEOUT, Scene, Thread, leased, over_seeds, works
 
 import handlepool
 from handlepool import ArgumentError, CaptureError
 from handlepool.drivers.host.driver import HostDriver
-
-
-def leased(scene):
-    return scene.pool.stats()["handles_leased"]
-
-
-def works(scene):
-    """Whether pool, states and the caller's stream are usable."""
-    x = scene.array(1)
-    return [scene.read(y) for y in scene.states.map(scene.plus, [x] * 5, range(5))] == [1, 2, 3, 4, 5] and leased(scene) == 0
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
-
 
 # Whatever fails on the way, nothing is lost
 

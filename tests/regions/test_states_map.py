@@ -8,29 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness.accounts import Accounts
+from harness.graphs import both, double, plus
 from harness.lines import at_line
-from harness.scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_starts
+from harness.scenes import TIMEOUT, Scene, Thread, leased, over_seeds, without_joins, without_starts
 
 import handlepool
 from handlepool import ArgumentError, ContractError, DeviceMismatchError, OwnershipError, ParallelStates, PoolClosedError, conv2d
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context
 from handlepool.regions import fork as forks
-
-
-@handlepool.graph
-def double(g, x):
-    return g.add(x, x)
-
-
-@handlepool.graph
-def plus(g, x, y):
-    return g.add(x, y)
-
-
-@handlepool.graph
-def both(g, x, y):
-    return g.add(x, y), g.mul(x, y)
 
 
 @pytest.fixture
@@ -73,10 +59,6 @@ def read(scene, arrays):
 
 def arrays(scene, values):
     return [scene.array(value) for value in values]
-
-
-def leased(scene):
-    return scene.pool.stats()["handles_leased"]
 
 
 def in_order(scene):

@@ -1,11 +1,7 @@
 """Guarantee 6: a fork orders. Each control leaves one wait out and must go wrong."""
 
 import pytest
-from harness.scenes import CarelessDriver, Scene, over_seeds, without_joins, without_starts
-
-
-class BranchError(Exception):
-    pass
+from harness.scenes import BranchError, CarelessDriver, Scene, over_seeds, without_joins, without_starts
 
 
 def distinct(results):

@@ -4,17 +4,13 @@ import gc
 import weakref
 
 import pytest
-from harness.scenes import Scene, over_seeds
+from harness.scenes import BranchError, Scene, over_seeds
 
 from handlepool import ParallelStates
 
 
 class Held:
     """Something that takes weak references."""
-
-
-class BranchError(Exception):
-    pass
 
 
 def a_fork(scene, box, gone):

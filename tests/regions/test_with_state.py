@@ -6,16 +6,11 @@ import threading
 from contextlib import ExitStack
 
 import pytest
-from harness.scenes import TIMEOUT, Scene, Thread
+from harness.scenes import TIMEOUT, BranchError, Scene, Thread
 
 import handlepool
 from handlepool import OwnershipError, ParallelStates, StateBusyError, StateIndexError
 from handlepool.pool import context
-
-
-class BranchError(Exception):
-    pass
-
 
 # The state
 
