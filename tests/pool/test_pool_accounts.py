@@ -27,16 +27,11 @@ def test_prewarm_makes_what_first_calls_would_make(make_pool):
     assert pool.stats() == created
 
 
-def test_prewarm_makes_no_more_side_slots_than_there_may_be(make_pool):
-    pool = make_pool()
-    pool.prewarm(states=40)
-    assert pool.stats()["handles_created"] == 33
-
-
-def test_prewarm_serves_the_stream_that_is_passed(make_pool):
+def test_prewarm_makes_no_more_side_slots_than_there_may_be_and_serves_the_stream_that_is_passed(make_pool):
     pool = make_pool()
     stream = pool.driver.create_stream()
-    pool.prewarm(stream=stream)
+    pool.prewarm(states=40, stream=stream)
+    assert pool.stats()["handles_created"] == 33
     assert calls(pool.driver, pool.get_handle, stream) == {"current_device": 1}
 
 
@@ -150,7 +145,7 @@ def test_reprs_say_what_is_held(make_pool, in_thread):
 # Closing
 
 
-def test_close_destroys_the_handles_and_frees_the_scratch(make_pool, in_thread):
+def test_close_destroys_the_handles_and_frees_the_scratch_and_is_idempotent(make_pool, in_thread):
     pool = make_pool()
     handles = [pool.get_handle(), pool.get_handle(pool.driver.create_stream())]
     in_thread(pool.get_workspace, 1000)
@@ -163,12 +158,6 @@ def test_close_destroys_the_handles_and_frees_the_scratch(make_pool, in_thread):
     assert (stats["handles_live"], stats["handles_idle"], stats["scratch_bytes"]) == (0, 0, 0)
     free, total = pool.driver.memory_info()
     assert free == total
-
-
-def test_close_is_idempotent(make_pool):
-    pool = make_pool()
-    pool.get_handle()
-    pool.close()
     assert not calls(pool.driver, pool.close)
     assert pool.closed
 

@@ -215,14 +215,6 @@ def test_g4_keys_of_bare_pointers_are_bounded_least_recently_used_out_first(make
     assert pool.stats()["handles_live"] == MOST_FOREIGN_STREAMS
 
 
-def test_g4_many_foreign_streams_cost_no_more_handles_than_the_bound(make_pool):
-    pool = make_pool()
-    streams = [pool.driver.create_stream() for _ in range(4 * MOST_FOREIGN_STREAMS)]
-    for stream in streams:
-        pool.driver.use_handle(pool.get_handle(stream.ptr), int)
-    assert pool.stats()["handles_created"] <= MOST_FOREIGN_STREAMS + 2
-
-
 def test_g4_owned_streams_are_not_bounded(make_pool):
     pool = make_pool()
     streams = [pool.driver.create_stream() for _ in range(2 * MOST_FOREIGN_STREAMS)]
@@ -231,11 +223,6 @@ def test_g4_owned_streams_are_not_bounded(make_pool):
 
 
 # Default streams
-
-
-def test_g4_the_two_default_streams_are_keys_of_their_own(make_pool):
-    pool = make_pool()
-    assert pool.get_handle(pool.driver.legacy_stream) is not pool.get_handle(pool.driver.per_thread_stream)
 
 
 @pytest.mark.parametrize(("pointers", "name"), [((0, 1), "legacy_stream"), ((2,), "per_thread_stream")])
@@ -249,6 +236,7 @@ def test_g4_every_form_of_a_default_stream_is_one_key(make_pool, pointers, name)
         assert pool.get_handle(pool.driver.wrap_stream(pointer, None)) is handle
     with stream:
         assert pool.get_handle() is handle
+    assert len({pool.get_handle(pointer) for pointer in (0, 1, 2)}) == 2
 
 
 @pytest.mark.parametrize("pointer", [0, 1, 2])

@@ -1,7 +1,6 @@
 """What nobody plans for: closes at a bad moment, late threads, finalisers that use the pool. Nothing leaks, and nothing hangs."""
 
 import gc
-import itertools
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from harness.scenes import TIMEOUT, Scene, Thread
 from harness.uses import assert_usable
 
 import handlepool
-from handlepool import OutOfMemoryError, ParallelStateExecutor, ParallelStates, PoolClosedError
+from handlepool import OutOfMemoryError, ParallelStates, PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
 
@@ -150,36 +149,6 @@ def test_g8_after_an_inner_join_that_failed_what_comes_later_is_let_go_of_at_the
 # Streams and threads that go
 
 
-def test_g8_the_callers_stream_may_be_dropped_inside_a_fork(scene):
-    y = scene.array()
-    with scene.states.fork(stream=scene.driver.create_stream()) as fork:
-        pointer = fork.run(lambda: fork._pointer)
-        fork.run(scene.put, y, lambda: 2)
-        gc.collect()
-        assert scene.driver.create_stream().ptr != pointer  # the fork keeps it to the join
-    assert_usable(scene.pool)
-
-
-def test_g8_the_submitters_stream_may_be_dropped_while_a_task_runs(scene):
-    begun, go = threading.Event(), threading.Event()
-    y = scene.array()
-
-    def task(x):
-        begun.set()
-        assert go.wait(TIMEOUT)
-        return scene.put(y, lambda x: x + 1, x)
-
-    with ParallelStateExecutor(1, pool=scene.pool) as executor:
-        stream = scene.driver.create_stream()
-        with stream:
-            future = executor.submit(task, scene.array(1))
-        assert begun.wait(TIMEOUT)
-        del stream
-        gc.collect()
-        go.set()
-        assert scene.read(future.result(TIMEOUT)) == 2
-
-
 def ends_inside_a_fork(scene):
     def enter():
         with scene.stream:
@@ -308,19 +277,6 @@ def test_g11_a_thread_of_any_kind_gives_its_slots_back_at_its_end_without_a_driv
     scene.driver.use_handle(handle, int)
 
 
-def test_an_executor_that_is_shut_down_with_tasks_waiting_leaves_nothing(scene):
-    begun, go = threading.Event(), threading.Event()
-    executor = ParallelStateExecutor(1, pool=scene.pool)
-    running = executor.submit(lambda: (begun.set(), go.wait(TIMEOUT)))
-    assert begun.wait(TIMEOUT)
-    waiting = [executor.submit(pytest.fail, "it ran") for _ in range(5)]
-    executor.shutdown(wait=False, cancel_futures=True)
-    assert all(future.cancelled() for future in waiting)
-    go.set()
-    executor.shutdown()
-    assert running.done()
-
-
 # Finalisers that use the pool
 
 
@@ -333,35 +289,6 @@ def uses_of_all_kinds(scene):
     scene.states.map(lambda _: pool.get_workspace(300), range(3))
     pool.get_workspace(5000)
     pool.trim()
-
-
-def test_g10_a_trim_by_a_finaliser_at_every_driver_call_of_the_pool(make_driver):
-    for k in itertools.count(1):
-        with Scene(make_driver(scheduler="adversarial"), idle_limit=2) as scene:
-            left, inside = k, []
-
-            class Dropped:
-                def __del__(self):
-                    scene.pool.trim()
-
-            def hook(called, scene=scene, inside=inside, Dropped=Dropped):
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    inside.append(called)
-                    Dropped()
-
-            scene.driver._log._fault = hook
-            uses_of_all_kinds(scene)
-            scene.driver._log._fault = None
-            Accounts(scene.pool).check()
-            assert_usable(scene.pool)
-            scene.pool.close()
-            deferred.settle(most=1000)
-            assert scene.driver.alive() == {"handles": 0, "events": 0, "streams": 1, "scratch_bytes": 0}, (k, inside)
-        if not inside:
-            break
-    assert k > 50
 
 
 class Interrupted:

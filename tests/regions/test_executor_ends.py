@@ -17,11 +17,10 @@ from handlepool.pool import deferred
 
 
 def test_shutdown_waits_for_tasks_that_wait(scene):
-    executor = ParallelStateExecutor(1, pool=scene.pool)
-    futures = [executor.submit(lambda value=value: value) for value in range(5)]
-    executor.shutdown()
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        futures = [executor.submit(scene.array, value) for value in range(5)]
     assert all(future.done() for future in futures)
-    assert [future.result() for future in futures] == list(range(5))
+    assert [scene.read(future.result()) for future in futures] == list(range(5))
 
 
 def test_shutdown_without_wait_returns_and_the_tasks_run(scene):
@@ -38,6 +37,7 @@ def test_shutdown_may_cancel_tasks_that_wait(scene):
     executor = ParallelStateExecutor(1, pool=scene.pool)
     go_on = busy(executor)
     waiting = [executor.submit(pytest.fail, "it ran") for _ in range(3)]
+    assert waiting[1].cancel()  # already
     executor.shutdown(wait=False, cancel_futures=True)
     go_on.set()
     returned(*waiting)
@@ -45,24 +45,6 @@ def test_shutdown_may_cancel_tasks_that_wait(scene):
         assert future.cancelled()
         with pytest.raises(CancelledError):
             future.result(TIMEOUT)
-    executor.shutdown()
-
-
-def test_shutdown_cancels_a_task_that_was_cancelled_already(scene):
-    executor = ParallelStateExecutor(1, pool=scene.pool)
-    go_on = busy(executor)
-    waiting = executor.submit(pytest.fail, "it ran")
-    assert waiting.cancel()
-    executor.shutdown(wait=False, cancel_futures=True)
-    go_on.set()
-    executor.shutdown()
-    returned(waiting)
-
-
-def test_shutdown_twice_is_no_error(scene):
-    executor = ParallelStateExecutor(2, pool=scene.pool)
-    executor.submit(lambda: None)
-    executor.shutdown()
     executor.shutdown()
 
 
@@ -76,15 +58,6 @@ def test_submit_after_shutdown_is_refused_and_loses_no_event(scene):
     gc.collect()
     deferred.settle()
     assert scene.driver.calls["create_event"] == scene.driver.calls["destroy_event"]
-
-
-def test_the_context_manager_shuts_down(scene):
-    with ParallelStateExecutor(1, pool=scene.pool) as executor:
-        future = executor.submit(scene.array, 7)
-    assert future.done()
-    with pytest.raises(RuntimeError):
-        executor.submit(pytest.fail, "it ran")
-    assert scene.read(future.result()) == 7
 
 
 def nobody_asks(scene):
@@ -105,21 +78,17 @@ def test_g6_control_a_shutdown_without_the_join():
     assert len(set(map(str, over_seeds(nobody_asks, make=make)))) > 1
 
 
-def test_shutdown_does_not_wait_for_the_device(scene):
-    latches = []
-    with ParallelStateExecutor(1, pool=scene.pool) as executor:
-        executor.submit(lambda: latches.append(scene.driver.latch(scene.driver.current_stream().ptr)))
-    assert not latches[0].passed
-    latches[0].release()
-
-
-def test_g9_shutdown_while_the_submitters_stream_is_captured_leaves_the_capture_alone(scene):
+@pytest.mark.parametrize("captured", [False, True])
+def test_g9_shutdown_does_not_wait_for_the_device_and_leaves_a_capture_of_the_submitters_stream_alone(scene, captured):
     latches = []
     executor = ParallelStateExecutor(1, pool=scene.pool)
     returned(executor.submit(lambda: latches.append(scene.driver.latch(scene.driver.current_stream().ptr))))
-    scene.stream.begin_capture()
+    if captured:
+        scene.stream.begin_capture()
     executor.shutdown()
-    scene.stream.end_capture()
+    assert not latches[0].passed
+    if captured:
+        scene.stream.end_capture()
     latches[0].release()
 
 
@@ -162,18 +131,13 @@ def leases(scene):
     return scene.pool.stats()["handles_leased"]
 
 
-def test_g11_side_slots_go_back_with_the_workers(scene):
-    with ParallelStateExecutor(3, pool=scene.pool) as executor:
-        meeting = threading.Barrier(3)
-        returned(*[executor.submit(meeting.wait, TIMEOUT) for _ in range(3)])
-        assert leases(scene) == 3
-    assert leases(scene) == 0
-
-
-def test_g11_side_slots_go_back_after_a_shutdown_without_wait(scene):
-    executor = ParallelStateExecutor(2, pool=scene.pool)
-    returned(executor.submit(lambda: None))
-    executor.shutdown(wait=False)
+@pytest.mark.parametrize("wait", [True, False])
+def test_g11_side_slots_go_back_with_the_workers(scene, wait):
+    executor = ParallelStateExecutor(3, pool=scene.pool)
+    meeting = threading.Barrier(3)
+    returned(*[executor.submit(meeting.wait, TIMEOUT) for _ in range(3)])
+    assert leases(scene) == 3
+    executor.shutdown(wait=wait)
     executor.shutdown()  # to know that the threads have ended
     assert leases(scene) == 0
 

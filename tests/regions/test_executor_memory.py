@@ -88,7 +88,7 @@ def test_g8_control_a_dropped_executor_that_parks_nothing(unchecked):
 
 
 def dies(scene, use):
-    """Whether something that a task was given is gone after ``use(executor, future)``, and was not before."""
+    """Whether something that a task was given is gone after ``use(scene, executor, future, latch)``, and was not before."""
     with ParallelStateExecutor(1, pool=scene.pool) as executor:
         thing, latches = Held(), []
         gone = weakref.ref(thing)
@@ -101,34 +101,30 @@ def dies(scene, use):
         returned(future)
         gc.collect()
         assert gone() is not None
-        use(executor, future, latches[0])
+        use(scene, executor, future, latches[0])
         latches[0].release()
         return gone() is None
 
 
-def test_g8_a_join_releases_what_was_kept(scene):
-    assert dies(scene, lambda executor, future, latch: future.result(TIMEOUT))
+def past_its_end(scene, executor, future, latch):
+    latch.release()
+    scene.driver.synchronize_event(future._task._end)
+    executor.submit(lambda: None)
 
 
-def test_g8_control_what_was_kept_lives_without_a_join(scene):
-    assert not dies(scene, lambda executor, future, latch: None)
+RELEASES = {
+    "nothing": (lambda scene, executor, future, latch: None, False),
+    "result": (lambda scene, executor, future, latch: future.result(TIMEOUT), True),
+    "the next task": (lambda scene, executor, future, latch: executor.submit(lambda: None), False),
+    "the next task past its end": (past_its_end, True),
+    "shutdown": (lambda scene, executor, future, latch: executor.shutdown(), True),
+}
 
 
-def test_g8_for_a_future_that_nobody_asked_the_end_event_releases_at_the_next_task(scene):
-    def use(executor, future, latch):
-        latch.release()
-        scene.driver.synchronize_event(future._task._end)
-        executor.submit(lambda: None)
-
-    assert dies(scene, use)
-
-
-def test_g8_before_the_end_event_the_next_task_releases_nothing(scene):
-    assert not dies(scene, lambda executor, future, latch: executor.submit(lambda: None))
-
-
-def test_g8_shutdown_joins_and_releases(scene):
-    assert dies(scene, lambda executor, future, latch: executor.shutdown())
+@pytest.mark.parametrize("use", RELEASES)
+def test_g8_what_a_task_kept_is_released_by_a_join_or_after_its_end(scene, use):
+    act, released = RELEASES[use]
+    assert dies(scene, act) is released
 
 
 def test_g8_an_error_that_was_raised_keeps_no_argument_alive(scene):
