@@ -1,11 +1,11 @@
 """Fixtures that the tests of every layer share."""
 
+import functools
 import gc
 import os
-import threading
 
 import pytest
-from harness.scenes import Scene
+from harness.scenes import Scene, Thread
 
 from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
@@ -92,26 +92,7 @@ def unused(monkeypatch):
 @pytest.fixture
 def in_thread():
     """Runs a function in a new thread, to its end, and gives its value or raises its error: ``in_thread(fn, *args)``."""
-
-    def run(function, *args, **kwargs):
-        outcome = []
-
-        def body():
-            try:
-                outcome.append((function(*args, **kwargs), None))
-            except BaseException as error:
-                outcome.append((None, error))
-
-        thread = threading.Thread(target=body)
-        thread.start()
-        thread.join(TIMEOUT)
-        assert not thread.is_alive(), "the thread hangs"
-        value, error = outcome.pop()
-        if error is not None:
-            raise error
-        return value
-
-    return run
+    return lambda function, *args, **kwargs: Thread(functools.partial(function, *args, **kwargs)).finish()
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])

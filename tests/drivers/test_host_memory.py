@@ -1,7 +1,6 @@
 """The host driver's memory, its arenas with CuPy's hazards, and graphs launched over them."""
 
 import gc
-import threading
 import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -34,12 +33,6 @@ def record(driver, stream):
     event = driver.create_event()
     driver.record_event(event, stream.ptr)
     return event
-
-
-def in_a_thread(function):
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join(TIMEOUT)
 
 
 # Scratch
@@ -217,7 +210,7 @@ def test_a_block_goes_back_with_the_last_view_and_is_reused_last_in_first_out(dr
     assert [driver.array_pointer(x) for x in again] == addresses
 
 
-def test_a_block_goes_back_to_the_arena_of_the_stream_that_was_current_whoever_drops_it(driver):
+def test_a_block_goes_back_to_the_arena_of_the_stream_that_was_current_whoever_drops_it(driver, in_thread):
     a, b = driver.create_stream(), driver.create_stream()
     with a:
         array = floats(driver)
@@ -229,7 +222,7 @@ def test_a_block_goes_back_to_the_arena_of_the_stream_that_was_current_whoever_d
         with b:
             held.clear()
 
-    in_a_thread(drop)
+    in_thread(drop)
     with b:
         assert driver.array_pointer(floats(driver)) != address
     with a:
@@ -248,7 +241,7 @@ def test_an_arena_outlives_its_stream_under_the_recycled_pointer(driver):
         assert driver.array_pointer(floats(driver)) == address
 
 
-def test_per_thread_default_streams_have_an_arena_a_thread(driver):
+def test_per_thread_default_streams_have_an_arena_a_thread(driver, in_thread):
     driver.push_stream(driver.per_thread_stream)
     address, others = driver.array_pointer(floats(driver)), []
 
@@ -256,7 +249,7 @@ def test_per_thread_default_streams_have_an_arena_a_thread(driver):
         driver.push_stream(driver.per_thread_stream)
         others.append(driver.array_pointer(floats(driver)))
 
-    in_a_thread(elsewhere)
+    in_thread(elsewhere)
     assert others[0] != address
     assert driver.array_pointer(floats(driver)) == address
 
@@ -293,7 +286,7 @@ def test_queued_work_does_not_keep_an_array_alive_and_survives_its_end(driver):
     assert (result == 5).all()
 
 
-def freed_by_another_thread_after_the_branch_began(seed, *, region):
+def freed_by_another_thread_after_the_branch_began(seed, in_thread, *, region):
     """What the caller's stream reads of a block that a branch reuses. CuPy on a GPU gives the former work's or the branch's."""
     driver = HostDriver(scheduler="adversarial", seed=seed)
     home, side = driver.create_stream(), driver.create_stream()
@@ -303,7 +296,7 @@ def freed_by_another_thread_after_the_branch_began(seed, *, region):
         driver.synchronize_stream(home.ptr)
         driver.wait_event(side.ptr, record(driver, home))  # the branch begins
         driver.enqueue(home.ptr, np.copyto, writes=[result], reads=held)  # another thread of this stream, then drops it
-        in_a_thread(held.clear)
+        in_thread(held.clear)
         kept = []
         if region:
             allocator = driver.region_allocator(home, kept.append, lambda _: allocator)
@@ -318,16 +311,16 @@ def freed_by_another_thread_after_the_branch_began(seed, *, region):
     return result[0]
 
 
-def test_control_a_block_freed_by_another_thread_is_overwritten_under_its_reader():
-    values = {freed_by_another_thread_after_the_branch_began(seed, region=False) for seed in SEEDS}
+def test_control_a_block_freed_by_another_thread_is_overwritten_under_its_reader(in_thread):
+    values = {freed_by_another_thread_after_the_branch_began(seed, in_thread, region=False) for seed in SEEDS}
     assert values == {1, 7}
 
 
-def test_a_region_allocators_edge_lets_the_reader_finish_first():
-    assert {freed_by_another_thread_after_the_branch_began(seed, region=True) for seed in SEEDS} == {7}
+def test_a_region_allocators_edge_lets_the_reader_finish_first(in_thread):
+    assert {freed_by_another_thread_after_the_branch_began(seed, in_thread, region=True) for seed in SEEDS} == {7}
 
 
-def test_a_region_allocator_takes_from_its_streams_arena_and_keeps(driver):
+def test_a_region_allocator_takes_from_its_streams_arena_and_keeps(driver, in_thread):
     home, side, other, kept = driver.create_stream(), driver.create_stream(), driver.create_stream(), []
     with home:
         address = driver.array_pointer(floats(driver))
@@ -344,7 +337,7 @@ def test_a_region_allocator_takes_from_its_streams_arena_and_keeps(driver):
     with other:
         floats(driver)  # nor has what runs on a stream that no join waits for
     assert len(kept) == 2
-    in_a_thread(lambda: kept.append(driver.swap_allocator(None)))
+    in_thread(lambda: kept.append(driver.swap_allocator(None)))
     assert kept.pop() is None  # per thread
     assert driver.swap_allocator(None) is allocator
     kept.clear()

@@ -59,38 +59,6 @@ def test_a_convolution_is_the_reference(pool, stream, random_array, precision, l
     assert relative_error(y, reference(x, w, **geometry)) < tolerance
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("activation", [None, "relu", "sigmoid", "tanh"])
-@pytest.mark.parametrize("biased", [False, True])
-def test_bias_and_activation_are_applied(pool, stream, random_array, biased, activation, layout, dtype):
-    x, w = random_array((2, 16, 14, 14), dtype, layout), random_array((8, 16, 3, 3), dtype, layout)
-    bias = random_array((8,), dtype) if biased else None
-    y = handlepool.conv2d(x, w, padding=1, bias=bias, activation=activation, pool=pool)
-    assert relative_error(y, reference(x, w, padding=1, bias=bias, activation=activation)) < 1e-2
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("activation", [None, "relu", "sigmoid"])
-def test_every_element_of_out_is_written(pool, stream, random_array, layout, activation):
-    x, w = random_array((2, 16, 14, 14), "float16", layout), random_array((8, 16, 3, 3), "float16", layout)
-    out = random_array((2, 8, 7, 7), "float16", layout)
-    out.fill(cupy.nan)
-    assert handlepool.conv2d(x, w, padding=1, stride=2, activation=activation, out=out, pool=pool) is out
-    assert relative_error(out, reference(x, w, padding=1, stride=2, activation=activation)) < 1e-2
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_workspace_limit_of_nothing_is_kept(pool, stream, random_array, dtype, layout):
-    x, w = random_array((4, 64, 14, 14), dtype, layout), random_array((64, 64, 3, 3), dtype, layout)
-    plan = conv2d_plan(x, w, padding=1, workspace_limit=0, pool=pool)
-    assert plan.workspace_size == 0
-    y = handlepool.conv2d(x, w, padding=1, workspace_limit=0, pool=pool)
-    assert pool.stats()["scratch_bytes"] == 0
-    assert relative_error(y, reference(x, w, padding=1)) < 1e-2
-
-
 def test_a_deterministic_convolution_gives_the_same_bits(pool, stream, random_array):
     x, w = random_array((8, 256, 14, 14)), random_array((256, 256, 3, 3))
     first = handlepool.conv2d(x, w, padding=1, deterministic=True, pool=pool)

@@ -44,11 +44,6 @@ def squares(g, x):
 # In the order of inputs=
 
 
-def test_inputs_in_another_order_than_the_parameters(given):
-    fn = handlepool.graph(convolve, inputs=["conv2d::weight", "conv2d::image"])
-    assert given.is_right(fn(given.w, given.x))
-
-
 def test_the_function_runs_once_where_the_guess_is_right_and_twice_where_not(given):
     for inputs, arrays, times in (
         (["conv2d::0", "w"], (given.x, given.w), 1),

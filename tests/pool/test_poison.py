@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from harness.scenes import TIMEOUT, Thread
 
 import handlepool
 from handlepool import HandlePoolError, ParallelStateExecutor, ParallelStates, PoisonedContextError
@@ -82,24 +83,19 @@ def test_a_launch_on_a_hit_is_refused(make_pool):
 def test_other_threads_hits_end(make_pool):
     pool = make_pool()
     ready, lost = threading.Event(), threading.Event()
-    found = []
 
     def body():
         pool.get_handle()
         ready.set()
-        lost.wait(60)
-        try:
+        assert lost.wait(TIMEOUT)
+        with pytest.raises(PoisonedContextError):
             pool.get_handle()
-        except PoisonedContextError as error:
-            found.append(error)
 
-    thread = threading.Thread(target=body)
-    thread.start()
-    ready.wait(60)
+    thread = Thread(body)
+    assert ready.wait(TIMEOUT)
     lose(pool)
     lost.set()
-    thread.join(60)
-    assert found
+    thread.finish()
 
 
 def test_a_handle_in_a_branch_is_refused_and_the_fork_ends_without_a_call(make_pool):

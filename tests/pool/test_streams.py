@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from harness.scenes import Thread
 from harness.uses import FOREIGN, Foreign
 
 from handlepool import CaptureError, ContractError
@@ -268,25 +269,20 @@ def test_g4_the_per_thread_default_stream_is_another_in_each_thread(make_pool, i
     assert log == ["there", "here"]
 
 
-def test_g4_scratch_of_a_dead_threads_per_thread_stream_is_not_passed_on(make_pool):
+def test_g4_scratch_of_a_dead_threads_per_thread_stream_is_not_passed_on(make_pool, in_thread):
     """The pointer is the same in each thread and the stream is not, so the dead thread's may still be running."""
     pool = make_pool()
     release = threading.Event()
-    held = []
 
     def use_and_die():
         scratch = pool.get_workspace(1000, 2)
         pool.driver.enqueue(2, lambda memory: (release.wait(60), memory.fill(7)), writes=[scratch])
-        held.append(pool.driver.array_pointer(scratch))
 
-    thread = threading.Thread(target=use_and_die)
-    thread.start()
-    thread.join(60)
-    timer = threading.Thread(target=release.set)
+    in_thread(use_and_die)
     before = pool.driver.calls["free"]
-    timer.start()
+    releaser = Thread(release.set)
     pool.get_handle(2)  # takes the handle over, and waits for the scratch to be free
-    timer.join(60)
+    releaser.finish()
     assert pool.driver.calls["free"] == before + 1
     assert pool.stats()["handles_reused"] == 1
     assert pool.stats()["scratch_bytes"] == 0

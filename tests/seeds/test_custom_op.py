@@ -6,12 +6,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from harness.arrays import TOLERANCE, Arrays
+from harness.scenes import TIMEOUT, Thread
 
 import handlepool
 from handlepool import ops
 from handlepool.testing.reference import conv2d as reference
-
-TIMEOUT = 60
 
 
 class FrameworkStream:
@@ -106,23 +105,19 @@ def test_a_call_costs_no_handle_and_no_memory_after_the_first(pool, arrays):
 
 
 def test_each_thread_of_the_framework_has_a_handle_of_its_own(pool, arrays):
-    op, meeting, errors = ConvolveThenActivate(pool), threading.Barrier(4), []
+    op, meeting = ConvolveThenActivate(pool), threading.Barrier(4)
 
     def work():
         context = OpContext(pool, arrays)
         with on(pool, context):
             x, w, expected = inputs(arrays)
             meeting.wait(TIMEOUT)
-            errors.extend(arrays.error(op.compute(context, x, w), expected) for _ in range(4))
+            errors = [arrays.error(op.compute(context, x, w), expected) for _ in range(4)]
             meeting.wait(TIMEOUT)  # none ends, which would give its handle to another
+            return max(errors)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT)
-    assert len(errors) == 16
-    assert max(errors) < TOLERANCE[arrays.dtype.name]
+    assert max([thread.finish() for thread in [Thread(work) for _ in range(4)]]) < TOLERANCE[arrays.dtype.name]
+    assert len(op.handles) == 16
     assert len({id(handle) for handle in op.handles}) == 4
 
 

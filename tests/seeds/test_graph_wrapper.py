@@ -118,20 +118,6 @@ def test_tensor_objects_in_any_order(given):
     assert given.is_right(convolution(given.w, given.x))
 
 
-def test_a_dictionary_comes_back_with_the_output_in_it(pool, given):
-    @handlepool.graph(**SETTINGS)
-    def convolution(g, x, w):
-        g.conv_fprop(image=x, weight=w, **UNIT, name="conv2d").set_output(True)
-
-    for _ in range(2):  # again with other values: the same graph
-        x, w = given.random(*X), given.random(*W)
-        arrays = {"conv2d::image": x, "conv2d::weight": w}
-        made = convolution.run(arrays)
-        assert made is arrays
-        assert given.is_right(made["conv2d::Y"], x, w)
-    assert pool.stats()["plans_built"] == 1
-
-
 def test_the_cached_factory_called_with_three_shapes_builds_two_graphs(pool, given):
     @handlepool.graph(**SETTINGS)
     def convolution(g, x, w):

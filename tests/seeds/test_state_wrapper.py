@@ -5,7 +5,7 @@ import pytest
 from harness.arrays import TOLERANCE, Arrays
 
 import handlepool
-from handlepool import ParallelStates, StateIndexError
+from handlepool import ParallelStates
 from handlepool.testing.reference import conv2d as reference
 
 STATES = 4
@@ -86,9 +86,3 @@ def test_what_a_state_does_is_ordered_after_and_before_the_callers_stream(arrays
     for _ in range(3):
         expected = reference(expected, arrays.take(w), padding=1)
     assert arrays.error(third, expected) < 3 * TOLERANCE["float32"]
-
-
-@pytest.mark.parametrize("index", [STATES, -1])
-def test_an_index_that_is_no_states(states, index):
-    with pytest.raises(StateIndexError):
-        states.with_state(index, lambda state: None)
