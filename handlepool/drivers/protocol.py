@@ -137,7 +137,7 @@ class Executable(Protocol):
             Whether there is one output, not a tuple.
         names : dict
             ``NOT_CACHED``; ``recordings``, which is empty while nothing is recorded; ``current_device`` and ``current_stream``;
-            the pool's ``attribute``, ``find()`` and ``sound(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(error)``.
+            the pool's ``status``, ``find()`` and ``sound(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(error)``.
         """
 
 

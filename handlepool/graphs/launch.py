@@ -98,7 +98,7 @@ def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...]
         "entry": entry,
         "cache": pool.plans,
         "tick": pool.plans.tick,
-        "attribute": pool.attribute,
+        "status": pool.status,
         "diagnose": pool.status.diagnose,
     }
     made = plan.executable.shortcut(inputs, outputs, plan.apart if outs else None, plan.single, names)

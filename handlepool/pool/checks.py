@@ -71,10 +71,10 @@ class CheckedSlot(Slot):
 
     __slots__ = ("_thread", "_who")
 
-    def __init__(self, status: Status, attribute: str, driver: Driver, scratch: DeviceScratch, handle: Handle) -> None:
+    def __init__(self, status: Status, driver: Driver, scratch: DeviceScratch, handle: Handle) -> None:
         self._thread = 0
         self._who = "nobody"
-        super().__init__(status, attribute, driver, scratch, handle)
+        super().__init__(status, driver, scratch, handle)
         _guard(handle)
         if isinstance(driver, CheckedDriver):
             driver.remember(self)
@@ -91,7 +91,7 @@ class CheckedSlot(Slot):
 
     def end(self) -> None:
         """As `Slot.end`."""
-        if self.owned:
+        if self.owner is not None:
             own: Any = self.handle.__dict__
             own.update(_thread=None, _owner=f"{self._who}, whose thread, stream or fork has ended")
         super().end()
@@ -118,8 +118,8 @@ class CheckedSlot(Slot):
         return super().reserve(nbytes)
 
     def _check_mine(self) -> None:
-        if not self.owned or self._thread != threading.get_ident():
-            ended = "" if self.owned else ", whose thread, stream or fork has ended"
+        if self.owner is None or self._thread != threading.get_ident():
+            ended = "" if self.owner is not None else ", whose thread, stream or fork has ended"
             raise OwnershipError(
                 f"a state of {self._who}{ended} is used by {_this_thread()}: use a state inside its call alone, in its own thread"
             )
@@ -127,7 +127,7 @@ class CheckedSlot(Slot):
     def handed_out(self, pointer: int) -> bool:
         """Whether an address lies in what `workspace` gave last, and the slot is somebody's."""
         block, capture, scratch = self._handed.block, self._capture, self._scratch
-        if not self.owned or not block.pointer <= pointer < block.pointer + block.nbytes:
+        if self.owner is None or not block.pointer <= pointer < block.pointer + block.nbytes:
             return False
         # What a capture was given goes when that is forgotten, or its program closed, and not when the slot is used next.
         return not capture or any(block in known.get(capture, ()) for known in (scratch.captured, scratch.recorded))

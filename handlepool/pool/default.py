@@ -2,15 +2,15 @@
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, cast
 
 from handlepool._util import shown
-from handlepool.drivers.protocol import Handle
 from handlepool.errors import ArgumentError, OwnershipError
 from handlepool.pool.context import elsewhere, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
-from handlepool.pool.slot import of_pool_to_come
+from handlepool.pool.slot import GetHandle, Slot, hits
 from handlepool.pool.stats import Stats
 from handlepool.pool.status import forget
 
@@ -73,10 +73,20 @@ def set_default_pool(pool: HandlePool) -> None:
         _default = pool
 
 
-@of_pool_to_come(default_pool)
-def get_handle(stream: Any = None) -> Handle:
-    """As `HandlePool.get_handle`, of the default pool."""
-    return default_pool().get_handle(stream)
+def of_pool_to_come(find: Callable[[], HandlePool]) -> GetHandle:
+    """Make the `HandlePool.get_handle` of a pool that the first call asks for; from then on it costs what the pool's own does."""
+
+    def missed(stream: Any = None) -> Slot:
+        pool = find().internals
+        slot = pool.slot(stream)  # loads the driver
+        use(pool.driver, pool.status, pool.current_device)
+        return slot
+
+    made, _, use = hits(missed)
+    return made
+
+
+get_handle = of_pool_to_come(default_pool)
 
 
 def get_workspace(nbytes: int, stream: Any = None) -> Any:
@@ -99,7 +109,9 @@ def trim(*, captured: bool = False) -> None:
     default_pool().trim(captured=captured)
 
 
-for _function in (get_handle, get_workspace, prewarm, stats, trim):
+_functions: tuple[Any, ...] = get_handle, get_workspace, prewarm, stats, trim
+for _function in _functions:
+    _function.__module__, _function.__qualname__ = __name__, _function.__name__
     _function.__doc__ = getattr(HandlePool, _function.__name__).__doc__
 
 

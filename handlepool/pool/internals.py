@@ -5,10 +5,11 @@
 What a pool promises, and what the promise rests on:
 
 - A hit takes no lock. The slot of a CuPy-owned stream lives on the stream object, in a thread-local attribute, so it can be met
-  by neither another thread nor another stream. The slot says itself whether it is still good: ``handle.stream is slot.bound``
-  fails for a slot that was given back, and for a handle that its caller destroyed (its stream is None then) or bound
-  elsewhere. The device is asked for first and handed to CuPy's `get_current_stream`, which would ask for it on its own: one CUDA
-  call a hit, also for the default streams, whose one object stands for a stream of each device. (Guarantees 1, 2, 3, 4.)
+  by neither another thread nor another stream. The slot says itself whether it is still good: ``slot.owner is status`` fails for
+  one that was given back or is another pool's, and ``handle.stream is slot.pointer`` for a handle that its caller destroyed (its
+  stream is None then) or bound elsewhere. The device is asked for first and handed to CuPy's `get_current_stream`, which would
+  ask for it on its own: one CUDA call a hit, also for the default streams, whose one object stands for a stream of each device.
+  (Guarantees 1, 2, 3, 4.)
 - A thread's slots hang on a thread-local object whose end leaves them behind; a stream's end leaves its slots behind through a
   weak reference's callback. That is one append to a deque, which is atomic and calls nothing, so it may happen in a destructor,
   in the collector while this thread holds a lock, or after the interpreter has begun to exit. The next miss, fork or `trim`
@@ -17,7 +18,6 @@ What a pool promises, and what the promise rests on:
   that holds it: a finaliser of the user's that the collector runs just then may call `trim`.
 """
 
-import itertools
 import logging
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -38,7 +38,6 @@ from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.pool.thread_slots import LiveSlots
 
 _log = logging.getLogger("handlepool")
-_numbers = itertools.count()
 
 
 class PoolInternals:
@@ -83,10 +82,8 @@ class PoolInternals:
         self._idle_limit = idle_limit
         self.devices: dict[int, DeviceSlots] = {}
         self._live = LiveSlots()
-        number = next(_numbers)
-        self.attribute = f"_handlepool_{number}" if number else "_handlepool"
-        self._new_slot = partial(CheckedSlot if checked else Slot, self.status, self.attribute)
-        self.get_handle, self.slot, self._use_driver = hits(self)
+        self._new_slot = partial(CheckedSlot if checked else Slot, self.status)
+        self.get_handle, self.slot, self._use = hits(self.missed)
         remember(self)
 
     # Misses
@@ -104,16 +101,16 @@ class PoolInternals:
     def _find(self, driver: Driver, stream: Any) -> Slot:
         reference = resolve(driver, stream)
         if reference.stream is not None:
-            here = placed(self.attribute, reference.stream)
-            if here is not None and here.owned and here.device == reference.device:
+            here = placed(reference.stream)
+            if here is not None and here.owner is self.status and here.device == reference.device:
                 return self.sound(here)
         mine = self._live.of_this_thread()
         known = mine.slots.get(reference.key)
-        if known is not None and known.owned and self._is_of(known, reference):
+        if known is not None and known.owner is not None and self._is_of(known, reference):
             if reference.stream is None:
                 mine.touch(reference.key)
             else:
-                place(self.attribute, reference.stream, known)
+                place(reference.stream, known)
             return self.sound(known)
         return self._acquire(reference)
 
@@ -141,7 +138,7 @@ class PoolInternals:
             device.drop_idle()
             self.status.check()
         if reference.stream is not None:
-            place(self.attribute, reference.stream, slot)
+            place(reference.stream, slot)
         return slot
 
     # Taking back
@@ -197,7 +194,7 @@ class PoolInternals:
             self.plans.clear()
             for slot in self._live.end_all():
                 if slot.watch is not None and (stream := slot.watch()) is not None:
-                    unplace(self.attribute, stream)
+                    unplace(stream)
             do_all([settle_all, self.drain, *(partial(self._close_device, device) for device in list(self.devices.values()))])
         if isinstance(status.driver, CheckedDriver):
             status.driver.close()
@@ -223,7 +220,9 @@ class PoolInternals:
         if self.checked:
             driver = CheckedDriver(driver)
         self.status.driver = driver
-        self._use_driver(driver)
+        # Where there is one device there is nothing to ask CUDA: `int()` is 0, its ordinal, for half the price.
+        self.current_device = int if driver.device_count() == 1 else driver.current_device
+        self._use(driver, self.status, self.current_device)
         return driver
 
     def device(self, ordinal: int) -> DeviceSlots:

@@ -1,121 +1,93 @@
 """Slots: one cuDNN handle and its scratch, bound to one stream. The thing that is pooled."""
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 from handlepool._util import at_least, do_all
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
 from handlepool.pool.status import Status
 from handlepool.pool.workspace import EMPTY, Block, DeviceScratch, Workspace
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-_ENDED = object()
-"""What a slot that belongs to nobody is bound to, for a hit: no stream."""
+def place(stream: Any, slot: "Slot | None") -> None:
+    """Put this thread's slot where a hit finds it: on the stream object, in a plain threading.local.
 
-
-def place(attribute: str, stream: Any, slot: "Slot | None") -> None:
-    """Put this thread's slot where a hit of the pool finds it: on the stream object, in an attribute that is the pool's alone.
-
-    The attribute holds a plain threading.local, with which a hit is 6 % faster than with a subclass. A thread's entry ends with
-    the thread.
+    A hit is 6 % faster with that than with a subclass. A thread's entry ends with the thread. Of two pools that are used on one
+    stream in turn, the last one's slot is there; a miss puts the other one's back.
     """
     try:
-        getattr(stream, attribute).slot = slot
+        stream.handlepool.slot = slot
     except AttributeError:
         # Two threads that come here at once leave one of the two places; the other thread's next hit puts its slot back.
-        setattr(stream, attribute, threading.local())
-        getattr(stream, attribute).slot = slot
+        stream.handlepool = threading.local()
+        stream.handlepool.slot = slot
 
 
-def placed(attribute: str, stream: Any) -> "Slot | None":
+def placed(stream: Any) -> "Slot | None":
     """This thread's slot on a stream object."""
-    return getattr(getattr(stream, attribute, None), "slot", None)
+    return getattr(getattr(stream, "handlepool", None), "slot", None)
 
 
-def unplace(attribute: str, stream: Any) -> None:
+def unplace(stream: Any) -> None:
     """Take every thread's slot off a stream object, for a pool that is closed: the default streams' objects live on."""
-    vars(stream).pop(attribute, None)
+    vars(stream).pop("handlepool", None)
 
 
-def hits(pool: Any) -> tuple[Callable[..., Handle], Callable[..., "Slot"], Callable[[Driver], None]]:
-    """Make the pool's `get_handle` and `slot`, and what hands them the driver.
+class GetHandle(Protocol):
+    """What `HandlePool.get_handle` is."""
 
-    Closures: their names are cells, and there is no method to bind, which on an H200's host takes 12 % off a hit. What a hit does
-    not ask is whose slot it found (another 8 %), so each pool's closures read an attribute of its own: they are compiled for
-    `_handlepool`, and the name is exchanged afterwards, because only a constant name makes a load fast.
+    def __call__(self, stream: Any = None) -> Handle:
+        """Return this thread's handle for a stream."""
+
+
+class GetSlot(Protocol):
+    """What finds a slot."""
+
+    def __call__(self, stream: Any = None) -> "Slot":
+        """Return this thread's slot for a stream."""
+
+
+def hits(missed: GetSlot) -> tuple[GetHandle, GetSlot, Callable[[Driver, Status, Callable[[], int]], None]]:
+    """Make what returns this thread's handle and slot for a stream, and what tells the two whose they are to be.
+
+    Closures: their names are cells, and there is no method to bind, which on an H200's host takes 12 % off a hit. As long as they
+    are nobody's every call is a miss.
     """
-    # Until there is a driver: the first call loads it, which calls `use`.
-    current_device: Callable[[], int] = lambda: pool.driver.current_device()  # noqa: E731
-    current_stream: Callable[[int], Any] = lambda device: pool.driver.current_stream(device)  # noqa: E731
-    missed = pool.missed
+    status: Status | None = None
+    current_device: Any = None
+    current_stream: Any = None
 
     def get_handle(stream: Any = None) -> Handle:
         try:
             device = current_device()
-            slot = (current_stream(device) if stream is None else stream)._handlepool.slot
-            handle: Handle = slot.handle
-            if handle.stream is slot.bound and slot.device == device:
+            slot: Slot = (current_stream(device) if stream is None else stream).handlepool.slot
+            handle = slot.handle
+            if handle.stream is slot.pointer and slot.owner is status and slot.device == device:
                 return handle
         except Exception:  # no slot there; or CUDA refuses, as in a forked child or after a lost context
             pass
-        found: Slot = missed(stream)
-        return found.handle
+        return missed(stream).handle
 
     def find(stream: Any = None) -> Slot:
         try:
             device = current_device()
-            slot: Slot = (current_stream(device) if stream is None else stream)._handlepool.slot
-            if slot.handle.stream is slot.bound and slot.device == device:
+            slot: Slot = (current_stream(device) if stream is None else stream).handlepool.slot
+            if slot.handle.stream is slot.pointer and slot.owner is status and slot.device == device:
                 return slot
         except Exception:  # no slot there; or CUDA refuses, as in a forked child or after a lost context
             pass
-        found: Slot = missed(stream)
-        return found
+        return missed(stream)
 
-    for function in (get_handle, find):
-        code = function.__code__
-        names = tuple(pool.attribute if name == "_handlepool" else name for name in code.co_names)
-        function.__code__ = code.replace(co_names=names)
-
-    def use(driver: Driver) -> None:
-        nonlocal current_device, current_stream
-        # Where there is one device there is nothing to ask CUDA: `int()` is 0, its ordinal, for half the price.
-        current_device = int if driver.device_count() == 1 else driver.current_device
-        current_stream = driver.current_stream
-        pool.current_device = current_device
+    def use(driver: Driver, owner: Status, device: Callable[[], int]) -> None:
+        nonlocal status, current_device, current_stream
+        current_stream, status = driver.current_stream, owner
+        current_device = device  # last: until then every call is a miss
 
     return get_handle, find, use
-
-
-def of_pool_to_come(find: Callable[[], Any]) -> Callable[[F], F]:
-    """Decorate the ``get_handle(stream=None)`` of a pool that the first call asks for: it becomes that pool's own.
-
-    For whoever imported it before, too, at the cost of the pool's own; a function around that would cost a third of a hit.
-    """
-
-    def decorate(function: F) -> F:
-        def first(stream: Any = None) -> Slot:
-            pool = find().internals
-            slot: Slot = pool.slot(stream)  # loads the driver, which the pool's own function knows from then on
-            # In this order: as long as not all is there, a call misses and comes here again, in this thread after an interrupt as
-            # in others. A call that began with the old code looks for an attribute that no stream has.
-            made.__code__ = pool.get_handle.__code__
-            for cell, known in zip(made.__closure__, pool.get_handle.__closure__, strict=True):
-                cell.cell_contents = known.cell_contents
-            return slot
-
-        made: Any = hits(SimpleNamespace(attribute="_handlepool_to_come", missed=first))[0]
-        functools.update_wrapper(made, function)
-        return made
-
-    return decorate
 
 
 class StreamWatch(weakref.ref[Any]):
@@ -136,8 +108,8 @@ class Slot:
         Ordinal of the device of handle, stream and scratch.
     pointer : int
         The stream's ``cudaStream_t``.
-    attribute : str
-        What it lies in on its stream's object.
+    owner : Status or None
+        Its pool's, while the slot belongs to a thread or a fork.
     """
 
     __slots__ = (
@@ -149,23 +121,20 @@ class Slot:
         "_launching",
         "_scratch",
         "_status",
-        "attribute",
-        "bound",
         "buffer",
         "device",
         "end_event",
         "handle",
         "key",
-        "owned",
+        "owner",
         "pointer",
         "side_stream",
         "start_event",
         "watch",
     )
 
-    def __init__(self, status: Status, attribute: str, driver: Driver, scratch: DeviceScratch, handle: Handle) -> None:
+    def __init__(self, status: Status, driver: Driver, scratch: DeviceScratch, handle: Handle) -> None:
         self._status = status
-        self.attribute = attribute
         self.handle = handle
         self.device = scratch.device
         self._driver = driver
@@ -176,9 +145,8 @@ class Slot:
         self._eager: tuple[Workspace, Workspace] | None = None
         self._capture = 0
         self.pointer = -1
-        self.bound: object = _ENDED  # `pointer`, while the slot belongs to somebody
         self.key: Any = None
-        self.owned = False  # whether the slot belongs to a thread or a fork
+        self.owner: Status | None = None
         self.watch: StreamWatch | None = None
         self.side_stream: Stream | None = None  # held by side slots alone
         self.start_event: Any = None  # a side slot's two events: where a branch starts, where it ends
@@ -194,13 +162,12 @@ class Slot:
 
     def begin(self, pointer: int) -> None:
         """Belong to a thread or a fork: the handle is bound to ``pointer``, this very object."""
-        self.pointer = self.bound = pointer
-        self.owned = True
+        self.pointer = pointer
+        self.owner = self._status
 
     def end(self) -> None:
         """Belong to nobody; no hit succeeds any more. Calls nothing, so a destructor may call it."""
-        self.bound = _ENDED
-        self.owned = False
+        self.owner = None
 
     def __reduce__(self) -> Any:
         """Refuse to be copied: two would own one handle."""
@@ -322,7 +289,7 @@ class Slot:
         reference's callback) can only ever unbind that owner.
         """
         self.forget_capture()
-        heir = type(self)(self._status, self.attribute, self._driver, self._scratch, self.handle)
+        heir = type(self)(self._status, self._driver, self._scratch, self.handle)
         heir._launching, heir._handed = self._launching, self._handed
         return heir
 
@@ -344,10 +311,10 @@ class Slot:
 def bind_to_thread(slot: Slot) -> None:
     """Make a leased side slot this thread's: a hit of `get_handle` on its stream gives its handle."""
     slot.begin(slot.pointer)
-    place(slot.attribute, slot.side_stream, slot)
+    place(slot.side_stream, slot)
 
 
 def unbind(slot: Slot) -> None:
     """End `bind_to_thread`."""
     slot.end()
-    place(slot.attribute, slot.side_stream, None)
+    place(slot.side_stream, None)

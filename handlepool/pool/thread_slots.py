@@ -30,7 +30,7 @@ class ThreadSlots:
         """Take a new slot in. Of those for foreign streams the least recently used beyond the limit is left behind."""
         if len(self.slots) >= self._sweep_at:  # those whose streams have gone; doubling makes the sweeps rare
             for key, left in list(self.slots.items()):
-                if not left.owned and self.slots.get(key) is left:
+                if left.owner is None and self.slots.get(key) is left:
                     del self.slots[key]
             self._sweep_at = max(16, 2 * len(self.slots))
         # A finaliser that the collector ran while this slot was made may have made one for the same key: its slot goes. Nothing
@@ -38,7 +38,7 @@ class ThreadSlots:
         key = slot.key
         known: Slot | None = self.slots[key] if key in self.slots else None  # noqa: SIM401 - `get` is a call
         self.slots[key] = slot
-        if known is not None and known.owned:
+        if known is not None and known.owner is not None:
             known.end()
             self._left.append(known)
         if not foreign:

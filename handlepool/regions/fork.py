@@ -48,7 +48,7 @@ def join(fork: "Fork") -> None:
                     raise _left_capturing(slot.pointer)
                 record(event, slot.pointer)
                 wait(pointer, event)
-                if slot.owned:
+                if slot.owner is not None:
                     unbind(slot)
     except BaseException as trouble:
         failure = trouble
@@ -124,7 +124,7 @@ def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> B
             if not abandoned:
                 abandoned = True
                 fork._own_region().abandon()
-        if slot.owned:
+        if slot.owner is not None:
             unbind(slot)
         branch_regions.pop(slot.pointer, None)
         fork._sides.release(leased.pop(0), captured=True)
@@ -157,7 +157,7 @@ def settle_fork(fork: "Fork") -> bool:
                 while fork._leased:
                     captured = capturing(fork._leased[-1].pointer) != 0
                     slot = fork._leased.pop()
-                    if slot.owned:
+                    if slot.owner is not None:
                         unbind(slot)
                     branch_regions.pop(slot.pointer, None)
                     fork._sides.release(slot, captured=captured)
@@ -233,7 +233,7 @@ def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[An
             index = 0
         fork._next = index + 1
         slot = leased[index]
-        if pool.checked and not slot.owned:
+        if pool.checked and slot.owner is None:
             bind_to_thread(pool.sound(slot))
         return slot
 
@@ -443,7 +443,7 @@ class Fork:
         """Give the states back that were leased for branches which did not come to start, all but the first ``known``."""
         while len(self._leased) > known:
             slot = self._leased.pop()
-            if slot.owned:
+            if slot.owner is not None:
                 unbind(slot)
             self._sides.release(slot, captured=True)  # it may wait for a caller's stream that is being captured
 
@@ -457,7 +457,7 @@ class Fork:
         if slot is None:
             return None
         try:
-            if owned and not slot.owned:
+            if owned and slot.owner is None:
                 bind_to_thread(self._pool.sound(slot))
             self._driver.record_event(slot.start_event, self._pointer)
             self._driver.wait_event(slot.pointer, slot.start_event)

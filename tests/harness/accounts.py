@@ -106,7 +106,7 @@ class Accounts:
         """Who asks for the handle of a live key gets one that is truly bound to that very stream."""
         for slot in self.live:
             stream = slot.watch() if slot.watch is not None else None
-            if slot.handle.stream is not slot.bound or stream is None:
+            if slot.owner is None or slot.handle.stream is not slot.pointer or stream is None:
                 continue  # a hit would fail, and the handle be bound anew
             if slot.pointer not in (LEGACY_STREAM, PER_THREAD_STREAM):
                 assert slot.handle._queue is stream._queue, (slot, slot.handle._queue, stream)

@@ -35,12 +35,12 @@ def launch(begin, arrays, out, fresh=None):
         {made}
         if begin is None:
             try:
-                slot = current_stream({device}).{attribute}.slot
+                slot = current_stream({device}).handlepool.slot
                 handle = slot.handle
             except AttributeError:  # none is there, or, on what was a side stream, no more
                 slot = find()
                 handle = slot.handle
-            if handle.stream is not slot.bound{elsewhere}:
+            if handle.stream is not slot.pointer or slot.owner is not status{elsewhere}:
                 slot = find()
                 handle = slot.handle
         else:
@@ -139,7 +139,6 @@ def shortcut(
         overlap="".join(_overlap(operands, *pair) for pair in apart or ()),
         device=0 if device is None else device,
         elsewhere="" if device is None else f" or slot.device != {device}",
-        attribute=names["attribute"],
         made="pass" if given else _MADE.format(allocate=allocate, ys=", ".join(ys), read=_read(ys)),
         allocate=allocate,
         slices=", ".join(_array(b, layouts[b], f"block + (at + {at})") for b, at in zip(ys, offsets, strict=False)),
