@@ -171,14 +171,11 @@ def test_a_function_that_leaves_another_stream_or_device_current_is_cleaned_up_a
     assert scene.read(program.outputs) == 2
 
 
-def test_a_function_that_returns_nothing_is_refused_after_its_warm_up(scene):
+def test_a_function_that_returns_nothing_is_refused_after_its_warm_up_or_the_second_time(scene):
     ran = []
     with pytest.raises(ArgumentError, match="returned None"):
         handlepool.record(lambda: ran.append(1))
     assert ran == [1]
-
-
-def test_a_function_that_returns_nothing_the_second_time_is_refused(scene):
     results = [scene.array(1), None]
     with pytest.raises(ArgumentError, match="returned None"):
         handlepool.record(lambda: scene.put(scene.array(2), lambda: 3) is not None and results.pop(0))
@@ -232,22 +229,14 @@ def test_a_plan_that_is_refused_under_the_capture_is_the_functions_own_error(sce
     assert len(calls) == 2
 
 
-def test_a_function_without_work_is_refused(scene):
+def test_no_function_and_a_function_without_work_are_refused(scene):
     with pytest.raises(CaptureError, match="nothing to replay"):
         handlepool.record(lambda x: x, scene.array(1))
-
-
-def test_no_function_is_refused(scene):
     with pytest.raises(ArgumentError, match="pass a function"):
         handlepool.record(scene.array(1))
 
 
-def test_an_iterator_among_the_arguments_is_refused(scene):
-    with pytest.raises(ArgumentError, match="pass a list"):
-        handlepool.record(scene.states.map, work(scene), iter([scene.array(1)]))
-
-
-@pytest.mark.parametrize("wrap", [lambda each: [each], lambda each: (1, each), lambda each: {"xs": [each]}])
+@pytest.mark.parametrize("wrap", [lambda each: each, lambda each: [each], lambda each: (1, each), lambda each: {"xs": [each]}])
 @pytest.mark.parametrize("by", ["position", "keyword"])
 def test_an_iterator_in_a_container_is_refused_and_not_used_up(scene, wrap, by):
     xs = map(scene.array, [1, 2])
@@ -819,15 +808,6 @@ def test_an_update_with_another_count_or_name_is_refused(scene):
         program.update()
     with pytest.raises(ArgumentError, match="'z'; there is: y"):
         program.update(z=scene.array(1))
-
-
-def test_an_update_that_is_refused_copies_nothing(scene):
-    first, other = scene.array(1), scene.array(2)
-    program = handlepool.record(lambda a, b: scene.put(scene.array(), np.add, a, b), first, other)
-    with pytest.raises(ArgumentError):
-        program.update(scene.array(50), scene.driver.empty((9,), (8,), F8))
-    program.replay()
-    assert scene.read(program.outputs) == 3
 
 
 def test_programs_of_two_pools_know_their_own(scene):

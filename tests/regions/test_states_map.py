@@ -136,11 +136,6 @@ def sizes_mixed(scene):
     return tuple(read(scene, outputs))
 
 
-def test_g6_branches_of_several_geometries(together):
-    assert set(over_seeds(sizes_mixed)) == {(0, 2, 4, 6, 8, 10, 12, 14)}
-    assert set(together) == {8}
-
-
 def test_a_function_that_runs_branches_of_the_same_fork_itself_is_called_for_each_item(scene):
     """What those branches launch at once says nothing about what the function does."""
     warm(scene)
@@ -271,11 +266,6 @@ def filled_before(scene, careless=None):
     return tuple(map(str, read(scene, scene.states.map(double, xs))))
 
 
-def test_g6_branches_that_start_together_start_after_what_the_callers_stream_was_given(together):
-    assert set(over_seeds(filled_before)) == {tuple(str(2.0 * value) for value in range(8))}
-    assert set(together) == {8}
-
-
 @pytest.mark.parametrize("careless", [without_starts, without_joins])
 def test_g6_control_branches_that_start_together_without_a_wait(careless):
     assert len(set(over_seeds(lambda scene: filled_before(scene, careless), control=True))) > 1
@@ -295,10 +285,6 @@ def overwritten_after(scene, careless=None):
     return tuple(read(scene, outs))
 
 
-def test_g6_what_a_map_reads_may_be_overwritten_after_it():
-    assert set(over_seeds(overwritten_after)) == {tuple(2.0 * value for value in range(8))}
-
-
 def test_g6_control_without_the_joins_it_is_overwritten_under_the_map():
     results = over_seeds(lambda scene: overwritten_after(scene, without_joins), control=True)
     assert any(200 in values for values in results)
@@ -315,10 +301,6 @@ def filled_by_a_generator(scene):
             yield x
 
     return tuple(read(scene, scene.states.map(double, items())))
-
-
-def test_g6_a_branch_starts_after_what_a_generator_gave_the_callers_stream_before_its_item():
-    assert set(over_seeds(filled_by_a_generator)) == {tuple(2.0 * value for value in range(8))}
 
 
 def filled_between(scene, form):
@@ -340,10 +322,6 @@ def filled_between(scene, form):
     left[:] = xs
     fill()
     return tuple(map(str, read(scene, scene.states.map(double, form(xs)))))
-
-
-def test_g6_what_comes_between_the_branches_of_an_iterator_is_waited_for():
-    assert set(over_seeds(lambda scene: filled_between(scene, iter))) == {tuple(str(2.0 * value) for value in range(8))}
 
 
 def test_g6_control_what_comes_between_the_branches_of_a_list_is_not(together):
@@ -537,22 +515,29 @@ def arguments_are_dropped(scene, keeps=True):
     return tuple(read(scene, outs))
 
 
-def test_g8_the_arguments_of_a_map_are_kept_to_the_join(together):
-    assert set(over_seeds(arguments_are_dropped)) == {(0, 2, 4, 6, 8, 10)}
-    assert set(together) == {6}
-
-
 def test_g8_control_arguments_of_a_map_that_are_not_kept_are_overwritten():
     results = over_seeds(lambda scene: arguments_are_dropped(scene, keeps=False), control=True)
     assert any(200 in values for values in results)
 
 
-def test_what_a_map_kept_is_let_go_of_at_the_join(scene):
-    warm(scene)
-    with scene.states.fork() as fork:
-        fork.map(double, arrays(scene, range(6)))
-        assert fork._kept
-    assert not fork._kept
+DOUBLES = tuple(2.0 * value for value in range(8))
+ORDERED = {  # with how many branches start together
+    filled_before: (tuple(map(str, DOUBLES)), {8}),
+    sizes_mixed: (DOUBLES, {8}),
+    overwritten_after: (DOUBLES, set()),  # known without outputs alone
+    filled_by_a_generator: (DOUBLES, set()),
+    arguments_are_dropped: (DOUBLES[:6], {6}),
+}
+
+
+@pytest.mark.parametrize(("scenario", "expected"), ORDERED.items())
+def test_g6_g8_maps_are_ordered_and_keep_what_they_read(together, scenario, expected):
+    assert set(over_seeds(scenario)) == {expected[0]}
+    assert set(together) == expected[1]
+
+
+def test_g6_what_comes_between_the_branches_of_an_iterator_is_waited_for():
+    assert set(over_seeds(lambda scene: filled_between(scene, iter))) == {tuple(map(str, DOUBLES))}
 
 
 # Errors
@@ -708,32 +693,24 @@ def test_a_map_of_a_checked_pool(make_driver, scheduler, together):
         assert read(scene, scene.states.map(double, xs)) == [0, 2, 4, 6, 8, 10]
 
 
-def test_a_map_of_a_pool_that_was_closed(scene):
-    warm(scene)
-    xs = arrays(scene, range(6))
-    with scene.states.fork() as fork:
-        fork.map(double, xs)
-        scene.pool.close()
-        with pytest.raises(PoolClosedError):
-            fork.map(double, xs)
-    with pytest.raises(PoolClosedError):
-        scene.states.map(double, xs)
-    stats = scene.pool.stats()
-    assert stats["handles_created"] == stats["handles_destroyed"]
-
-
-def test_a_map_whose_generator_closes_the_pool(scene):
+@pytest.mark.parametrize("by", ["the body", "a generator"])
+def test_a_map_of_a_pool_that_was_closed(scene, by):
     warm(scene)
     xs = arrays(scene, range(6))
 
     def items():
-        yield xs[0]
-        yield xs[1]
+        yield from xs[:2]
         scene.pool.close()
         yield xs[2]
 
+    with scene.states.fork() as fork:
+        if by == "the body":
+            fork.map(double, xs)
+            scene.pool.close()
+        with pytest.raises(PoolClosedError):
+            fork.map(double, xs if by == "the body" else items())
     with pytest.raises(PoolClosedError):
-        scene.states.map(double, items())
+        scene.states.map(double, xs)
     stats = scene.pool.stats()
     assert stats["handles_created"] == stats["handles_destroyed"]
 
@@ -744,14 +721,12 @@ def test_a_fork_maps_in_its_own_thread_and_while_it_is_open(scene):
     with scene.states.fork() as fork:
         with pytest.raises(OwnershipError, match="belongs to the thread"):
             Thread(fork.map, double, xs).finish()
-        assert read_after(fork, xs)
+        assert len(fork.map(double, xs)) == len(xs)
+        assert fork._kept
+    assert not fork._kept
     with pytest.raises(PoolClosedError, match="was left"):
         fork.map(double, xs)
     assert in_order(scene)
-
-
-def read_after(fork, xs):
-    return len(fork.map(double, xs)) == len(xs)
 
 
 def test_maps_of_several_threads_at_a_time(make_driver):
