@@ -777,9 +777,9 @@ def test_a_launch_inside_another_one_on_the_same_slot_harms_neither_without_the_
 
 
 def test_control_a_buffer_that_stays_the_slots_while_it_is_read_is_overwritten(raw, monkeypatch):
-    text, kept = shortcuts._ENQUEUE_WITH_SCRATCH, "slot.buffer = None\n"
+    text, kept = shortcuts._TEXT, "slot.buffer = None\n"
     assert text.count(kept) == 1
-    monkeypatch.setattr(shortcuts, "_ENQUEUE_WITH_SCRATCH", text.replace(kept, "pass\n"))
+    monkeypatch.setattr(shortcuts, "_TEXT", text.replace(kept, "pass\n"))
     assert not nested(raw, "entering")
 
 

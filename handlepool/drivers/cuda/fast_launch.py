@@ -54,7 +54,14 @@ def launch(begin, arrays, out, fresh=None):
         if cache.recent is not entry:
             cache.recent = entry
             entry.used = tick()
-        {enqueue}
+        slot.buffer = None
+        try:
+            workspace = {workspace}
+            buffer, location = scratch
+            {store}
+            raw(location, {count}, workspace, handle.backend_handle, index)
+        finally:
+            slot.buffer = scratch
     except Exception as error:
         diagnose(error)
         raise
@@ -75,24 +82,8 @@ _MADE = """if fresh is None:
         else:
             {ys}, = fresh
         {read}"""
-_ENQUEUE = """\
-buffer, location = scratch
-        {store}
-        raw(location, {count}, 0, handle.backend_handle, index)"""
-# Addresses go into the slot's buffer. From the first one to `raw`, which is called without a tuple of arguments, nothing is
-# called, and nothing made that the collector counts: it cannot run a finaliser in between that launches on this slot, too.
-
-_ENQUEUE_WITH_SCRATCH = """\
-slot.buffer = None
-        try:
-            workspace = slot.reserve({size})
-            buffer, location = scratch
-            {store}
-            raw(location, {count}, workspace, handle.backend_handle, index)
-        finally:
-            slot.buffer = scratch"""
-# The scratch is the slot's and may grow. A finaliser that launches on the slot meanwhile finds no buffer, and `calls.launch`
-# gives it addresses and scratch for itself.
+# Addresses go into the slot's buffer, and the scratch is the slot's and may grow. A finaliser that the collector runs meanwhile may
+# launch on the slot, too: it finds no buffer there, and `graphs.launch.launch` gives it addresses and scratch for itself.
 
 
 def shortcut(
@@ -146,11 +137,9 @@ def shortcut(
         most_together=MOST_TOGETHER,
         ys=", ".join(ys),
         operands=", ".join(operands),
-        enqueue=(_ENQUEUE_WITH_SCRATCH if workspace_size else _ENQUEUE).format(
-            size=workspace_size,
-            store="; ".join(f"buffer[{i}] = p{a}" for i, a in enumerate(operands)),
-            count=len(operands),
-        ),
+        workspace=f"slot.reserve({workspace_size})" if workspace_size else 0,
+        store="; ".join(f"buffer[{i}] = p{a}" for i, a in enumerate(operands)),
+        count=len(operands),
         result="out" if given else ys[0] if single else f"({', '.join(ys)},)",
     )
     values = {f"dtype_{a}": layout.dtype for a, layout in layouts.items()}
