@@ -10,6 +10,7 @@ from handlepool.drivers.protocol import Driver, check_operands, operand_name
 from handlepool.errors import ArgumentError, SignatureError
 from handlepool.graphs.plan import Plan
 from handlepool.pool.context import NOT_CACHED, recordings, thread
+from handlepool.pool.default import chosen_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_cache import Entry, Shortcut
 from handlepool.pool.slot import Slot
@@ -77,6 +78,30 @@ def hit(
         if result is not NOT_CACHED:
             return result
     return NOT_CACHED
+
+
+def hit_branch(function: Any, pool: PoolInternals, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first launcher of an operation, in `handlepool.pool.context.launchers`.
+
+    The operation's own function binds the arguments. In the place of its ``pool`` it is given the pool that is meant and the
+    ``begin`` of a `hit`, and tries that alone; where there is no ``begin``, it returns a call that is ready to be launched.
+    """
+    if "pool" in kwargs:
+        kwargs = dict(kwargs)
+        given = kwargs.pop("pool")
+        pool = pool if given is None else chosen_pool(function.__name__, given)
+    return function(*args, pool=(pool, begin), **kwargs)
+
+
+def prepare_branch(function: Any, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+    """The second one."""
+    call: AnyCall = hit_branch(function, pool, None, args, kwargs)
+    return call
+
+
+def launch_new(pool: PoolInternals, call: AnyCall) -> Any:
+    """Launch a call on the current stream, or on its own."""
+    return call.launch(pool.slot(call.stream))
 
 
 def marks_of(options: dict[str, Any]) -> tuple[Any, ...]:

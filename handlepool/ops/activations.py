@@ -6,7 +6,7 @@ from typing import Any, Never
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import AnyCall, by_keyword, misplaced
+from handlepool.graphs.launch import AnyCall, by_keyword, launch_new, misplaced, prepare_branch
 from handlepool.pool.context import launchers
 from handlepool.pool.default import chosen_pool
 from handlepool.pool.internals import PoolInternals
@@ -80,9 +80,10 @@ def swish(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = N
 def _apply(function: Callable[..., Any], x: Any, extra: tuple[Any, ...], out: Any, pool: HandlePool | None) -> Any:
     if extra:
         raise misplaced(function, extra)
+    if isinstance(pool, tuple):  # from a fork: see `hit_branch`
+        return activation_call(pool[0], function.__name__, x, out)
     chosen = chosen_pool(function.__name__, pool)
-    call = activation_call(chosen, function.__name__, x, out)
-    return call.launch(chosen.slot(call.stream))
+    return launch_new(chosen, activation_call(chosen, function.__name__, x, out))
 
 
 def _builder(kind: str) -> Callable[[Any, Any], Any]:
@@ -98,20 +99,8 @@ def _checker(kind: str) -> Callable[[tuple[Layout, ...], tuple[Layout, ...]], No
     return check
 
 
-def _preparer(kind: str) -> Callable[..., AnyCall]:
-    def prepare(function: Any, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
-        if len(args) > 1:
-            raise misplaced(function, args[1:])
-        options = dict(kwargs)
-        given = options.pop("pool", None)
-        return activation_call(pool if given is None else chosen_pool(kind, given), kind, *args, **options)
-
-    return prepare
-
-
 _functions = {kind: GraphFunction(_builder(kind), check=_checker(kind), name=kind) for kind in ACTIVATIONS}
-for _kind, _function in (("relu", relu), ("sigmoid", sigmoid), ("tanh", tanh), ("gelu", gelu), ("swish", swish)):
-    # In a fork the output is allocated before the branch starts, as for any graph function.
-    launchers[_function] = None, _preparer(_kind)
-    if _function is not relu:
-        _function.__doc__ = f"{_function.__doc__}{(relu.__doc__ or '').partition('.')[2]}"  # parameters and errors are the same
+# In a fork the output is allocated before the branch starts, as for any graph function.
+launchers |= dict.fromkeys((relu, sigmoid, tanh, gelu, swish), (None, prepare_branch))
+for _function in (sigmoid, tanh, gelu, swish):
+    _function.__doc__ = f"{_function.__doc__}{(relu.__doc__ or '').partition('.')[2]}"  # parameters and errors are the same

@@ -1,14 +1,13 @@
 """Two-dimensional convolution with bias and activation, as a graph function."""
 
 from collections.abc import Mapping
-from inspect import signature
 from typing import Any, Never
 
 from handlepool._util import as_integer, at_least, shown
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import AnyCall, by_keyword, hit, misplaced
+from handlepool.graphs.launch import AnyCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch
 from handlepool.graphs.plan import Plan
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, activation_call
 from handlepool.pool.context import NOT_CACHED, launchers
@@ -165,29 +164,21 @@ def conv2d(
     """
     if extra:
         raise misplaced(conv2d, extra)
-    chosen = current_pool() if pool is None else chosen_pool("conv2d", pool)
-    marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
     function = _conv2d if activation is None else _fused
-    result = hit(function, chosen, None, (x, w) if bias is None else (x, w, bias), out, marks)
-    if result is not NOT_CACHED:
-        return result
-    call = _prepare(
-        chosen,
-        x,
-        w,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        mode=mode,
-        bias=bias,
-        activation=activation,
-        out=out,
-        workspace_limit=workspace_limit,
-        allow_tf32=allow_tf32,
-        deterministic=deterministic,
-    )
-    return call.launch(chosen.slot(call.stream))
+    arrays = (x, w) if bias is None else (x, w, bias)
+    # What the tuple holds, `_prepare` takes apart. The type of ``groups``, since 1, True and 1.0 are equal.
+    key = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
+    begin = None
+    if pool is None:
+        chosen = current_pool()
+    elif type(pool) is tuple:  # type: ignore[comparison-overlap]  # from a fork: see `hit_branch`
+        chosen, begin = pool
+        if begin is None:
+            return _prepare(chosen, arrays, out, key)  # what the fork launches
+    else:
+        chosen = chosen_pool("conv2d", pool)
+    result = hit(function, chosen, begin, arrays, out, key)
+    return launch_new(chosen, _prepare(chosen, arrays, out, key)) if result is NOT_CACHED and begin is None else result
 
 
 @by_keyword
@@ -214,38 +205,20 @@ def conv2d_plan(x: Any, w: Any, *extra: Never, pool: HandlePool | None = None, *
     ArgumentError, GraphNotSupportedError
         As in `conv2d`.
     """
-    if extra:
-        raise misplaced(conv2d, extra)
-    return _prepare(chosen_pool("conv2d_plan", pool), x, w, **options).plan
+    return prepare_branch(conv2d, chosen_pool("conv2d_plan", pool), (x, w, *extra), options).plan
 
 
-def _prepare(
-    pool: PoolInternals,
-    x: Any,
-    w: Any,
-    *,
-    stride: Pair = 1,
-    padding: Pair = 0,
-    dilation: Pair = 1,
-    groups: int = 1,
-    mode: str = "cross_correlation",
-    bias: Any = None,
-    activation: str | None = None,
-    out: Any = None,
-    workspace_limit: int | None = None,
-    allow_tf32: bool = True,
-    deterministic: bool = False,
-) -> AnyCall:
-    arrays = (x, w) if bias is None else (x, w, bias)
+def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], out: Any, key: tuple[Any, ...]) -> AnyCall:
+    """The call for a key of `conv2d`."""
+    stride, padding, dilation, groups, _, mode, activation, workspace_limit, allow_tf32, deterministic = key
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "activation": activation}
-    if not isinstance(mode, str) or mode != "cross_correlation":  # a part of the key where it says something
+    if not isinstance(mode, str) or mode != "cross_correlation":  # a part of the plan's key where it says something
         options["mode"] = mode
     settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
-    marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
     if activation is None:
-        return _conv2d.prepare(pool, arrays, out, options, settings, marks=marks)
+        return _conv2d.prepare(pool, arrays, out, options, settings, marks=key)
     try:
-        return _fused.prepare(pool, arrays, out, options, settings, marks=marks)
+        return _fused.prepare(pool, arrays, out, options, settings, marks=key)
     except GraphNotSupportedError:
         pass
     # cuDNN fuses activations for arrays of one layout alone, and some for channels-last arrays: elsewhere the activation is a
@@ -254,55 +227,8 @@ def _prepare(
     return plain.then(lambda result: activation_call(pool, activation, result, result))
 
 
-def _prepare_branch(_: object, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
-    options = dict(kwargs)
-    given = options.pop("pool", None)
-    return _prepare(pool if given is None else chosen_pool("conv2d", given), *args, **options)
-
-
-def _hit_branch(_: object, pool: PoolInternals, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        return _hit(pool, begin, *args, **kwargs)
-    except TypeError:
-        if len(args) > 2:
-            raise misplaced(conv2d, args[2:]) from None
-        signature(conv2d).bind(*args, **kwargs)  # says what is wrong with the arguments, where that was it
-        raise
-
-
-def _hit(
-    default: PoolInternals,
-    begin: Any,
-    x: Any,
-    w: Any,
-    *,
-    stride: Pair = 1,
-    padding: Pair = 0,
-    dilation: Pair = 1,
-    groups: int = 1,
-    mode: str = "cross_correlation",
-    bias: Any = None,
-    activation: str | None = None,
-    out: Any = None,
-    workspace_limit: int | None = None,
-    allow_tf32: bool = True,
-    deterministic: bool = False,
-    pool: HandlePool | None = None,
-) -> Any:
-    marks = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
-    function = _conv2d if activation is None else _fused
-    return hit(
-        function,
-        default if pool is None else chosen_pool("conv2d", pool),
-        begin,
-        (x, w) if bias is None else (x, w, bias),
-        out,
-        marks,
-    )
-
-
 # In a fork the output is allocated before the branch starts, as for any graph function.
-launchers[conv2d] = _hit_branch, _prepare_branch
+launchers[conv2d] = hit_branch, prepare_branch
 
 
 def _convolution(

@@ -1,15 +1,15 @@
 """The gradients of two-dimensional convolution, as graph functions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Never
 
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import AnyCall, by_keyword, misplaced
+from handlepool.graphs.launch import by_keyword, launch_new, misplaced, prepare_branch
+from handlepool.graphs.signature import Settings
 from handlepool.ops.convolution import Pair, Shape, as_shape, check_array, check_channels, check_result, pair
 from handlepool.pool.context import launchers
 from handlepool.pool.default import chosen_pool
-from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
@@ -55,24 +55,9 @@ def conv2d_input_grad(
     ArgumentError, GraphNotSupportedError
         As in `handlepool.conv2d`.
     """
-    if extra:
-        raise misplaced(conv2d_input_grad, extra)
-    chosen = chosen_pool("conv2d_input_grad", pool)
-    call = _prepare_input(
-        chosen,
-        dy,
-        w,
-        shape,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        out=out,
-        workspace_limit=workspace_limit,
-        allow_tf32=allow_tf32,
-        deterministic=deterministic,
-    )
-    return call.launch(chosen.slot(call.stream))
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
+    return _run(conv2d_input_grad, _input_grad, extra, pool, (dy, w), out, shape, options, settings)
 
 
 @by_keyword
@@ -117,73 +102,33 @@ def conv2d_weight_grad(
     ArgumentError, GraphNotSupportedError
         As in `handlepool.conv2d`.
     """
-    if extra:
-        raise misplaced(conv2d_weight_grad, extra)
-    chosen = chosen_pool("conv2d_weight_grad", pool)
-    call = _prepare_weight(
-        chosen,
-        x,
-        dy,
-        shape,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        out=out,
-        workspace_limit=workspace_limit,
-        allow_tf32=allow_tf32,
-        deterministic=deterministic,
-    )
-    return call.launch(chosen.slot(call.stream))
-
-
-def _prepare_input(pool: PoolInternals, dy: Any, w: Any, shape: Any, **options: Any) -> AnyCall:
-    return _prepare(_input_grad, pool, (dy, w), as_shape("conv2d_input_grad", shape), **options)
-
-
-def _prepare_weight(pool: PoolInternals, x: Any, dy: Any, shape: Any, **options: Any) -> AnyCall:
-    return _prepare(_weight_grad, pool, (x, dy), as_shape("conv2d_weight_grad", shape), **options)
-
-
-def _prepare(
-    function: GraphFunction[..., Any],
-    pool: PoolInternals,
-    arrays: tuple[Any, ...],
-    shape: Shape,
-    *,
-    stride: Pair = 1,
-    padding: Pair = 0,
-    dilation: Pair = 1,
-    groups: int = 1,
-    out: Any = None,
-    workspace_limit: int | None = None,
-    allow_tf32: bool = True,
-    deterministic: bool = False,
-) -> AnyCall:
-    options = {"shape": shape, "stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
-    return function.prepare(pool, arrays, out, options, settings)
+    return _run(conv2d_weight_grad, _weight_grad, extra, pool, (x, dy), out, shape, options, settings)
 
 
-def _input_branch(_: object, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
-    if len(args) > 3:
-        raise misplaced(conv2d_input_grad, args[3:])
-    options = dict(kwargs)
-    given = options.pop("pool", None)
-    return _prepare_input(pool if given is None else chosen_pool("conv2d_input_grad", given), *args, **options)
-
-
-def _weight_branch(_: object, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
-    if len(args) > 3:
-        raise misplaced(conv2d_weight_grad, args[3:])
-    options = dict(kwargs)
-    given = options.pop("pool", None)
-    return _prepare_weight(pool if given is None else chosen_pool("conv2d_weight_grad", given), *args, **options)
+def _run(
+    function: Callable[..., Any],
+    graph: GraphFunction[..., Any],
+    extra: tuple[Any, ...],
+    pool: HandlePool | None,
+    arrays: tuple[Any, ...],
+    out: Any,
+    shape: Any,
+    options: dict[str, Any],
+    settings: Settings,
+) -> Any:
+    if extra:
+        raise misplaced(function, extra)
+    options["shape"] = as_shape(function.__name__, shape)
+    if isinstance(pool, tuple):  # from a fork: see `hit_branch`
+        return graph.prepare(pool[0], arrays, out, options, settings)
+    chosen = chosen_pool(function.__name__, pool)
+    return launch_new(chosen, graph.prepare(chosen, arrays, out, options, settings))
 
 
 # In a fork the output is allocated before the branch starts, as for any graph function.
-launchers[conv2d_input_grad] = None, _input_branch
-launchers[conv2d_weight_grad] = None, _weight_branch
+launchers[conv2d_input_grad] = launchers[conv2d_weight_grad] = None, prepare_branch
 
 
 def _build_input(g: Any, /, dy: Any, w: Any, *, shape: Shape, groups: int, **pairs: Pair) -> Any:

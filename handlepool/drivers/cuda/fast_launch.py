@@ -82,8 +82,8 @@ _MADE = """if fresh is None:
         else:
             {ys}, = fresh
         {read}"""
-# Addresses go into the slot's buffer, and the scratch is the slot's and may grow. A finaliser that the collector runs meanwhile may
-# launch on the slot, too: it finds no buffer there, and `graphs.launch.launch` gives it addresses and scratch for itself.
+# Addresses go into the slot's buffer, and the scratch is the slot's and may grow. A finaliser that the collector runs meanwhile
+# may launch on the slot, too: it finds no buffer there, and `graphs.launch.launch` gives it addresses and scratch for itself.
 
 
 def shortcut(
