@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from operator import call
-from time import monotonic
+from threading import get_ident
+from time import monotonic, sleep
 from typing import Any
 
 from handlepool._util import do_all
@@ -23,7 +24,8 @@ deferred: deque[Callable[[], bool]] = deque()  # appends and pops are atomic
 """What there is to do. Each returns False where it is too early, and raises nothing."""
 defer = deferred.append
 _abandoned: list[object] = []
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_abandoned))  # or Python would take it down with its modules
+for _kept in (deferred, _abandoned):  # or Python would take them down with its modules
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 abandon = _abandoned.append
 """Let something live as long as the process, since its end would call CUDA when that must not be called any more."""
 
@@ -59,39 +61,40 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-SECONDS = 1.0
-"""For threads that are inside a use of a program to come out of it."""
+PATIENCE = 1.0
+"""Seconds for all threads together that are inside a use of a program as the process ends, to come out of it; and for the process
+to be gone, before whoever uses a program after that is told."""
 
-under_way: list[bool] = []
-"""Not empty once programs come to an end: from then on they are kept, and nothing of theirs is given back."""
+ending: list[int] = []
+"""The thread that ends the process, once programs come to an end: from then on nothing of theirs is given back."""
 
 _numbers = itertools.count()
-_programs: dict[int, weakref.ref[Any]] = {}  # copied in one step, whatever other threads do
+_ends: dict[int, weakref.WeakMethod[Callable[[float], None]]] = {}  # copied in one step, whatever other threads do
 
 
-def remember(program: Any) -> None:
-    """Have a program come to an end at exit; does not keep it alive."""
+def remember(end: Callable[[float], None]) -> None:
+    """Have a program's bound method called at exit, with a deadline; does not keep the program alive."""
     number = next(_numbers)
-    _programs[number] = weakref.ref(program, lambda _: _programs.pop(number, None))
+    _ends[number] = weakref.WeakMethod(end, lambda _: _ends.pop(number, None))
+
+
+def linger() -> None:
+    """Have a daemon thread that uses a program too late end with the process: what it is told, it would print.
+
+    But not for ever, since somebody may wait for it.
+    """
+    if get_ident() not in ending:
+        sleep(PATIENCE)
 
 
 def _at_exit() -> None:
-    ends = [getattr(reference(), "_end_at_exit", None) for reference in list(_programs.values())]
-    ends += [
-        getattr(getattr(entry, "__self__", None), "_end_at_exit", None) for entry in list(deferred)
-    ]  # the collector clears references before
-    under_way.append(True)
-    deadline = monotonic() + SECONDS
-    busy: list[Callable[[], object]] = []
-
-    def end_now(end: Callable[[float], bool]) -> None:
-        if not end(0.0):
-            busy.append(partial(end, deadline))
-
-    # Those that nobody uses just now come first: one that does not return from a launch takes the time of all.
-    first = [partial(end_now, end) for end in ends if end is not None]
-    do_all([*first, lambda: do_all(busy), *[pool.plans.drop for pool in pools()]])
-    abandon(list(deferred))  # its memory would go with the module, and complain where the context is lost
+    """Drop every plan: cuDNN's binding complains of those that outlive it."""
+    ends = [reference() for reference in list(_ends.values())]
+    # The collector clears references before it runs destructors.
+    ends += [getattr(getattr(entry, "__self__", None), "_end_at_exit", None) for entry in list(deferred)]
+    ending.append(get_ident())
+    deadline = monotonic() + PATIENCE
+    do_all([*[partial(end, deadline) for end in ends if end is not None], *[pool.plans.drop for pool in pools()]])
 
 
 atexit.register(_at_exit)

@@ -2,16 +2,16 @@
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
 from threading import get_ident
-from time import monotonic, sleep
+from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.pool import deferred as leftovers
 from handlepool.pool.context import on_device, recordings, thread
@@ -20,263 +20,16 @@ from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording.update import Inputs, copy_all
 from handlepool.regions.memory import branch_regions
 
-_streams: dict[int, Any] = {}
-"""By number, the last streams of programs. The collector runs the destructors of all that goes at a time, also of a stream that a
-program has which parks itself there: this keeps the stream, whatever cycle it is in, until the program is given back."""
-_numbers = count()
-
-
-class LastUse:
-    """Base of `Program`, where a replay that follows one on the same stream finds all that it needs without a step in between.
-
-    Its methods are called in the program's turn.
-
-    Parameters
-    ----------
-    driver : Driver
-    device : int
-        Ordinal.
-    name : str
-        Of the program, for messages.
-    launch_on : callable
-        Launches the graph on a stream by pointer.
-    event : event
-        Becomes this one's.
-    home : StreamReference
-        The first stream.
-    """
-
-    def __init__(
-        self, driver: Driver, device: int, name: str, launch_on: Callable[[int], None], event: Any, home: StreamReference
-    ) -> None:
-        self._number = next(_numbers)
-        self._driver = driver
-        self.device = device
-        self._name = name
-        self._is_capturing = driver.is_capturing
-        self._record_event = driver.record_event
-        self._launch_on = launch_on
-        # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
-        # None for any other stream, which may be gone by then: the event is recorded after each use.
-        # So it is for a side stream, which is lent to others, who may have it captured: nobody else records or waits there.
-        self._last: Any = None
-        self._event = event
-        self._used_by(home)
-        if self._last is None:
-            driver.record_event(event, home.pointer)
-
-    def _follow(self, stream: Any) -> None:
-        """Make another stream the one that uses the memory, after all that the last one was given by now."""
-        driver = self._driver
-        device = driver.current_device()
-        if device != self.device:
-            raise DeviceMismatchError(
-                f"{self._name} was recorded on device {self.device} and the current device is {device}; make device "
-                f"{self.device} current, as in `with cupy.cuda.Device({self.device}):`"
-            )
-        if thread.recording is not None:
-            thread.recording.check(f"a use of {self._name}", resolve(driver, stream).pointer, driver)
-        last = self._last
-        if last is not None and last is (driver.current_stream(device) if stream is None else stream):
-            return
-        reference = resolve(driver, stream)
-        check_foreign(driver, reference)
-        pointer = reference.pointer
-        if last is not None and last is reference.stream:
-            return
-        for each in (pointer, LEGACY_STREAM if last is None else last.ptr):
-            if each != LEGACY_STREAM and driver.is_capturing(each):
-                raise capturing(each)
-        if last is not None:
-            driver.record_event(self._event, last.ptr)
-        driver.wait_event(pointer, self._event)
-        with driver.relaxed():  # the last reference to the former stream may go
-            self._used_by(reference)
-            del last
-
-    def _used_by(self, reference: StreamReference) -> None:
-        last = None if reference.pointer == PER_THREAD_STREAM or reference.pointer in branch_regions else reference.stream
-        # A stream of one device is current on no other: that it is current says which device is.
-        bound = getattr(last, "device_id", -1) == self.device
-        launch = partial(self._launch_on, reference.pointer)  # quicker to call than to be given the pointer each time
-        if last is None:
-            _streams.pop(self._number, None)
-        else:
-            _streams[self._number] = last
-        # No call in between, after which an interrupt could come.
-        self._last, self._pointer, self._owner = last, reference.pointer, reference.owner
-        self._bound, self._launch = bound, launch
-
-    def _forget_stream(self) -> Any:
-        """Let go of the last stream; what is returned may destroy it as it goes."""
-        last, self._last = self._last, None
-        return last, _streams.pop(self._number, None)
-
-    def _passed(self, *, wait: bool) -> bool:
-        """Whether the last use of the memory has, waiting for it if need be."""
-        driver, last = self._driver, self._last
-        if last is not None:
-            if last.ptr != LEGACY_STREAM and driver.is_capturing(last.ptr):
-                if wait:
-                    raise capturing(last.ptr)
-                return False
-            driver.record_event(self._event, last.ptr)
-            if not wait:  # or the next time it is asked, the event would move on to what the stream was given since
-                self._last = None
-        with driver.relaxed():
-            if wait:
-                driver.synchronize_event(self._event)
-            return wait or driver.event_done(self._event)
-
-
-def capturing(pointer: int) -> CaptureError:
-    """The error for a stream that is being captured."""
-    return CaptureError(
-        f"stream {pointer:#x} is being captured: a program can be neither used in a capture, nor be ordered after the last use "
-        f"there. Use it before the capture, or after"
-    )
-
-
-PATIENCE = 2.0
-"""Seconds for which whoever comes after the end waits for the process to be gone, before it is told."""
-
-
-class Bias:
-    """Who may replay without the lock, and whether it does just now."""
-
-    __slots__ = ("launching", "thread")
-
-    def __init__(self, thread: int) -> None:
-        self.thread = thread
-        self.launching = False
-
-
-class Turns:
-    """One use of a program at a time.
-
-    Whoever uses the program holds the lock. That costs 0.2 microseconds, so the thread that used it last may launch without (a
-    biased lock): it says in its `bias` that it launches, *then* looks whether that is still the program's bias. Whoever has the
-    lock takes the bias away, *then* looks whether it launches, and waits for that. Whatever the order in which the two run (under
-    the GIL, stores come to pass in the order they are written), one of them sees the other. Each bias is a new object, so none
-    comes back that was taken away.
-
-    A finaliser that the collector runs inside a use of the same program cannot wait for its own thread, and is refused; one that
-    comes before anything was done finds a free program. The lock is taken by ``with`` alone: CPython to 3.13 delivers no
-    interrupt between the taking of it and the block, as it does after a call of `acquire`.
-
-    Parameters
-    ----------
-    name : str
-        For messages.
-
-    Attributes
-    ----------
-    bias : Bias or None
-        None while somebody holds the lock.
-    """
-
-    __slots__ = ("_busy", "_end", "_former", "_lock", "_name", "_user", "bias")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.RLock()
-        self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated or closed
-        self._user = 0  # the thread that holds the lock, or held it last
-        self._former: Bias | None = None  # what was taken away last
-        self.bias: Bias | None = None
-        self._end: float | None = None  # after `end`: when to tell whoever comes
-
-    def take(self, what: str, act: Callable[..., Any], *args: Any) -> Any:
-        """Do something while no other thread uses the program.
-
-        Raises
-        ------
-        OwnershipError
-            While another thread updates, but for a close, which waits; in a finaliser inside another use.
-        PoolClosedError
-            After `end`.
-        """
-        thread = get_ident()
-        for bias in (self.bias, self._former):  # `_former` is set first, so that one of the two is what this thread launches with
-            if bias is not None and bias.launching and bias.thread == thread:
-                self._refuse_inside("replayed")
-        if self._busy == "updated" and self._user != thread and what != "closed":
-            # Another thread's launch is short, and is waited for; an update is for its own thread to order.
-            raise OwnershipError(
-                f"{self._name} is being updated by another thread: whether a replay would see the old values or the new ones is "
-                f"for the program to say, so let one thread do both, or use a lock of your own"
-            )
-        own, granted = Bias(thread), None
-        with self._lock:
-            if self._busy is not None:
-                self._refuse_inside(self._busy)
-            if self._end is not None:
-                self._refuse_leftovers(self._end)
-            try:
-                self._busy, self._user = what, thread
-                self._take_bias()
-                pause = 0.0
-                while self._former is not None and self._former.launching:
-                    sleep(pause)
-                    pause = min(pause + 1e-6, 1e-3)  # a launch may have to wait for the GPU, with its queue full
-                granted = own
-                return act(*args)
-            finally:  # no bias where the wait was interrupted: the next one waits for `_former`, too
-                self.bias, self._busy = granted, None
-
-    def end(self, deadline: float, act: Callable[[], object]) -> bool:
-        """Do something at exit, after which nobody uses the program any more.
-
-        Daemon threads that come then are kept waiting for a while, in which the process ends as a rule: what they would be told,
-        they would print. But not for ever, since somebody may wait for them.
-
-        Parameters
-        ----------
-        deadline : float
-            By the monotonic clock, in seconds.
-        act : callable
-
-        Returns
-        -------
-        bool
-            False where another thread is inside until then, and nothing was done.
-        """
-        if not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
-            return False
-        try:
-            self._take_bias()
-            while self._former is not None and self._former.launching:
-                if monotonic() >= deadline:
-                    return False
-                sleep(1e-4)
-            self._user, self._end = get_ident(), monotonic() + PATIENCE
-            act()
-            return True
-        finally:
-            self._lock.release()
-
-    def _take_bias(self) -> None:
-        if self.bias is not None:
-            self._former = self.bias
-            self.bias = None
-
-    def _refuse_leftovers(self, moment: float) -> None:
-        if self._user != get_ident():
-            sleep(max(0.0, moment - monotonic()))
-        raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
-
-    def _refuse_inside(self, what: str) -> None:
-        raise OwnershipError(
-            f"{self._name} is being {what} by this very thread, and this call comes from a finaliser that Python runs meanwhile: "
-            f"do it later"
-        )
-
-
 if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
 
+_streams: dict[int, Any] = {}
+"""By number, the last streams of programs. The collector runs the destructors of all that goes at a time, also of a stream that a
+program has which defers its own end: this keeps the stream, whatever cycle it is in, until the program is given back."""
+_numbers = count()
 
-class Program(LastUse):
+
+class Program:
     """Recorded work, made by `record`.
 
     It owns what it needs. Its inputs, its outputs, scratch, plans and every allocation made while it was recorded live as long as
@@ -303,20 +56,35 @@ class Program(LastUse):
     def __init__(self, name: str, recording: "Recording", inputs: Inputs, outputs: Any, home: StreamReference) -> None:
         pool = recording.pool
         self._status = pool.status
-        driver = pool.driver
+        driver = self._driver = pool.driver
         graph = recording.graph
         assert graph is not None
+        self.device = recording.device
         self.nodes = graph.nodes
+        self._name = name
+        self._number = next(_numbers)
         self._inputs = inputs
         self._outputs = outputs
-        self._turns = Turns(name)
+        # One use at a time: CUDA takes no two launches of a graph at once, and a close ends what launches read. A finaliser that
+        # the collector runs inside a use may take it, too: it finds `_busy`, and is refused: it could only wait for itself.
+        self._lock = threading.RLock()
+        self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated or closed
+        self._updating = 0  # the thread that updates
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Any] = driver.current_stream
+        self._is_capturing = driver.is_capturing
+        self._launch_on = graph.launch
         with driver.relaxed():
-            recording.event = driver.create_event()
+            self._event = recording.event = driver.create_event()
         graph.upload(home.pointer)
-        leftovers.remember(self)
-        super().__init__(driver, recording.device, name, graph.launch, recording.event, home)
+        leftovers.remember(self._end_at_exit)
+        # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
+        # None for any other stream, which may be gone by then: the event is recorded after each use.
+        # So it is for a side stream, which is lent to others, who may have it captured: nobody else records or waits there.
+        self._last: Any = None
+        self._used_by(home)
+        if self._last is None:
+            driver.record_event(self._event, home.pointer)
         self._recording = recording
 
     @property
@@ -364,29 +132,39 @@ class Program(LastUse):
         """
         if self._status.unusable:
             self._status.check()
-        current = self._current_stream() if stream is None else stream
-        turns = self._turns
-        bias = turns.bias
-        if bias is not None and bias.thread == get_ident() and not bias.launching and not recordings:
+        lock = self._lock
+        try:
+            if self._busy is not None:
+                self._check_turn("replayed")
             try:
-                bias.launching = True
-                # While the bias is this one, no other thread changes what follows. A closed program has no last stream.
-                if (
-                    turns.bias is bias
-                    and current is self._last
-                    and ((self._bound and stream is None) or self._current_device() == self.device)
-                ):
-                    pointer = self._pointer
-                    if pointer and self._is_capturing(pointer):
-                        raise capturing(pointer)
-                    self._launch()
-                    return
-            except Exception as error:
-                self._explain(error)
-                raise
+                # Half of what a `with` statement costs. CPython delivers an interrupt when a call has returned: one that comes
+                # with the lock in hand finds the `finally`.
+                lock.acquire()
+                try:
+                    self._busy = "replayed"
+                    current = self._current_stream() if stream is None else stream
+                    if (
+                        current is self._last  # a closed program has none
+                        and ((self._bound and stream is None) or self._current_device() == self.device)
+                        and not recordings
+                    ):
+                        pointer = self._pointer
+                        if pointer and self._is_capturing(pointer):
+                            raise capturing(pointer)
+                        self._launch()
+                    else:
+                        self._follow(stream)
+                        self._enqueue(self._launch)
+                finally:
+                    self._busy = None
             finally:
-                bias.launching = False
-        self._use("replayed", self._replay, stream)
+                try:
+                    lock.release()
+                except RuntimeError:  # an interrupt came while another thread had it
+                    pass
+        except Exception as error:
+            self._explain(error)
+            raise
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Copy new values into the recorded inputs, on the current stream; replays see them from then on.
@@ -410,50 +188,116 @@ class Program(LastUse):
         self._status.check()
         self._use("updated", self._update, args, kwargs)
 
-    def _replay(self, stream: Any) -> None:
-        if self._recording is None:
-            self._refuse()
-        self._follow(stream)
-        self._enqueue([self._launch])
-
     def _update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._recording is None:
             self._refuse()
         copies = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
         self._follow(None)
-        self._enqueue([partial(copy_all, self._driver, copies)])
+        self._enqueue(partial(copy_all, self._driver, copies))
 
-    def _enqueue(self, steps: Sequence[Callable[[], object]]) -> None:
+    def _enqueue(self, step: Callable[[], object]) -> None:
         """Give the stream that `_follow` made the program's something that uses the memory."""
         if self._pointer and self._is_capturing(self._pointer):
             raise capturing(self._pointer)
         try:
-            for step in steps:
-                step()
-        finally:  # also after a step that failed, or was interrupted when it had enqueued something
+            step()
+        finally:  # also after one that failed, or was interrupted when it had enqueued something
             if self._last is None:
                 try:
-                    self._record_event(self._event, self._pointer)
+                    self._driver.record_event(self._event, self._pointer)
                 except BaseException:  # a later use cannot be ordered after this one, but may come when it has passed
                     with self._driver.relaxed():
                         self._driver.synchronize_stream(self._pointer)
                     raise
 
     def _use(self, what: str, act: Callable[..., Any], *args: Any) -> Any:
+        """Do something while nothing else uses the program; what that returns."""
         try:
-            return self._turns.take(what, act, *args)
+            if self._busy is not None:
+                self._check_turn(what)
+            with self._lock:  # CPython delivers no interrupt between the taking of it and the block
+                try:
+                    self._busy, self._updating = what, get_ident() if what == "updated" else 0
+                    return act(*args)
+                finally:
+                    self._busy, self._updating = None, 0
         except Exception as error:
             self._explain(error)
             raise
 
+    def _check_turn(self, what: str) -> None:
+        """Wait for another thread's use; refuse what comes inside this thread's own, or while another thread updates."""
+        # Another thread's launch is short. An update is for its own thread to order, but a close may come after any use.
+        if self._updating not in (0, get_ident()) and what != "closed":
+            raise OwnershipError(
+                f"{self._name} is being updated by another thread: whether a replay would see the old values or the new ones is "
+                f"for the program to say, so let one thread do both, or use a lock of your own"
+            )
+        with self._lock:
+            if self._busy is not None:
+                raise OwnershipError(
+                    f"{self._name} is being {self._busy} by this very thread, and this call comes from a finaliser that Python "
+                    f"runs meanwhile: do it later"
+                )
+
     def _explain(self, error: Exception) -> None:
         """Raise what an error means, where that is known."""
+        if leftovers.ending and isinstance(error, PoolClosedError):
+            leftovers.linger()
         self._status.diagnose(error)
         if not isinstance(error, HandlePoolError) and (cause := self._driver.capture_failure(error)):
             raise CaptureError(f"{self._name} cannot be used on a stream that is being captured: {cause}") from error
 
     def _refuse(self) -> None:
+        if leftovers.ending:
+            raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
         raise PoolClosedError(f"the program {self._name} was closed; record it again")
+
+    # Order
+
+    def _follow(self, stream: Any) -> None:
+        """Make another stream the one that uses the memory, after all that the last one was given by now."""
+        if self._recording is None:
+            self._refuse()
+        driver = self._driver
+        device = driver.current_device()
+        if device != self.device:
+            raise DeviceMismatchError(
+                f"{self._name} was recorded on device {self.device} and the current device is {device}; make device "
+                f"{self.device} current, as in `with cupy.cuda.Device({self.device}):`"
+            )
+        if thread.recording is not None:
+            thread.recording.check(f"a use of {self._name}", resolve(driver, stream).pointer, driver)
+        last = self._last
+        if last is not None and last is (driver.current_stream(device) if stream is None else stream):
+            return
+        reference = resolve(driver, stream)
+        check_foreign(driver, reference)
+        pointer = reference.pointer
+        if last is not None and last is reference.stream:
+            return
+        for each in (pointer, LEGACY_STREAM if last is None else last.ptr):
+            if each != LEGACY_STREAM and driver.is_capturing(each):
+                raise capturing(each)
+        if last is not None:
+            driver.record_event(self._event, last.ptr)
+        driver.wait_event(pointer, self._event)
+        with driver.relaxed():  # the last reference to the former stream may go
+            self._used_by(reference)
+            del last
+
+    def _used_by(self, reference: StreamReference) -> None:
+        last = None if reference.pointer == PER_THREAD_STREAM or reference.pointer in branch_regions else reference.stream
+        # A stream of one device is current on no other: that it is current says which device is.
+        bound = getattr(last, "device_id", -1) == self.device
+        launch = partial(self._launch_on, reference.pointer)  # quicker to call than to be given the pointer each time
+        if last is None:
+            _streams.pop(self._number, None)
+        else:
+            _streams[self._number] = last
+        # No call in between, after which an interrupt could come.
+        self._last, self._pointer, self._owner = last, reference.pointer, reference.owner
+        self._bound, self._launch = bound, launch
 
     # The end
 
@@ -475,7 +319,7 @@ class Program(LastUse):
     def _end(self, *, wait: bool, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> bool:
         status = self._status
         # Nothing can be given back (guarantee 13), nor the lock be trusted: whoever has it may be gone.
-        if leftovers.under_way or _is_finalizing():
+        if leftovers.ending or _is_finalizing():
             abandon(self)
             return True
         if status.untouchable:
@@ -512,25 +356,53 @@ class Program(LastUse):
                 return False
         return True
 
+    def _passed(self, *, wait: bool) -> bool:
+        """Whether the last use of the memory has, waiting for it if need be."""
+        driver, last = self._driver, self._last
+        if last is not None:
+            if last.ptr != LEGACY_STREAM and driver.is_capturing(last.ptr):
+                if wait:
+                    raise capturing(last.ptr)
+                return False
+            driver.record_event(self._event, last.ptr)
+            if not wait:  # or the next time it is asked, the event would move on to what the stream was given since
+                self._last = None
+        with driver.relaxed():
+            if wait:
+                driver.synchronize_event(self._event)
+            return wait or driver.event_done(self._event)
+
     def _let_go(self, *, defer_it: bool) -> tuple[Any, ...]:
         recording = self._recording
-        held = recording, self._inputs, self._outputs, self._forget_stream(), self._owner, self._launch, self._launch_on
-        self._recording = self._owner = None
+        held = (
+            recording,
+            self._inputs,
+            self._outputs,
+            self._last,
+            _streams.pop(self._number, None),
+            self._owner,
+            self._launch,
+            self._launch_on,
+        )
+        self._recording = self._owner = self._last = None
         self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
         if defer_it and recording is not None:
             defer(recording.settle)  # what an interrupt or a failing call leaves, whoever finds it there gives back
         return held
 
-    def _end_leftovers(self, deadline: float) -> bool:
-        """Drop the plans, after which nobody replays; nothing else is given back. False where another thread is inside."""
-        recording = self._recording
-        if recording is None or self._status.forked:
-            return True
-        return self._turns.end(deadline, partial(self._drop_plans, recording))
+    def _end_at_exit(self, deadline: float) -> None:
+        """Drop the plans, after which nobody replays; nothing else is given back.
 
-    def _drop_plans(self, recording: "Recording") -> None:
-        abandon(self._let_go(defer_it=False))
-        recording.drop_plans()
+        Not where another thread is inside a use until then (by the monotonic clock): what it launches is left alone.
+        """
+        recording = self._recording
+        if recording is None or self._status.forked or not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
+            return
+        try:
+            abandon(self._let_go(defer_it=False))
+            recording.drop_plans()
+        finally:
+            self._lock.release()
 
     def _settle(self) -> bool:
         """Close a program that nobody closed, once its last replay has passed."""
@@ -552,3 +424,11 @@ class Program(LastUse):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def capturing(pointer: int) -> CaptureError:
+    """The error for a stream that is being captured."""
+    return CaptureError(
+        f"stream {pointer:#x} is being captured: a program can be neither used in a capture, nor be ordered after the last use "
+        f"there. Use it before the capture, or after"
+    )

@@ -8,9 +8,7 @@ after a close nothing is left. Guarantees 1, 11, 14, 15.
 import contextlib
 import functools
 import itertools
-import queue
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -23,7 +21,6 @@ from harness.uses import assert_usable
 from handlepool import ContractError, HandlePool, OwnershipError, ParallelStates, PoolClosedError, record
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred, handles
-from handlepool.recording import program as recorded
 
 
 class WatchedLock:
@@ -33,13 +30,19 @@ class WatchedLock:
         self._lock = lock
         self._waits = waits
 
-    def __enter__(self):
+    def acquire(self):
         if not self._lock.acquire(blocking=False):
             self._waits.release()
             assert self._lock.acquire(timeout=TIMEOUT), "a deadlock"
 
-    def __exit__(self, *error):
+    def release(self):
         self._lock.release()
+
+    def __enter__(self):
+        self.acquire()
+
+    def __exit__(self, *error):
+        self.release()
 
 
 class World:
@@ -227,66 +230,27 @@ def test_a_close_while_a_handle_is_bound_refuses_the_call_and_leaves_no_handle(b
     assert driver.alive() == {"handles": 0, "events": 0, "streams": 0, "scratch_bytes": 0}
 
 
-class Worker:
-    """A thread that does one thing after another, so that a program can be biased towards it."""
-
-    def __init__(self):
-        self._jobs = queue.SimpleQueue()
-        self._thread = Thread(self._run)
-
-    def _run(self):
-        for job in iter(self._jobs.get, None):
-            job()
-
-    def begin(self, function):
-        """Let it do something; what waits for the end of that."""
-        done, errors = threading.Event(), []
-
-        def job():
-            try:
-                function()
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                done.set()
-
-        def finish():
-            assert done.wait(TIMEOUT), "the thread hangs"
-            if errors:
-                raise errors[0]
-
-        self._jobs.put(job)
-        return finish
-
-    def end(self):
-        self._jobs.put(None)
-        self._thread.finish()
-
-
 class Meeting:
     """Two threads that use one program: another one is halted inside of its use while this one goes on.
 
     It goes on there when this one has ended, or waits for it.
     """
 
-    def __init__(self, monkeypatch, *, first):
+    def __init__(self, monkeypatch):
         self.driver = HostDriver(scheduler="adversarial", check_order=True)
         self.pool = HandlePool(driver=self.driver)
         self.stream = self.driver.create_stream()
-        self.worker = Worker()
         self.go, self.halted = threading.Event(), threading.Semaphore(0)
         self.halts = None  # the thread that halts where it comes inside
-        self.finish = None  # waits for what the other thread does
+        self.other = None  # the other thread
         self.inside, self.met = [], []
         with self.stream:
             self.new = self.driver.asarray(np.full((4, 4), 5, np.float32))
             self.program = record(double, self.driver.asarray(np.ones((4, 4), np.float32)), pool=self.pool)
-        program, use = self.program, functools.partial(self.use, "replay")
-        use() if first == "this" else self.worker.begin(use)()
-        assert program._turns.bias.thread == (threading.get_ident() if first == "this" else self.worker._thread.ident)
-        monkeypatch.setattr("handlepool.recording.program.sleep", lambda seconds: (self.release(), time.sleep(seconds)))
+        program = self.program
+        self.use("replay")
         monkeypatch.setattr(self.driver, "copy", self.alone(self.driver.copy))
-        monkeypatch.setattr(program._turns, "_lock", WatchedLock(program._turns._lock, self))
+        monkeypatch.setattr(program, "_lock", WatchedLock(program._lock, self))
         monkeypatch.setattr(program, "_launch", self.alone(program._launch))
         monkeypatch.setattr(program._recording, "free", self.alone(program._recording.free))
 
@@ -329,14 +293,13 @@ class Meeting:
                 self.halts = None
                 self.halted.release()
 
-        self.finish = self.worker.begin(job)
+        self.other = Thread(job)
         assert self.halted.acquire(timeout=TIMEOUT)
 
     def end(self):
         self.go.set()
-        if self.finish is not None:
-            self.finish()
-        self.worker.end()
+        if self.other is not None:
+            self.other.finish()
         if self.program.closed:
             return
         with self.stream:
@@ -349,15 +312,15 @@ class Meeting:
         assert not self.driver.order.found
 
 
-def meet_at_every_line(monkeypatch, this, other, *, first):
+def meet_at_every_line(monkeypatch, this, other):
     """At the k-th line of this thread's use another one begins its own, for every k; who met whom inside, and how many lines."""
     met = []
     for k in itertools.count(1):
         with monkeypatch.context() as patch:
-            meeting = Meeting(patch, first=first)
-            with contextlib.suppress(ContractError):  # for the controls: a graph that was destroyed, or an update without order
+            meeting = Meeting(patch)
+            with contextlib.suppress(ContractError):  # for the control: a graph that was destroyed, or an update without order
                 at_line(k, functools.partial(meeting.use, this), functools.partial(meeting.begin, other))
-            begun = meeting.finish is not None
+            begun = meeting.other is not None
             with contextlib.suppress(ContractError):
                 meeting.end()
             met += meeting.met
@@ -369,49 +332,15 @@ USES = ["replay", "update", "close"]
 
 
 @pytest.mark.parametrize("other", USES)
-def test_one_thread_inside_its_use_of_a_program_at_every_line_of_anothers_replay_without_a_lock(monkeypatch, other):
-    met, lines = meet_at_every_line(monkeypatch, "replay", other, first="this")
-    assert not met
-    assert lines > 10
-
-
 @pytest.mark.parametrize("this", USES)
-def test_one_thread_inside_its_launch_without_a_lock_at_every_line_of_anothers_use_of_a_program(monkeypatch, this):
-    met, lines = meet_at_every_line(monkeypatch, this, "replay", first="other")
+def test_one_thread_inside_its_use_of_a_program_at_every_line_of_anothers(monkeypatch, this, other):
+    met, lines = meet_at_every_line(monkeypatch, this, other)
     assert not met
     assert lines > 10
 
 
 @pytest.mark.parametrize("other", ["replay", "update"])  # a close lets go of the last stream before it frees
-def test_control_a_bias_that_is_not_taken_away_lets_two_threads_in(monkeypatch, other):
-    class Stubborn(recorded.Turns):
-        bias = property(lambda self: self._kept, lambda self, bias: setattr(self, "_kept", getattr(self, "_kept", None) or bias))
-
-    monkeypatch.setattr("handlepool.recording.program.Turns", Stubborn)
-    assert meet_at_every_line(monkeypatch, "replay", other, first="this")[0]
-
-
-@pytest.mark.parametrize("this", USES)
-def test_control_a_launch_that_is_not_announced_lets_two_threads_in(monkeypatch, this):
-    class Silent(recorded.Bias):
-        launching = property(lambda self: False, lambda self, launching: None)
-
-    monkeypatch.setattr("handlepool.recording.program.Bias", Silent)
-    assert meet_at_every_line(monkeypatch, this, "replay", first="other")[0]
-
-
-def test_a_thread_whose_wait_for_a_launch_was_interrupted_waits_again(monkeypatch):
-    meeting = Meeting(monkeypatch, first="other")
-    meeting.begin("replay")
-
-    def interrupted(seconds):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("handlepool.recording.program.sleep", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            meeting.use("replay")
-    meeting.use("replay")
-    meeting.use("replay")
-    assert not meeting.met
-    meeting.end()
+def test_control_a_lock_of_a_program_that_holds_nobody_up_lets_two_threads_in(monkeypatch, other):
+    monkeypatch.setattr(WatchedLock, "acquire", lambda lock: None)
+    monkeypatch.setattr(WatchedLock, "release", lambda lock: None)
+    assert meet_at_every_line(monkeypatch, "replay", other)[0]

@@ -35,10 +35,11 @@ USES = {
 SPARED = (  # where only a tracer can interrupt: nothing is called before, or a lock is freed
     "with self._lock:",
     "try:",
-    "self.bias, self._busy = ",
-    "bias.launching = False",
+    "self._busy, self._updating = None, 0",
+    "self._busy = None",
+    "lock.release()",
     "if self._last is None:",
-    "self._record_event(self._event",
+    "self._driver.record_event(self._event",
     "self._last, self._pointer, self._owner = ",
     "self._bound, self._launch = ",
     "self._recording = ",
@@ -78,9 +79,8 @@ def use(scene, program, stream, act, how):
         new = scene.array(3)
     with stream:
         happened = how(lambda: USES[act](program, new))
-    assert not program._turns._lock._is_owned()
-    assert program._turns._busy is None
-    assert program._turns.bias is None or not program._turns.bias.launching
+    assert not program._lock._is_owned()
+    assert program._busy is None
     if not program.closed:
         with third:
             program.replay()
@@ -148,9 +148,8 @@ def test_g6_after_an_interrupt_at_any_line_of_a_use_the_next_one_is_ordered(last
 
 
 def test_g6_control_a_use_whose_end_is_marked_only_where_it_succeeds_is_caught(monkeypatch):
-    def enqueue(program, steps):
-        for step in steps:
-            step()
+    def enqueue(program, step):
+        step()
         if program._last is None:
             program._driver.record_event(program._event, program._pointer)
 
@@ -175,7 +174,7 @@ def test_g6_the_null_stream_of_another_device_is_not_that_of_the_last_replay():
                     program.replay(stream)
 
 
-def test_an_error_of_a_replay_without_a_lock_says_what_it_means():
+def test_an_error_of_a_replay_says_what_it_means():
     with Scene(HostDriver(scheduler="adversarial")) as scene:
         program = recorded(scene, scene.stream)
         for injected, meant in ((RuntimeError("injected"), RuntimeError), (CaptureError("injected"), CaptureError)):
@@ -187,7 +186,7 @@ def test_an_error_of_a_replay_without_a_lock_says_what_it_means():
         assert scene.read(program.outputs) == 111
 
 
-def test_a_replay_without_a_lock_that_meets_a_lost_context_says_so(make_pool):
+def test_a_replay_that_meets_a_lost_context_says_so(make_pool):
     pool = make_pool()
     with Scene(pool.driver) as scene:
         program = handlepool.record(lambda x: scene.plus(x, 1), scene.array(1), pool=pool)

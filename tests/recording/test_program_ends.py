@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 from functools import partial
+from time import monotonic
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,6 @@ import handlepool
 from handlepool import PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context, deferred
-from handlepool.recording.program import Turns
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def abandoned():
     """What is let go of never is let go of after the test."""
     yield
     deferred._abandoned.clear()
-    deferred.under_way.clear()
+    deferred.ending.clear()
 
 
 MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py")
@@ -163,15 +163,14 @@ def test_two_programs_that_keep_what_closes_the_other_are_closed_by_two_threads(
 
 
 class Left:
-    """Waits to be told that the interpreter ends."""
+    """Is told that the interpreter ends."""
 
-    def __init__(self, happens=lambda: None, inside=False):
-        self.happens, self.inside, self.told = happens, inside, []
+    def __init__(self, happens=lambda: None):
+        self.happens, self.told = happens, []
 
     def _end_at_exit(self, deadline):
         self.told.append(deadline)
         self.happens()
-        return not self.inside
 
 
 def references(programs):
@@ -181,47 +180,59 @@ def references(programs):
 def test_an_interrupt_of_one_end_at_exit_spares_none_of_the_others(monkeypatch):
     dropped = []
     pool = SimpleNamespace(plans=SimpleNamespace(drop=lambda: dropped.append(True)))
-    programs = [Left(inside=True), Left(), Left(interrupt, inside=True), Left(inside=True)]
-    monkeypatch.setattr(deferred, "_programs", references(programs))
+    programs = [Left(), Left(interrupt), Left()]
+    monkeypatch.setattr(deferred, "_ends", references([left._end_at_exit for left in programs]))
     monkeypatch.setattr(deferred, "pools", lambda: [pool])
     with pytest.raises(KeyboardInterrupt):
         deferred._at_exit()
-    assert deferred.under_way
+    assert deferred.ending
     assert dropped
-    assert [len(left.told) for left in programs] == [2, 1, 1, 2]
+    assert [len(left.told) for left in programs] == [1, 1, 1]
 
 
-def test_programs_that_nobody_uses_come_to_an_end_before_those_that_are_waited_for(monkeypatch):
-    programs = [Left(inside=True), Left()]
-    monkeypatch.setattr(deferred, "_programs", references(programs))
-    monkeypatch.setattr(deferred, "pools", list)
-    deferred._at_exit()
-    assert [len(left.told) for left in programs] == [2, 1]
-    assert programs[0].told[0] == 0.0 < programs[0].told[1]
+def recorded(scene):
+    return handlepool.record(lambda x: scene.plus(x, 1), scene.array(1), pool=scene.pool)
 
 
 def test_after_the_end_other_threads_are_told_late_and_the_one_that_ends_at_once(monkeypatch):
     pauses = []
-    monkeypatch.setattr("handlepool.recording.program.sleep", pauses.append)
-    turns, acts = Turns("it"), []
-    assert turns.end(0.0, lambda: acts.append("ended"))
-    with pytest.raises(PoolClosedError, match="interpreter"):
-        turns.take("replayed", lambda: acts.append("replayed"))
-    assert pauses == []
-    with pytest.raises(PoolClosedError, match="interpreter"):
-        Thread(lambda: turns.take("replayed", lambda: acts.append("replayed"))).finish()
-    assert len(pauses) == 1
-    assert pauses[0] > 1
-    assert acts == ["ended"]
+    monkeypatch.setattr(deferred, "sleep", pauses.append)
+    monkeypatch.setattr(deferred, "pools", list)
+    with Scene() as scene:
+        program = recorded(scene)
+        monkeypatch.setattr(deferred, "_ends", references([program._end_at_exit]))
+        deferred._at_exit()
+        with pytest.raises(PoolClosedError, match="interpreter"):
+            program.replay()
+        assert pauses == []
+        with pytest.raises(PoolClosedError, match="interpreter"):
+            Thread(program.replay).finish()
+        assert len(pauses) == 1
+        assert pauses[0] >= 1
 
 
-def test_an_end_leaves_a_launch_of_another_thread_alone_and_the_program_usable():
-    turns, acts = Turns("it"), []
-    Thread(lambda: turns.take("replayed", int)).finish()
-    bias = turns.bias
-    bias.launching = True
-    assert not turns.end(0.0, lambda: acts.append("ended"))
-    bias.launching = False
-    Thread(lambda: turns.take("replayed", lambda: acts.append("replayed"))).finish()
-    assert turns.end(0.0, lambda: acts.append("ended"))
-    assert acts == ["replayed", "ended"]
+def test_an_end_leaves_a_launch_of_another_thread_alone_and_comes_after_it():
+    with Scene(HostDriver()) as scene:
+        program = recorded(scene)
+        plans, launch = program._recording._plans, program._launch
+        plans[0] = None
+        inside, go_on = threading.Event(), threading.Event()
+
+        def halted():
+            inside.set()
+            assert go_on.wait(TIMEOUT)
+            launch()
+
+        program._launch = halted
+        other = Thread(program.replay, scene.stream)
+        assert inside.wait(TIMEOUT)
+        try:
+            program._end_at_exit(0.0)
+            assert plans
+            assert not program.closed
+        finally:
+            go_on.set()
+        program._end_at_exit(monotonic() + TIMEOUT)
+        other.finish()
+        assert not plans
+        assert program.closed

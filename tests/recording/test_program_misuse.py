@@ -631,7 +631,7 @@ def test_g13_a_forked_child_is_told_and_touches_nothing():
     with Scene() as scene:
         program = handlepool.record(work(scene), scene.array(1), pool=scene.pool)
         program.replay()
-        program._turns._lock.acquire()  # as another thread of the parent may have it
+        program._lock.acquire()  # as another thread of the parent may have it
         scene.driver.calls.clear()
         child = os.fork()
         if child == 0:
@@ -651,7 +651,7 @@ def test_g13_a_forked_child_is_told_and_touches_nothing():
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        program._turns._lock.release()
+        program._lock.release()
         program.replay()
         assert scene.read(program.outputs[0]) == 111
 
