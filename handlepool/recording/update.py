@@ -17,7 +17,7 @@ _MOST_WORK: Any = 10_000
 """How hard to try to prove that two strided arrays share no byte; past it they count as sharing."""
 
 
-class Copy:
+class Copy(NamedTuple):
     """The copy of one array into a recorded one.
 
     Attributes
@@ -28,18 +28,12 @@ class Copy:
         Of the driver's.
     shift : int
         Bytes from the target to the source; 0 where the two are the same.
-    aside : bool
-        Whether this copy, or one before it, writes over the source, which is to be read before all of them then.
     """
 
-    __slots__ = ("aside", "place", "shift", "source", "target")
-
-    def __init__(self, place: str, target: Any, source: Any, shift: int) -> None:
-        self.place = place
-        self.target = target
-        self.source = source
-        self.shift = shift
-        self.aside = False
+    place: str
+    target: Any
+    source: Any
+    shift: int
 
 
 class Inputs:
@@ -83,13 +77,16 @@ class Inputs:
         places = [(f"argument {place}", old, new) for place, (old, new) in enumerate(zip(self._positional, args, strict=False))]
         places += [(key, self._named[key], new) for key, new in kwargs.items()]
         copies = [copy for place, old, new in places for copy in _copies(driver, f"{name}: {place}", device, old, new)]
-        _set_aside(driver, name, copies)
+        _check_values(driver, name, copies)
         return [copy for copy in copies if copy.shift]
 
 
 def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:
     """Enqueue copies on the current stream, as if every source were read before the first target is written."""
-    sources = [_read(driver, copy.source) if copy.aside else copy.source for copy in copies]
+    targets, sources = [copy.target for copy in copies], [copy.source for copy in copies]
+    pairs = _overlapping(driver, targets + sources)
+    if any((one < len(copies)) is not (other < len(copies)) for one, other in pairs):
+        sources = [_read(driver, source) for source in sources]
     for copy, source in zip(copies, sources, strict=True):
         driver.copy(copy.target, source)
 
@@ -211,46 +208,35 @@ def _converters(kind: type) -> str:
 # Memory
 
 
-class _Extent(NamedTuple):
-    begin: int
-    end: int
-    place: int  # of the copy among all
-    written: bool
+def _check_values(driver: Driver, name: str, copies: Sequence[Copy]) -> None:
+    """Refuse two values for the same memory."""
+    for pair in _overlapping(driver, [copy.target for copy in copies]):
+        first, second = (copies[place] for place in sorted(pair))
+        # Where both sources are as far away, every byte of both targets has one value.
+        if first.shift != second.shift and _share(driver, first.target, second.target):
+            raise ArgumentError(
+                f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and update was "
+                f"given two values for it; pass the same array for both, or None for one of them"
+            )
 
 
-def _set_aside(driver: Driver, name: str, copies: Sequence[Copy]) -> None:
-    """Find the sources that are written over, and refuse two values for the same memory."""
-    extents = [_extent(driver, copy.target, place, True) for place, copy in enumerate(copies) if copy.target.size]
-    extents += [_extent(driver, copy.source, place, False) for place, copy in enumerate(copies) if copy.source.size]
-    extents.sort()
-    near: list[_Extent] = []
-    for extent in extents:
-        near = [other for other in near if other.end > extent.begin]
-        for other in near:
-            if extent.written and other.written:
-                first, second = (copies[place] for place in sorted((extent.place, other.place)))
-                # Where both sources are as far away, every byte of both targets has one value.
-                if first.shift != second.shift and _share(driver, first.target, second.target):
-                    raise ArgumentError(
-                        f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and update was "
-                        f"given two values for it; pass the same array for both, or None for one of them"
-                    )
-            elif extent.written or other.written:
-                writer, reader = (extent, other) if extent.written else (other, extent)
-                write, read = copies[writer.place], copies[reader.place]
-                if write.shift and writer.place <= reader.place and not read.aside:
-                    read.aside = _share(driver, write.target, read.source)
-        near.append(extent)
+def _overlapping(driver: Driver, arrays: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """Yield each two arrays, by their places, whose memory overlaps from the first to the last byte."""
+    near: list[tuple[int, int, int]] = []
+    for begin, end, place in sorted([(*_extent(driver, array), place) for place, array in enumerate(arrays) if array.size]):
+        near = [other for other in near if other[1] > begin]
+        yield from [(other[2], place) for other in near]
+        near.append((begin, end, place))
 
 
-def _extent(driver: Driver, array: Any, place: int, written: bool) -> _Extent:
+def _extent(driver: Driver, array: Any) -> tuple[int, int]:
     begin = end = driver.array_pointer(array)
     for extent, step in zip(array.shape, array.strides, strict=True):
         if step < 0:
             begin += (extent - 1) * step
         else:
             end += (extent - 1) * step
-    return _Extent(begin, end + array.dtype.itemsize, place, written)
+    return begin, end + array.dtype.itemsize
 
 
 def _share(driver: Driver, one: Any, other: Any) -> bool:

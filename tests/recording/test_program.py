@@ -375,15 +375,15 @@ def test_inputs_can_be_swapped_in_a_branch_on_every_stream_in_turn():
     assert set(over_seeds(with_pool(scenario), seeds=range(20))) == {(2, 1)}
 
 
-def test_only_sources_that_are_written_over_are_copied_aside(scene):
+def test_where_a_source_is_written_over_all_are_read_first(scene):
     a, b, c = (scene.array(i) for i in range(3))
     program = handlepool.record(copying(scene), a, b, c)
     for given, copies in (
         ((scene.array(5), scene.array(5), None), 2),
         ((a, b, c), 0),
-        ((b, c, scene.array(6)), 3),  # each is read before it is written
-        ((b, a, None), 3),
-        ((c, a, b), 5),
+        ((b, c, scene.array(6)), 6),
+        ((b, a, None), 4),
+        ((c, a, b), 6),
     ):
         assert calls(scene.driver, program.update, *given).get("copy", 0) == copies
     program = handlepool.record(copying(scene), a[1:])
