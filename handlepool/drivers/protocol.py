@@ -389,6 +389,16 @@ class Driver(Protocol):
         """
 
 
+def abort_capture(driver: Driver, pointer: int) -> None:
+    """Leave no capture open that began on a stream, also where an attempt to end it failed; raises no error of CUDA's."""
+    try:
+        with driver.relaxed():
+            if driver.capture_id(pointer):
+                driver.end_capture(pointer).destroy()
+    except Exception:  # it was invalidated, or its branches were not joined: the first error says more
+        pass
+
+
 def operand_name(index: int, inputs: int = sys.maxsize, outs: int = 0) -> str:
     """What messages call the operand at a place of a call with so many inputs, and so many outputs in its ``out``."""
     if index < inputs:

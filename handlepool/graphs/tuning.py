@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from handlepool._util import do_all, shown
-from handlepool.drivers.protocol import LEGACY_STREAM, RecordedGraph
+from handlepool.drivers.protocol import LEGACY_STREAM, RecordedGraph, abort_capture
 from handlepool.errors import (
     ArgumentError,
     CaptureError,
@@ -265,19 +265,11 @@ class Stand:
                 driver.wait_event(first.pointer, slot.end_event)
             graph = driver.end_capture(first.pointer)
         except BaseException:
-            self._end_capture(first.pointer)
+            abort_capture(driver, first.pointer)
             raise
         self._graphs.append(graph)
         graph.upload(self._pointer)
         return graph
-
-    def _end_capture(self, pointer: int) -> None:
-        """See that no capture is left open, also where the attempt to end it failed."""
-        try:
-            if self._driver.capture_id(pointer):
-                self._driver.end_capture(pointer).destroy()
-        except Exception:  # it was invalidated, or its branches were not joined: the first error says more
-            pass
 
     def _time(self, run: Callable[..., object], *args: Any) -> float:
         """Microseconds of something on the first stream, queued while the same runs before it."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from handlepool._util import do_all, leaves
-from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph
+from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph, abort_capture
 from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
 from handlepool.pool.context import on_device, recordings, run_on, thread
 from handlepool.pool.deferred import abandon
@@ -167,23 +167,13 @@ class Recording:
                 self.graph = driver.end_capture(slot.pointer)
         except BaseException as trouble:
             ending = trouble
-            self._end_capture(slot.pointer)
+            abort_capture(driver, slot.pointer)
         try:
             if error is not None or ending is not None:
                 self._raise(error, ending)
         finally:
             del error, ending  # or the error, its traceback and this frame would keep each other
         return value
-
-    def _end_capture(self, pointer: int) -> None:
-        """See that no capture is left open, also where the attempt to end it failed."""
-        driver = self.pool.driver
-        try:
-            if driver.capture_id(pointer):
-                with driver.relaxed():
-                    driver.end_capture(pointer).destroy()
-        except Exception:  # it was invalidated: that is what the first attempt said
-            pass
 
     def _call(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         driver = self.pool.driver
