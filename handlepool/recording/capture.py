@@ -5,7 +5,6 @@ Arrays come from memory of the recording's own, so that what was allocated for a
 (guarantee 9).
 """
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -88,7 +87,6 @@ class Recording:
         self.kept = Kept(self._memory.holds)
         self._plans: dict[int, Any] = {}
         self._capture = 0
-        self._ending = threading.RLock()  # for `free`: whoever ended it, and whoever finds it deferred
 
     def keep(self, plan: Any) -> None:
         """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
@@ -215,16 +213,16 @@ class Recording:
         finally:
             del first, error, ending
 
-    def free(self) -> bool:
-        """Give back what is not yet; whether all is. No launch of the graph is under way.
+    def destroy(self) -> bool:
+        """Destroy the graph and free all memory that no array uses; whether all is done. No launch of the graph is under way.
 
-        Whoever calls this has deferred it before, for what an interrupt or a failing call leaves and for memory that arrays use.
+        One thread at a time has a recording: whose program it is, or whoever found it deferred.
         """
         pool = self.pool
         if pool.status.untouchable:
             abandon(self)
             return True
-        with self._ending, on_device(pool.driver, self.device), pool.driver.relaxed():
+        with on_device(pool.driver, self.device), pool.driver.relaxed():
             steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
             try:
                 do_all([self._destroy_graph, self._destroy_event, *steps, self.drop_plans])
@@ -244,12 +242,8 @@ class Recording:
             scratch.destroy_event(event)
 
     def settle(self) -> bool:
-        """Give back what is not yet, unless somebody does so just now; whether all is."""
-        if not self._ending.acquire(blocking=False):  # by whoever gives it back just now
-            return False
+        """As `destroy`; what fails is for a later try."""
         try:
-            return self.free()
-        except Exception:  # for a later try
+            return self.destroy()
+        except Exception:
             return False
-        finally:
-            self._ending.release()

@@ -3,7 +3,6 @@
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from threading import get_ident
@@ -322,38 +321,38 @@ class Program:
         if leftovers.ending or _is_finalizing():
             abandon(self)
             return True
-        if status.untouchable:
-            abandon(self._let_go(defer_it=False))
-            return True
         held: list[Any] = []
-        recording = self._recording
+        if status.untouchable:
+            self._let_go(held)
+            abandon(held)
+            return True
         try:
-            if not self._use("closed", self._take_out, held, wait):
-                return False
-            # After the program's turn: what goes here may close another program, or this one.
-            if held and recording is not None:
-                with on_device(self._driver, self.device), self._driver.relaxed():
-                    held.clear()
-                    if recording.free():
-                        with suppress(ValueError):  # another thread has it in hand
-                            leftovers.deferred.remove(recording.settle)
+            done: bool = self._use("closed", self._take_out, held, wait)
+            return done
         finally:
-            held.clear()  # or an error's traceback would keep it
-        return True
+            if held:
+                try:
+                    # After the program's turn: what goes here may close another program, or this one.
+                    with on_device(self._driver, self.device), self._driver.relaxed():
+                        del held[1:]
+                    if held[0].destroy():
+                        held.clear()
+                finally:  # what an interrupt or a failing call leaves, and memory that arrays use
+                    if held:
+                        defer(held[0].settle)
+                        held.clear()  # or an error's traceback would keep it
 
     def _take_out(self, held: list[Any], wait: bool) -> bool:
-        """Take all from the program once its last use has passed, and leave the recording deferred; whether that is so by now."""
+        """Take all from the program once its last use has passed; whether that is so by now."""
         recording = self._recording
         if recording is None:
             return True
         with on_device(self._driver, self.device):
-            if recording.event is None:  # an interrupt came when it had just been made: it was freed
-                held.append(self._let_go(defer_it=False))
-            elif self._passed(wait=wait):
-                held.append(self._let_go(defer_it=True))
-                held.append(recording.kept.take())
-            else:
+            # Without an event it was freed: an interrupt came when the program had just been made.
+            if recording.event is not None and not self._passed(wait=wait):
                 return False
+            self._let_go(held)
+            held.append(recording.kept.take())
         return True
 
     def _passed(self, *, wait: bool) -> bool:
@@ -372,23 +371,13 @@ class Program:
                 driver.synchronize_event(self._event)
             return wait or driver.event_done(self._event)
 
-    def _let_go(self, *, defer_it: bool) -> tuple[Any, ...]:
-        recording = self._recording
-        held = (
-            recording,
-            self._inputs,
-            self._outputs,
-            self._last,
-            _streams.pop(self._number, None),
-            self._owner,
-            self._launch,
-            self._launch_on,
-        )
+    def _let_go(self, held: list[Any]) -> None:
+        """Put all that the program has into a list, the recording first."""
+        stream = self._last, self._owner, _streams.pop(self._number, None)
+        # No call from here on, after which an interrupt could come: the recording is whoever's the list is.
+        held += [self._recording, self._inputs, self._outputs, stream, self._launch, self._launch_on]
         self._recording = self._owner = self._last = None
         self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
-        if defer_it and recording is not None:
-            defer(recording.settle)  # what an interrupt or a failing call leaves, whoever finds it there gives back
-        return held
 
     def _end_at_exit(self, deadline: float) -> None:
         """Drop the plans, after which nobody replays; nothing else is given back.
@@ -399,7 +388,9 @@ class Program:
         if recording is None or self._status.forked or not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
             return
         try:
-            abandon(self._let_go(defer_it=False))
+            held: list[Any] = []
+            self._let_go(held)
+            abandon(held)
             recording.drop_plans()
         finally:
             self._lock.release()

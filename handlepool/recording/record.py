@@ -77,9 +77,12 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
             raise _nothing(name)
         return Program(name, recording, inputs, outputs, home)
     except BaseException:
-        outputs = None
-        defer(recording.settle)
-        recording.free()
+        outputs, done = None, False
+        try:
+            done = recording.destroy()
+        finally:
+            if not done:
+                defer(recording.settle)
         raise
 
 

@@ -252,7 +252,7 @@ class Meeting:
         monkeypatch.setattr(self.driver, "copy", self.alone(self.driver.copy))
         monkeypatch.setattr(program, "_lock", WatchedLock(program._lock, self))
         monkeypatch.setattr(program, "_launch", self.alone(program._launch))
-        monkeypatch.setattr(program._recording, "free", self.alone(program._recording.free))
+        monkeypatch.setattr(program._recording, "destroy", self.alone(program._recording.destroy))
 
     def release(self):
         """This thread waits: whoever it waits for may go on."""

@@ -44,8 +44,8 @@ SPARED = (  # where only a tracer can interrupt: nothing is called before, or a 
     "self._bound, self._launch = ",
     "self._recording = ",
     "self._inputs = ",
-    "if defer_it and recording is not None:",
-    "defer(recording.settle)",
+    "if held:",
+    "defer(held[0].settle)",
 )
 
 
