@@ -85,10 +85,10 @@ class Recording:
         self._name = name
         self._memory = pool.driver.recording_memory()
         self.kept = Kept(self._memory.holds)
-        self._plans: dict[int, Any] = {}
+        self._plans: dict[int, object] = {}
         self._capture = 0
 
-    def keep(self, plan: Any) -> None:
+    def keep(self, plan: object) -> None:
         """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
         self._plans[id(plan)] = plan
 

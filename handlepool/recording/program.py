@@ -8,9 +8,9 @@ from itertools import count
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Stream
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.pool import deferred as leftovers
 from handlepool.pool.context import on_device, recordings, thread
@@ -22,7 +22,9 @@ from handlepool.regions.memory import branch_regions
 if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
 
-_streams: dict[int, Any] = {}
+T = TypeVar("T")
+
+_streams: dict[int, Stream] = {}
 """By number, the last streams of programs. The collector runs the destructors of all that goes at a time, also of a stream that a
 program has which defers its own end: this keeps the stream, whatever cycle it is in, until the program is given back."""
 _numbers = count()
@@ -70,7 +72,7 @@ class Program:
         self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated or closed
         self._updating = 0  # the thread that updates
         self._current_device = pool.current_device
-        self._current_stream: Callable[..., Any] = driver.current_stream
+        self._current_stream: Callable[..., Stream] = driver.current_stream
         self._is_capturing = driver.is_capturing
         self._launch_on = graph.launch
         with driver.relaxed():
@@ -80,7 +82,7 @@ class Program:
         # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
         # None for any other stream, which may be gone by then: the event is recorded after each use.
         # So it is for a side stream, which is lent to others, who may have it captured: nobody else records or waits there.
-        self._last: Any = None
+        self._last: Stream | None = None
         self._used_by(home)
         if self._last is None:
             driver.record_event(self._event, home.pointer)
@@ -209,7 +211,7 @@ class Program:
                         self._driver.synchronize_stream(self._pointer)
                     raise
 
-    def _use(self, what: str, act: Callable[..., Any], *args: Any) -> Any:
+    def _use(self, what: str, act: Callable[..., T], *args: Any) -> T:
         """Do something while nothing else uses the program; what that returns."""
         try:
             if self._busy is not None:
@@ -321,28 +323,28 @@ class Program:
         if leftovers.ending or _is_finalizing():
             abandon(self)
             return True
-        held: list[Any] = []
+        held: list[object] = []
+        recording = self._recording
         if status.untouchable:
             self._let_go(held)
             abandon(held)
             return True
         try:
-            done: bool = self._use("closed", self._take_out, held, wait)
-            return done
+            return self._use("closed", self._take_out, held, wait)
         finally:
-            if held:
+            if held and recording is not None:
                 try:
                     # After the program's turn: what goes here may close another program, or this one.
                     with on_device(self._driver, self.device), self._driver.relaxed():
                         del held[1:]
-                    if held[0].destroy():
+                    if recording.destroy():
                         held.clear()
                 finally:  # what an interrupt or a failing call leaves, and memory that arrays use
                     if held:
-                        defer(held[0].settle)
+                        defer(recording.settle)
                         held.clear()  # or an error's traceback would keep it
 
-    def _take_out(self, held: list[Any], wait: bool) -> bool:
+    def _take_out(self, held: list[object], wait: bool) -> bool:
         """Take all from the program once its last use has passed; whether that is so by now."""
         recording = self._recording
         if recording is None:
@@ -371,7 +373,7 @@ class Program:
                 driver.synchronize_event(self._event)
             return wait or driver.event_done(self._event)
 
-    def _let_go(self, held: list[Any]) -> None:
+    def _let_go(self, held: list[object]) -> None:
         """Put all that the program has into a list, the recording first."""
         stream = self._last, self._owner, _streams.pop(self._number, None)
         # No call from here on, after which an interrupt could come: the recording is whoever's the list is.
@@ -388,7 +390,7 @@ class Program:
         if recording is None or self._status.forked or not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
             return
         try:
-            held: list[Any] = []
+            held: list[object] = []
             self._let_go(held)
             abandon(held)
             recording.drop_plans()
@@ -402,7 +404,7 @@ class Program:
         except Exception:
             return self._recording is None  # what came after that is the recording's, which is deferred
 
-    def __del__(self, _defer: Callable[[Any], None] = defer) -> None:
+    def __del__(self, _defer: Callable[[Callable[[], bool]], None] = defer) -> None:
         if self._recording is not None:
             _defer(self._settle)
 

@@ -44,8 +44,8 @@ SPARED = (  # where only a tracer can interrupt: nothing is called before, or a 
     "self._bound, self._launch = ",
     "self._recording = ",
     "self._inputs = ",
-    "if held:",
-    "defer(held[0].settle)",
+    "if held",
+    "defer(recording.settle)",
 )
 
 
