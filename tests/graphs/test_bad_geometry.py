@@ -40,16 +40,12 @@ def total(g, x):
 
 
 @pytest.mark.parametrize("rank", [0, 9, 20])
-def test_pointwise_graphs_take_any_number_of_axes(arrays, rank):
+def test_pointwise_graphs_take_any_number_of_axes_and_others_one_to_eight(arrays, rank):
     x = arrays.random(1).reshape((1,) * rank)
     assert arrays.error(double(x), 2 * arrays.take(x)) < 1e-5
-
-
-@pytest.mark.parametrize("rank", [9])
-def test_other_graphs_take_one_to_eight_axes(arrays, rank):
-    x = arrays.random(1).reshape((1,) * rank)
-    with pytest.raises((ArgumentError, GraphNotSupportedError), match="give 1 to 8 axes"):
-        total(x)
+    if rank == 9:
+        with pytest.raises((ArgumentError, GraphNotSupportedError), match="give 1 to 8 axes"):
+            total(x)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 8, 9, 20])

@@ -17,6 +17,7 @@ from handlepool import ArgumentError, ContractError, GraphNotSupportedError, Han
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.errors import HandlePoolError
 from handlepool.graphs import forms
+from handlepool.testing.reference import conv2d as reference
 
 TABLES = sorted((Path(__file__).parents[2] / "benchmarks" / "results" / "geometries").glob("cudnn-*.json"))
 
@@ -161,8 +162,6 @@ def test_conv2d_with_an_activation_takes_every_mixture_of_layouts(arrays, layout
     x, w = arrays.random(2, 16, 7, 6, layout=layouts[0]), arrays.random(24, 16, 3, 3, layout=layouts[1])
     target = None if out is None else arrays.poisoned(2, 24, 7, 6, layout=out)
     y = handlepool.conv2d(x, w, padding=1, activation=activation, out=target)
-    from handlepool.testing.reference import conv2d as reference
-
     assert arrays.error(y, reference(arrays.take(x), arrays.take(w), padding=1, activation=activation)) < 1e-2
 
 
@@ -211,8 +210,6 @@ def test_products_take_any_number_of_batch_axes(arrays, rank):
 def test_a_residual_may_repeat_along_any_axis(arrays, shape, layout):
     x, w = arrays.random(2, 16, 7, 6, layout="NHWC"), arrays.random(24, 16, 3, 3, layout="NHWC")
     z = arrays.random(*shape, layout=layout)
-    from handlepool.testing.reference import conv2d as reference
-
     expected = reference(arrays.take(x), arrays.take(w), padding=1) + arrays.take(z)
     assert arrays.error(convolution_add(x, w, z), expected) < 1e-2
 
@@ -270,8 +267,6 @@ def gradient_relu(g, dy, w):
 
 def test_an_operand_that_is_taken_twice_is_right_or_refused(arrays):
     x, w = arrays.random(2, 16, 7, 6), arrays.random(16, 16, 3, 3)
-    from handlepool.testing.reference import conv2d as reference
-
     expected = reference(arrays.take(x), arrays.take(w), padding=1) + arrays.take(x)
     assert arrays.error(residual_of_itself(x, w), expected) < 1e-2
     with pytest.raises(

@@ -348,11 +348,19 @@ def test_captures_of_another_thread_survive(make):
 # What is skipped
 
 
-def test_what_cannot_be_built_is_skipped(make):
-    scene = make(Fake(), Fake(refused=True), Fake(company=5))
+SKIPPED = {
+    "cannot be built": (Fake(refused=True), "Deselecting execution plan"),
+    "fails": (Fake(company=1, fails=True), "EXECUTION_FAILED"),
+}
+
+
+@pytest.mark.parametrize("what", SKIPPED)
+def test_what_cannot_be_built_or_fails_is_skipped(make, what):
+    fake, says = SKIPPED[what]
+    scene = make(Fake(), fake, Fake(company=5))
     tuning = conv.tune(*arrays_of(scene.driver), states=scene.states)
     assert (tuning.winner.index, [bool(each.skipped) for each in tuning.candidates]) == (2, [False, True, False])
-    assert "Deselecting execution plan" in tuning.candidates[1].skipped
+    assert says in tuning.candidates[1].skipped
 
 
 def test_what_exceeds_the_workspace_limit_is_skipped(make):
@@ -372,13 +380,6 @@ def test_what_exceeds_the_scratch_limit_on_all_streams_at_a_time_is_skipped(make
         "no room for 1,048,576 bytes of scratch on 4 streams at a time",
     )
     assert conv.tune(x, w).winner.index == 1
-
-
-def test_a_launch_that_fails_is_skipped(make):
-    scene = make(Fake(), Fake(company=1, fails=True), Fake(company=5))
-    tuning = conv.tune(*arrays_of(scene.driver), states=scene.states)
-    assert tuning.winner.index == 2
-    assert "EXECUTION_FAILED" in tuning.candidates[1].skipped
 
 
 def test_a_launch_that_fails_under_capture_is_skipped_and_no_capture_stays_open(make):
@@ -508,22 +509,25 @@ def test_tuning_in_a_recording_a_branch_or_a_task_is_refused(make):
     assert all("inside a branch or a task" in text for text in told[1:])
 
 
-@pytest.mark.parametrize("states", [4, "four", [1, 2]])
-def test_states_that_are_none_are_refused(make, states):
-    refused(make(GREEDY, SOCIABLE), ArgumentError, "pass a ParallelStates", states=states)
+SPECS = [ArraySpec(shape, np.float32) for shape in SHAPES]
+REFUSED = {
+    "states": (ArgumentError, "pass a ParallelStates", {}, {"states": 4}),
+    "states by name": (ArgumentError, "pass a ParallelStates", {}, {"states": "four"}),
+    "states in a list": (ArgumentError, "pass a ParallelStates", {}, {"states": [1, 2]}),
+    "the first array": (ArrayTypeError, "argument 0 is a", {0: SPECS[0]}, {}),
+    "the second array": (ArrayTypeError, "argument 1 is a", {1: SPECS[1]}, {}),
+    "an option": (ArgumentError, "no option stride", {}, {"stride": 2}),
+}
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_what_is_no_array_is_refused(make, place):
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_no_array_no_states_or_no_option_is_refused(make, what):
+    error, says, places, options = REFUSED[what]
     scene = make(GREEDY, SOCIABLE)
     arrays = arrays_of(scene.driver)
-    arrays[place] = ArraySpec(SHAPES[place], np.float32)
-    refused(scene, ArrayTypeError, f"argument {place} is a", *arrays, states=scene.states)
-
-
-def test_an_unknown_option_is_refused(make):
-    scene = make(GREEDY, SOCIABLE)
-    refused(scene, ArgumentError, "no option stride", states=scene.states, stride=2)
+    for place, array in places.items():
+        arrays[place] = array
+    refused(scene, error, says, *arrays, **{"states": scene.states, **options})
 
 
 def test_too_few_side_streams_are_refused(make):

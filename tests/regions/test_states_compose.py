@@ -494,7 +494,8 @@ def test_g6_a_fork_that_outlives_the_branch_it_was_entered_in_is_refused(form):
         assert scene.pool.stats()["handles_leased"] == 0
 
 
-def test_g6_an_error_of_the_body_goes_on_where_its_fork_outlived_the_branch_as_well():
+@pytest.mark.parametrize("how", ["an error of the body", "left after the outer one"])
+def test_g6_a_fork_that_is_left_after_the_branch_it_was_entered_in_says_so_and_an_error_of_the_body_goes_on(how):
     with Scene() as scene:
 
         def branches():
@@ -503,21 +504,10 @@ def test_g6_an_error_of_the_body_goes_on_where_its_fork_outlived_the_branch_as_w
 
         with scene.states.fork() as outer:
             left_open = outer.run(lambda: (found := branches(), next(found))[0])
-        with pytest.raises(LookupError, match="the body's own"):
-            left_open.throw(LookupError("the body's own"))
-        assert scene.pool.stats()["handles_leased"] == 0
-
-
-def test_g6_a_fork_that_was_entered_in_a_branch_and_is_left_after_the_outer_one_says_so():
-    with Scene() as scene:
-        inner = scene.states.fork()
-
-        def branch():
-            inner.__enter__()
-            inner.run(scene.array, 1)
-
-        with scene.states.fork() as outer:
-            outer.run(branch)
-        with pytest.raises(OwnershipError, match="was left before it"):
-            inner.__exit__(None, None, None)
+        if how == "an error of the body":
+            with pytest.raises(LookupError, match="the body's own"):
+                left_open.throw(LookupError("the body's own"))
+        else:
+            with pytest.raises(OwnershipError, match="was left before it"):
+                next(left_open)
         assert scene.pool.stats()["handles_leased"] == 0
