@@ -76,7 +76,7 @@ def written(tensor: Any) -> None:
 def current_stream(device: int) -> int:
     """The pointer of torch's current stream on a device."""
     try:
-        pointer: int = torch._C._cuda_getCurrentRawStream(device)  # 0.1 µs; the public way takes 3.7
+        pointer: int = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - 0.1 µs; the public way takes 3.7
     except AttributeError:
         pointer = torch.cuda.current_stream(device).cuda_stream
     return pointer

@@ -15,7 +15,7 @@ from handlepool.graphs.annotations import ArrayCall, P, R_co
 from handlepool.graphs.arrays import Adapted, adapt, layout_of
 from handlepool.graphs.comparison import compare
 from handlepool.graphs.compile import build
-from handlepool.graphs.launch import AnyCall, GraphCall, check_arrays, hit, marks_of, new_outputs, shortcut
+from handlepool.graphs.launch import AnyCall, GraphCall, check_arrays, hit, new_outputs, option_key, shortcut
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
 from handlepool.graphs.trace import Request
@@ -67,11 +67,11 @@ class GraphFunction(ArrayCall[P, R_co]):
         # `__call__` costs 0.15 µs more, of the 2 that we have.
         def call(*arrays: Any, out: Any = None, **options: Any) -> Any:
             pool = current_pool()
-            marks = marks_of(options) if options else ()
-            result = hit(self, pool, None, arrays, out, marks)
+            key = option_key(options) if options else ()
+            result = hit(self, pool, None, arrays, out, key)
             if result is not NOT_CACHED:
                 return result
-            prepared = self.prepare(pool, arrays, out, options, marks=marks)
+            prepared = self.prepare(pool, arrays, out, options, key=key)
             return prepared.launch(pool.slot(prepared.stream))
 
         self: GraphFunction[P, R_co] = super().__new__(cls, call)
@@ -88,25 +88,23 @@ class GraphFunction(ArrayCall[P, R_co]):
         **settings: Any,
     ) -> None:
         checked = normalise(settings)
-        self._become(
-            Recipe(
-                _name(function, checked),
-                function,
-                Signature.of(function),
-                as_references("inputs", inputs),
-                as_references("outputs", outputs),
-                checked,
-                check,
-                copies,
-            )
+        recipe = Recipe(
+            _name(function, checked),
+            function,
+            Signature.of(function),
+            as_references("inputs", inputs),
+            as_references("outputs", outputs),
+            checked,
+            check,
+            copies,
         )
-        self._root: GraphFunction[P, R_co] = self
-        self._variants: dict[Settings, GraphFunction[P, R_co]] = {checked: self}
+        self._become(recipe, {checked: self})
 
-    def _become(self, recipe: Recipe) -> None:
+    def _become(self, recipe: Recipe, variants: dict[Settings, GraphFunction[P, R_co]]) -> None:
         update_wrapper(self, recipe.function)
         self._recipe = recipe
         self._name = recipe.name
+        self.variants = variants  # one dictionary for all that `options` has made of one another
 
     def __repr__(self) -> str:
         settings = "".join(f", {name}={value}" for name, value in self._recipe.settings if name != "name")
@@ -158,21 +156,6 @@ class GraphFunction(ArrayCall[P, R_co]):
         arrays.update(zip([key for key, place in zip(plan.keys, places[inputs:], strict=True) if place < 0], made, strict=True))
         return arrays
 
-    def _prepare_branch(self, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
-        """What a fork calls before it starts the branch."""
-        options = dict(kwargs)
-        out = options.pop("out", None)
-        return self.prepare(pool, args, out, options, marks=marks_of(options))
-
-    def _hit_branch(self, pool: PoolInternals, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a fork tries before that: see `hit`."""
-        options = kwargs
-        out = None
-        if kwargs:
-            options = dict(kwargs)
-            out = options.pop("out", None)
-        return hit(self, pool, begin, args, out, marks_of(options) if options else ())
-
     def prepare(
         self,
         pool: PoolInternals,
@@ -181,11 +164,11 @@ class GraphFunction(ArrayCall[P, R_co]):
         options: dict[str, Any],
         settings: Settings = (),
         adapted: Adapted | None = None,
-        marks: tuple[Any, ...] | None = None,
+        key: tuple[Any, ...] | None = None,
     ) -> AnyCall:
         """Find or build the plan, and allocate the outputs that are not given, on the current stream.
 
-        ``marks`` stand for options and settings in the key of a shortcut to the plan: whatever tells them from others.
+        ``key`` is the option key, by which a `hit` finds the plan from now on: whatever tells options and settings from others.
         """
         try:
             outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
@@ -196,7 +179,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             native = pool.driver.array_type
             if adapted is None and any(type(array) is not native for array in arrays + outs):
                 return Adapted(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
-            plan = self.plan(pool, arrays, outs, options, settings, marks=None if adapted else marks)
+            plan = self.plan(pool, arrays, outs, options, settings, option_key=None if adapted else key)
             if out is not None:
                 return GraphCall(pool, plan, arrays + outs, out, True)
             made = new_outputs(pool, plan.outputs, pool.driver.empty if adapted is None else adapted.empty)
@@ -215,9 +198,9 @@ class GraphFunction(ArrayCall[P, R_co]):
         options: dict[str, Any],
         settings: Settings = (),
         references: tuple[Any, ...] | None = None,
-        marks: tuple[Any, ...] | None = None,
+        option_key: tuple[Any, ...] | None = None,
     ) -> Plan:
-        """The plan for these arrays, built when there is none yet; with ``marks``, a `hit` finds it from now on."""
+        """The plan for these arrays, built when there is none yet; with ``option_key``, a `hit` finds it from now on."""
         driver = pool.driver
         device = driver.current_device()
         try:
@@ -242,8 +225,8 @@ class GraphFunction(ArrayCall[P, R_co]):
             normalise(dict(settings))
             check_arrays(self._name, driver, device, arrays, outs)
             plan = self._build(pool, device, key, arrays, outs, options)
-        if marks is not None:
-            pool.plans.shorten(device, key, (self, marks, arrays[0].shape), partial(shortcut, pool, arrays, outs))
+        if option_key is not None:
+            pool.plans.shorten(device, key, (self, option_key, arrays[0].shape), partial(shortcut, pool, arrays, outs))
         return plan
 
     def plan_for(self, *arrays: Any, out: Any = None, **options: Any) -> Plan:
@@ -385,16 +368,15 @@ class GraphFunction(ArrayCall[P, R_co]):
         --------
         >>> y = conv.options(workspace_limit=0, allow_tf32=False)(x, w)                                  # doctest: +SKIP
         """
-        recipe, root = self._recipe, self._root
+        recipe, variants = self._recipe, self.variants
         checked = normalise({**dict(recipe.settings), **settings})
-        variant = root._variants.get(checked)
+        variant = variants.get(checked)
         if variant is None:
             variant = GraphFunction.__new__(GraphFunction)
-            variant._become(replace(recipe, name=_name(recipe.function, checked), settings=checked))
-            variant._root = root
-            variant = root._variants.setdefault(checked, variant)
-            while len(root._variants) > MOST_VARIANTS:
-                root._variants.pop(next(iter(root._variants)), None)
+            GraphFunction._become(variant, replace(recipe, name=_name(recipe.function, checked), settings=checked), variants)
+            variant = variants.setdefault(checked, variant)
+            while len(variants) > MOST_VARIANTS:
+                variants.pop(next(iter(variants)), None)
         return variant
 
     def __reduce__(self) -> Any:
@@ -406,7 +388,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             found = None
         if found is self:
             return name
-        if isinstance(found, GraphFunction) and found._root is self._root:
+        if isinstance(found, GraphFunction) and found.variants is self.variants:
             return _variant, (found, self._recipe.settings)
         raise ArgumentError(
             f"graph function {self._name} cannot be pickled: another process finds it by its name, and {self.__module__}.{name} "
@@ -421,16 +403,32 @@ class GraphFunction(ArrayCall[P, R_co]):
 
     def cache_clear(self) -> None:
         """Forget the plans of this function and of its variants by `options`; those in use live on with their users."""
-        root = self._root
-        current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "_root", None) is root)
+        mine = self.variants
+        current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "variants", None) is mine)
 
 
-launchers[GraphFunction] = GraphFunction._hit_branch, GraphFunction._prepare_branch
+def _hit_branch(function: Any, pool: PoolInternals, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    options = kwargs
+    out = None
+    if kwargs:
+        options = dict(kwargs)
+        out = options.pop("out", None)
+    return hit(function, pool, begin, args, out, option_key(options) if options else ())
+
+
+def _prepare_branch(function: Any, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+    options = dict(kwargs)
+    out = options.pop("out", None)
+    call: AnyCall = function.prepare(pool, args, out, options, key=option_key(options))
+    return call
+
+
+launchers[GraphFunction] = _hit_branch, _prepare_branch
 
 
 def _variant(function: GraphFunction[..., Any], settings: Settings) -> GraphFunction[..., Any]:
     """A function with these settings and no other."""
-    chosen: dict[str, Any] = dict.fromkeys(dict(function._recipe.settings)) | dict(settings)
+    chosen: dict[str, Any] = dict.fromkeys(Given.__annotations__) | dict(settings)
     return function.options(**chosen)
 
 

@@ -53,7 +53,7 @@ class AnyCall(Protocol):
 
 
 def hit(
-    function: Any, pool: PoolInternals, begin: Callable[..., Slot] | None, arrays: Any, out: Any, marks: tuple[Any, ...]
+    function: Any, pool: PoolInternals, begin: Callable[..., Slot] | None, arrays: Any, out: Any, key: tuple[Any, ...]
 ) -> Any:
     """Launch at once what these arrays led to before; `NOT_CACHED` where that cannot be told so quickly.
 
@@ -66,11 +66,11 @@ def hit(
         without it.
     arrays : tuple of array
     out : array or tuple of array, optional
-    marks : tuple
-        What `GraphFunction.prepare` was given.
+    key : tuple
+        The option key that `GraphFunction.prepare` was given.
     """
     try:
-        attempts = pool.plans.shortcuts[function, marks, arrays[0].shape]
+        attempts = pool.plans.shortcuts[function, key, arrays[0].shape]
     except (AttributeError, IndexError, KeyError, TypeError):  # the first time so; or no arrays, or nothing that has a hash
         return NOT_CACHED
     for attempt in attempts:
@@ -104,7 +104,7 @@ def launch_new(pool: PoolInternals, call: AnyCall) -> Any:
     return call.launch(pool.slot(call.stream))
 
 
-def marks_of(options: dict[str, Any]) -> tuple[Any, ...]:
+def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
     """What tells options from others: types too, since 1, True and 1.0 are equal, and may mean different things."""
     return (*options.items(), *map(type, options.values()))
 

@@ -216,9 +216,9 @@ def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], out: Any, key: tuple[
         options["mode"] = mode
     settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
     if activation is None:
-        return _conv2d.prepare(pool, arrays, out, options, settings, marks=key)
+        return _conv2d.prepare(pool, arrays, out, options, settings, key=key)
     try:
-        return _fused.prepare(pool, arrays, out, options, settings, marks=key)
+        return _fused.prepare(pool, arrays, out, options, settings, key=key)
     except GraphNotSupportedError:
         pass
     # cuDNN fuses activations for arrays of one layout alone, and some for channels-last arrays: elsewhere the activation is a

@@ -77,8 +77,9 @@ def convolution_mode(name: str) -> Any:
     """
     import cudnn
 
-    # Public nowhere, although the convolutions' methods take it.
-    return None if name == "cross_correlation" else getattr(cudnn._pybind_module.convolution_mode, name.upper())
+    if name == "cross_correlation":
+        return None
+    return getattr(cudnn._pybind_module.convolution_mode, name.upper())  # noqa: SLF001 - public nowhere, though methods take it
 
 
 def new_graph(

@@ -109,10 +109,10 @@ class Accounts:
             if slot.owner is None or slot.handle.stream is not slot.pointer or stream is None:
                 continue  # a hit would fail, and the handle be bound anew
             if slot.pointer not in (LEGACY_STREAM, PER_THREAD_STREAM):
-                assert slot.handle._queue is stream._queue, (slot, slot.handle._queue, stream)
+                assert slot.handle.queue is stream._queue, (slot, slot.handle.queue, stream)
         for slot in self.sides:
             if slot.handle.stream is not None:
-                assert slot.handle._queue is slot.side_stream._queue
+                assert slot.handle.queue is slot.side_stream._queue
 
     def check_counts(self):
         """The statistics tell what is so, and created = live + idle + leased + captured + building + destroyed."""

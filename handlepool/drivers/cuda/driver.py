@@ -27,8 +27,8 @@ from handlepool.tensors import frontend
 from handlepool.tensors.layout import HOST, UNKNOWN, View
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
-_get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator
-_set_allocator: Callable[[Any], None] = cupy.cuda.memory._set_thread_local_allocator
+_get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator  # noqa: SLF001
+_set_allocator: Callable[[Any], None] = cupy.cuda.memory._set_thread_local_allocator  # noqa: SLF001
 _capture_info = with_edge_data(cu, "cuStreamGetCaptureInfo")
 _RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation

@@ -68,7 +68,7 @@ class CudaExecutable:
         self._copies = copies
         self._copies_at = -(-int(graph.get_workspace_size()) // ALIGNMENT) * ALIGNMENT
         self.workspace_size = self._copies_at + scratch_of(copies) if copies else int(graph.get_workspace_size())
-        self.engine = str(graph.get_plan_name_at_index(graph._plan_index))
+        self.engine = str(graph.get_plan_name_at_index(graph._plan_index))  # noqa: SLF001 - the frontend tells it nowhere else
         self.candidates = int(graph.get_execution_plan_count())
         self._uids = [int(tensor.get_uid()) for tensor in operands]
         self._raw, self._index = self._raw_entry()
@@ -79,11 +79,12 @@ class CudaExecutable:
         It takes an array of pointers in ascending order of uid, which the operands' order is made to be.
         """
         try:
-            lowered = self.graph._lowered_graph
-            lowered._prepare_variant_pack_template()
-            order = list(lowered._get_variant_pack_uids_sorted())
-            index = self.graph._plans[self.graph._plan_index].cpp_index
-            raw: Callable[..., None] = lowered._execute_with_raw_ptrs
+            # No public name leads there; a test holds what is used here.
+            lowered = self.graph._lowered_graph  # noqa: SLF001
+            lowered._prepare_variant_pack_template()  # noqa: SLF001
+            order = list(lowered._get_variant_pack_uids_sorted())  # noqa: SLF001
+            index = self.graph._plans[self.graph._plan_index].cpp_index  # noqa: SLF001
+            raw: Callable[..., None] = lowered._execute_with_raw_ptrs  # noqa: SLF001
         except (AttributeError, IndexError):
             return None, -1
         if order != self._uids or self.graph.selected_engine is not None:

@@ -31,10 +31,10 @@ class HostHandle:
         self.stream: int | None = queue.pointer
         self.device = device
         self._number = backend_handle
-        self._queue = queue
-        self._bound = queue.pointer
-        self._use = threading.Lock()
-        self._user = ""
+        self.queue = queue
+        self.bound = queue.pointer
+        self.in_use = threading.Lock()
+        self.user = ""
 
     def __repr__(self) -> str:
         state = "destroyed" if self.backend_handle is None else f"bound to {self.stream:#x}"
@@ -42,8 +42,8 @@ class HostHandle:
 
     def bind(self, queue: Queue, pointer: int) -> None:
         """Remember what the handle is bound to."""
-        self._queue = queue
-        self.stream = self._bound = pointer
+        self.queue = queue
+        self.stream = self.bound = pointer
 
 
 class HandleUse:
@@ -61,12 +61,12 @@ class HandleUse:
         handle = self._handle
         if self._checks:
             caller = threading.current_thread().name
-            if not handle._use.acquire(blocking=False):
+            if not handle.in_use.acquire(blocking=False):
                 raise ContractError(
-                    f"{self._call}: {handle!r} is in a call of thread {handle._user!r} while thread {caller!r} uses it: a handle "
+                    f"{self._call}: {handle!r} is in a call of thread {handle.user!r} while thread {caller!r} uses it: a handle "
                     "must never be used by two threads at once. Give each thread its own."
                 )
-            handle._user = caller
+            handle.user = caller
         try:
             self._check()
         except BaseException:
@@ -76,7 +76,7 @@ class HandleUse:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._checks:
-            self._handle._use.release()
+            self._handle.in_use.release()
 
     def _check(self) -> None:
         handle = self._handle
@@ -91,8 +91,8 @@ class HandleUse:
     def bound_queue(self) -> Queue:
         """The stream that the handle is truly bound to, which must be the one that it says."""
         handle = self._handle
-        bound = handle._queue
-        if handle.stream != handle._bound:
+        bound = handle.queue
+        if handle.stream != handle.bound:
             raise ContractError(
                 f"{self._call}: {handle!r} by its own word, but bind_handle bound it to {bound!r}: nothing else binds a handle"
             )
