@@ -238,7 +238,7 @@ class Adapted:
                 self.wrap, self._torch = torch.adopt_recorded, None
         else:
             self._torch = None
-            if not isinstance(first, (driver.array_type, View)):
+            if not isinstance(first, (driver.array_type, View, np.ndarray)):
                 self.wrap = _wrapper(first)
 
     def _adapt_rest(self, operands: list[Any], stream: int) -> None:
@@ -247,7 +247,9 @@ class Adapted:
         for place, array in enumerate(operands):
             if isinstance(array, (native, View)):
                 continue
-            if has(array, "__dlpack__"):
+            if isinstance(array, np.ndarray):
+                operands[place] = self._adopt(place, _from_host_array, array)
+            elif has(array, "__dlpack__"):
                 operands[place] = self._adopt(place, lambda array: from_dlpack(array, stream), array)
             elif has(array, "__cuda_array_interface__"):
                 operands[place] = self._adopt(place, self._from_cuda_array, array)

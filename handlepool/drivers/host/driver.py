@@ -13,10 +13,12 @@ import numpy as np
 
 from handlepool._util import shown
 from handlepool.drivers.host import scheduler as schedulers
+from handlepool.drivers.host.array import Array, HostArray, address_of, owner_of, raw_view
+from handlepool.drivers.host.array_functions import ArrayWork, check_type
 from handlepool.drivers.host.contract import Handles, HostHandle, Relaxed
 from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.host.graphs import Recordings
-from handlepool.drivers.host.memory import Array, Memory, RegionAllocator, address_of, owner_of, raw_view
+from handlepool.drivers.host.memory import Memory, RegionAllocator
 from handlepool.drivers.host.race_checker import Order
 from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable, ThreadState
 from handlepool.drivers.host.testing import Controls
@@ -124,7 +126,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
     """
 
     name = "host"
-    array_type: type = np.ndarray
+    array_type: type = HostArray
 
     def __init__(
         self,
@@ -135,6 +137,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
         memory: int = 1 << 30,
         checks: bool = True,
         check_order: bool = False,
+        strict: bool = False,
     ) -> None:
         if devices < 1 or memory < 0:
             raise ArgumentError(
@@ -147,6 +150,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
             runner.order = Order()
         streams = StreamTable(devices, runner)
         super().__init__(streams, Memory(streams, memory), checks)
+        self._work = self._memory.work = ArrayWork(streams, self._memory, strict)
         self._name = f"{devices} devices, {scheduler}" + (f", seed {seed}" if scheduler == "adversarial" else "")
         self._relaxed = Relaxed(self._thread)
         self._forbid = self._streams.captures.forbid
@@ -278,7 +282,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
         self._forbid("release_cached")
         self._memory.current.release_cached()
 
-    def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Array:
+    def scratch_array(self, pointer: int, nbytes: int, owner: object) -> HostArray:
         """A uint8 array over scratch memory; keeps ``owner`` alive."""
         self._note("scratch_array")
         return self._memory.scratch_array(pointer, nbytes, owner)
@@ -304,26 +308,27 @@ class HostDriver(Controls, Events, Handles, Recordings):
 
     # Arrays and graphs
 
-    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> HostArray:
         """An uninitialised array on the current device; strides in bytes, none negative."""
         self._note("empty")
         return self._memory.empty(shape, strides, np.dtype(dtype))
 
-    def asarray(self, values: Any) -> Array:
+    def asarray(self, values: Any) -> HostArray:
         """A copy on the current device, in the same layout, made by the current stream from the values as they are now."""
         self._note("asarray")
-        source = np.array(values, order="K")
-        array = self._memory.empty(source.shape, source.strides, source.dtype)
+        source = values if isinstance(values, HostArray) else np.array(values, order="K")
+        array = self._memory.empty(source.shape, source.strides, check_type(source.dtype))
         self._enqueue(self._current_queue(), np.copyto, (array,), (source,), "copy to the device")
         return array
 
-    def asnumpy(self, array: Array) -> Array:
+    def asnumpy(self, array: Array) -> np.ndarray[Any, Any]:
         """A copy on the host, after the current stream has run what it was given."""
         self._note("asnumpy")
         self._streams.synchronize(self._current_queue())
-        if self.order is not None and (owner := owner_of(array)) is not None:
-            self.order.host_reads(owner.block, raw_view(array)[0], "copy to the host")
-        return np.array(array, order="K")
+        raw, block = raw_view(array)
+        if self.order is not None and block is not None:
+            self.order.host_reads(block, raw, "copy to the host")
+        return np.array(raw, order="K")
 
     def array_device(self, array: Array) -> int:
         """The ordinal of an array's device; the current one, for an array that this driver did not make."""
@@ -336,14 +341,14 @@ class HostDriver(Controls, Events, Handles, Recordings):
         self._note("array_pointer")
         return address_of(array)
 
-    def adopt(self, view: View) -> Array:
+    def adopt(self, view: View) -> HostArray:
         """Host memory of another library's as an array; no device is its own."""
         self._note("adopt")
         if view.device_id != HOST:
             raise ArrayTypeError("it is in a GPU's memory, and the host driver takes arrays in the host's")
         if not view.ptr and view.size:
             raise ArrayTypeError("it has no memory")
-        return view.as_numpy()
+        return HostArray(view.as_numpy(), None, self._work)
 
     def launch_buffer(self) -> tuple[()]:
         """Nothing to write to: a launch here needs no storage of the slot's."""

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from handlepool.drivers.host.contract import HandleUse
-from handlepool.drivers.host.memory import Array, Block, Memory, accesses, address_of, raw_view
+from handlepool.drivers.host.array import Raw, address_of, raw_view
+from handlepool.drivers.host.memory import Block, Memory, accesses
 from handlepool.drivers.host.streams import StreamTable
 from handlepool.drivers.protocol import ALIGNMENT, Copy, scratch_of
 from handlepool.errors import ArgumentError, ContractError
@@ -109,11 +110,11 @@ class HostExecutable:
     def shortcut(self, *_: Any) -> None:
         """None."""
 
-    def _scratch(self, space: Array, copy: Copy, dtype: np.dtype[Any]) -> Array:
+    def _scratch(self, space: Raw, copy: Copy, dtype: np.dtype[Any]) -> Raw:
         start = self._copies_at + copy.offset
         return space[start : start + copy.nbytes].view(dtype)
 
-    def _workspace(self, pointer: int) -> tuple[Block | None, Array]:
+    def _workspace(self, pointer: int) -> tuple[Block | None, Raw]:
         needed = self.workspace_size
         if not needed:
             return None, np.empty(0, np.uint8)
@@ -125,14 +126,14 @@ class HostExecutable:
         return block, block.memory[offset : offset + needed]
 
 
-def _declared(array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+def _declared(array: Raw, shape: tuple[int, ...], strides: tuple[int, ...]) -> Raw:
     """The array's memory as the graph declares it, which is how a GPU takes it."""
     if array.size < math.prod(shape):
         raise ContractError(f"an array of shape {array.shape} was launched where the graph declares {shape}")
     return _strided(array, shape, [step * array.itemsize for step in strides])
 
 
-def _strided(array: Array, shape: Sequence[int], strides: Sequence[int] | None) -> Array:
+def _strided(array: Raw, shape: Sequence[int], strides: Sequence[int] | None) -> Raw:
     """The memory from the array's first element on, with another shape and strides; dense without strides."""
     if strides is None:
         strides = [step * array.itemsize for step in dense_strides(shape)]

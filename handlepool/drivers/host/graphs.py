@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 
 from handlepool.drivers.host.captures import HostGraph
-from handlepool.drivers.host.memory import Array, Block, DeviceMemory, Memory, Owner, owner_of
+from handlepool.drivers.host.array import Array, HostArray, owner_of
+from handlepool.drivers.host.memory import Block, DeviceMemory, Memory, Owner
 from handlepool.drivers.host.streams import Queue, StreamTable
 from handlepool.errors import CaptureError, ContractError
 
@@ -60,7 +61,7 @@ class RecordingMemory:
             block.generation += 1
         except IndexError:
             block = self._fresh(device, size)
-        return Owner(block, home, nbytes)
+        return Owner(block, home)
 
     def _fresh(self, device: DeviceMemory, size: int) -> Block:
         thread = self._table.thread
@@ -75,7 +76,7 @@ class RecordingMemory:
 
     def holds(self, value: object) -> bool:
         """Whether a value is an array in this memory, or what owns a block of it."""
-        owner = owner_of(value) if isinstance(value, np.ndarray) else value
+        owner = owner_of(value) if isinstance(value, HostArray) else value
         return isinstance(owner, Owner) and owner.block in self._blocks
 
     def release(self) -> bool:

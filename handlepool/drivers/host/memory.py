@@ -12,13 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from handlepool.drivers.host.array import HostArray, Raw, Work
 from handlepool.drivers.host.race_checker import Access, Past
 from handlepool.drivers.host.scheduler import Scheduler
 from handlepool.drivers.host.streams import Event, Queue, Stream, StreamTable
 from handlepool.drivers.protocol import PER_THREAD_STREAM
 from handlepool.errors import CaptureError, ContractError
-
-Array = np.ndarray[Any, Any]
 
 ALIGNMENT = 256
 
@@ -30,9 +29,9 @@ class Block:
 
     def __init__(self, device: int, nbytes: int) -> None:
         raw = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
-        offset = -address_of(raw) % ALIGNMENT
+        offset = -raw.ctypes.data % ALIGNMENT
         self.memory = raw[offset : offset + nbytes]
-        self.address = address_of(self.memory)
+        self.address = self.memory.ctypes.data
         self.device = device
         self.nbytes = nbytes
         self.freed = False
@@ -51,69 +50,29 @@ class Block:
 
 
 class Owner:
-    """What the arrays over a block have as their base; the block goes back to its arena when it goes."""
+    """What the arrays over a block keep; the block goes back to its arena when it goes."""
 
-    __slots__ = ("__weakref__", "_bin", "_nbytes", "block", "offset")
+    __slots__ = ("__weakref__", "_bin", "block")
 
-    def __init__(self, block: Block, home: list[Block], nbytes: int) -> None:
+    def __init__(self, block: Block, home: list[Block]) -> None:
         self.block = block
-        self.offset = 0
         self._bin = home
-        self._nbytes = nbytes
 
     def __del__(self) -> None:
         self._bin.append(self.block)
 
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return _interface(self.block.address, self._nbytes)
-
 
 class Lease:
-    """What a scratch array has as its base: part of a block, and whoever owns the block."""
+    """What a scratch array keeps: a block, and whoever owns it."""
 
-    __slots__ = ("__weakref__", "_nbytes", "_owner", "block", "offset")
+    __slots__ = ("__weakref__", "_owner", "block")
 
-    def __init__(self, block: Block, offset: int, nbytes: int, owner: object) -> None:
+    def __init__(self, block: Block, owner: object) -> None:
         self.block = block
-        self.offset = offset
-        self._nbytes = nbytes
         self._owner = owner
 
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return _interface(self.block.address + self.offset, self._nbytes)
 
-
-def _interface(address: int, nbytes: int) -> dict[str, Any]:
-    return {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
-
-
-def address_of(array: Array) -> int:
-    """The address of an array's first element."""
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
-def owner_of(array: Array) -> Owner | Lease | None:
-    """What stands below all views of an array; None for an array that this driver did not make."""
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        base = base.base
-    return base if isinstance(base, Owner | Lease) else None
-
-
-def raw_view(array: Array) -> tuple[Array, Block | None]:
-    """The same elements over the block's memory, which does not keep the array's owner alive, and the block."""
-    owner = owner_of(array)
-    if owner is None:
-        return array, None
-    block = owner.block
-    offset = address_of(array) - block.address
-    return np.ndarray(array.shape, array.dtype, block.memory, offset, array.strides), block
-
-
-def accesses(views: Sequence[tuple[Array, Block | None]], *, writes: bool) -> list[Access]:
+def accesses(views: Sequence[tuple[Raw, Block | None]], *, writes: bool) -> list[Access]:
     """Accesses to what `raw_view` gave; none to arrays that this driver did not make."""
     return [Access(block, view, writes) for view, block in views if block is not None]
 
@@ -217,7 +176,7 @@ class DeviceMemory:
             block.generation += 1
         except IndexError:
             block = self.fresh(size)
-        return Owner(block, home, nbytes)
+        return Owner(block, home)
 
     def has_free(self, key: object, nbytes: int) -> bool:
         """Whether `take` will find a block in the arena."""
@@ -292,6 +251,9 @@ class RegionAllocator:
 class Memory:
     """The memory of all devices, and arrays in it."""
 
+    work: Work
+    """What is done with arrays; set by the driver."""
+
     def __init__(self, table: StreamTable, total: int) -> None:
         self._table = table
         self._devices = [DeviceMemory(device, total, table.scheduler) for device in range(table.devices)]
@@ -305,14 +267,14 @@ class Memory:
         """Bytes of scratch that are allocated, of all devices."""
         return sum(device.scratch_bytes() for device in self._devices)
 
-    def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Array:
+    def scratch_array(self, pointer: int, nbytes: int, owner: object) -> HostArray:
         """An array over scratch memory."""
         if not nbytes and not pointer:
-            return np.empty(0, np.uint8)  # a workspace of 0 bytes before its first growth
+            return HostArray(np.empty(0, np.uint8), None, self.work)  # a workspace of 0 bytes before its first growth
         block, offset = self.current.find(pointer, nbytes, "scratch_array")
-        return np.asarray(Lease(block, offset, nbytes, owner))
+        return HostArray(block.memory[offset : offset + nbytes], Lease(block, owner), self.work)
 
-    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> HostArray:
         """An array from the arena that this thread's allocator says."""
         thread = self._table.thread
         stream = thread.current[thread.device]
@@ -337,4 +299,4 @@ class Memory:
             owner = device.take(key, nbytes)
         if region is not None:
             region.settle(owner, self._table.resolve(stream.ptr))
-        return np.ndarray(tuple(shape), dtype, np.asarray(owner), strides=tuple(strides))
+        return HostArray(np.ndarray(tuple(shape), dtype, owner.block.memory, strides=tuple(strides)), owner, self.work)

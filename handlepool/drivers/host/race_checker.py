@@ -13,6 +13,7 @@ doing, and orders nothing on a GPU.
 """
 
 import itertools
+import sys
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -48,6 +49,10 @@ class Access:
         self.block = block
         self.view = view
         self.writes = writes
+
+    def meets(self, other: "Access") -> bool:
+        """Whether the two may not run beside each other."""
+        return (self.writes or other.writes) and self.block is other.block and np.may_share_memory(self.view, other.view)
 
 
 class Past:
@@ -175,6 +180,14 @@ class Order:
             for past in block.past:
                 if past.writes and self._host.get(past.component, 0) < past.moment and now.conflicts(past):
                     self._report(f"{now} bytes {_span(now, block)} of {block!r} and {past} bytes {_span(past, block)}", now, past)
+
+
+def caller() -> str:
+    """The line that calls into the library: its file and number."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("handlepool", "numpy"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _bounds(view: Array) -> tuple[int, int]:

@@ -150,6 +150,15 @@ class Scheduler:
         with self._lock:
             return [operation for operation in self._users if any(access.block is block for access in operation.accesses)]
 
+    def conflicting(self, accesses: Sequence[Access]) -> list[Operation]:
+        """The queued operations that write what is accessed, or access what is written."""
+        with self._lock:
+            return [
+                operation
+                for operation in self._users
+                if any(mine.meets(theirs) for theirs in operation.accesses for mine in accesses)
+            ]
+
     def nudge(self) -> None:
         """Mark a moment at which queued work may run, or not."""
         while True:

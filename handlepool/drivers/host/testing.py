@@ -7,7 +7,8 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from handlepool.drivers.host.contract import CallLog, HandleUse, HostHandle
-from handlepool.drivers.host.memory import Array, Memory, accesses, raw_view
+from handlepool.drivers.host.array import Array, raw_view
+from handlepool.drivers.host.memory import Memory, accesses
 from handlepool.drivers.host.streams import Event, Latch, Queue, Stream, StreamTable
 
 

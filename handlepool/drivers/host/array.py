@@ -1,0 +1,407 @@
+"""Arrays of the host driver: what CuPy's arrays are on a GPU.
+
+Work on such an array is queued on the current stream, as CuPy's is. Whoever wants its values on the host waits for those who write
+them. So the class is none of NumPy's, and has neither their buffer nor ``__array_interface__``: by these `np.asarray`, `memoryview`,
+``tolist`` or SciPy would read memory that queued work has yet to write. What NumPy does with such an array comes here by its
+protocols, and goes on to `handlepool.drivers.host.array_functions`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from handlepool.drivers.host.race_checker import History
+from handlepool.errors import ArrayTypeError
+
+Raw = np.ndarray[Any, Any]
+
+
+class Owner(Protocol):
+    """What keeps an array's memory."""
+
+    @property
+    def block(self) -> History:
+        """The memory."""
+
+
+class Work(Protocol):
+    """What is done with arrays: one for each driver."""
+
+    strict: bool
+
+    def ufunc(self, ufunc: Any, method: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Queue a universal function."""
+
+    def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Queue a function of NumPy's, or run it after what it needs."""
+
+    def run_now(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: Any) -> Any:
+        """Run a function of NumPy arrays, after what the arrays are waiting for."""
+
+    def queue(
+        self, function: Callable[..., object], writes: "Sequence[HostArray]", reads: Sequence[Any], label: str
+    ) -> None:
+        """Queue a function of raw arrays on the current stream."""
+
+    def finish(self, reads: "Sequence[HostArray]", writes: "Sequence[HostArray]", label: str) -> None:
+        """Wait on the host for what may not run after a read, or a write, by the host."""
+
+    def like(self, shape: Sequence[int], dtype: Any, pattern: Raw | None = None) -> "HostArray":
+        """A new array on the current device, in the order of axes of another one of that shape."""
+
+
+class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array in the host driver's memory, with the names of CuPy's.
+
+    Made by `conv2d` and the other functions, and by the driver's ``asarray`` and ``empty``. What is done with it is queued on the
+    current stream: NumPy's universal functions, reductions, indexing, copies, `numpy.concatenate`, `numpy.where`,
+    `numpy.einsum`, `numpy.matmul`, `numpy.pad`. Any other function of NumPy's waits for the array, and runs at once.
+
+    Python's numbers and plain NumPy arrays are made by waiting: ``float(y)``, ``y.get()``, ``numpy.asarray(y)``, ``y.tolist()``.
+    While a stream is captured that is an error, since the work has not run.
+
+    Attributes
+    ----------
+    shape, strides : tuple of int
+        Strides in bytes.
+    dtype : numpy.dtype
+    ndim, size, itemsize, nbytes : int
+    """
+
+    __slots__ = ("__weakref__", "_owner", "_raw", "_work", "dtype", "shape", "strides")
+
+    def __init__(self, raw: Raw, owner: Owner | None, work: Work) -> None:
+        self._raw = raw  # does not keep the owner, so that queued work may hold it
+        self._owner = owner
+        self._work = work
+        self.shape = raw.shape
+        self.strides = raw.strides
+        self.dtype = raw.dtype
+
+    ndim = property(lambda self: self._raw.ndim)
+    size = property(lambda self: self._raw.size)
+    itemsize = property(lambda self: self._raw.itemsize)
+    nbytes = property(lambda self: self._raw.nbytes)
+    flags = property(lambda self: self._raw.flags)
+    T = property(lambda self: self._view(self._raw.T))
+    mT = property(lambda self: self._view(self._raw.swapaxes(-1, -2)))
+
+    @property
+    def device(self) -> "int":
+        """The ordinal of its device; 0 for memory that is not the driver's."""
+        return 0 if self._owner is None else self._owner.block.device
+
+    @property
+    def data(self) -> "Pointer":
+        """Its memory, by ``ptr``."""
+        return Pointer(address_of(self))
+
+    @property
+    def real(self) -> "HostArray":
+        """The real parts, in the same memory."""
+        return self._view(self._raw.real)
+
+    @real.setter
+    def real(self, values: Any) -> None:
+        self.real[...] = values
+
+    @property
+    def imag(self) -> "HostArray":
+        """The imaginary parts, in the same memory; zeros for real numbers."""
+        if self.dtype.kind == "c":
+            return self._view(self._raw.imag)
+        return np.zeros_like(self)  # type: ignore[return-value]
+
+    @imag.setter
+    def imag(self, values: Any) -> None:
+        if self.dtype.kind != "c":
+            raise TypeError("an array of real numbers has no imaginary part to set")
+        self.imag[...] = values
+
+    def _view(self, raw: Raw) -> "HostArray":
+        return HostArray(raw, self._owner, self._work)
+
+    # NumPy's protocols
+
+    __array_priority__ = 100.0
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return self._work.ufunc(ufunc, method, inputs, kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._work.function(function, args, kwargs)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Raw:
+        if self._work.strict:
+            raise ArrayTypeError(
+                "a host array is not made a NumPy array by itself, as CuPy's is not: ask for a copy with .get(), or make NumPy's "
+                "array one of the driver's with asarray"
+            )
+        if copy is False:
+            raise ValueError("a NumPy array of a host array is a copy, which copy=False does not allow")
+        values = self._values("a conversion to a NumPy array")
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        self._work.finish([self], [], "an export by DLPack")
+        return keeping(self).__dlpack__(**{name: value for name, value in options.items() if name != "stream"})
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)  # the CPU, by DLPack's numbers
+
+    def __buffer__(self, flags: int) -> memoryview:
+        if flags & 1:  # PyBUF_WRITABLE
+            raise BufferError("a host array's memory is not written by a buffer: assign to the array")
+        if self._work.strict:
+            raise ArrayTypeError("a host array has no buffer, as CuPy's has none: ask for a copy with .get()")
+        return memoryview(self._values("an export of its buffer")).toreadonly()
+
+    # To the host
+
+    def _values(self, label: str) -> Raw:
+        self._work.finish([self], [], label)
+        return self._raw.copy(order="K")
+
+    def get(self, stream: Any = None, order: str = "C", out: Raw | None = None, blocking: bool = True) -> Raw:
+        """Return a copy as a NumPy array, after those who write the array.
+
+        Parameters
+        ----------
+        stream : stream, optional
+            Taken as CuPy takes it; the wait is for the array's writers, whatever streams they are on.
+        order : {"C", "F", "A"}
+        out : numpy.ndarray, optional
+            Gets the values.
+        blocking : bool
+            Taken as CuPy takes it; the copy is always whole.
+
+        Returns
+        -------
+        numpy.ndarray
+        """
+        values = self._values("get()")
+        if out is not None:
+            np.copyto(out, values)
+            return out
+        return np.array(values, order=order)  # type: ignore[call-overload,no-any-return]
+
+    def set(self, values: Any, stream: Any = None) -> None:
+        """Copy a NumPy array of the same shape and type into this one."""
+        if np.shape(values) != self.shape or np.asarray(values).dtype != self.dtype:
+            raise ArrayTypeError(f"set was given {np.asarray(values).dtype} {np.shape(values)} for {self.dtype} {self.shape}")
+        self[...] = np.array(values)
+
+    def item(self, *index: Any) -> Any:
+        """Return one element as a number of Python's."""
+        return self._values("item()").item(*index)
+
+    def tolist(self) -> Any:
+        """Return the elements as lists of Python's numbers."""
+        return self._values("tolist()").tolist()
+
+    def tobytes(self, order: Any = "C") -> bytes:
+        """Return the elements' bytes."""
+        return self._values("tobytes()").tobytes(order)
+
+    def _number(self, label: str) -> Any:
+        if self.size != 1:
+            raise TypeError(f"only an array of one element is a number; this one has shape {self.shape}")
+        return self._values(label).reshape(())[()]
+
+    def __float__(self) -> float:
+        return float(self._number("float()"))
+
+    def __int__(self) -> int:
+        return int(self._number("int()"))
+
+    def __complex__(self) -> complex:
+        return complex(self._number("complex()"))
+
+    def __index__(self) -> int:
+        return self._number("an index").__index__()  # type: ignore[no-any-return]
+
+    def __bool__(self) -> bool:
+        if self.size != 1:
+            raise ValueError("the truth of an array of more than one element, or of none, is ambiguous: use any() or all()")
+        return bool(self._number("bool()"))
+
+    def __bytes__(self) -> bytes:
+        return self.tobytes()
+
+    def __contains__(self, value: Any) -> bool:
+        return bool((self == value).any())
+
+    def __format__(self, form: str) -> str:
+        return format(self._number("format()") if form or self.ndim == 0 else self._values("format()"), form)
+
+    def __repr__(self) -> str:
+        return self._shown(repr)
+
+    def __str__(self) -> str:
+        return self._shown(str)
+
+    def _shown(self, show: Callable[[Any], str]) -> str:
+        try:
+            return show(self._values("repr()")).replace("array(", "HostArray(", 1)
+        except Exception:  # its values are not there, as while a stream is captured
+            return f"<HostArray of shape {self.shape}, {self.dtype}>"
+
+    # As a sequence
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("an array without axes has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator["HostArray"]:
+        if not self.shape:
+            raise TypeError("an array without axes cannot be iterated over")
+        return (self[index] for index in range(self.shape[0]))
+
+    def __getitem__(self, index: Any) -> "HostArray":
+        return self._work.function(_getitem, (self, index), {})  # type: ignore[no-any-return]
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        self._work.function(_setitem, (self, index, values), {})
+
+    # Copies
+
+    def __copy__(self) -> "HostArray":
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HostArray":
+        self._work.finish([self], [], "a deep copy")
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        """Pickle the values; what is unpickled is a NumPy array, since no driver comes along."""
+        return np.array, (self.get(order="A"),)
+
+    def copy(self, order: str = "C") -> "HostArray":
+        """Return a copy on the current device."""
+        return np.copy(self, order=order)  # type: ignore[call-overload,no-any-return]
+
+    def astype(
+        self, dtype: Any, order: str = "K", casting: Any = "unsafe", subok: Any = None, copy: bool = True
+    ) -> "HostArray":
+        """Return a copy of another type."""
+        dtype = np.dtype(dtype)
+        if not copy and dtype == self.dtype:
+            return self
+        if not np.can_cast(self.dtype, dtype, casting):
+            raise TypeError(f"{self.dtype} is not cast to {dtype} by the rule {casting!r}")
+        made = self._work.like(self.shape, dtype, self._raw if order == "K" else None)
+        self._work.queue(lambda to, values: np.copyto(to, values, "unsafe"), [made], [self], "astype")
+        return made
+
+    def view(self, dtype: Any = None) -> "HostArray":
+        """Return the same memory, also as another type."""
+        return self._view(self._raw.view() if dtype is None else self._raw.view(dtype))
+
+    def reshape(self, *shape: Any, order: Any = "C") -> "HostArray":
+        """Return the elements in another shape: the same memory where that can be, else a copy."""
+        return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order)
+
+    def transpose(self, *axes: Any) -> "HostArray":
+        """Return the same memory with the axes in another order."""
+        given = axes[0] if len(axes) == 1 and (axes[0] is None or not np.isscalar(axes[0])) else axes or None
+        return np.transpose(self, given)
+
+    def flatten(self, order: Any = "C") -> "HostArray":
+        """Return a copy with one axis."""
+        return np.ravel(self.copy(), order)
+
+    def fill(self, value: Any) -> None:
+        """Make every element a value."""
+        self[...] = value
+
+    def sort(self, axis: int = -1, kind: Any = None) -> None:
+        """Sort in place, after whoever writes or reads the array."""
+        self._work.run_now(Raw.sort, (self,), {"axis": axis, "kind": kind}, "sort", (self,))
+
+    def dot(self, other: Any, out: Any = None) -> Any:
+        """As `numpy.dot`."""
+        return np.dot(self, other, out=out)
+
+
+class Pointer:
+    """An address, where CuPy's arrays have it."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+def _getitem(array: Any, index: Any) -> Any:
+    return array[index]
+
+
+def _setitem(array: Any, index: Any, values: Any) -> None:
+    array[index] = values
+
+
+getitem, setitem = _getitem, _setitem
+
+_FUNCTIONS = (
+    "all any argmax argmin argpartition argsort choose clip compress cumprod cumsum diagonal max mean min nonzero partition prod "
+    "put ptp ravel repeat round searchsorted squeeze std sum swapaxes take trace var"
+)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    function = getattr(np, name)
+
+    def method(self: HostArray, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    method.__name__, method.__qualname__, method.__doc__ = name, f"HostArray.{name}", f"As `numpy.{name}` of this array."
+    return method
+
+
+for _name in _FUNCTIONS.split():
+    setattr(HostArray, _name, _method(_name))
+for _name in ("conj", "conjugate"):
+    setattr(HostArray, _name, lambda self: np.conjugate(self))
+
+Array = HostArray | Raw
+"""What the driver takes: arrays of its own, and NumPy's, which are in nobody's order."""
+
+
+def owner_of(array: object) -> Any:
+    """What keeps an array's memory; None for an array that the driver did not make."""
+    return array._owner if isinstance(array, HostArray) else None
+
+
+def raw_view(array: Any) -> tuple[Raw, Any]:
+    """The elements as NumPy's array, which does not keep the array's owner alive, and the block, if that is the driver's."""
+    if not isinstance(array, HostArray):
+        return array, None
+    return array._raw, None if array._owner is None else array._owner.block
+
+
+def address_of(array: Any) -> int:
+    """The address of an array's first element."""
+    raw = array._raw if isinstance(array, HostArray) else array
+    address: int = raw.__array_interface__["data"][0]
+    return address
+
+
+class _Keeper:
+    def __init__(self, array: HostArray) -> None:
+        self.array = array
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.itemsize}",
+            "data": (address_of(array), not array.flags.writeable),
+        }
+
+
+def keeping(array: HostArray) -> Raw:
+    """NumPy's array over the same memory, which keeps the array."""
+    if not array.size:
+        return np.empty(array.shape, array.dtype)
+    return np.asarray(_Keeper(array)).view(array.dtype)
