@@ -25,6 +25,7 @@ from harness.random_cases import DTYPES, FUNCTIONS, PAD, TOLERANCE, Case, Place,
 
 import handlepool
 from handlepool import ContractError, HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, PoisonedContextError
+from handlepool.tensors.layout import HOST, View
 
 LIMIT = 120
 """Seconds for the start of a worker and for a case, after which it counts as dead."""
@@ -165,10 +166,11 @@ class Memory:
     def _array(self, place: Place) -> Any:
         """The array on the device."""
         buffer = self._device[place.buffer]
-        if isinstance(buffer, np.ndarray):
-            return self._view(place, buffer)
         step = buffer.itemsize
         strides = tuple(stride * step for stride in place.strides)
+        if self._driver.name == "host":
+            address = self._driver.array_pointer(buffer) + place.first * step
+            return self._driver.adopt(View(address, place.shape, strides, buffer.dtype, HOST, False, buffer))
         return type(buffer)(place.shape, buffer.dtype, buffer.data + place.first * step, strides)  # as CuPy has it
 
     def _split(self, arrays: list[Any], names: tuple[str, ...]) -> tuple[list[Any], dict[str, Any]]:

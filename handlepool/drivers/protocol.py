@@ -188,7 +188,8 @@ class Driver(Protocol):
     """The hardware seam."""
 
     name: str
-    array_type: type
+    array_types: tuple[type, ...]
+    """What it takes as it is; the first is what it makes."""
 
     # Hot, and called by position only, so that a driver can hand out the array library's own C functions.
     def current_device(self) -> int:
@@ -406,6 +407,11 @@ def operand_name(index: int, inputs: int = sys.maxsize, outs: int = 0) -> str:
     return "out=" if outs == 1 else f"out[{index - inputs}]"
 
 
+def taken(driver: Driver) -> str:
+    """What a driver takes as it is, for messages."""
+    return " or ".join(map(kind_of, driver.array_types))
+
+
 def check_operands(
     driver: Driver, name: str, device: int, operands: Sequence[Any], operand: Callable[[int], str] = operand_name
 ) -> None:
@@ -421,10 +427,9 @@ def check_operands(
         For an array that is empty or misaligned.
     """
     for index, array in enumerate(operands):
-        kind: Any = driver.array_type
-        if not isinstance(array, (kind, View)):
+        if not isinstance(array, (*driver.array_types, View)):
             raise ArrayTypeError(
-                f"{name}: {operand(index)} is a {kind_of(array)}; the {driver.name} driver takes {kind_of(kind)}"
+                f"{name}: {operand(index)} is a {kind_of(array)}; the {driver.name} driver takes {taken(driver)}"
             )
         found = driver.array_device(array)
         if found != device:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from handlepool._util import ARRAY_PROTOCOLS, has, kind_of
-from handlepool.drivers.protocol import LEGACY_STREAM, check_operands, operand_name
+from handlepool.drivers.protocol import LEGACY_STREAM, check_operands, operand_name, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.launch import AnyCall
 from handlepool.graphs.plan import Plan
@@ -238,18 +238,16 @@ class Adapted:
                 self.wrap, self._torch = torch.adopt_recorded, None
         else:
             self._torch = None
-            if not isinstance(first, (driver.array_type, View, np.ndarray)):
+            if not isinstance(first, (*driver.array_types, View)):
                 self.wrap = _wrapper(first)
 
     def _adapt_rest(self, operands: list[Any], stream: int) -> None:
         """Adapt what is no torch tensor."""
-        native = self.pool.driver.array_type
+        natives = self.pool.driver.array_types
         for place, array in enumerate(operands):
-            if isinstance(array, (native, View)):
+            if isinstance(array, (*natives, View)):
                 continue
-            if isinstance(array, np.ndarray):
-                operands[place] = self._adopt(place, _from_host_array, array)
-            elif has(array, "__dlpack__"):
+            if has(array, "__dlpack__"):
                 operands[place] = self._adopt(place, lambda array: from_dlpack(array, stream), array)
             elif has(array, "__cuda_array_interface__"):
                 operands[place] = self._adopt(place, self._from_cuda_array, array)
@@ -258,7 +256,7 @@ class Adapted:
             else:
                 raise ArrayTypeError(
                     f"{self._name}: {self._called(place)} is a {kind_of(array)}; the {self.pool.driver.name} driver takes "
-                    f"{kind_of(native)}, torch tensors, and arrays with __dlpack__ or __cuda_array_interface__"
+                    f"{taken(self.pool.driver)}, torch tensors, and arrays with __dlpack__ or __cuda_array_interface__"
                 )
             if type(operands[place]) is View:  # what the host driver is given holds on to its arrays by itself
                 self.kept.append(operands[place])
@@ -325,8 +323,8 @@ class Adapted:
 
 def adapt(name: str, pool: PoolInternals, arrays: tuple[Any, ...]) -> Adapted | None:
     """The arrays of a call in the driver's form; None where they are its own."""
-    native = pool.driver.array_type
-    return None if all(type(array) is native for array in arrays) else Adapted(name, pool, arrays)
+    natives = pool.driver.array_types
+    return None if all(type(array) in natives for array in arrays) else Adapted(name, pool, arrays)
 
 
 def layout_of(name: str, pool: PoolInternals, operand: str, array: Any) -> Layout:
@@ -339,7 +337,7 @@ def layout_of(name: str, pool: PoolInternals, operand: str, array: Any) -> Layou
     ArrayTypeError, DeviceMismatchError, ArgumentError
         As for a call.
     """
-    native = isinstance(array, pool.driver.array_type)
+    native = isinstance(array, pool.driver.array_types)
     if not native and is_array(array):
         (array,) = Adapted(name, pool, (array,), operand=operand).arrays
         native = True

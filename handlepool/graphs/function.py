@@ -176,8 +176,8 @@ class GraphFunction(ArrayCall[P, R_co]):
                 raise ArgumentError(
                     f"{self._name}: out={shown(out)} holds no array; pass one for each output, or None for new ones"
                 )
-            native = pool.driver.array_type
-            if adapted is None and any(type(array) is not native for array in arrays + outs):
+            natives = pool.driver.array_types
+            if adapted is None and any(type(array) not in natives for array in arrays + outs):
                 return Adapted(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
             plan = self.plan(pool, arrays, outs, options, settings, option_key=None if adapted else key)
             if out is not None:

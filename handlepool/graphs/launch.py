@@ -132,7 +132,7 @@ def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...]
 
 def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], given: bool) -> Shortcut:
     """What `Executable.shortcut` describes, for any driver."""
-    plan, native, empty = entry.plan, pool.driver.array_type, pool.driver.empty
+    plan, natives, empty = entry.plan, pool.driver.array_types, pool.driver.empty
 
     def at_once(begin: Any, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
         if (out is not None) is not given or recordings or pool.current_device() != plan.device:
@@ -140,7 +140,7 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
         if given and not plan.single and not isinstance(out, (tuple, list)):
             return NOT_CACHED
         outs = () if not given else (out,) if plan.single else tuple(out)
-        if any(type(array) is not native for array in arrays + outs) or [Layout.of(array) for array in arrays + outs] != layouts:
+        if any(type(array) not in natives for array in arrays + outs) or [Layout.of(array) for array in arrays + outs] != layouts:
             return NOT_CACHED
         made = outs or fresh or new_outputs(pool, plan.outputs, empty)
         entry.used, pool.plans.recent = pool.plans.tick(), entry

@@ -386,7 +386,7 @@ def _operands(pool: PoolInternals, plan: Plan, arrays: Sequence[Any]) -> tuple[A
     driver = pool.driver
     operands = []
     for array in arrays:
-        if isinstance(array, driver.array_type):
+        if isinstance(array, driver.array_types):
             given: Any = array
             array = driver.empty(given.shape, given.strides, given.dtype)
             driver.copy(array, given)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from handlepool._util import kind_of, leaves, shown
-from handlepool.drivers.protocol import Driver
+from handlepool.drivers.protocol import Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import is_array
 from handlepool.tensors.inference import dense_strides
@@ -43,7 +43,7 @@ class Inputs:
     """
 
     def __init__(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kind = driver.array_type
+        kind = driver.array_types
         self._positional = [_fixed(argument) for argument in args if _has_array(argument, kind)]
         self._named = {name: _fixed(argument) for name, argument in kwargs.items() if _has_array(argument, kind)}
 
@@ -112,7 +112,7 @@ def _fixed(value: Any) -> Any:
     return value
 
 
-def _has_array(value: Any, kind: type) -> bool:
+def _has_array(value: Any, kind: tuple[type, ...]) -> bool:
     return any(isinstance(leaf, kind) or _is_foreign(leaf) for leaf in leaves(value))
 
 
@@ -126,7 +126,7 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
     if isinstance(old, (tuple, dict)):
         for key in _keys(place, old, new):
             yield from _copies(driver, f"{place}[{shown(key)}]", device, old[key], new[key])
-    elif isinstance(old, driver.array_type):
+    elif isinstance(old, driver.array_types):
         if new is not old:
             _check_alike(driver, place, device, old, new)
         yield Copy(place, old, new, driver.array_pointer(new) - driver.array_pointer(old))
@@ -161,10 +161,9 @@ def _keys(place: str, old: Any, new: Any) -> Sequence[Any]:
 def _check_alike(driver: Driver, place: str, device: int, target: Any, source: Any) -> None:
     if isinstance(source, (list, tuple, dict)):
         raise ArgumentError(f"{place} was recorded as an array, and is now a {kind_of(source)}")
-    kind: Any = driver.array_type
-    if not isinstance(source, kind):
-        advice = f"; convert it, as by {_converters(kind)}" if _is_foreign(source) else ""
-        raise ArrayTypeError(f"{place} is a {kind_of(source)}; the {driver.name} driver takes {kind_of(kind)}{advice}")
+    if not isinstance(source, driver.array_types):
+        advice = f"; convert it, as by {_converters(driver)}" if _is_foreign(source) else ""
+        raise ArrayTypeError(f"{place} is a {kind_of(source)}; the {driver.name} driver takes {taken(driver)}{advice}")
     if not getattr(target.flags, "writeable", True):  # CuPy's are never read-only
         raise ArgumentError(f"{place} was recorded as a read-only array, which update cannot write to; pass None for it")
     found: Any = source
@@ -186,7 +185,7 @@ def _check_unchanged(driver: Driver, place: str, old: Any, new: Any) -> None:
     if _is_foreign(old):
         raise ArgumentError(
             f"{place} was recorded as a {kind_of(old)}, which is no array of the {driver.name} driver's, so update cannot "
-            f"write to it: record with what {_converters(driver.array_type)} makes of it, or pass None here and have its own "
+            f"write to it: record with what {_converters(driver)} makes of it, or pass None here and have its own "
             f"library write to it"
         )
     if not (type(new) is type(old) and isinstance(old, _PLAIN) and new == old):
@@ -200,8 +199,8 @@ def _strides(array: Any) -> tuple[int, ...]:
     return tuple([step for extent, step in zip(array.shape, array.strides, strict=True) if extent != 1])
 
 
-def _converters(kind: type) -> str:
-    root = kind.__module__.partition(".")[0]
+def _converters(driver: Driver) -> str:
+    root = driver.array_types[-1].__module__.partition(".")[0]
     return f"{root}.from_dlpack or {root}.asarray"
 
 

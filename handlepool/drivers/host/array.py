@@ -39,9 +39,7 @@ class Work(Protocol):
     def run_now(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: Any) -> Any:
         """Run a function of NumPy arrays, after what the arrays are waiting for."""
 
-    def queue(
-        self, function: Callable[..., object], writes: "Sequence[HostArray]", reads: Sequence[Any], label: str
-    ) -> None:
+    def queue(self, function: Callable[..., object], writes: "Sequence[HostArray]", reads: Sequence[Any], label: str) -> None:
         """Queue a function of raw arrays on the current stream."""
 
     def finish(self, reads: "Sequence[HostArray]", writes: "Sequence[HostArray]", label: str) -> None:
@@ -282,9 +280,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Return a copy on the current device."""
         return np.copy(self, order=order)  # type: ignore[call-overload,no-any-return]
 
-    def astype(
-        self, dtype: Any, order: str = "K", casting: Any = "unsafe", subok: Any = None, copy: bool = True
-    ) -> "HostArray":
+    def astype(self, dtype: Any, order: str = "K", casting: Any = "unsafe", subok: Any = None, copy: bool = True) -> "HostArray":
         """Return a copy of another type."""
         dtype = np.dtype(dtype)
         if not copy and dtype == self.dtype:

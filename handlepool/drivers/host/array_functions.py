@@ -8,12 +8,11 @@ waits on the host for those who write its arguments, runs at once, and is right.
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
-from handlepool._util import shown
 from handlepool.drivers.host.array import HostArray, Raw, getitem, keeping, owner_of, raw_view, setitem
 from handlepool.drivers.host.memory import Memory, accesses
 from handlepool.drivers.host.race_checker import caller
@@ -195,9 +194,7 @@ class ArrayWork:
             if outs is None:
                 found = ufunc(*probes, **tried)
                 pattern = next((raw_view(x)[0] for x in inputs if getattr(x, "shape", None) == shape), None)
-                made = [
-                    self.like(shape, kind.dtype, pattern) for kind in (found if isinstance(found, tuple) else (found,))
-                ]
+                made = [self.like(shape, kind.dtype, pattern) for kind in (found if isinstance(found, tuple) else (found,))]
                 outs = tuple(made)
             else:
                 ufunc(*probes, out=tuple(_ones(out) for out in outs), **tried)
@@ -220,9 +217,7 @@ class ArrayWork:
         axes = range(raw.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
         gone = {int(place) % raw.ndim if raw.ndim else 0 for place in axes}
         keep = bool(options.get("keepdims") is True)
-        shape = tuple(
-            1 if place in gone else extent for place, extent in enumerate(raw.shape) if keep or place not in gone
-        )
+        shape = tuple(1 if place in gone else extent for place, extent in enumerate(raw.shape) if keep or place not in gone)
         with np.errstate(all="ignore"):
             kind = function(_ones(array), **{key: _ones(value) for key, value in options.items()})
         pattern = np.broadcast_to(np.empty((), np.asarray(kind).dtype), shape)
@@ -232,18 +227,22 @@ class ArrayWork:
 
     def viewed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Views where the function gives views, and copies, queued, where it does not."""
-        sources = hosts((args, kwargs))
         found = function(*raws(args), **raws(kwargs))
+        sources = [(array, raw_view(array)[0]) for array in hosts((args, kwargs))]
+        if isinstance(found, (list, tuple)):
+            return type(found)([self._view(result, sources) for result in found])
+        view = self._view(found, sources)
+        return self.made(function, args, kwargs, found, None, function.__name__) if isinstance(view, np.ndarray) else view
 
-        def wrapped(result: Any) -> Any:
-            if not isinstance(result, np.ndarray):
-                return type(result)(map(wrapped, result)) if isinstance(result, (list, tuple)) else result
-            for source in sources:
-                if np.may_share_memory(result, raw_view(source)[0]):
+    def _view(self, result: Any, sources: list[tuple[HostArray, Raw]]) -> Any:
+        """A result as a view of the array whose memory it is, or as it is."""
+        if isinstance(result, np.ndarray):
+            for source, raw in sources:
+                if result is raw:
+                    return source
+                if np.may_share_memory(result, raw):
                     return HostArray(result, owner_of(source), self)
-            return self.made(function, args, kwargs, result, None, function.__name__.strip("_"))
-
-        return wrapped(found)
+        return result
 
     def run_now(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: Any) -> Any:
         """Run a function of NumPy arrays, after what the arrays are waiting for."""
@@ -252,19 +251,10 @@ class ArrayWork:
         self.finish(sources, written, name)
         views = {id(array): keeping(array) for array in sources}
         found = function(*raws(args, views), **raws(kwargs, views))
-
-        def wrapped(result: Any) -> Any:
-            if isinstance(result, np.ndarray):
-                for source in sources:
-                    if result is views[id(source)]:
-                        return source
-                    if np.may_share_memory(result, views[id(source)]):
-                        return HostArray(result, owner_of(source), self)
-            elif type(result) in (list, tuple):
-                return type(result)(map(wrapped, result))
-            return self.like_all(result)
-
-        return wrapped(found)
+        known = [(array, views[id(array)]) for array in sources]
+        if type(found) in (list, tuple):
+            found = type(found)([self._view(result, known) for result in found])
+        return self.like_all(self._view(found, known))
 
 
 def check_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -378,7 +368,7 @@ def _elementwise(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: 
     return work.made(function, args, kwargs, np.broadcast_to(np.empty((), kind), shape), out, function.__name__)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _signature(function: Any) -> inspect.Signature:
     return inspect.signature(function)
 
@@ -459,7 +449,9 @@ def _copyto(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[
 def _is_basic(index: Any) -> bool:
     entries = index if isinstance(index, tuple) else (index,)
     return all(
-        entry is None or entry is Ellipsis or isinstance(entry, (int, np.integer, slice)) and not isinstance(entry, (bool, np.bool_))
+        entry is None
+        or entry is Ellipsis
+        or (isinstance(entry, (int, np.integer, slice)) and not isinstance(entry, (bool, np.bool_)))
         for entry in entries
     )
 
@@ -521,7 +513,10 @@ for _rule, _names in (
         "atleast_2d atleast_3d flip flipud fliplr rot90 split array_split hsplit vsplit dsplit diagonal reshape ravel unstack real",
     ),
     (_metadata, "shape ndim size result_type can_cast may_share_memory shares_memory iscomplexobj isrealobj common_type"),
-    (_structural, "concatenate concat stack hstack vstack dstack column_stack pad roll tile triu tril take diff outer cumsum cumprod"),
+    (
+        _structural,
+        "concatenate concat stack hstack vstack dstack column_stack pad roll tile triu tril take diff outer cumsum cumprod",
+    ),
     (_elementwise, "where clip isclose nan_to_num round around angle"),
     (
         _reductions,

@@ -126,7 +126,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
     """
 
     name = "host"
-    array_type: type = HostArray
+    array_types: tuple[type, ...] = (HostArray, np.ndarray)
 
     def __init__(
         self,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from handlepool.drivers.host.contract import HandleUse
 from handlepool.drivers.host.array import Raw, address_of, raw_view
+from handlepool.drivers.host.contract import HandleUse
 from handlepool.drivers.host.memory import Block, Memory, accesses
 from handlepool.drivers.host.streams import StreamTable
 from handlepool.drivers.protocol import ALIGNMENT, Copy, scratch_of

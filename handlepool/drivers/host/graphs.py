@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from handlepool.drivers.host.captures import HostGraph
 from handlepool.drivers.host.array import Array, HostArray, owner_of
+from handlepool.drivers.host.captures import HostGraph
 from handlepool.drivers.host.memory import Block, DeviceMemory, Memory, Owner
 from handlepool.drivers.host.streams import Queue, StreamTable
 from handlepool.errors import CaptureError, ContractError

@@ -6,8 +6,8 @@ Tests stand on it. No GPU has it, so nothing of the package above the drivers ma
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-from handlepool.drivers.host.contract import CallLog, HandleUse, HostHandle
 from handlepool.drivers.host.array import Array, raw_view
+from handlepool.drivers.host.contract import CallLog, HandleUse, HostHandle
 from handlepool.drivers.host.memory import Memory, accesses
 from handlepool.drivers.host.streams import Event, Latch, Queue, Stream, StreamTable
 
