@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from harness.scenes import Thread
 
+from handlepool.drivers.host.array import raw_view
 from handlepool.drivers.host.driver import HostDriver, Stream
 from handlepool.drivers.host.scheduler import MAX_WORKERS
 from handlepool.errors import ArgumentError, ContractError
@@ -231,7 +232,7 @@ def produce_and_consume(seed, *, wait):
         driver.wait_event(consumer.ptr, record(driver, producer))
     driver.enqueue(consumer.ptr, np.copyto, writes=[seen], reads=[cell])
     driver.synchronize_stream(consumer.ptr)
-    return seen[0]
+    return float(raw_view(seen)[0][0])
 
 
 def test_with_the_wait_every_seed_reads_the_right_value():

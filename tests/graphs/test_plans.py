@@ -274,8 +274,8 @@ def test_options_that_are_equal_and_of_other_types_have_plans_of_their_own(make_
 
     x = pool.driver.asarray(np.full((1, 4, 8, 8), -1.0, np.float32))
     for _ in range(2):
-        assert choose(x, which=1).flat[0] > 0
-        assert choose(x, which=True).flat[0] == 0
+        assert choose(x, which=1).ravel()[0] > 0
+        assert choose(x, which=True).ravel()[0] == 0
 
 
 def test_g10_a_finaliser_inside_the_caches_lock_may_clear_it(make_pool):

@@ -7,6 +7,7 @@ from harness.scenes import Thread
 from harness.uses import FOREIGN, Foreign
 
 from handlepool import CaptureError, ContractError
+from handlepool.drivers.host.array import raw_view
 from handlepool.pool.stream import resolve
 from handlepool.pool.thread_slots import MOST_FOREIGN_STREAMS
 
@@ -111,9 +112,10 @@ def scratch_across_recycling(driver, get_workspace, first=lambda use: use()):
     new = recycled(driver, lambda stream: first(lambda: use(stream, 0)))
     use(new, 1)
     new.synchronize()
-    while not read[0].flags.owndata and read[0][0] == 0xFF:  # the destroyed stream's work is still queued
+    values = [raw_view(array)[0] for array in read]
+    while values[0][0] == 0xFF:  # the destroyed stream's work is still queued
         driver.event_done(driver.create_event())  # polling lets the scheduler run
-    return [int(value[0]) for value in read]
+    return [int(value[0]) for value in values]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ from harness.scenes import TIMEOUT, CarelessDriver, Scene, Thread, over_seeds, w
 from harness.uses import EFFECTS, FOREIGN, STREAMS, calls
 
 import handlepool
+from handlepool.drivers.host.array import raw_view
 from handlepool import ArgumentError, ContractError, ParallelStates
 from handlepool.pool.deferred import deferred, settle
 from handlepool.pool.workspace import DeviceScratch
@@ -37,7 +38,7 @@ class Interface:
 
     def __init__(self, array):
         self.array = array
-        self.__array_interface__ = array.__array_interface__
+        self.__array_interface__ = raw_view(array)[0].__array_interface__
 
 
 def conv_arrays(driver, count=4, size=8):

@@ -74,7 +74,8 @@ class ArrayWork:
         queue = self._queue_for([*writes, *reads], label)
         written, read = [raw_view(array) for array in writes], [raw_view(array) for array in reads]
         raws = [raw for raw, _ in (*written, *read)]
-        touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
+        checked = self._streams.scheduler.order is not None
+        touched = [*accesses(written, writes=True), *accesses(read, writes=False, checked=checked)]
         self._streams.give(queue, lambda: function(*raws), touched, label)
 
     def finish(self, reads: Sequence[HostArray], writes: Sequence[HostArray], label: str) -> None:

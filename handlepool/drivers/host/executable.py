@@ -79,6 +79,7 @@ class HostExecutable:
                         f"{self.name}: {self.titles[index]} is read-only and cannot be written; pass another array"
                     )
             queue = use.bound_queue()
+            checked = self._streams.scheduler.order is not None
             views = [raw_view(array) for array in operands]
             block, space = self._workspace(workspace)
             copied = {copy.operand: self._scratch(space, copy, views[copy.operand][0].dtype) for copy in self._copies}
@@ -87,7 +88,7 @@ class HostExecutable:
 
             def give(run: Callable[[], object], reads: Sequence[int], writes: Sequence[int], name: str) -> None:
                 touched = accesses([(space, block), *(views[index] for index in writes)], writes=True)
-                touched += accesses([views[index] for index in reads], writes=False)
+                touched += accesses([views[index] for index in reads], writes=False, checked=checked)
                 self._streams.give(queue, run, touched, name)
 
             def copy_all(output: bool) -> None:

@@ -6,20 +6,24 @@ it: the hazard that a pool has to prevent (G8).
 """
 
 import threading
+from zlib import crc32
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from handlepool.drivers.host.array import HostArray, Raw, Work
-from handlepool.drivers.host.race_checker import Access, Past
+from handlepool.drivers.host.race_checker import Access, Past, caller
 from handlepool.drivers.host.scheduler import Scheduler
 from handlepool.drivers.host.streams import Event, Queue, Stream, StreamTable
 from handlepool.drivers.protocol import PER_THREAD_STREAM
 from handlepool.errors import CaptureError, ContractError
 
 ALIGNMENT = 256
+POISON = 0xFF
+"""Each byte of memory that was given out and not written: NaN for floating-point numbers, -1 for integers."""
 
 
 class Block:
@@ -28,7 +32,7 @@ class Block:
     __slots__ = ("address", "device", "freed", "generation", "memory", "nbytes", "past")
 
     def __init__(self, device: int, nbytes: int) -> None:
-        raw = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
+        raw = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
         offset = -raw.ctypes.data % ALIGNMENT
         self.memory = raw[offset : offset + nbytes]
         self.address = self.memory.ctypes.data
@@ -47,6 +51,30 @@ class Block:
         """Raise if it was given back to the device."""
         if self.freed:
             raise ContractError(f"{label or 'an operation'} ran and touches {self!r}, which was freed before")
+
+
+class Plain:
+    """NumPy's own memory that queued work reads, where the order of accesses is checked: it must stay as it is until then."""
+
+    def __init__(self, values: Raw) -> None:
+        self.address: int = values.ctypes.data
+        self.device = -1
+        self.generation = 0
+        self.past: list[Past] = []
+        self._values = values
+        self._sum = crc32(np.ascontiguousarray(values).view(np.uint8))
+        self._where = caller()
+
+    def __repr__(self) -> str:
+        return f"<a numpy.ndarray of shape {self._values.shape}>"
+
+    def check_live(self, label: str) -> None:
+        """Raise if it was written since."""
+        if self._sum != crc32(np.ascontiguousarray(self._values).view(np.uint8)):
+            raise ContractError(
+                f"not ordered: {label!r}, given at {self._where}, reads {self!r} that the host has written before the work ran: "
+                f"write it after the stream has run what it was given, or pass a copy, as asarray makes one"
+            )
 
 
 class Owner:
@@ -72,9 +100,12 @@ class Lease:
         self._owner = owner
 
 
-def accesses(views: Sequence[tuple[Raw, Block | None]], *, writes: bool) -> list[Access]:
-    """Accesses to what `raw_view` gave; none to arrays that this driver did not make."""
-    return [Access(block, view, writes) for view, block in views if block is not None]
+def accesses(views: Sequence[tuple[Raw, Block | None]], *, writes: bool, checked: bool = False) -> list[Access]:
+    """Accesses to what `raw_view` gave; ``checked`` has reads of arrays that this driver did not make among them."""
+    found = [Access(block, view, writes) for view, block in views if block is not None]
+    if checked and not writes:
+        found += [Access(Plain(view), view, False) for view, block in views if block is None and view.size]
+    return found
 
 
 ARENA_ALIGNMENT = 512
@@ -120,6 +151,7 @@ class DeviceMemory:
 
     def _release(self, block: Block) -> None:
         block.freed = True
+        block.memory.fill(POISON)
         with self._lock:
             self.used -= block.nbytes
 
@@ -297,6 +329,10 @@ class Memory:
             if not device.has_free(key, nbytes):
                 self._table.captures.forbid("an allocation of device memory for an array")
             owner = device.take(key, nbytes)
+        queue = self._table.resolve(stream.ptr)
         if region is not None:
-            region.settle(owner, self._table.resolve(stream.ptr))
+            region.settle(owner, queue)
+        block = owner.block
+        if block.generation and queue.capture is None:  # or yesterday's right values would hide a wait that is missing
+            self._table.give(queue, partial(block.memory.fill, POISON), [Access(block, block.memory, True)], "an allocation")
         return HostArray(np.ndarray(tuple(shape), dtype, owner.block.memory, strides=tuple(strides)), owner, self.work)

@@ -132,6 +132,8 @@ class Order:
                         clock[stream] = moment
             moment = self._moments[component] = self._moments.get(component, 0) + 1
             clock[component] = moment
+            if operation.accesses:
+                where = f"{where}, at {caller()}"
             for access in operation.accesses:
                 if access.view.size:
                     self._accessed(Past(access, operation.label or "an operation", where, component, moment), access.block, clock)
