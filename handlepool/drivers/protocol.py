@@ -427,7 +427,8 @@ def check_operands(
         For an array that is empty or misaligned.
     """
     for index, array in enumerate(operands):
-        if not isinstance(array, (*driver.array_types, View)):
+        kinds: Any = (*driver.array_types, View)
+        if not isinstance(array, kinds):
             raise ArrayTypeError(
                 f"{name}: {operand(index)} is a {kind_of(array)}; the {driver.name} driver takes {taken(driver)}"
             )

@@ -49,14 +49,14 @@ def test_scratch_is_aligned_and_counted_in_steps_of_256_bytes(driver, nbytes):
     assert driver.memory_info() == (free, total)
 
 
-def test_fresh_memory_is_poisoned_and_reused_memory_is_not(driver):
+def test_memory_is_poisoned_when_it_is_given_out_new_or_again(driver):
     pointer = driver.allocate(16)
     assert np.isnan(driver.scratch_array(pointer, 16, None).view(np.float32)).all()
     array = floats(driver)
     assert np.isnan(array).all()
     array[:] = 7
     del array
-    assert (floats(driver) == 7).all()
+    assert np.isnan(floats(driver)).all()
 
 
 def test_each_device_has_a_budget_of_its_own():
@@ -284,7 +284,7 @@ def test_queued_work_does_not_keep_an_array_alive_and_survives_its_end(driver):
     latch.release()
     driver.release_cached()
     driver.synchronize_stream(stream.ptr)
-    assert (result == 5).all()
+    assert np.isnan(result).all()  # of the new owner, whose memory is poisoned
 
 
 def freed_by_another_thread_after_the_branch_began(seed, in_thread, *, region):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from handlepool import ContractError
+from handlepool.drivers.host.array import owner_of
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.drivers.host.memory import owner_of
 
 
 class World:
@@ -163,12 +163,9 @@ def test_a_block_that_the_allocator_gave_to_another_owner_counts_as_written(worl
     x = world.array(world.one)
     world.edge(world.one, world.two)
     world.read(world.two, x)
-    address = world.driver.array_pointer(x)
     del x
-    y = world.array(world.one)
-    assert world.driver.array_pointer(y) == address
     with pytest.raises(ContractError, match="the allocator gave the memory to another owner"):
-        world.read(world.one, y)
+        world.array(world.one)
 
 
 def test_a_block_that_its_own_stream_reuses_passes(world):
@@ -203,7 +200,9 @@ def captured(world, *, joined=True):
 
 def test_branches_of_a_graph_without_an_edge_are_caught_when_it_is_launched(world):
     _, graph = captured(world, joined=False)
-    with pytest.raises(ContractError, match=r"'a write' on a recorded graph writes .* and 'a write' on a recorded graph"):
+    with pytest.raises(
+        ContractError, match=r"'a write' on a recorded graph, at .*py:\d+ writes .* and 'a write' on a recorded graph"
+    ):
         graph.launch(world.one)
 
 

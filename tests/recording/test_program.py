@@ -10,8 +10,8 @@ from harness.scenes import TIMEOUT, CarelessDriver, Scene, Thread, over_seeds, w
 from harness.uses import EFFECTS, FOREIGN, STREAMS, calls
 
 import handlepool
-from handlepool.drivers.host.array import raw_view
 from handlepool import ArgumentError, ContractError, ParallelStates
+from handlepool.drivers.host.array import raw_view
 from handlepool.pool.deferred import deferred, settle
 from handlepool.pool.workspace import DeviceScratch
 

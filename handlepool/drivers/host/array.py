@@ -1,9 +1,9 @@
 """Arrays of the host driver: what CuPy's arrays are on a GPU.
 
-Work on such an array is queued on the current stream, as CuPy's is. Whoever wants its values on the host waits for those who write
-them. So the class is none of NumPy's, and has neither their buffer nor ``__array_interface__``: by these `np.asarray`, `memoryview`,
-``tolist`` or SciPy would read memory that queued work has yet to write. What NumPy does with such an array comes here by its
-protocols, and goes on to `handlepool.drivers.host.array_functions`.
+Work on such an array is queued on the current stream, as CuPy's is. Whoever wants its values on the host waits for those who
+write them. So the class is none of NumPy's, and has neither their buffer nor ``__array_interface__``: by these `np.asarray`,
+`memoryview`, ``tolist`` or SciPy would read memory that queued work has yet to write. What NumPy does with such an array comes
+here by its protocols, and goes on to `handlepool.drivers.host.array_functions`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool.drivers.host.race_checker import History
 from handlepool.errors import ArrayTypeError
 
 Raw = np.ndarray[Any, Any]
@@ -21,8 +20,14 @@ class Owner(Protocol):
     """What keeps an array's memory."""
 
     @property
-    def block(self) -> History:
+    def block(self) -> "Memory":
         """The memory."""
+
+
+class Memory(Protocol):
+    """A piece of a device's memory."""
+
+    device: int
 
 
 class Work(Protocol):
@@ -153,7 +158,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
             raise BufferError("a host array's memory is not written by a buffer: assign to the array")
         if self._work.strict:
             raise ArrayTypeError("a host array has no buffer, as CuPy's has none: ask for a copy with .get()")
-        return memoryview(self._values("an export of its buffer")).toreadonly()
+        return memoryview(self._values("an export of its buffer")).toreadonly()  # type: ignore[arg-type]
 
     # To the host
 
@@ -182,7 +187,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         if out is not None:
             np.copyto(out, values)
             return out
-        return np.array(values, order=order)  # type: ignore[call-overload,no-any-return]
+        return np.array(values, order=order)  # type: ignore[call-overload]
 
     def set(self, values: Any, stream: Any = None) -> None:
         """Copy a NumPy array of the same shape and type into this one."""
@@ -217,7 +222,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return complex(self._number("complex()"))
 
     def __index__(self) -> int:
-        return self._number("an index").__index__()  # type: ignore[no-any-return]
+        return int(self._number("an index").__index__())
 
     def __bool__(self) -> bool:
         if self.size != 1:
@@ -258,7 +263,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return (self[index] for index in range(self.shape[0]))
 
     def __getitem__(self, index: Any) -> "HostArray":
-        return self._work.function(_getitem, (self, index), {})  # type: ignore[no-any-return]
+        found: HostArray = self._work.function(_getitem, (self, index), {})
+        return found
 
     def __setitem__(self, index: Any, values: Any) -> None:
         self._work.function(_setitem, (self, index, values), {})
@@ -278,7 +284,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def copy(self, order: str = "C") -> "HostArray":
         """Return a copy on the current device."""
-        return np.copy(self, order=order)  # type: ignore[call-overload,no-any-return]
+        return np.copy(self, order=order)  # type: ignore
 
     def astype(self, dtype: Any, order: str = "K", casting: Any = "unsafe", subok: Any = None, copy: bool = True) -> "HostArray":
         """Return a copy of another type."""
@@ -297,16 +303,16 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def reshape(self, *shape: Any, order: Any = "C") -> "HostArray":
         """Return the elements in another shape: the same memory where that can be, else a copy."""
-        return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order)
+        return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order)  # type: ignore[return-value]
 
     def transpose(self, *axes: Any) -> "HostArray":
         """Return the same memory with the axes in another order."""
         given = axes[0] if len(axes) == 1 and (axes[0] is None or not np.isscalar(axes[0])) else axes or None
-        return np.transpose(self, given)
+        return np.transpose(self, given)  # type: ignore[return-value]
 
     def flatten(self, order: Any = "C") -> "HostArray":
         """Return a copy with one axis."""
-        return np.ravel(self.copy(), order)
+        return np.ravel(self.copy(), order)  # type: ignore[return-value]
 
     def fill(self, value: Any) -> None:
         """Make every element a value."""

@@ -1,8 +1,8 @@
 """What NumPy's functions do with host arrays.
 
-A function whose result's shape follows from the shapes of its arguments is queued on the current stream, with its reads and writes:
-universal functions, reductions, indexing, and the table at the end of this module. Views are made at once. Whatever else NumPy has
-waits on the host for those who write its arguments, runs at once, and is right.
+A function whose result's shape follows from the shapes of its arguments is queued on the current stream, with its reads and
+writes: universal functions, reductions, indexing, and the table at the end of this module. Views are made at once. Whatever else
+NumPy has waits on the host for those who write its arguments, runs at once, and is right.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from handlepool.drivers.host.array import HostArray, Raw, getitem, keeping, owner_of, raw_view, setitem
-from handlepool.drivers.host.memory import Memory, accesses
+from handlepool.drivers.host.memory import Memory, accesses, plain_reads
 from handlepool.drivers.host.race_checker import caller
 from handlepool.drivers.host.streams import Queue, StreamTable
 from handlepool.errors import ArrayTypeError, CaptureError, DeviceMismatchError, ForkedProcessError
@@ -74,8 +74,9 @@ class ArrayWork:
         queue = self._queue_for([*writes, *reads], label)
         written, read = [raw_view(array) for array in writes], [raw_view(array) for array in reads]
         raws = [raw for raw, _ in (*written, *read)]
-        checked = self._streams.scheduler.order is not None
-        touched = [*accesses(written, writes=True), *accesses(read, writes=False, checked=checked)]
+        touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
+        if self._streams.scheduler.order is not None:
+            touched += plain_reads(reads)
         self._streams.give(queue, lambda: function(*raws), touched, label)
 
     def finish(self, reads: Sequence[HostArray], writes: Sequence[HostArray], label: str) -> None:
@@ -107,8 +108,8 @@ class ArrayWork:
     def _queue_for(self, arrays: Iterable[Any], label: str) -> Queue:
         if os.getpid() != self._process:
             raise ForkedProcessError(
-                f"{label}: the array was made before os.fork, and the work on it is the parent's: copy what is needed with .get() "
-                f"before the fork, or start the child with multiprocessing.get_context('spawn')"
+                f"{label}: the array was made before os.fork, and the work on it is the parent's: copy what is needed with "
+                f".get() before the fork, or start the child with multiprocessing.get_context('spawn')"
             )
         thread = self._streams.thread
         for array in arrays:
@@ -137,7 +138,9 @@ class ArrayWork:
             bound = {"axis": 0, **dict(zip(("axis", "dtype"), inputs[1:], strict=False)), **kwargs}
             return self.reduced(function, inputs[0], bound, outs[0] if outs else None, name)
         if ufunc is np.matmul and method == "__call__" and not kwargs:
-            return self.made(np.matmul, inputs, {}, _contracted(*map(_dummy, inputs), -2), outs[0] if outs else None, name)
+            return self.made(
+                np.matmul, inputs, {}, _contracted(_dummy(inputs[0]), _dummy(inputs[1]), -2), outs[0] if outs else None, name
+            )
         if outs is not None:
             kwargs["out"] = outs if method == "__call__" else outs[0]
         return self.run_now(function, inputs, kwargs, name, inputs[:1] if method == "at" else outs or ())
@@ -169,20 +172,20 @@ class ArrayWork:
     ) -> HostArray:
         """Queue a function whose result has the shape and type of a pattern."""
         if out is not None and not isinstance(out, HostArray):
-            return self.run_now(function, args, {**kwargs, "out": out}, name, ())  # type: ignore[no-any-return]
+            return self.run_now(function, args, {**kwargs, "out": out}, name, ())
         if out is None:
             out = self.like(pattern.shape, pattern.dtype, pattern if pattern.size else None)
         elif np.broadcast_shapes(pattern.shape, out.shape) != out.shape:
             raise ValueError(f"{name} makes an array of shape {pattern.shape}, which out= of shape {out.shape} cannot hold")
         arguments = (raws(args), raws(kwargs))
-        reads = hosts((args, kwargs))
+        reads = operands((args, kwargs))
 
         def run(to: Raw, *_: Raw) -> None:
             with np.errstate(all="ignore"):
                 np.copyto(to, function(*arguments[0], **arguments[1]), "unsafe")
 
         self.queue(run, [out], reads, name)
-        return out  # type: ignore[no-any-return]
+        return out
 
     def _elementwise(
         self, ufunc: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[HostArray, ...] | None, name: str
@@ -208,7 +211,7 @@ class ArrayWork:
             with np.errstate(all="ignore"):  # as on a GPU, which warns of nothing
                 ufunc(*arguments, out=views[: ufunc.nout], **options)
 
-        self.queue(run, outs, hosts((inputs, kwargs)), name)
+        self.queue(run, outs, operands((inputs, kwargs)), name)
         return outs[0] if ufunc.nout == 1 else outs
 
     def reduced(self, function: Callable[..., Any], array: Any, options: dict[str, Any], out: Any, name: str) -> HostArray:
@@ -292,6 +295,11 @@ def hosts(value: Any) -> list[HostArray]:
     return list({id(array): array for array in walk(value) if isinstance(array, HostArray)}.values())
 
 
+def operands(value: Any) -> list[Any]:
+    """The host arrays and NumPy's own among arguments, each once."""
+    return list({id(array): array for array in walk(value) if isinstance(array, (HostArray, np.ndarray))}.values())
+
+
 def raws(value: Any, views: dict[int, Raw] | None = None) -> Any:
     """Arguments with NumPy's arrays in place of host arrays: raw ones, or the views given by id."""
     if isinstance(value, HostArray):
@@ -328,7 +336,7 @@ def _contracted(a: Any, b: Any, axis: int) -> Raw:
     """The shape and type of a product, without computing it; ``axis`` is the one of the second array that is summed over."""
     a, b = np.asarray(a), np.asarray(b)
     if not (a.ndim and b.ndim):
-        return np.multiply(a, b)  # type: ignore[no-any-return]
+        return np.multiply(a, b)
     inner = b.shape[axis if b.ndim > 1 else 0]
     if a.shape[-1] != inner:
         raise ValueError(f"a product of arrays of shape {a.shape} and {b.shape}: {a.shape[-1]} is not {inner}")
@@ -444,7 +452,7 @@ def _copyto(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[
     np.copyto(_ones(target), **{key: _ones(value) for key, value in bound.items()})
     np.broadcast_shapes(target.shape, np.shape(raw_view(bound["src"])[0]))
     options = raws(bound)
-    work.queue(lambda to, *_: np.copyto(to, **options), [target], hosts(bound), "copyto")
+    work.queue(lambda to, *_: np.copyto(to, **options), [target], operands(bound), "copyto")
 
 
 def _is_basic(index: Any) -> bool:
@@ -474,7 +482,7 @@ def _gets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[st
     if not isinstance(array, HostArray):
         return work.run_now(function, args, kwargs, "an index", ())
     if _is_basic(index):
-        found = raw_view(array)[0][index if isinstance(index, tuple) else (index,) + (...,)]
+        found = raw_view(array)[0][index if isinstance(index, tuple) else (index, ...)]
         return HostArray(found if isinstance(found, np.ndarray) else np.asarray(found), owner_of(array), work)
     if _is_mask(index):
         return work.run_now(function, args, kwargs, "a mask as an index", ())
@@ -493,7 +501,7 @@ def _sets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[st
     def run(to: Raw, *_: Raw) -> None:
         to[index_now] = values_now
 
-    work.queue(run, [array], hosts((index, values)), "an assignment")
+    work.queue(run, [array], operands((index, values)), "an assignment")
 
 
 def _stripped(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -511,7 +519,8 @@ for _rule, _names in (
     (
         _views,
         "transpose permute_dims matrix_transpose swapaxes moveaxis rollaxis squeeze expand_dims broadcast_to atleast_1d "
-        "atleast_2d atleast_3d flip flipud fliplr rot90 split array_split hsplit vsplit dsplit diagonal reshape ravel unstack real",
+        "atleast_2d atleast_3d flip flipud fliplr rot90 split array_split hsplit vsplit dsplit diagonal reshape ravel "
+        "unstack real",
     ),
     (_metadata, "shape ndim size result_type can_cast may_share_memory shares_memory iscomplexobj isrealobj common_type"),
     (

@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from handlepool.drivers.host.array import Raw, address_of, raw_view
 from handlepool.drivers.host.contract import HandleUse
-from handlepool.drivers.host.memory import Block, Memory, accesses
+from handlepool.drivers.host.memory import Block, Memory, accesses, plain_reads
 from handlepool.drivers.host.streams import StreamTable
 from handlepool.drivers.protocol import ALIGNMENT, Copy, scratch_of
 from handlepool.errors import ArgumentError, ContractError
@@ -88,7 +88,9 @@ class HostExecutable:
 
             def give(run: Callable[[], object], reads: Sequence[int], writes: Sequence[int], name: str) -> None:
                 touched = accesses([(space, block), *(views[index] for index in writes)], writes=True)
-                touched += accesses([views[index] for index in reads], writes=False, checked=checked)
+                touched += accesses([views[index] for index in reads], writes=False)
+                if checked:
+                    touched += plain_reads(operands[index] for index in reads)
                 self._streams.give(queue, run, touched, name)
 
             def copy_all(output: bool) -> None:

@@ -6,11 +6,11 @@ it: the hazard that a pool has to prevent (G8).
 """
 
 import threading
-from zlib import crc32
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
+from zlib import crc32
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class Plain:
         self.generation = 0
         self.past: list[Past] = []
         self._values = values
-        self._sum = crc32(np.ascontiguousarray(values).view(np.uint8))
+        self._sum = crc32(values.tobytes())
         self._where = caller()
 
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class Plain:
 
     def check_live(self, label: str) -> None:
         """Raise if it was written since."""
-        if self._sum != crc32(np.ascontiguousarray(self._values).view(np.uint8)):
+        if self._sum != crc32(self._values.tobytes()):
             raise ContractError(
                 f"not ordered: {label!r}, given at {self._where}, reads {self!r} that the host has written before the work ran: "
                 f"write it after the stream has run what it was given, or pass a copy, as asarray makes one"
@@ -100,12 +100,14 @@ class Lease:
         self._owner = owner
 
 
-def accesses(views: Sequence[tuple[Raw, Block | None]], *, writes: bool, checked: bool = False) -> list[Access]:
-    """Accesses to what `raw_view` gave; ``checked`` has reads of arrays that this driver did not make among them."""
-    found = [Access(block, view, writes) for view, block in views if block is not None]
-    if checked and not writes:
-        found += [Access(Plain(view), view, False) for view, block in views if block is None and view.size]
-    return found
+def accesses(views: Sequence[tuple[Raw, Block | None]], *, writes: bool) -> list[Access]:
+    """Accesses to what `raw_view` gave; none to arrays that this driver did not make."""
+    return [Access(block, view, writes) for view, block in views if block is not None]
+
+
+def plain_reads(arrays: Iterable[Any]) -> list[Access]:
+    """Reads of NumPy's own arrays, where the order of accesses is checked."""
+    return [Access(Plain(array), array, False) for array in arrays if type(array) is np.ndarray and array.size]
 
 
 ARENA_ALIGNMENT = 512

@@ -122,5 +122,5 @@ class Controls:
         written = [raw_view(array) for array in writes]
         read = [raw_view(array) for array in reads]
         raw = [view for view, _ in (*written, *read)]
-        touched = [*accesses(written, writes=True), *accesses(read, writes=False, checked=self.order is not None)]
+        touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
         self._streams.give(queue, lambda: function(*raw), touched, label)
