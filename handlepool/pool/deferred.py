@@ -53,7 +53,7 @@ def settle_all() -> None:
 
 
 def _after_fork() -> None:
-    """In a forked child nothing inherited is given back or freed (guarantee 13)."""
+    """In a forked child nothing inherited is destroyed or freed (guarantee 13)."""
     _abandoned.append(list(deferred))
     deferred.clear()
 
@@ -66,7 +66,7 @@ PATIENCE = 1.0
 to be gone, before whoever uses a program after that is told."""
 
 ending: list[int] = []
-"""The thread that ends the process, once programs come to an end: from then on nothing of theirs is given back."""
+"""The thread that ends the process, once programs come to an end: from then on nothing of theirs is destroyed."""
 
 _numbers = itertools.count()
 _ends: dict[int, weakref.WeakMethod[Callable[[float], None]]] = {}  # copied in one step, whatever other threads do

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _streams: dict[int, Stream] = {}
 """By number, the last streams of programs. The collector runs the destructors of all that goes at a time, also of a stream that a
-program has which defers its own end: this keeps the stream, whatever cycle it is in, until the program is given back."""
+program has which defers its own end: this keeps the stream, whatever cycle it is in, until the program is closed."""
 _numbers = count()
 
 
@@ -319,7 +319,7 @@ class Program:
 
     def _end(self, *, wait: bool, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> bool:
         status = self._status
-        # Nothing can be given back (guarantee 13), nor the lock be trusted: whoever has it may be gone.
+        # Nothing may be destroyed (guarantees 10 and 13), nor the lock be trusted: whoever has it may be gone.
         if leftovers.ending or _is_finalizing():
             abandon(self)
             return True
@@ -382,7 +382,7 @@ class Program:
         self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
 
     def _end_at_exit(self, deadline: float) -> None:
-        """Drop the plans, after which nobody replays; nothing else is given back.
+        """Drop the plans, after which nobody replays; nothing else is destroyed.
 
         Not where another thread is inside a use until then (by the monotonic clock): what it launches is left alone.
         """

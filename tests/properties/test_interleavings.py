@@ -344,3 +344,23 @@ def test_control_a_lock_of_a_program_that_holds_nobody_up_lets_two_threads_in(mo
     monkeypatch.setattr(WatchedLock, "acquire", lambda lock: None)
     monkeypatch.setattr(WatchedLock, "release", lambda lock: None)
     assert meet_at_every_line(monkeypatch, "replay", other)[0]
+
+
+def test_a_thread_whose_wait_for_anothers_use_was_interrupted_waits_again(monkeypatch):
+    meeting = Meeting(monkeypatch)
+    meeting.begin("replay")
+    lock = meeting.program._lock
+
+    def interrupted():
+        assert not lock._lock.acquire(blocking=False)
+        raise KeyboardInterrupt
+
+    for busy in (meeting.program._busy, None):  # as it is, and as where the other thread had only just begun
+        with monkeypatch.context() as patch, meeting.stream:
+            patch.setattr(lock, "acquire", interrupted)
+            patch.setattr(meeting.program, "_busy", busy)
+            with pytest.raises(KeyboardInterrupt):
+                meeting.program.replay()
+    meeting.use("replay")
+    assert not meeting.met
+    meeting.end()

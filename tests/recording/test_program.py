@@ -391,21 +391,6 @@ def test_where_a_source_is_written_over_all_are_read_first(scene):
     assert calls(scene.driver, program.update, a[:-1])["copy"] == 2  # a copy onto its own source reads what it wrote
 
 
-def test_one_array_in_two_places_takes_one_value(scene):
-    x = scene.array(1)
-    program = handlepool.record(copying(scene), [x, x])
-    five, six = scene.array(5), scene.array(6)
-    with pytest.raises(ArgumentError, match="two values"):
-        program.update([five, six])
-    assert values(scene, program) == [1, 1]
-    program.update([five, five])
-    assert values(scene, program) == [5, 5]
-    program.update([None, six])
-    assert values(scene, program) == [6, 6]
-    program.update([x, x])
-    assert values(scene, program) == [6, 6]
-
-
 def test_views_beside_each_other_are_no_conflict(scene):
     base = scene.driver.asarray(np.zeros((4, 6)))
     program = handlepool.record(lambda *views: scene.plus(scene.array(1), 0), base[:, :3], base[:, 3:])
