@@ -1,5 +1,5 @@
 """What the choice of a plan is worth: recorded convolutions side by side, with the plan that cuDNN ranks first, the one that is
-quickest alone, and the one that is quickest in company, as `GraphFunction.tune` finds them. Needs a GPU.
+quickest alone, and the one that is quickest side by side, as `GraphFunction.tune` finds them. Needs a GPU.
 
 What is timed is independent of the tuning: replays of a recorded fork, interleaved, by the clocks of overlap.py.
 """
@@ -15,23 +15,23 @@ from work import Shape
 
 import handlepool
 
-FIRST, ALONE, COMPANY = "ranked first", "quickest alone", "quickest in company"
+FIRST, ALONE, TOGETHER = "ranked first", "quickest alone", "quickest side by side"
 
 
 def tuned(work: Work, count: int) -> tuple[dict[str, Callable[[], object]], dict[str, Any]]:
-    """Replays of a fork over so many states, with each of the three plans; and what the tuning in company found."""
+    """Replays of a fork over so many states, with each of the three plans; and what the tuning side by side found."""
     operands = work.images[0], work.filters[0]
     states = handlepool.ParallelStates(count)
     cases: dict[str, Callable[[], object]] = {}
     tuning = None
-    for name, company in ((FIRST, None), (ALONE, None), (COMPANY, states)):
+    for name, together in ((FIRST, None), (ALONE, None), (TOGETHER, states)):
         if name != FIRST:
-            tuning = work.conv.tune(*operands, out=work.outs[0], states=company)
+            tuning = work.conv.tune(*operands, out=work.outs[0], states=together)
         cases[name] = work.checked(name, handlepool.record(work.forked(count)).replay)
     print(f"{work.shape}\n{tuning}\n")
     found = [{"index": c.index, "engine": c.engine, "workspace_bytes": c.workspace_size} for c in tuning.candidates]
     for entry, candidate in zip(found, tuning.candidates, strict=True):
-        entry |= {"alone": candidate.alone, "company": candidate.company, "skipped": candidate.skipped}
+        entry |= {"alone": candidate.alone, "concurrent": candidate.concurrent, "skipped": candidate.skipped}
     return cases, {"winner": tuning.winner.index, "candidates": found}
 
 
@@ -57,8 +57,8 @@ def main() -> int:
                 samples = regions(cases, options.repeats, options.calls, driver, stream)
                 for clock in CLOCKS:
                     times[f"{what}, microseconds, {clock}"] = {name: summary(v) for name, v in samples[clock].items()}
-                ratios.compare(samples["device"], COMPANY, FIRST, None, f", {what}, device")
-                ratios.compare(samples["device"], COMPANY, ALONE, None, f", {what}, device")
+                ratios.compare(samples["device"], TOGETHER, FIRST, None, f", {what}, device")
+                ratios.compare(samples["device"], TOGETHER, ALONE, None, f", {what}, device")
         publish(options, "tune", driver.name, times, ratios, tunings=tunings, count=options.count, states=options.states)
     return 0
 

@@ -115,7 +115,7 @@ class Executable(Protocol):
         self,
         inputs: Sequence[Any],
         outputs: Sequence[Any],
-        apart: Sequence[tuple[int, int, int, int, bool]] | None,
+        alias_pairs: Sequence[tuple[int, int, int, int, bool]] | None,
         single: bool,
         names: dict[str, Any],
     ) -> Callable[..., Any] | None:
@@ -131,7 +131,7 @@ class Executable(Protocol):
         ----------
         inputs, outputs : sequence of Layout
             Of the arrays. The first input's shape is not compared: whoever looked the function up has done that.
-        apart : sequence of tuple, optional
+        alias_pairs : sequence of tuple, optional
             What ``out`` must not lie over, as in `Plan`; None for outputs that are to be allocated.
         single : bool
             Whether there is one output, not a tuple.

@@ -24,10 +24,10 @@ from handlepool.tensors.layout import HOST, Layout, View
 class ForeignCall:
     """A `GraphCall` with arrays of other libraries."""
 
-    __slots__ = ("_adapted", "_call", "_result", "operands")
+    __slots__ = ("_call", "_converted", "_result", "operands")
 
-    def __init__(self, adapted: "Adapted", call: AnyCall, result: Any) -> None:
-        self._adapted = adapted
+    def __init__(self, converted: "ConvertedArguments", call: AnyCall, result: Any) -> None:
+        self._converted = converted
         self._call = call
         self._result = result
         self.operands = call.operands
@@ -44,23 +44,23 @@ class ForeignCall:
 
     @property
     def stream(self) -> int | None:
-        """As `Adapted.stream`."""
-        return self._adapted.stream
+        """As `ConvertedArguments.stream`."""
+        return self._converted.stream
 
     @property
     def callers(self) -> list[int]:
-        """As `Adapted.callers`."""
-        return self._adapted.callers
+        """As `ConvertedArguments.callers`."""
+        return self._converted.callers
 
     def launch(self, slot: Slot) -> Any:
         """Enqueue on the slot's stream, in order with the callers, and return the outputs."""
-        adapted = self._adapted
+        converted = self._converted
         pointer = slot.pointer
-        for caller in adapted.callers:
-            order(adapted.pool, adapted.device, caller, pointer)
+        for caller in converted.callers:
+            order(converted.pool, converted.device, caller, pointer)
         self._call.launch(slot)
-        for caller in adapted.callers:
-            order(adapted.pool, adapted.device, pointer, caller)
+        for caller in converted.callers:
+            order(converted.pool, converted.device, pointer, caller)
         return self._finish(slot)
 
     def enqueue(self, slot: Slot) -> Any:
@@ -69,35 +69,35 @@ class ForeignCall:
         return self._finish(slot)
 
     def _finish(self, slot: Slot) -> Any:
-        adapted = self._adapted
-        if adapted.kept:
+        converted = self._converted
+        if converted.kept:
             self._keep_until_run(slot)
-        if adapted.wrap is None or not adapted.made:
+        if converted.wrap is None or not converted.made:
             return self._result
         # The library's stream is made to wait for the current one, which is to be the one that writes the outputs.
-        driver = adapted.pool.driver
+        driver = converted.pool.driver
         previous = driver.current_stream()
         if previous.ptr == slot.pointer:
-            return _wrapped(adapted.wrap, self._result)
+            return _wrapped(converted.wrap, self._result)
         stream = slot.side_stream or driver.wrap_stream(slot.pointer, None)
         driver.push_stream(stream)
         try:
-            return _wrapped(adapted.wrap, self._result)
+            return _wrapped(converted.wrap, self._result)
         finally:
             driver.pop_stream(stream, previous)
 
     def _keep_until_run(self, slot: Slot) -> None:
-        adapted = self._adapted
+        converted = self._converted
         if thread.recording is not None:
-            thread.recording.keep(adapted.kept)
-        elif slot.pointer == LEGACY_STREAM or not adapted.pool.driver.capture_id(slot.pointer):
+            thread.recording.keep(converted.kept)
+        elif slot.pointer == LEGACY_STREAM or not converted.pool.driver.capture_id(slot.pointer):
             if deferred:
                 settle()
-            defer(_Kept(adapted.pool, adapted.device, slot.pointer, adapted.kept).settle)
+            defer(_Kept(converted.pool, converted.device, slot.pointer, converted.kept).settle)
 
     def then(self, make: Callable[[Any], Any]) -> "ForeignCall":
         """As `GraphCall.then`."""
-        return ForeignCall(self._adapted, self._call.then(make), self._result)
+        return ForeignCall(self._converted, self._call.then(make), self._result)
 
 
 def _wrapped(wrap: Callable[[Any], Any], made: Any) -> Any:
@@ -138,7 +138,7 @@ class _Kept:
 _IMMUTABLE = ("jax", "jaxlib")
 
 
-class Adapted:
+class ConvertedArguments:
     """The arrays of one call in the driver's form.
 
     Parameters
@@ -229,7 +229,7 @@ class Adapted:
                 if rest:
                     self.callers.append(here)
         if rest:
-            self._adapt_rest(operands, here if self.stream is None else self.stream)
+            self._convert_rest(operands, here if self.stream is None else self.stream)
         self.arrays, self.outs = tuple(operands[: self._inputs]), tuple(operands[self._inputs :])
         self._first = first = arrays[0] if arrays else None
         self._torch = torch
@@ -241,8 +241,8 @@ class Adapted:
             if not isinstance(first, (*driver.array_types, View)):
                 self.wrap = _wrapper(first)
 
-    def _adapt_rest(self, operands: list[Any], stream: int) -> None:
-        """Adapt what is no torch tensor."""
+    def _convert_rest(self, operands: list[Any], stream: int) -> None:
+        """Convert what is no torch tensor."""
         natives = self.pool.driver.array_types
         for place, array in enumerate(operands):
             if isinstance(array, (*natives, View)):
@@ -321,10 +321,10 @@ class Adapted:
                 )
 
 
-def adapt(name: str, pool: PoolInternals, arrays: tuple[Any, ...]) -> Adapted | None:
+def convert(name: str, pool: PoolInternals, arrays: tuple[Any, ...]) -> ConvertedArguments | None:
     """The arrays of a call in the driver's form; None where they are its own."""
     natives = pool.driver.array_types
-    return None if all(type(array) in natives for array in arrays) else Adapted(name, pool, arrays)
+    return None if all(type(array) in natives for array in arrays) else ConvertedArguments(name, pool, arrays)
 
 
 def layout_of(name: str, pool: PoolInternals, operand: str, array: Any) -> Layout:
@@ -339,7 +339,7 @@ def layout_of(name: str, pool: PoolInternals, operand: str, array: Any) -> Layou
     """
     native = isinstance(array, pool.driver.array_types)
     if not native and is_array(array):
-        (array,) = Adapted(name, pool, (array,), operand=operand).arrays
+        (array,) = ConvertedArguments(name, pool, (array,), operand=operand).arrays
         native = True
     if native:
         check_operands(pool.driver, name, pool.driver.current_device(), (array,), lambda _: operand)

@@ -12,7 +12,7 @@ from handlepool._util import shown
 from handlepool.drivers.protocol import operand_name
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayCall, P, R_co
-from handlepool.graphs.arrays import Adapted, adapt, layout_of
+from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of
 from handlepool.graphs.comparison import compare
 from handlepool.graphs.compile import build
 from handlepool.graphs.launch import AnyCall, GraphCall, check_arrays, hit, new_outputs, option_key, shortcut
@@ -139,19 +139,19 @@ class GraphFunction(ArrayCall[P, R_co]):
             references, given = tuple(arrays), tuple(arrays.values())
         except (AttributeError, TypeError):
             raise ArgumentError(f"{self._name}.run takes a dictionary of arrays by reference, not {shown(arrays)}") from None
-        adapted = adapt(self._name, pool, given)
-        if adapted is not None:
-            given = adapted.arrays
+        converted = convert(self._name, pool, given)
+        if converted is not None:
+            given = converted.arrays
         plan = self.plan(pool, given, (), options, (), references)
         inputs, places = len(plan.inputs), plan.places
-        empty = pool.driver.empty if adapted is None else adapted.empty
+        empty = pool.driver.empty if converted is None else converted.empty
         layouts = zip(places[inputs:], plan.outputs, strict=True)
         outs = tuple([empty(at.shape, at.strides, at.dtype) if place < 0 else given[place] for place, at in layouts])
         operands = tuple([given[place] for place in places[:inputs]])
         made = tuple([out for place, out in zip(places[inputs:], outs, strict=True) if place < 0])
         call: AnyCall = GraphCall(pool, plan, operands + outs, made, True)
-        if adapted is not None:
-            call = adapted.call(call, [place for place in places[inputs:] if place >= 0])
+        if converted is not None:
+            call = converted.call(call, [place for place in places[inputs:] if place >= 0])
         made = call.launch(pool.slot(call.stream))
         arrays.update(zip([key for key, place in zip(plan.keys, places[inputs:], strict=True) if place < 0], made, strict=True))
         return arrays
@@ -163,7 +163,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         out: Any,
         options: dict[str, Any],
         settings: Settings = (),
-        adapted: Adapted | None = None,
+        converted: ConvertedArguments | None = None,
         key: tuple[Any, ...] | None = None,
     ) -> AnyCall:
         """Find or build the plan, and allocate the outputs that are not given, on the current stream.
@@ -177,12 +177,12 @@ class GraphFunction(ArrayCall[P, R_co]):
                     f"{self._name}: out={shown(out)} holds no array; pass one for each output, or None for new ones"
                 )
             natives = pool.driver.array_types
-            if adapted is None and any(type(array) not in natives for array in arrays + outs):
-                return Adapted(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
-            plan = self.plan(pool, arrays, outs, options, settings, option_key=None if adapted else key)
+            if converted is None and any(type(array) not in natives for array in arrays + outs):
+                return ConvertedArguments(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
+            plan = self.plan(pool, arrays, outs, options, settings, option_key=None if converted else key)
             if out is not None:
                 return GraphCall(pool, plan, arrays + outs, out, True)
-            made = new_outputs(pool, plan.outputs, pool.driver.empty if adapted is None else adapted.empty)
+            made = new_outputs(pool, plan.outputs, pool.driver.empty if converted is None else converted.empty)
             return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made, False)
         except Exception as error:
             pool.status.diagnose(error)
@@ -274,7 +274,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         *arrays : array
             As in a call.
         states : ParallelStates, optional
-            The company: all of them at a time, on the pool that they are of. One stream alone where none is given.
+            What to time side by side: all of them at a time, on the pool that they are of. One stream alone where none is given.
         out, **options
             As in a call: what is kept is the plan for calls with these arguments, so tune with ``out`` for calls with ``out``.
             Only its shape, strides and type matter.
@@ -282,8 +282,9 @@ class GraphFunction(ArrayCall[P, R_co]):
         Returns
         -------
         Tuning
-            What was tried, how long each plan took alone and in company, and which was chosen; ``print`` shows a table. Plans are
-            skipped that a setting excludes, that cannot be built, that find no room for their scratch, or that are far too slow.
+            What was tried, how long each plan took alone and side by side, and which was chosen; ``print`` shows a table. Plans
+            are skipped that a setting excludes, that cannot be built, that find no room for their scratch, or that are far too
+            slow.
 
         Raises
         ------

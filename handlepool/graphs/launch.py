@@ -126,7 +126,7 @@ def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...]
         "status": pool.status,
         "diagnose": pool.status.diagnose,
     }
-    made = plan.executable.shortcut(inputs, outputs, plan.apart if outs else None, plan.single, names)
+    made = plan.executable.shortcut(inputs, outputs, plan.alias_pairs if outs else None, plan.single, names)
     return made or _shortcut(pool, entry, inputs + outputs if outs else inputs, bool(outs))
 
 
@@ -166,7 +166,7 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
             thread.recording.check(f"a launch of {plan.name}", slot.pointer, pool.driver)
             thread.recording.keep(plan)
         size = executable.workspace_size
-        check = plan.check_apart if given else None
+        check = plan.check_aliases if given else None
         if buffer is not None:
             executable.launch(handle, operands, slot.reserve(size) if size else 0, check)
         else:

@@ -41,7 +41,7 @@ class Plan:
         For each operand the place of its array in the arguments; -1 for an output that is to be allocated.
     copies : tuple of Copy
         Operands that each launch copies, since cuDNN is not known to compute rightly from where they lie: see `handlepool.forms`.
-    apart : tuple of tuple
+    alias_pairs : tuple of tuple
         Of each output and each operand before it: their places, how far they reach in bytes, and whether they may be the same.
     """
 
@@ -57,20 +57,20 @@ class Plan:
     places: tuple[int, ...] = ()
     _choose: "Callable[[int, bool], Plan] | None" = field(repr=False, compare=False, default=None)
     copies: tuple[Copy, ...] = ()
-    apart: tuple[tuple[int, int, int, int, bool], ...] = field(init=False, repr=False, compare=False)
+    alias_pairs: tuple[tuple[int, int, int, int, bool], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layouts, inputs = self.inputs + self.outputs, len(self.inputs)
         pairs = [(one, other) for one in range(inputs, len(layouts)) for other in range(one)]
-        apart = tuple(
+        alias_pairs = tuple(
             (one, other, layouts[one].reach, layouts[other].reach, self._may_be_same(layouts, one, other)) for one, other in pairs
         )
-        object.__setattr__(self, "apart", apart)
+        object.__setattr__(self, "alias_pairs", alias_pairs)
 
     def _may_be_same(self, layouts: tuple[Layout, ...], one: int, other: int) -> bool:
         return self.in_place and other < len(self.inputs) and layouts[one].lies_as(layouts[other])
 
-    def check_apart(self, addresses: Sequence[int]) -> None:
+    def check_aliases(self, addresses: Sequence[int]) -> None:
         """Raise where an output lies over an input or another output.
 
         Elements are written before all that need the input have read it. Where there is one output, and each element depends on
@@ -81,7 +81,7 @@ class Plan:
         addresses : sequence of int
             Of the operands, inputs before outputs.
         """
-        for one, other, reach, others, same in self.apart:
+        for one, other, reach, others, same in self.alias_pairs:
             start, begin = addresses[one], addresses[other]
             if begin < start + reach and start < begin + others and not (same and begin == start):
                 what = f"argument {other}" if other < len(self.inputs) else "another output"

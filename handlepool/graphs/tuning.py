@@ -1,7 +1,7 @@
 """Tuning: which of cuDNN's candidate plans is the quickest while several states run it side by side.
 
-The quickest plan alone need not be the quickest in company: one that spreads over the whole GPU leaves its neighbours nothing.
-How plans are timed is in `handlepool.trials`.
+The quickest plan alone need not be the quickest side by side with others: one that spreads over the whole GPU leaves its
+neighbours nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from handlepool.errors import (
     OutOfMemoryError,
     StateBusyError,
 )
-from handlepool.graphs.arrays import adapt
+from handlepool.graphs.arrays import convert
 from handlepool.graphs.compile import shorten
 from handlepool.graphs.plan import Plan
 from handlepool.pool.context import thread
@@ -58,8 +58,8 @@ class Candidate:
         Bytes of scratch that a launch needs.
     alone : float or None
         Microseconds a launch on one stream with nothing beside it; None where it was not timed.
-    company : float or None
-        Microseconds for one launch of every state, side by side; None where there was no company, or it was not timed.
+    concurrent : float or None
+        Microseconds for one launch of every state, side by side; None where one state was timed alone, or it was not timed.
     skipped : str
         Why it was not timed, or "".
     """
@@ -68,13 +68,13 @@ class Candidate:
     engine: str = ""
     workspace_size: int = 0
     alone: float | None = None
-    company: float | None = None
+    concurrent: float | None = None
     skipped: str = ""
 
     @property
     def time(self) -> float:
-        """What counts: ``company``, else ``alone``; infinite where there is neither."""
-        return next((time for time in (self.company, self.alone) if time is not None), float("inf"))
+        """What counts: ``concurrent``, else ``alone``; infinite where there is neither."""
+        return next((time for time in (self.concurrent, self.alone) if time is not None), float("inf"))
 
 
 @dataclass(slots=True)
@@ -84,14 +84,14 @@ class _Trial:
     index: int
     plan: Plan
     estimate: float = 0.0
-    graphs: list[RecordedGraph] = field(default_factory=list)  # alone, and in company where there is any
+    graphs: list[RecordedGraph] = field(default_factory=list)  # alone, and side by side where there are several states
     samples: list[list[float]] = field(default_factory=list)
 
     def result(self, skipped: str = "") -> Candidate:
         """What is told of it."""
         times = [] if skipped else [median(samples) for samples in self.samples]
-        alone, company = (*times, None, None)[:2]
-        return Candidate(self.index, self.plan.engine, self.plan.workspace_size, alone, company, skipped)
+        alone, concurrent = (*times, None, None)[:2]
+        return Candidate(self.index, self.plan.engine, self.plan.workspace_size, alone, concurrent, skipped)
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def side_slots(pool: PoolInternals, name: str, count: int) -> Iterator[list[Slot
             do_all([*waits, *frees, *(partial(give_back, slot) for slot in slots), sides.release_captured])
 
 
-class Stand:
+class TimingRig:
     """Where candidates are timed: side slots, each with operands of its own. Used inside `Driver.relaxed`.
 
     Parameters
@@ -139,16 +139,16 @@ class Stand:
         From `side_slots`.
     operands : list of tuple of array
         For each slot the inputs and outputs to launch with, on the device by now.
-    company : bool
+    concurrent : bool
         Whether to time what all slots run side by side, too, and not one alone.
     """
 
-    def __init__(self, pool: PoolInternals, slots: list[Slot], operands: Sequence[tuple[Any, ...]], *, company: bool) -> None:
+    def __init__(self, pool: PoolInternals, slots: list[Slot], operands: Sequence[tuple[Any, ...]], *, concurrent: bool) -> None:
         self._pool = pool
         self._driver = pool.driver
         self._slots = slots
         self._operands = operands
-        self._counts = [1, len(slots)] if company else [1]
+        self._counts = [1, len(slots)] if concurrent else [1]
         self._pointer = slots[0].pointer
         self._spaces = [0] * len(slots)
         self._launches = 1
@@ -291,10 +291,10 @@ class Tuning:
     name : str
         Of the graph function.
     states : int
-        How many ran side by side; 1 where there was no company.
+        How many ran side by side; 1 where one stream was timed alone.
     candidates : tuple of Candidate
         Every plan that was proposed, in cuDNN's order: ``index``, ``engine``, ``workspace_size`` (bytes), ``alone`` and
-        ``company`` (microseconds, or None), and ``skipped``, why it was not timed.
+        ``concurrent`` (microseconds, or None), and ``skipped``, why it was not timed.
     winner : Candidate
         The plan that these arguments get from now on.
     previous : Candidate or None
@@ -309,13 +309,13 @@ class Tuning:
 
     def __str__(self) -> str:
         timed = sorted((each for each in self.candidates if not each.skipped), key=lambda each: each.time)
-        company = "" if self.winner.company is None else f", and {self.states} states side by side"
+        together = "" if self.winner.concurrent is None else f", and {self.states} states side by side"
         lines = [
-            f"{self.name}: {len(timed)} of {len(self.candidates)} plans timed alone{company}; microseconds, bytes of scratch"
+            f"{self.name}: {len(timed)} of {len(self.candidates)} plans timed alone{together}; microseconds, bytes of scratch"
         ]
-        lines.append(f"{'plan':>5}{'alone':>11}{'company':>11}{'scratch':>15}  engine")
+        lines.append(f"{'plan':>5}{'alone':>11}{'concurrent':>11}{'scratch':>15}  engine")
         for each in timed:
-            times = "".join(f"{'' if time is None else format(time, ',.2f'):>11}" for time in (each.alone, each.company))
+            times = "".join(f"{'' if time is None else format(time, ',.2f'):>11}" for time in (each.alone, each.concurrent))
             notes = "".join(
                 f", {note}" for note, which in (("chosen", self.winner), ("used before", self.previous)) if which is each
             )
@@ -337,19 +337,19 @@ def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find
     try:
         with driver.relaxed():
             plan = find(pool)
-            adapted = adapt(name, pool, arrays)
-            if adapted is not None:
-                arrays = adapted.arrays
-                for caller in adapted.callers:
-                    order(pool, adapted.device, caller, pointer)
+            converted = convert(name, pool, arrays)
+            if converted is not None:
+                arrays = converted.arrays
+                for caller in converted.callers:
+                    order(pool, converted.device, caller, pointer)
             with side_slots(pool, name, 1 if states is None else states.count) as slots:
                 operands = [_operands(pool, plan, arrays) for _ in slots]
                 driver.synchronize_stream(pointer)  # the copies are there
-                stand = Stand(pool, slots, operands, company=states is not None)
+                rig = TimingRig(pool, slots, operands, concurrent=states is not None)
                 try:
-                    candidates = tuple(stand.time(plan))
+                    candidates = tuple(rig.time(plan))
                 finally:
-                    stand.close()
+                    rig.close()
     except Exception as error:
         pool.status.diagnose(error)
         raise

@@ -49,7 +49,7 @@ def test_a_plan_is_chosen_and_is_right(default_pool, stream, x, w, count):
     timed = [each for each in tuning.candidates if not each.skipped]
     assert len(timed) >= 2
     assert all(0.2 < each.alone < 1e5 for each in timed)
-    assert all((each.company is None) == (count is None) for each in timed)
+    assert all((each.concurrent is None) == (count is None) for each in timed)
     assert tuning.winner.time == min(each.time for each in timed)
     assert conv.plan_for(x, w).engine == tuning.winner.engine
     assert (x == given[0]).all()
@@ -59,9 +59,9 @@ def test_a_plan_is_chosen_and_is_right(default_pool, stream, x, w, count):
         assert error(y, x, w) < 1e-2
 
 
-def test_company_costs_something_and_less_than_one_after_the_other(default_pool, stream, x, w):
+def test_running_side_by_side_costs_something_and_less_than_one_after_the_other(default_pool, stream, x, w):
     winner = conv.tune(x, w, states=ParallelStates(4, pool=default_pool)).winner
-    assert winner.alone * 0.8 < winner.company < winner.alone * 4 * 0.9
+    assert winner.alone * 0.8 < winner.concurrent < winner.alone * 4 * 0.9
 
 
 def test_out_is_not_written(default_pool, stream, x, w):
@@ -112,7 +112,7 @@ def test_tuning_twice_takes_no_more_memory(default_pool, stream, x, w):
 
 
 def test_from_the_null_stream(default_pool, x, w):
-    assert conv.tune(x, w, states=ParallelStates(2, pool=default_pool)).winner.company > 0
+    assert conv.tune(x, w, states=ParallelStates(2, pool=default_pool)).winner.concurrent > 0
     assert error(conv(x, w), x, w) < 1e-2
 
 

@@ -1,4 +1,4 @@
-"""Tuning, on a host driver that proposes several plans and whose clock is told how long each takes, alone and in company."""
+"""Tuning, on a host driver that proposes several plans and whose clock is told how long each takes, alone and side by side."""
 
 import threading
 from dataclasses import dataclass
@@ -35,10 +35,10 @@ from handlepool.pool.deferred import settle
 
 @dataclass
 class Fake:
-    """A plan: microseconds a launch alone, microseconds for one launch of each state in company, scratch, what is wrong."""
+    """A plan: microseconds a launch alone, microseconds for one launch of each state side by side, scratch, what is wrong."""
 
     alone: float = 10
-    company: float = 10
+    concurrent: float = 10
     scratch: int = 0
     refused: bool = False
     fails: bool = False
@@ -97,7 +97,7 @@ class TimedDriver(HostDriver):
 
         def timed(pointer):
             launch(pointer)
-            self._last = each * (fake.company if len(set(streams)) > 1 else fake.alone)
+            self._last = each * (fake.concurrent if len(set(streams)) > 1 else fake.alone)
 
         graph.launch = timed
         return graph
@@ -149,21 +149,21 @@ def in_order(scene):
     assert_usable(scene.pool)
 
 
-GREEDY, SOCIABLE = Fake(alone=10, company=50), Fake(alone=12, company=20)
+GREEDY, SOCIABLE = Fake(alone=10, concurrent=50), Fake(alone=12, concurrent=20)
 
 
 # What is chosen
 
 
-def test_the_best_alone_need_not_be_the_best_in_company(make):
+def test_the_best_alone_need_not_be_the_best_side_by_side(make):
     scene = make(GREEDY, SOCIABLE)
     x, w = arrays_of(scene.driver)
     alone = conv.tune(x, w)
     assert (alone.winner.index, conv.plan_for(x, w).engine) == (0, "engine 0")
     together = conv.tune(x, w, states=scene.states)
     assert (together.winner.index, conv.plan_for(x, w).engine) == (1, "engine 1")
-    assert [(each.alone, each.company) for each in alone.candidates] == [(10, None), (12, None)]
-    assert [(each.alone, each.company) for each in together.candidates] == [(10, 50), (12, 20)]
+    assert [(each.alone, each.concurrent) for each in alone.candidates] == [(10, None), (12, None)]
+    assert [(each.alone, each.concurrent) for each in together.candidates] == [(10, 50), (12, 20)]
     assert (alone.states, together.states) == (1, 4)
 
 
@@ -207,9 +207,9 @@ def test_options_are_the_functions_own(make):
 
 def test_a_hiccup_changes_nothing(make):
     """The clock of these tests is far out at every fifth question; a median does not see it."""
-    scene = make(*(Fake(alone=10 + index, company=30 - index) for index in range(7)))
+    scene = make(*(Fake(alone=10 + index, concurrent=30 - index) for index in range(7)))
     tuning = conv.tune(*arrays_of(scene.driver), states=scene.states)
-    assert [each.company for each in tuning.candidates] == [30 - index for index in range(7)]
+    assert [each.concurrent for each in tuning.candidates] == [30 - index for index in range(7)]
     assert not any(each.skipped for each in tuning.candidates)
 
 
@@ -235,7 +235,7 @@ def test_arrays_of_another_library_are_read_where_they_are(make):
 # What is run
 
 
-def test_in_company_every_state_launches_the_same_plan_on_a_stream_of_its_own(make):
+def test_side_by_side_every_state_launches_the_same_plan_on_a_stream_of_its_own(make):
     scene = make(GREEDY, SOCIABLE)
     conv.tune(*arrays_of(scene.driver), states=scene.states)
     assert [(index, len(set(streams))) for index, streams, _ in scene.driver.graphs] == [(0, 1), (0, 4), (1, 1), (1, 4)]
@@ -294,7 +294,7 @@ def test_control_without_waiting_for_the_copies_they_are_read_too_early(make, mo
 
 
 def test_it_leaves_no_scratch_event_graph_or_plan_behind(make):
-    scene = make(Fake(company=5), Fake(scratch=1 << 20), Fake(scratch=1 << 22))
+    scene = make(Fake(concurrent=5), Fake(scratch=1 << 20), Fake(scratch=1 << 22))
     x, w = arrays_of(scene.driver)
     conv(x, w)
     scene.states.map(conv, [x] * 4, [w] * 4)
@@ -350,14 +350,14 @@ def test_captures_of_another_thread_survive(make):
 
 SKIPPED = {
     "cannot be built": (Fake(refused=True), "Deselecting execution plan"),
-    "fails": (Fake(company=1, fails=True), "EXECUTION_FAILED"),
+    "fails": (Fake(concurrent=1, fails=True), "EXECUTION_FAILED"),
 }
 
 
 @pytest.mark.parametrize("what", SKIPPED)
 def test_what_cannot_be_built_or_fails_is_skipped(make, what):
     fake, says = SKIPPED[what]
-    scene = make(Fake(), fake, Fake(company=5))
+    scene = make(Fake(), fake, Fake(concurrent=5))
     tuning = conv.tune(*arrays_of(scene.driver), states=scene.states)
     assert (tuning.winner.index, [bool(each.skipped) for each in tuning.candidates]) == (2, [False, True, False])
     assert says in tuning.candidates[1].skipped
@@ -365,14 +365,14 @@ def test_what_cannot_be_built_or_fails_is_skipped(make, what):
 
 def test_what_exceeds_the_workspace_limit_is_skipped(make):
     limited = conv.options(workspace_limit=1 << 16)
-    scene = make(Fake(), Fake(company=1, scratch=1 << 20), Fake(company=5))
+    scene = make(Fake(), Fake(concurrent=1, scratch=1 << 20), Fake(concurrent=5))
     tuning = limited.tune(*arrays_of(scene.driver), states=scene.states)
     assert tuning.winner.index == 2
     assert "excluded by a setting" in tuning.candidates[1].skipped
 
 
 def test_what_exceeds_the_scratch_limit_on_all_streams_at_a_time_is_skipped(make):
-    scene = make(Fake(), Fake(alone=1, company=1, scratch=1 << 20), Fake(company=5), scratch_limit=3 << 20)
+    scene = make(Fake(), Fake(alone=1, concurrent=1, scratch=1 << 20), Fake(concurrent=5), scratch_limit=3 << 20)
     x, w = arrays_of(scene.driver)
     tuning = conv.tune(x, w, states=scene.states)
     assert (tuning.winner.index, tuning.candidates[1].skipped) == (
@@ -383,7 +383,7 @@ def test_what_exceeds_the_scratch_limit_on_all_streams_at_a_time_is_skipped(make
 
 
 def test_a_launch_that_fails_under_capture_is_skipped_and_no_capture_stays_open(make):
-    scene = make(Fake(), Fake(company=1), Fake(company=5))
+    scene = make(Fake(), Fake(concurrent=1), Fake(concurrent=5))
     compile_graph = scene.driver.compile
 
     def fragile(*args, **settings):
@@ -406,7 +406,7 @@ def test_a_launch_that_fails_under_capture_is_skipped_and_no_capture_stays_open(
 
 
 def test_what_is_far_too_slow_is_not_timed_further(make):
-    scene = make(Fake(alone=10), Fake(alone=39, company=5), Fake(alone=41, company=1))
+    scene = make(Fake(alone=10), Fake(alone=39, concurrent=5), Fake(alone=41, concurrent=1))
     tuning = conv.tune(*arrays_of(scene.driver), states=scene.states)
     assert (tuning.winner.index, tuning.candidates[2].skipped[:8]) == (1, "too slow")
     eight = conv.tune(*arrays_of(scene.driver), states=ParallelStates(8, pool=scene.pool))
@@ -430,7 +430,7 @@ def test_the_report_can_be_read(make):
     size = format(conv.plan_for(*arrays_of(scene.driver)).workspace_size, ",")
     assert lines == [
         "convolution: 2 of 3 plans timed alone, and 4 states side by side; microseconds, bytes of scratch",
-        "plan alone company scratch engine",
+        "plan alone concurrent scratch engine",
         f"1 12.00 20.00 {size} engine 1, chosen",
         f"0 10.00 50.00 {size} engine 0, used before",
         "2 excluded by a setting, or not to be built: cuDNN answered: Deselecting execution plan",
@@ -572,7 +572,7 @@ def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, i
     k = 1
     failed = True
     while failed:
-        with Scene(TimedDriver([Fake(), Fake(company=5)], scheduler="adversarial", seed=k)) as scene:
+        with Scene(TimedDriver([Fake(), Fake(concurrent=5)], scheduler="adversarial", seed=k)) as scene:
             x, w = arrays_of(scene.driver)
             conv.plan(scene.pool.internals, (x, w), (), {})
             error = interrupt(f"injected failure of call {k}")

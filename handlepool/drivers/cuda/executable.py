@@ -142,7 +142,7 @@ class CudaExecutable:
         self,
         inputs: Sequence[Any],
         outputs: Sequence[Any],
-        apart: Sequence[tuple[int, int, int, int, bool]] | None,
+        alias_pairs: Sequence[tuple[int, int, int, int, bool]] | None,
         single: bool,
         names: dict[str, Any],
     ) -> Callable[..., Any] | None:
@@ -151,7 +151,7 @@ class CudaExecutable:
             return None
         device = self._device if self._driver.device_count() > 1 else None
         names = names | {"raw": self._raw, "index": self._index}
-        return fast_launch.shortcut(inputs, outputs, apart, single, self.workspace_size, device, names)
+        return fast_launch.shortcut(inputs, outputs, alias_pairs, single, self.workspace_size, device, names)
 
 
 assert ctypes.sizeof(ctypes.c_void_p) == 8  # the raw entry's array holds 64-bit pointers

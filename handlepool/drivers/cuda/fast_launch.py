@@ -89,7 +89,7 @@ _MADE = """if fresh is None:
 def shortcut(
     inputs: Sequence[Any],
     outputs: Sequence[Any],
-    apart: Sequence[tuple[int, int, int, int, bool]] | None,
+    alias_pairs: Sequence[tuple[int, int, int, int, bool]] | None,
     single: bool,
     workspace_size: int,
     device: int | None,
@@ -99,7 +99,7 @@ def shortcut(
 
     Parameters
     ----------
-    inputs, outputs, apart, single
+    inputs, outputs, alias_pairs, single
         As there.
     workspace_size : int
         Bytes of scratch for a launch.
@@ -109,7 +109,7 @@ def shortcut(
         As there, with ``raw``, the raw entry, and ``index``, its last argument.
     """
     xs, ys = [f"x{i}" for i in range(len(inputs))], [f"y{i}" for i in range(len(outputs))]
-    given = apart is not None
+    given = alias_pairs is not None
     layouts = dict(zip(xs + ys, (*inputs, *outputs), strict=True))
     operands = list(layouts)
     compared = [(a, layouts[a]) for a in (operands if given else xs)]
@@ -127,7 +127,7 @@ def shortcut(
         read=_read([a for a, _ in compared]),
         addresses=" | ".join(f"p{a}" for a, _ in compared),
         alignment=TENSOR_ALIGNMENT,
-        overlap="".join(_overlap(operands, *pair) for pair in apart or ()),
+        overlap="".join(_overlap(operands, *pair) for pair in alias_pairs or ()),
         device=0 if device is None else device,
         elsewhere="" if device is None else f" or slot.device != {device}",
         made="pass" if given else _MADE.format(allocate=allocate, ys=", ".join(ys), read=_read(ys)),
@@ -168,7 +168,7 @@ def _read(arrays: list[str]) -> str:
 
 
 def _overlap(operands: list[str], one: int, other: int, reach: int, others: int, same: bool) -> str:
-    """An output over an input or another output, as `Plan.check_apart` has it."""
+    """An output over an input or another output, as `Plan.check_aliases` has it."""
     start, begin = f"p{operands[one]}", f"p{operands[other]}"
     exact = f" and {start} != {begin}" if same else ""
     return f" or {start} < {begin} + {others} and {begin} < {start} + {reach}{exact}"
