@@ -9,8 +9,8 @@ from harness.scenes import Scene, Thread
 
 from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import context, deferred
 from handlepool.pool import default as defaults
-from handlepool.pool import deferred
 
 for name in list(os.environ):
     if name.startswith("HANDLEPOOL_") and name not in ("HANDLEPOOL_EXAMPLES", "HANDLEPOOL_SEED", "HANDLEPOOL_TEST_SANITIZER"):
@@ -30,8 +30,17 @@ def garbage_of_its_own():
 
 @pytest.fixture(autouse=True)
 def nothing_deferred():
-    """Each test begins with nothing left behind by another: of a backlog only some is settled at a time."""
+    """Each test begins with nothing left behind by another: of a backlog only some is settled at a time.
+
+    What it lets go of never is let go of when it has ended.
+    """
     deferred.deferred.clear()
+    yield
+    if deferred._abandoned:
+        deferred.settle(most=1000)
+        deferred._abandoned.clear()
+    context.elsewhere.clear()  # an interrupt as a branch begins leaves its pool there, where it costs others time and no more
+    deferred.ending.clear()
 
 
 @pytest.fixture(params=["threads", "adversarial"])

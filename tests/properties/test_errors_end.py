@@ -15,7 +15,6 @@ import handlepool
 from handlepool import GraphNotSupportedError, ParallelStateExecutor
 from handlepool._util import do_all
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.pool import deferred
 from handlepool.pool.plan_cache import _Build
 
 
@@ -37,8 +36,6 @@ def wrong(g, x):
 def scene():
     with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
         yield scene
-        deferred.settle(most=1000)
-        deferred._abandoned.clear()
 
 
 def a_build(function):

@@ -21,22 +21,13 @@ from harness.uses import assert_usable
 import handlepool
 from handlepool import ContractError
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.pool import context, deferred
+from handlepool.pool import deferred
 from handlepool.pool.context import thread
 from handlepool.pool.workspace import DeviceScratch
 from handlepool.regions.memory import Region
 
 # What is raised in a destructor is lost, as Python says it is.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture(autouse=True)
-def abandoned():
-    """What is let go of never is let go of after the test."""
-    yield
-    deferred.settle(most=1000)
-    deferred._abandoned.clear()
-    context.elsewhere.clear()  # an interrupt as a branch begins leaves its pool there, where it costs others time and no more
 
 
 def forks(scene, box, outs):

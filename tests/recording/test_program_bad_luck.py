@@ -15,7 +15,7 @@ from harness.scenes import Scene
 import handlepool
 from handlepool import CaptureError, ContractError, DeviceMismatchError, HandlePoolError, PoisonedContextError, Program
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.pool import context, deferred
+from handlepool.pool import deferred
 
 # What is raised in a destructor is lost, as Python says it is.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -47,14 +47,6 @@ SPARED = (  # where only a tracer can interrupt: nothing is called before, or a 
     "if held",
     "defer(recording.settle)",
 )
-
-
-@pytest.fixture(autouse=True)
-def abandoned():
-    """What is let go of never is let go of after the test."""
-    yield
-    deferred._abandoned.clear()
-    context.elsewhere.clear()
 
 
 def recorded(scene, stream):

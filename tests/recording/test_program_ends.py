@@ -16,15 +16,6 @@ from handlepool import PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context, deferred
 
-
-@pytest.fixture(autouse=True)
-def abandoned():
-    """What is let go of never is let go of after the test."""
-    yield
-    deferred._abandoned.clear()
-    deferred.ending.clear()
-
-
 MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py")
 SPARED = {  # where only a tracer can interrupt: nothing is called before but what returns from Python
     "try:",

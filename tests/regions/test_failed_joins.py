@@ -19,14 +19,6 @@ from handlepool.regions.memory import Region
 FAILING = ["record_event", "wait_event", "current_device"]  # of the join; after the last, nothing of it was done
 
 
-@pytest.fixture(autouse=True)
-def abandoned():
-    """What is let go of never is let go of after the test."""
-    yield
-    deferred.settle(most=1000)
-    deferred._abandoned.clear()
-
-
 @contextlib.contextmanager
 def failing(driver, method):
     """Fail each call of a method: a join that fails is tried again, branch by branch."""

@@ -277,7 +277,6 @@ def test_g11_states_that_come_back_after_a_close_and_may_not_go_yet_go_later(clo
         CLOSES[close](scene)
         handlepool.pool.deferred.settle(most=1000)
         assert scene.driver.alive() == {"handles": 0, "events": 0, "streams": 1, "scratch_bytes": 0}
-    handlepool.pool.deferred._abandoned.clear()
 
 
 @pytest.mark.parametrize("check", [False, True])
