@@ -17,7 +17,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line's grammar."""
+    """Build the command line's parser."""
     top = _Parser(prog="handlepool", description="cuDNN handles per thread, device and stream; concurrent cuDNN calls.")
     top.add_argument("--version", action="version", version=f"handlepool {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="info | demo")

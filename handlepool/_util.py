@@ -30,7 +30,7 @@ _PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFun
 
 
 def kind_of(value: object) -> str:
-    """The name of a type, or of a value's type, with its module's."""
+    """Return the name of a type, or of a value's type, with its module's."""
     kind = value if isinstance(value, type) else type(value)
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -43,7 +43,7 @@ def holds_values(value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value for a message: an array by its kind, shape and type, what may show one by its kind, all else as it shows itself."""
+    """Show a value in a message: an array by kind, shape and type, what may show one by its kind, all else as it shows itself."""
     return _shortened.repr(value)
 
 
@@ -77,7 +77,7 @@ def _described(array: Any) -> str:
 
 
 def as_integer(value: Any) -> int:
-    """The integer that a value is.
+    """Return the integer that a value is.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def as_integer(value: Any) -> int:
 
 
 def at_least(least: int, what: str, value: Any, unit: str = "") -> int:
-    """The integer that an argument is, which must not be below ``least``.
+    """Return the integer that an argument is, which must not be below ``least``.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def at_least(least: int, what: str, value: Any, unit: str = "") -> int:
 
 
 def flag(what: str, value: Any) -> bool:
-    """The bool that an argument is.
+    """Return the bool that an argument is.
 
     Raises
     ------
@@ -150,7 +150,7 @@ def take_each(things: list[T]) -> Iterator[T]:
 
 
 def content(cell: CellType) -> Any:
-    """What a closure's cell holds; None for a name of the enclosing function that has no value yet."""
+    """Return what a closure's cell holds; None for a name of the enclosing function that has no value yet."""
     try:
         return cell.cell_contents
     except ValueError:

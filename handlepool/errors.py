@@ -34,7 +34,7 @@ class PoolClosedError(HandlePoolError, RuntimeError):
 
 
 class OutOfMemoryError(HandlePoolError, MemoryError):
-    """Device memory, or the pool's scratch limit, does not allow what was asked for, also after giving back what was idle."""
+    """Device memory, or the pool's scratch limit, does not allow what was asked for, also after what was idle was destroyed."""
 
 
 class OwnershipError(HandlePoolError, RuntimeError):

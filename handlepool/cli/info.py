@@ -55,7 +55,7 @@ def collect() -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> str:
-    """What `collect` found, as aligned text."""
+    """Return what `collect` found, as aligned text."""
     lines: list[tuple[str, str]] = []
     for name, value in found.items():
         title = name.replace("_", " ")
@@ -106,7 +106,7 @@ def packages() -> dict[str, str]:
 
 
 def cudnn_backend() -> dict[str, str]:
-    """The version of libcudnn that the frontend loads, and the file that it was loaded from."""
+    """Return the version of libcudnn that the frontend loads, and the file that it was loaded from."""
     number = int(importlib.import_module("cudnn").backend_version())
     version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     return {"version": version, "file": next(iter(_mapped("libcudnn.so")), "unknown")}
@@ -118,26 +118,26 @@ def libraries() -> dict[str, str]:
 
 
 def cuda_driver() -> str:
-    """The newest CUDA version that the installed NVIDIA driver serves."""
+    """Return the newest CUDA version that the installed NVIDIA driver serves."""
     library, version = _libcuda(), ctypes.c_int()
     _check(library, library.cuDriverGetVersion(ctypes.byref(version)))
     return f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def devices() -> list[dict[str, Any]]:
-    """The visible devices, read from libcuda itself, so that they are seen also where CuPy is missing."""
+    """Return the visible devices, read from libcuda itself, so that they are seen also where CuPy is missing."""
     library, count = _libcuda(), ctypes.c_int()
     _check(library, library.cuDeviceGetCount(ctypes.byref(count)))
     return [_device(library, ordinal) for ordinal in range(count.value)]
 
 
 def device_name(ordinal: int = 0) -> str:
-    """The name of a device, or why it is not known."""
+    """Return the name of a device, or why it is not known."""
     return str(_guarded(lambda: devices()[ordinal]["name"]))
 
 
 def chosen_driver() -> str:
-    """The driver that a pool made without ``driver=`` would have, why, and whether it can run here."""
+    """Return the driver that a pool made without ``driver=`` would have, why, and whether it can run here."""
     from handlepool import drivers
 
     name, reason = drivers.choose()

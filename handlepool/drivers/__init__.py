@@ -95,7 +95,7 @@ def load(name: str | None = None) -> Driver:
 
 
 def _after_fork() -> None:
-    """A forked child makes drivers of its own: the host driver's threads are gone."""
+    """Let a forked child make drivers of its own: the host driver's threads are gone."""
     _inherited.update(_loaded)
     _loaded.clear()
     _lock.release()

@@ -14,7 +14,7 @@ class Events:
         self._closed = False
 
     def take(self) -> Any:
-        """An event; called with its device current."""
+        """Return an event; called with its device current."""
         try:
             return self._free.pop()
         except IndexError:
@@ -37,7 +37,7 @@ class Events:
             self.put(event)  # a wait holds on to the record that it was given
 
     def settle(self) -> bool:
-        """Destroy the free events, and from now on whatever is put back. Whether that could be done."""
+        """Destroy the free events, and from now on whatever is released. Whether that could be done."""
         self._closed = True
         while self._free:
             try:

@@ -119,8 +119,9 @@ class Executable(Protocol):
         single: bool,
         names: dict[str, Any],
     ) -> Callable[..., Any] | None:
-        """Make a function that launches the graph at once where nothing stands against it; None where the driver has no better
-        one than what can be written for any.
+        """Make a function that launches the graph at once where nothing stands against it.
+
+        None where the driver has no better one than what can be written for any.
 
         It is ``launch(begin, arrays, out, fresh=None)``, and returns the outputs, or ``NOT_CACHED`` where the arrays are others
         than it was made for, or must not be launched with. ``begin`` is None, or what returns the slot to launch on when it is
@@ -193,10 +194,10 @@ class Driver(Protocol):
 
     # Hot, and called by position only, so that a driver can hand out the array library's own C functions.
     def current_device(self) -> int:
-        """This thread's device."""
+        """Return this thread's device."""
 
     def current_stream(self, device: int = -1, /) -> Stream:
-        """This thread's stream on the current device."""
+        """Return this thread's stream on the current device."""
 
     def record_event(self, event: Any, pointer: int, /) -> None:
         """Let the event stand for all that the stream was given so far."""
@@ -212,16 +213,16 @@ class Driver(Protocol):
 
     # Devices and streams
     def device_count(self) -> int:
-        """Number of visible devices."""
+        """Return the number of visible devices."""
 
     def device(self, ordinal: int) -> AbstractContextManager[Any]:
         """Make a device current, and the one before current again on leaving."""
 
     def create_stream(self) -> Stream:
-        """A new non-blocking stream of the current device; destroyed with its last reference."""
+        """Return a new non-blocking stream of the current device; destroyed with its last reference."""
 
     def wrap_stream(self, pointer: int, owner: object) -> Stream:
-        """A stream object for a pointer of the current device that somebody else owns; keeps ``owner`` alive.
+        """Return a stream object for a pointer of the current device that somebody else owns; keeps ``owner`` alive.
 
         For the pointer of a default stream, the one object of it that lasts.
         """
@@ -236,20 +237,20 @@ class Driver(Protocol):
         """Whether this is the array library's stream object whose life is the stream's life, or a default stream's object."""
 
     def stream_id(self, pointer: int) -> int:
-        """The driver's id of a stream, unique for the process's life. Must not be asked of a capturing stream."""
+        """Return the driver's id of a stream, unique for the process's life. Must not be asked of a capturing stream."""
 
     def capture_id(self, pointer: int) -> int:
-        """The id of the capture that a stream takes part in, or 0."""
+        """Return the id of the capture that a stream takes part in, or 0."""
 
     def stream_device(self, pointer: int) -> int:
-        """The ordinal of a stream's device. Must not be asked of a default stream."""
+        """Return the ordinal of a stream's device. Must not be asked of a default stream."""
 
     def synchronize_stream(self, pointer: int) -> None:
         """Wait on the host until the stream has run all that it was given."""
 
     # Events
     def create_event(self, *, timing: bool = False) -> Any:
-        """A new event on the current device."""
+        """Return a new event on the current device."""
 
     def destroy_event(self, event: Any) -> None:
         """Give an event back; its pending work goes on."""
@@ -265,7 +266,7 @@ class Driver(Protocol):
 
     # Handles
     def create_handle(self) -> Handle:
-        """A new cuDNN handle on the current device, bound to the legacy default stream."""
+        """Return a new cuDNN handle on the current device, bound to the legacy default stream."""
 
     def bind_handle(self, handle: Handle, pointer: int) -> None:
         """Bind a handle to a stream, also when it remembers the same pointer. Afterwards ``handle.stream is pointer``."""
@@ -287,10 +288,10 @@ class Driver(Protocol):
         """Have the array library's own pool give its free blocks back to the device."""
 
     def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Any:
-        """A one-dimensional uint8 array over memory from `allocate`; keeps ``owner`` alive. 0 bytes at 0 are legal."""
+        """Return a one-dimensional uint8 array over memory from `allocate`; keeps ``owner`` alive. 0 bytes at 0 are legal."""
 
     def region_allocator(self, stream: Stream, keep: Callable[[object], None], of: Callable[[int], Any]) -> Any:
-        """An allocator for branches of a region that was forked from ``stream``.
+        """Return an allocator for branches of a region that was forked from ``stream``.
 
         What it allocates comes from the arena of ``stream`` (so that, freed after the join, it is reused in the order of
         that stream), is passed to ``keep``, and is followed by an edge from ``stream`` to the stream that is current at that
@@ -318,14 +319,14 @@ class Driver(Protocol):
         """
 
     def capture_failure(self, error: BaseException) -> str | None:
-        """What in an error, or in what it came from, a capture could not take, in words; None where it was something else."""
+        """Say what in an error, or in what it came from, a capture could not take; None where it was something else."""
 
     def recording_memory(self) -> RecordingMemory:
         """Memory of a recording's own."""
 
     # When something is wrong
     def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
-        """The error after which no call of this process can succeed any more, None where there was none.
+        """Return the error after which no call of this process can succeed any more, None where there was none.
 
         Looked for in ``error`` and what it came from; where they say nothing and ``ask`` is true, by a call that is refused then.
         """
@@ -341,22 +342,22 @@ class Driver(Protocol):
 
     # Arrays and graphs
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
-        """An uninitialised array on the current device; strides in bytes."""
+        """Return an uninitialised array on the current device; strides in bytes."""
 
     def asarray(self, values: Any) -> Any:
-        """A host array's copy on the current device, ready for the current stream."""
+        """Return a host array's copy on the current device, ready for the current stream."""
 
     def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
-        """A device array's copy on the host, ordered after the current stream."""
+        """Return a device array's copy on the host, ordered after the current stream."""
 
     def copy(self, target: Any, source: Any) -> None:
         """Copy an array into another of the same shape and type, both on the current device, on the current stream."""
 
     def array_device(self, array: Any) -> int:
-        """The ordinal of the device that an array lives on."""
+        """Return the ordinal of the device that an array lives on."""
 
     def array_pointer(self, array: Any) -> int:
-        """The address of an array's first element."""
+        """Return the address of an array's first element."""
 
     def adopt(self, view: View) -> Any:
         """Memory of another library's as an operand; raises ArrayTypeError for memory that the driver's graphs cannot use."""
@@ -365,7 +366,7 @@ class Driver(Protocol):
         """Storage that one launch at a time by a `shortcut` needs, made for each slot; never None."""
 
     def new_graph(self, handle: Handle, **settings: Any) -> Any:
-        """An empty `cudnn.pygraph`. ``handle`` is the device's builder handle and must outlive the graph."""
+        """Return an empty `cudnn.pygraph`. ``handle`` is the device's builder handle and must outlive the graph."""
 
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
         """Plan and build a graph whose real tensors all have shape, strides and type.
@@ -401,14 +402,14 @@ def abort_capture(driver: Driver, pointer: int) -> None:
 
 
 def operand_name(index: int, inputs: int = sys.maxsize, outs: int = 0) -> str:
-    """What messages call the operand at a place of a call with so many inputs, and so many outputs in its ``out``."""
+    """Return what messages call the operand at a place of a call with so many inputs, and so many outputs in its ``out``."""
     if index < inputs:
         return f"argument {index}"
     return "out=" if outs == 1 else f"out[{index - inputs}]"
 
 
 def taken(driver: Driver) -> str:
-    """What a driver takes as it is, for messages."""
+    """Return what a driver takes as it is, for messages."""
     return " or ".join(map(kind_of, driver.array_types))
 
 

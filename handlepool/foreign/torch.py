@@ -25,7 +25,7 @@ _types = {name: getattr(torch, name) for name in NAMES if hasattr(torch, name)}
 
 
 def view(tensor: Any) -> View:
-    """A tensor as an operand.
+    """Return a tensor as an operand.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def _dtype(kind: Any) -> np.dtype[Any]:
 
 
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
-    """A new tensor on another one's device, allocated for torch's current stream; strides in bytes."""
+    """Return a new tensor on another one's device, allocated for torch's current stream; strides in bytes."""
     size = dtype.itemsize
     return torch.empty_strided(shape, [step // size for step in strides], dtype=_types[dtype.name], device=like.device)
 
@@ -74,7 +74,7 @@ def written(tensor: Any) -> None:
 
 
 def current_stream(device: int) -> int:
-    """The pointer of torch's current stream on a device."""
+    """Return the pointer of torch's current stream on a device."""
     try:
         pointer: int = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - 0.1 µs; the public way takes 3.7
     except AttributeError:
@@ -98,7 +98,7 @@ def record(value: Any, pointer: int, device: int) -> None:
 
 
 def adopt_recorded(array: Any) -> Any:
-    """A tensor over a CuPy array's memory, for which no stream is made to wait."""
+    """Return a tensor over a CuPy array's memory, for which no stream is made to wait."""
     return torch.from_dlpack(array.__dlpack__(stream=-1))
 
 

@@ -283,7 +283,7 @@ class ConvertedArguments:
         return operand
 
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
-        """A new output in the driver's form, as `Driver.empty`, in memory of the first array's library where that is torch."""
+        """Allocate an output as `Driver.empty` does, in memory of the first array's library where that is torch."""
         driver = self.pool.driver
         if self._torch is None:
             operand = made = driver.empty(shape, strides, dtype)
@@ -294,7 +294,7 @@ class ConvertedArguments:
         return operand
 
     def prepare(self, prepare: Callable[..., AnyCall], out: Any, options: dict[str, Any], settings: Settings = ()) -> ForeignCall:
-        """A call with these arrays; ``prepare`` is `GraphFunction.prepare`."""
+        """Return a call with these arrays; ``prepare`` is `GraphFunction.prepare`."""
         call = prepare(self.pool, self.arrays, self.outs or None, options, settings, self)
         if out is None:
             return ForeignCall(self, call, self.made[0] if call.plan.single else tuple(self.made))
@@ -302,12 +302,12 @@ class ConvertedArguments:
         return ForeignCall(self, call, out)
 
     def call(self, call: AnyCall, written: Iterable[int]) -> ForeignCall:
-        """A call whose result is a tuple of the outputs that were made; ``written`` are the places of those that were given."""
+        """Make a call whose result is a tuple of the outputs that were made; ``written`` are the places of those given."""
         self._write(written)
         return ForeignCall(self, call, tuple(self.made))
 
     def _write(self, places: Iterable[int]) -> None:
-        """What is to be seen to before arrays are written."""
+        """See to what is needed before arrays are written."""
         operands = self.arrays + self.outs
         for place in places:
             array, operand = self._given[place], operands[place]
@@ -322,13 +322,13 @@ class ConvertedArguments:
 
 
 def convert(name: str, pool: PoolInternals, arrays: tuple[Any, ...]) -> ConvertedArguments | None:
-    """The arrays of a call in the driver's form; None where they are its own."""
+    """Return the arrays of a call in the driver's form; None where they are its own."""
     natives = pool.driver.array_types
     return None if all(type(array) in natives for array in arrays) else ConvertedArguments(name, pool, arrays)
 
 
 def layout_of(name: str, pool: PoolInternals, operand: str, array: Any) -> Layout:
-    """The layout of an array of any kind, or of what has a shape, strides and a type; for `GraphFunction.plan_for`.
+    """Return the layout of an array of any kind, or of what has a shape, strides and a type; for `GraphFunction.plan_for`.
 
     ``operand`` is what messages call it.
 
@@ -363,7 +363,7 @@ def _is_tensor(array: object) -> bool:
 
 
 def _wrapper(array: Any) -> Callable[[Any], Any] | None:
-    """What makes an array of another one's kind over the driver's; None where its library has nothing for that."""
+    """Return what makes an array of another one's kind over the driver's; None where its library has nothing for that."""
     root = type(array).__module__.partition(".")[0]
     if root.startswith("numba"):
         as_cuda_array = getattr(sys.modules.get("numba.cuda"), "as_cuda_array", None)

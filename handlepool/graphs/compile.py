@@ -24,7 +24,7 @@ _PLAN = re.compile(r"^\s*\[\d+\]\s+(\S+?):\s+(.+)$")
 
 
 def refusal(name: str, graph: Any, operands: list[Any], error: GraphNotSupportedError) -> GraphNotSupportedError:
-    """The error of a build that was refused."""
+    """Return the error of a build that was refused."""
     nodes = " -> ".join(map(_title, graph.nodes)) or "a graph without nodes"
     arrays = "; ".join(
         f"{tensor.name} {getattr(tensor.data_type, 'name', 'of no type')} {tuple(tensor.dim)} strides {tuple(tensor.stride)}"

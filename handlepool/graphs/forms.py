@@ -109,7 +109,7 @@ class _Forms:
         self.places = {tensor.uid: place for place, tensor in enumerate(operands)}
 
     def virtual(self) -> list[Any]:
-        """The tensors between nodes."""
+        """Return the tensors between nodes."""
         made = [tensor for node in self.graph.nodes for tensor in node.outputs.values() if tensor is not None]
         return [tensor for tensor in made if tensor.uid not in self.places]
 
@@ -160,7 +160,7 @@ class _Forms:
 
 
 def _used_again(forms: _Forms, node: Any, full: Shape) -> set[int]:
-    """The inputs of a node, by uid, that something behind it takes, too; raises where they would repeat there."""
+    """Return the inputs of a node, by uid, that something behind it takes, too; raises where they would repeat there."""
     behind = {tensor.uid for other in forms.graph.nodes if other is not node for tensor in other.inputs.values()}
     again = {tensor.uid for tensor in node.inputs.values()} & behind
     for uid in again:
@@ -245,7 +245,7 @@ def _pointwise(forms: _Forms) -> None:
 
 
 def _to_be_filled(forms: _Forms, steps: Sequence[Sequence[int]]) -> set[int]:
-    """The operands to be copied to the whole extent, so that each node has an input of that.
+    """Return the operands to be copied to the whole extent, so that each node has an input of that.
 
     Where all of a node's repeat along some axis, cuDNN has no plan, or computes a node behind it wrongly.
     """
@@ -259,7 +259,7 @@ def _to_be_filled(forms: _Forms, steps: Sequence[Sequence[int]]) -> set[int]:
 
 
 def _parts(steps: Sequence[int], extents: Sequence[int], split: int) -> tuple[list[int], list[int], bool]:
-    """The axes along which an operand does not repeat on either side of a split, its steps there, and whether it is dense so."""
+    """Find the axes along which an operand does not repeat on either side of a split, its steps, and whether it is dense so."""
     shape: list[int] = []
     along: list[int] = []
     for part in (slice(None, split), slice(split, None)):

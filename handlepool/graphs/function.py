@@ -200,7 +200,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         references: tuple[Any, ...] | None = None,
         option_key: tuple[Any, ...] | None = None,
     ) -> Plan:
-        """The plan for these arrays, built when there is none yet; with ``option_key``, a `hit` finds it from now on."""
+        """Return the plan for these arrays, built when there is none yet; with ``option_key``, a `hit` finds it from now on."""
         driver = pool.driver
         device = driver.current_device()
         try:
@@ -428,7 +428,7 @@ launchers[GraphFunction] = _hit_branch, _prepare_branch
 
 
 def _variant(function: GraphFunction[..., Any], settings: Settings) -> GraphFunction[..., Any]:
-    """A function with these settings and no other."""
+    """Return a function with these settings and no other."""
     chosen: dict[str, Any] = dict.fromkeys(Given.__annotations__) | dict(settings)
     return function.options(**chosen)
 

@@ -49,7 +49,7 @@ class AnyCall(Protocol):
         """Enqueue on a side slot's stream, for which a fork sees to the order."""
 
     def then(self, make: "Callable[[Any], AnyCall]") -> "AnyCall":
-        """This call and one over its result, as one."""
+        """Return this call and one over its result, as one."""
 
 
 def hit(
@@ -81,7 +81,7 @@ def hit(
 
 
 def hit_branch(function: Any, pool: PoolInternals, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first launcher of an operation, in `handlepool.pool.context.launchers`.
+    """Return the first launcher of an operation, in `handlepool.pool.context.launchers`.
 
     The operation's own function binds the arguments. In the place of its ``pool`` it is given the pool that is meant and the
     ``begin`` of a `hit`, and tries that alone; where there is no ``begin``, it returns a call that is ready to be launched.
@@ -94,7 +94,7 @@ def hit_branch(function: Any, pool: PoolInternals, begin: Any, args: tuple[Any, 
 
 
 def prepare_branch(function: Any, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
-    """The second one."""
+    """Return the second one."""
     call: AnyCall = hit_branch(function, pool, None, args, kwargs)
     return call
 
@@ -105,7 +105,7 @@ def launch_new(pool: PoolInternals, call: AnyCall) -> Any:
 
 
 def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells options from others: types too, since 1, True and 1.0 are equal, and may mean different things."""
+    """Return what tells options from others: types too, since 1, True and 1.0 are equal, and may mean different things."""
     return (*options.items(), *map(type, options.values()))
 
 
@@ -131,7 +131,7 @@ def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...]
 
 
 def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], given: bool) -> Shortcut:
-    """What `Executable.shortcut` describes, for any driver."""
+    """Return what `Executable.shortcut` describes, for any driver."""
     plan, natives, empty = entry.plan, pool.driver.array_types, pool.driver.empty
 
     def at_once(begin: Any, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
@@ -213,7 +213,7 @@ class GraphCall:
     enqueue = launch  # in a fork, which sees to the order
 
     def then(self, make: Callable[[Any], AnyCall]) -> "CallSequence":
-        """This call and one over its result, as one."""
+        """Return this call and one over its result, as one."""
         return CallSequence(self, make(self.result))
 
 
@@ -240,7 +240,7 @@ class CallSequence:
     enqueue = launch
 
     def then(self, make: Callable[[Any], AnyCall]) -> "CallSequence":
-        """These and one over their result, as one."""
+        """Return these and one over their result, as one."""
         return CallSequence(self, make(self.result))
 
 
@@ -253,7 +253,7 @@ def by_keyword(function: F) -> F:
 
 
 def misplaced(function: Callable[..., Any], extra: Sequence[Any]) -> SignatureError:
-    """The error for what was given by position to a `by_keyword` function after all that it takes so."""
+    """Return the error for what was given by position to a `by_keyword` function after all that it takes so."""
     parameters = signature(function).parameters.values()
     taken = ", ".join(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -265,7 +265,7 @@ def misplaced(function: Callable[..., Any], extra: Sequence[Any]) -> SignatureEr
 
 
 def check_arrays(name: str, driver: Driver, device: int, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:
-    """The one place where arguments are looked at; a hit has seen their like before. A `Layout` was looked at by `plan_for`."""
+    """Check arguments, here alone: a hit has seen their like before. A `Layout` was looked at by `plan_for`."""
     if not arrays:
         raise ArgumentError(f"{name} was called without arrays")
     if type(arrays[0]) is not Layout:

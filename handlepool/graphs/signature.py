@@ -164,7 +164,7 @@ class Signature:
             raise ArgumentError(f"{name} needs the option {', '.join(sorted(missing))}")
 
     def tensors(self, name: str, count: int, options: Collection[str]) -> list[str]:
-        """The parameters that ``count`` positional arrays are, in order; fewer than there are arrays where they run out."""
+        """Return the parameters that ``count`` positional arrays are, in order; fewer than arrays where they run out."""
         names = [p for p in (*self.required, *self.optional) if p not in options]
         missing = [p for p in names[count:] if p in self.required]
         if missing:
@@ -176,7 +176,7 @@ class Signature:
         return names[:count]
 
     def referred(self, name: str, references: Sequence[Any], options: Collection[str]) -> list[str]:
-        """The parameters that are tensors where arrays are given by reference: the required, and what a reference names."""
+        """Return the parameters that are tensors where arrays are given by reference: the required, and those named."""
         if self.variadic is not None:
             raise ArgumentError(
                 f"{name} takes *{self.variadic}, of which no reference says how many: name its parameters, or call it in order"

@@ -32,7 +32,7 @@ def is_tensor(value: object) -> bool:
 
 
 def made_by_nodes(graph: Any) -> dict[int, Any]:
-    """The tensors that nodes make, by ``id``."""
+    """Return the tensors that nodes make, by ``id``."""
     return {id(tensor): tensor for node in graph.nodes for tensor in node.outputs.values() if tensor is not None}
 
 
@@ -84,7 +84,7 @@ class References:
         raise ArgumentError(f"{called} means {len(found)} tensors of the graph; name one by its uid or object. {self.listing()}")
 
     def name(self, tensor: Any) -> str:
-        """The name that was set, of a node's output ``node::port`` where none was."""
+        """Return the name that was set, of a node's output ``node::port`` where none was."""
         for node, port, made in self._ports(inputs=False):
             # The frontend's own name of an output says the node, and something like the port.
             if made is tensor and (not tensor.name or tensor.name.startswith(f"{node.name}::")):
@@ -92,14 +92,14 @@ class References:
         return str(tensor.name)
 
     def label(self, tensor: Any) -> str:
-        """What messages call a tensor: the first of its ports, and the name that was set."""
+        """Return what messages call a tensor: the first of its ports, and the name that was set."""
         for node, port, other in self._ports():
             if other is tensor:
                 return self._entry(node, port, tensor)
         return str(tensor.name)
 
     def listing(self) -> str:
-        """What there is, for messages."""
+        """Return what there is, for messages."""
         entries = [self._entry(node, port, tensor) for node, port, tensor in self._ports()]
         more = len(entries) - MOST_LISTED
         return f"There is: {', '.join(entries[:MOST_LISTED]) or 'nothing'}" + (f" and {more} more" if more > 0 else "")
@@ -131,7 +131,7 @@ def _position(node: Any, port: str) -> str | None:
 
 
 def _keyword(node: Any, port: str) -> str:
-    """What the method that made the node calls a port."""
+    """Return what the method that made the node calls a port."""
     if node.node_type.name != "POINTWISE" or port not in node.inputs:
         return port
     mode = node.params["mode"]

@@ -21,7 +21,7 @@ from handlepool.tensors.layout import Layout
 
 
 def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
-    """A graph tensor for an array; ``title`` is what messages call the array."""
+    """Return a graph tensor for an array; ``title`` is what messages call the array."""
     return graph.tensor(
         dim=list(layout.shape) or [1],
         stride=element_strides(title, layout) or [1],
@@ -264,7 +264,7 @@ class Draft:
         return inputs
 
     def _resolve_arrays(self, inputs: tuple[Any, ...] | None) -> list[Any]:
-        """The tensor of each array."""
+        """Return the tensor of each array."""
         name, count = self._recipe.name, len(self._request.layouts)
         references = self._request.references or inputs or self._recipe.inputs
         if references is None:
@@ -328,7 +328,7 @@ class Draft:
     # What the plan takes
 
     def operands(self) -> tuple[list[Any], list[Layout | None]]:
-        """The input tensors, matched with their arrays, and the array that each output was given."""
+        """Return the input tensors, matched with their arrays, and the array that each output was given."""
         request = self._request
         own = {id(tensor) for tensor in self._parameters.values()}
         inputs = []
@@ -349,7 +349,7 @@ class Draft:
         return inputs, [None if place < 0 else request.layouts[place] for place in places]
 
     def taken(self) -> tuple[Layout, ...]:
-        """The layouts of the inputs, in the order of the operands."""
+        """Return the layouts of the inputs, in the order of the operands."""
         return tuple(self._request.layouts[place] for place, _ in self._inputs())
 
     def places(self) -> tuple[int, ...]:
@@ -358,7 +358,7 @@ class Draft:
         return tuple(place for place, _ in self._inputs()) + tuple(by_tensor.get(id(tensor), -1) for tensor in self.outputs)
 
     def titles(self) -> list[str]:
-        """What messages call the operands, in order."""
+        """Return what messages call the operands, in order."""
         references, inputs = self._request.references, self._inputs()
         named = [f"argument {place} ({tensor.name})" for place, tensor in inputs]
         titles = named + [operand_name(place, 0, len(self.outputs)) for place in range(len(self.outputs))]
@@ -372,7 +372,7 @@ class Draft:
         return [(place, tensor) for place, tensor in enumerate(self._sources) if id(tensor) not in self._made]
 
     def _title(self, place: int, parameter: str | None = None) -> str:
-        """What messages call an array."""
+        """Return what messages call an array."""
         name, references = self._recipe.name, self._request.references
         if references is not None:
             return f"{name}: the array for {self._shown(references[place])}"

@@ -88,7 +88,7 @@ class _Trial:
     samples: list[list[float]] = field(default_factory=list)
 
     def result(self, skipped: str = "") -> Candidate:
-        """What is told of it."""
+        """Return what is told of it."""
         times = [] if skipped else [median(samples) for samples in self.samples]
         alone, concurrent = (*times, None, None)[:2]
         return Candidate(self.index, self.plan.engine, self.plan.workspace_size, alone, concurrent, skipped)
@@ -96,8 +96,9 @@ class _Trial:
 
 @contextmanager
 def side_slots(pool: PoolInternals, name: str, count: int) -> Iterator[list[Slot]]:
-    """So many side slots of the current device, idle again and without scratch in the end: of what was tried, the largest may be
-    far more than the winner needs.
+    """Lease so many side slots of the current device.
+
+    They are released without scratch: of what was tried, the largest may be far more than the winner needs.
 
     Raises
     ------
@@ -250,7 +251,7 @@ class TimingRig:
         trial.samples = [[] for _ in self._counts]
 
     def _capture(self, plan: Plan, count: int) -> RecordedGraph:
-        """A graph with a chain of launches for each of the first ``count`` slots, side by side."""
+        """Return a graph with a chain of launches for each of the first ``count`` slots, side by side."""
         driver, (first, *others) = self._driver, self._slots[:count]
         driver.begin_capture(first.pointer)
         try:
@@ -363,7 +364,7 @@ def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find
 
 
 def _check(pool: PoolInternals, name: str) -> int:
-    """What can be said before anything is done; the caller's stream."""
+    """Check what can be checked before anything is done, and return the caller's stream."""
     driver = pool.driver
     if driver.name == "host":
         raise DriverNotAvailableError(
@@ -382,7 +383,7 @@ def _check(pool: PoolInternals, name: str) -> int:
 
 
 def _operands(pool: PoolInternals, plan: Plan, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """What one state launches with: copies of the arrays, and outputs. Other libraries' arrays are read where they are."""
+    """Return what one state launches with: copies of the arrays, and outputs. Other libraries' arrays are read where they are."""
     driver = pool.driver
     operands = []
     for array in arrays:

@@ -23,7 +23,7 @@ def activate(g: Any, x: Any, kind: str) -> Any:
 
 
 def activation_call(pool: PoolInternals, kind: str, x: Any, out: Any = None) -> AnyCall:
-    """An activation that is ready to be launched; ``out`` may be ``x``."""
+    """Return an activation that is ready to be launched; ``out`` may be ``x``."""
     return _functions[kind].prepare(pool, (x,), out, {})
 
 

@@ -42,7 +42,7 @@ def _two(value: Any) -> list[int]:
 
 
 def as_shape(function: str, shape: Any) -> Shape:
-    """The shape of what a gradient is taken with respect to."""
+    """Return the shape of what a gradient is taken with respect to."""
     try:
         extents = tuple(map(as_integer, shape))
     except TypeError:
@@ -209,7 +209,7 @@ def conv2d_plan(x: Any, w: Any, *extra: Never, pool: HandlePool | None = None, *
 
 
 def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], out: Any, key: tuple[Any, ...]) -> AnyCall:
-    """The call for a key of `conv2d`."""
+    """Return the call for a key of `conv2d`."""
     stride, padding, dilation, groups, _, mode, activation, workspace_limit, allow_tf32, deterministic = key
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "activation": activation}
     if not isinstance(mode, str) or mode != "cross_correlation":  # a part of the plan's key where it says something

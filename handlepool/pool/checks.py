@@ -149,7 +149,7 @@ class _Use:
         self.who = f"a branch of {_this_thread()} on stream {stream:#x}"
 
     def beside(self, stream: int, forks: list[Any]) -> bool:
-        """Whether it may run beside what a stream is given now, where forks inside the region lent that, the innermost first."""
+        """Whether it may run beside what a stream is given now, which forks inside the region leased, the innermost first."""
         region = self._region
         if region.over:
             return False

@@ -32,7 +32,7 @@ class BranchRegion(Protocol):
         """Whether an inner fork was, so that its caller's stream waits for it."""
 
     def lenders(self, pointer: int) -> list[Any]:
-        """The inner forks that a side stream was lent by, one inside the other, the innermost first."""
+        """Return the inner forks that leased a side stream, one inside the other, the innermost first."""
 
 
 class RunningPool(Protocol):
@@ -122,7 +122,7 @@ def run_on(
 
 
 def _after_fork() -> None:
-    """A forked child is in the middle of nothing that its parent recorded (guarantee 13)."""
+    """Let a forked child be in the middle of nothing that its parent recorded (guarantee 13)."""
     thread.recording = None
     recordings.clear()
 

@@ -116,7 +116,7 @@ for _function in _functions:
 
 
 def close() -> None:
-    """Give back what is idle in the default pool: handles and scratch memory that no thread, stream or fork has.
+    """Destroy what is idle in the default pool: handles and scratch memory that no thread, stream or fork has.
 
     It does what `HandlePool.trim` does, and nothing where the pool was not used yet or cannot be used any more. The pool stays
     usable, since other libraries of the process use it, too. To end a pool for good, make one of your own and close that.
@@ -133,14 +133,14 @@ def check_pool(who: str, pool: object) -> None:
 
 
 def current_pool() -> PoolInternals:
-    """The pool of the branch or task that this thread runs, and the default pool outside of any."""
+    """Return the pool of the branch or task that this thread runs, and the default pool outside of any."""
     if elsewhere and thread.pool is not None:
         return cast(PoolInternals, thread.pool)  # of no other class: see `RunningPool`
     return (default_pool() if _default is None else _default).internals
 
 
 def chosen_pool(who: str, pool: HandlePool | None) -> PoolInternals:
-    """The pool that was passed, and where none was, the current one.
+    """Return the pool that was passed, and where none was, the current one.
 
     Raises
     ------

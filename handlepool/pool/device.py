@@ -63,7 +63,7 @@ class DeviceSlots:
     # Slots
 
     def make_slot(self) -> Slot:
-        """A new slot, with a new handle, that is bound to no stream yet."""
+        """Return a new slot, with a new handle, that is bound to no stream yet."""
         handle = self.handles.create()
         try:
             slot = self._new_slot(self.driver, self.scratch, handle)
@@ -89,7 +89,7 @@ class DeviceSlots:
     # Idle slots
 
     def take_idle(self) -> Slot | None:
-        """The slot that was given back last, or None."""
+        """Return the slot that was released last, or None."""
         while True:
             try:
                 slot = self.idle.pop()
@@ -113,14 +113,14 @@ class DeviceSlots:
         slot.end()
         do_all([slot.release_scratch, partial(self.handles.destroy, slot.handle)])
 
-    def drop_idle(self) -> None:
+    def destroy_idle(self) -> None:
         """Destroy every idle slot."""
         do_all(partial(self._destroy, slot) for slot in take_each(self.idle))
 
     # Between owners
 
     def acquire(self, reference: StreamReference) -> Slot:
-        """A slot bound to a stream: the one that was given back last, or a new one."""
+        """Return a slot bound to a stream: the one that was released last, or a new one."""
         idle = self.take_idle()
         slot = kept = self.make_slot() if idle is None else idle
         try:
@@ -154,7 +154,7 @@ class DeviceSlots:
     def empty(self) -> None:
         """Destroy what nobody owns: idle slots, free side slots, and blocks that were replaced."""
         collect = partial(self.scratch.collect, wait=True)
-        do_all([self.sides.release_captured, self.handles.drop_doomed, self.drop_idle, self.sides.drop_free, collect])
+        do_all([self.sides.release_captured, self.handles.destroy_doomed, self.destroy_idle, self.sides.destroy_free, collect])
 
     def close(self) -> None:
         """Destroy all; what captures under way have, once they end."""
@@ -194,11 +194,11 @@ class DeviceSlots:
     def _make_room(self) -> None:
         """Destroy what is idle, its scratch first."""
         self._reclaim()
-        self.drop_idle()
-        self.sides.drop_free()
+        self.destroy_idle()
+        self.sides.destroy_free()
 
     def reclaim_scratch(self) -> None:
-        """Give back the scratch of idle and free side slots, of what nobody left or closed, and what waits for its stream."""
+        """Free the scratch of idle and free side slots, of what nobody left or closed, and what waits for its stream."""
         settle_all()
         self._reclaim()
 
@@ -229,7 +229,7 @@ class DeviceSlots:
         }
 
     def describe(self) -> str:
-        """What is held, in words."""
+        """Return what is held, in words."""
         now = self.snapshot()
         recorded = f", {now['scratch_bytes_recorded']:,} of them programs'" if now["scratch_bytes_recorded"] else ""
         return (

@@ -44,7 +44,7 @@ class DeviceHandles:
     device : int
         Ordinal.
     make_room : callable
-        Gives back what is idle on the device, where it is short of memory.
+        Destroys what is idle on the device, where it is short of memory.
     describe : callable
         What the pool holds there, in words.
 
@@ -58,7 +58,7 @@ class DeviceHandles:
         Held by the thread that uses it (guarantee 1). A finaliser that the collector runs in between may build, too: the binding
         has returned by then.
     doomed : list of cudnn.Handle
-        Those that nobody has and that could not be destroyed; `drop_doomed` tries again.
+        Those that nobody has and that could not be destroyed; `destroy_doomed` tries again.
     """
 
     def __init__(
@@ -85,20 +85,20 @@ class DeviceHandles:
                 counts["handles_peak"] = max(counts["handles_peak"], counts["handles_created"] - counts["handles_destroyed"])
 
     def create(self, *, forgotten: bool = True) -> Handle:
-        """Create a handle; when that fails, give back what is idle, try once more, then say what is short (guarantee 12).
+        """Create a handle; when that fails, destroy what is idle, try once more, then say what is short (guarantee 12).
 
         With ``forgotten`` also what nobody left or closed; without it where a lock is held, see `settle_all`.
         """
         if self.doomed:  # or there would be one more than the high-water mark allows
             try:
-                self.drop_doomed()
+                self.destroy_doomed()
             except Exception as error:
                 _log.debug("device %d: a handle can still not be destroyed (%s)", self._device, error)
         try:
             return self._create()
         except Exception as error:
             self._status.diagnose(error)
-            _log.debug("device %d: no handle could be created (%s); what is idle is given back", self._device, error)
+            _log.debug("device %d: no handle could be created (%s); what is idle is destroyed", self._device, error)
             if forgotten:
                 settle_all()
             self._make_room()
@@ -124,7 +124,7 @@ class DeviceHandles:
         return handle
 
     def destroy(self, handle: Handle) -> None:
-        """Destroy a handle that no slot has any more; where that fails, `drop_doomed` tries again."""
+        """Destroy a handle that no slot has any more; where that fails, `destroy_doomed` tries again."""
         try:
             with self._driver.relaxed():
                 self._driver.destroy_handle(handle)
@@ -134,12 +134,12 @@ class DeviceHandles:
         self.count(handles_destroyed=1)
         _log.debug("device %d: handle destroyed", self._device)
 
-    def drop_doomed(self) -> None:
+    def destroy_doomed(self) -> None:
         """Destroy the handles that could not be destroyed before."""
         do_all(partial(self.destroy, handle) for handle in take_each(self.doomed))
 
     def for_building(self) -> Handle:
-        """The handle that graphs are built with; called with `build_lock` held. It lives as long as plans do: they keep it."""
+        """Return the handle that graphs are built with, with `build_lock` held. It lives as long as plans do: they keep it."""
         if self.builder is None:
             self._status.check()  # `close` says so first and takes the lock then, so that one of us sees it
             made = self.create(forgotten=False)  # whoever builds has settled before
@@ -149,7 +149,7 @@ class DeviceHandles:
         return self.builder
 
     def retire_builder(self) -> None:
-        """Let `drop_doomed` destroy the handle that graphs were built with."""
+        """Let `destroy_doomed` destroy the handle that graphs were built with."""
         with self.build_lock:
             builder, self.builder = self.builder, None
         if builder is not None:

@@ -6,7 +6,7 @@ What a pool promises, and what the promise rests on:
 
 - A hit takes no lock. The slot of a CuPy-owned stream lives on the stream object, in a thread-local attribute, so it can be met
   by neither another thread nor another stream. The slot says itself whether it is still good: ``slot.owner is status`` fails for
-  one that was given back or is another pool's, and ``handle.stream is slot.pointer`` for a handle that its caller destroyed (its
+  one that was released or is another pool's, and ``handle.stream is slot.pointer`` for a handle that its caller destroyed (its
   stream is None then) or bound elsewhere. The device is asked for first and handed to CuPy's `get_current_stream`, which would
   ask for it on its own: one CUDA call a hit, also for the default streams, whose one object stands for a stream of each device.
   (Guarantees 1, 2, 3, 4.)
@@ -135,7 +135,7 @@ class PoolInternals:
         if self.status.closed:  # in this order: `close` says so first and takes all in then, so that one of us sees it
             self._live.leave(slot)
             self.drain()
-            device.drop_idle()
+            device.destroy_idle()
             self.status.check()
         if reference.stream is not None:
             place(reference.stream, slot)
@@ -190,7 +190,7 @@ class PoolInternals:
         if not (status.closed and self._live.is_empty() and all(map(DeviceSlots.is_empty, self.devices.values()))):
             status.close()
             if status.poison is not None or status.lost(None) is not None:
-                return  # nothing can be given back, and trying would make CuPy's destructors complain; the process ends soon
+                return  # nothing can be destroyed, and trying would make CuPy's destructors complain; the process ends soon
             self.plans.clear()
             for slot in self._live.end_all():
                 if slot.watch is not None and (stream := slot.watch()) is not None:
@@ -226,7 +226,7 @@ class PoolInternals:
         return driver
 
     def device(self, ordinal: int) -> DeviceSlots:
-        """What the pool has on a device."""
+        """Return what the pool has on a device."""
         device = self.devices.get(ordinal)
         if device is None:
             made = DeviceSlots(

@@ -43,7 +43,7 @@ class _Build(Generic[P]):
 
 
 def _retold(error: BaseException, cause: BaseException | None = None) -> BaseException:
-    """A copy of another thread's error and of its cause, without the tracebacks, whose frames keep all that its callers have."""
+    """Copy another thread's error and its cause, without the tracebacks, whose frames keep all that its callers have."""
     told = type(error).__new__(type(error), *error.args)  # without its constructor, which may take other arguments
     told.__dict__.update(error.__dict__)
     if cause is not None:
@@ -255,5 +255,5 @@ class PlanCache(Generic[P]):
             )
 
     def snapshot(self, device: int) -> dict[str, int]:
-        """What happened on a device so far, by the flat names of `HandlePool.stats`."""
+        """Return what happened on a device so far, by the flat names of `HandlePool.stats`."""
         return {**self._counts.get(device, {}), "plans_cached": len(self._plans.get(device, ()))}

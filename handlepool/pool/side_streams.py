@@ -130,8 +130,8 @@ class SideSlots:
                 self._settle_later()
             return
         self.free.append(slot)
-        if self._status.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
-            self.drop_free()
+        if self._status.closed:  # in this order: `close` says so first and destroys the free ones then, so that one of us sees it
+            self.destroy_free()
 
     def release_captured(self) -> None:
         """Put the side slots back whose captures have ended."""
@@ -151,7 +151,7 @@ class SideSlots:
                 slot.forget_capture()
                 self.free.append(slot)
 
-    def drop_free(self) -> None:
+    def destroy_free(self) -> None:
         """Destroy the free side slots."""
         do_all(partial(self.drop, slot) for slot in take_each(self.free))
 

@@ -28,7 +28,7 @@ def place(stream: Any, slot: "Slot | None") -> None:
 
 
 def placed(stream: Any) -> "Slot | None":
-    """This thread's slot on a stream object."""
+    """Return this thread's slot on a stream object."""
     return getattr(getattr(stream, "handlepool", None), "slot", None)
 
 
@@ -283,7 +283,7 @@ class Slot:
         return self._driver.capture_id(self.pointer) == capture
 
     def successor(self) -> "Slot":
-        """A new slot with this one's handle and scratch; this one stays what it was, unbound.
+        """Return a new slot with this one's handle and scratch; this one stays what it was, unbound.
 
         A slot object is bound once in its life, so that whoever still knows it as the last owner's (a dying thread, a weak
         reference's callback) can only ever unbind that owner.

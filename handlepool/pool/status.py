@@ -1,5 +1,6 @@
-"""Whether a pool can be used, and what is said where it cannot: it was closed, inherited by a forked child, or its CUDA context
-is lost.
+"""Whether a pool can be used, and what is said where it cannot.
+
+It cannot where it was closed, was inherited by a forked child, or lost its CUDA context.
 
 A hit asks none of this. Whatever makes a pool unusable ends its slots, so that no hit succeeds and every call comes here.
 """
@@ -48,7 +49,7 @@ class Status:
 
     @property
     def untouchable(self) -> bool:
-        """Whether nothing may be destroyed or given back: in a forked child (guarantee 13), and after a lost context."""
+        """Whether nothing may be destroyed or released: in a forked child (guarantee 13), and after a lost context."""
         return self.forked or self.poison is not None
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ class LiveSlots:
         self._lock = threading.RLock()  # guards the set: a slot is left twice when both its thread and its stream end
 
     def of_this_thread(self) -> ThreadSlots:
-        """The calling thread's."""
+        """Return the calling thread's own."""
         mine: ThreadSlots | None = getattr(self._local, "mine", None)
         if mine is None:
             mine = self._local.mine = ThreadSlots(self._left)

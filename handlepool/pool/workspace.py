@@ -1,4 +1,4 @@
-"""Scratch memory: blocks of the driver's own, counted and limited per device, given back when their stream has passed.
+"""Scratch memory: blocks of the driver's own, counted and limited per device, freed when their stream has passed.
 
 Guarantee 5. Scratch does not come from CuPy's pool, whose arenas are keyed by a stream pointer that the driver hands out again.
 A block that was replaced is *retired*: an event recorded on its stream says when nothing can touch it any more. A block whose
@@ -46,7 +46,7 @@ class DeviceScratch:
     limit : int or None
         Most bytes that may be allocated at a time; None for no limit of our own.
     reclaim : callable
-        ``reclaim()`` gives back what idle slots hold; called, once, before an allocation fails.
+        ``reclaim()`` frees what idle slots hold; called, once, before an allocation fails.
     describe : callable
         ``describe()`` says what the pool holds, for the message of an error.
     """
@@ -79,7 +79,7 @@ class DeviceScratch:
         Raises
         ------
         OutOfMemoryError
-            When neither the limit nor the device allows it, also after idle scratch and CuPy's free blocks were given back.
+            When neither the limit nor the device allows it, also after idle scratch and CuPy's free blocks were freed.
         """
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         block = self._try(size)
@@ -175,7 +175,7 @@ class DeviceScratch:
         return sum(block.nbytes for blocks in list(self.captured.values()) for block in list(blocks))
 
     def enter_capture(self, capture: int, slot: Any) -> None:
-        """A slot's stream was seen to take part in a capture."""
+        """Note that a slot's stream takes part in a capture."""
         if thread.recording is not None:
             thread.recording.scratch.add(self)
         with self._lock:
@@ -184,7 +184,7 @@ class DeviceScratch:
             self._capturing.setdefault(capture, set()).add(slot)
 
     def leave_capture(self, capture: int, slot: Any, *, over: bool) -> None:
-        """A slot has done with a capture. Where that may not be over, the slot stays known: `free_captured` asks its stream."""
+        """Note that a slot has done with a capture. Where that may not be over, the slot stays known, for `free_captured`."""
         if not over and capture in self.captured:
             return
         with self._lock:

@@ -102,7 +102,7 @@ class Recording:
                 f"replays would go without it: use the current stream there, and open forks inside the function that is recorded"
             )
 
-    def drop_plans(self) -> None:
+    def release_plans(self) -> None:
         """Let go of the plans; the graph is not launched any more."""
         self._plans.clear()
 
@@ -225,7 +225,7 @@ class Recording:
         with on_device(pool.driver, self.device), pool.driver.relaxed():
             steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
             try:
-                do_all([self._destroy_graph, self._destroy_event, *steps, self.drop_plans])
+                do_all([self._destroy_graph, self._destroy_event, *steps, self.release_plans])
             finally:
                 done = self._memory.release()
             return done

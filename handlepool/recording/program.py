@@ -81,7 +81,7 @@ class Program:
         leftovers.remember(self._end_at_exit)
         # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
         # None for any other stream, which may be gone by then: the event is recorded after each use.
-        # So it is for a side stream, which is lent to others, who may have it captured: nobody else records or waits there.
+        # So it is for a side stream, which is leased to others, who may have it captured: nobody else records or waits there.
         self._last: Stream | None = None
         self._used_by(home)
         if self._last is None:
@@ -393,7 +393,7 @@ class Program:
             held: list[object] = []
             self._let_go(held)
             abandon(held)
-            recording.drop_plans()
+            recording.release_plans()
         finally:
             self._lock.release()
 
@@ -420,7 +420,7 @@ class Program:
 
 
 def capturing(pointer: int) -> CaptureError:
-    """The error for a stream that is being captured."""
+    """Return the error for a stream that is being captured."""
     return CaptureError(
         f"stream {pointer:#x} is being captured: a program can be neither used in a capture, nor be ordered after the last use "
         f"there. Use it before the capture, or after"

@@ -87,7 +87,7 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
 
 
 def _check(pool: PoolInternals, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamReference:
-    """What can be said before anything runs; the caller's stream."""
+    """Check what can be checked before anything runs, and return the caller's stream."""
     if not callable(function):
         raise ArgumentError(f"record({shown(function)}): pass a function, and its arguments after it")
     if thread.recording is not None:

@@ -48,7 +48,7 @@ class Inputs:
         self._named = {name: _fixed(argument) for name, argument in kwargs.items() if _has_array(argument, kind)}
 
     def match(self, driver: Driver, name: str, device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Copy]:
-        """What is to be copied, for `copy_all`.
+        """Return what is to be copied, for `copy_all`.
 
         Raises
         ------
@@ -92,7 +92,7 @@ def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:
 
 
 def _read(driver: Driver, array: Any) -> Any:
-    """A copy in memory of the current stream's, which is used again in the order of that stream."""
+    """Return a copy in memory of the current stream's, which is used again in the order of that stream."""
     strides = tuple([step * array.dtype.itemsize for step in dense_strides(array.shape)])
     with driver.relaxed():
         copy = driver.empty(array.shape, strides, array.dtype)
@@ -104,7 +104,7 @@ def _read(driver: Driver, array: Any) -> Any:
 
 
 def _fixed(value: Any) -> Any:
-    """The containers as they are now: what is recorded are the arrays that they hold now, whatever is put there later."""
+    """Copy the containers as they are now: what is recorded are the arrays that they hold now, whatever is put there later."""
     if isinstance(value, (list, tuple)):
         return tuple([_fixed(entry) for entry in value])
     if isinstance(value, dict):
@@ -135,7 +135,7 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
 
 
 def _keys(place: str, old: Any, new: Any) -> Sequence[Any]:
-    """What the entries of a container are found by, in the recorded one and in the new one."""
+    """Return what the entries of a container are found by, in the recorded one and in the new one."""
     if isinstance(old, tuple):
         if not isinstance(new, (list, tuple)):
             raise ArgumentError(f"{place} was recorded as a list or a tuple, and is now a {kind_of(new)}")

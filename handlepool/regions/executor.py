@@ -5,7 +5,7 @@ side stream. Its end is another event, recorded by the worker when the task's fu
 streams wait for it, `StreamFuture.synchronize` the host. What a task was given and what it allocated is kept by the task's
 region until a join or, for a future that nobody asked, until the end event has passed (guarantee 8).
 
-Nothing has to be shut down for that: a worker's side slots go back with its thread, and what an executor leaves is deferred.
+Nothing has to be shut down for that: a worker's side slots are released with its thread, and what an executor leaves is deferred.
 """
 
 import threading
@@ -202,7 +202,7 @@ class ParallelStateExecutor(Executor):
             self._pending.append(task)
 
     def _slot(self, device: DeviceSlots) -> Slot | None:
-        """This worker's side slot of a device, leased for as long as the worker lives."""
+        """Return this worker's side slot of a device, leased for as long as the worker lives."""
         mine = self._leases.by_device
         lease = mine.get(device.device)
         if lease is None:
@@ -245,7 +245,7 @@ class ParallelStateExecutor(Executor):
                 defer(events.settle)
             if self._pool.status.closed:
                 with on_device(self._pool.driver, ordinal):
-                    self._pool.device(ordinal).sides.drop_free()
+                    self._pool.device(ordinal).sides.destroy_free()
 
     def __reduce__(self) -> Any:
         """Refuse to be copied: two would have the same threads."""
@@ -262,7 +262,7 @@ class ParallelStateExecutor(Executor):
 
 
 class _Lease:
-    """A worker's side slot of one device; goes back when the worker's thread ends."""
+    """A worker's side slot of one device; released when the worker's thread ends."""
 
     __slots__ = ("_device", "slot")
 
@@ -279,7 +279,7 @@ class _Lease:
     def _settle(self) -> bool:
         """After the pool was closed: destroy what came back too late."""
         with on_device(self._device.driver, self._device.device):
-            self._device.sides.drop_free()
+            self._device.sides.destroy_free()
         return True
 
 
@@ -308,4 +308,4 @@ def _pass_on(inner: "Future[None]", call: list[Any]) -> None:
 
 
 def _nothing(*_: Any) -> None:
-    """The initializer of those who give none."""
+    """Do nothing: the initializer of those who give none."""

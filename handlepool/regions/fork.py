@@ -34,7 +34,7 @@ def given_up(fork: "Fork") -> bool:
 
 
 def join(fork: "Fork") -> None:
-    """Let the caller's stream wait for every branch, then give the side slots back and let go of what was kept."""
+    """Let the caller's stream wait for every branch, then release the side slots and let go of what was kept."""
     driver, leased, pointer = fork._driver, fork._leased, fork._pointer
     captured = False
     failure: BaseException | None = None
@@ -82,9 +82,9 @@ def join(fork: "Fork") -> None:
 def _finish(fork: "Fork", failure: BaseException | None) -> BaseException | None:
     """End a join of which there is more to say; what went wrong too late to matter to it is returned."""
     late: BaseException | None = None
-    if fork._status.closed:  # in this order: `close` says so first and drops the free ones then, so that one of us sees it
+    if fork._status.closed:  # in this order: `close` says so first and destroys the free ones then, so that one of us sees it
         try:
-            fork._sides.drop_free()
+            fork._sides.destroy_free()
         except BaseException as trouble:  # something could not be destroyed yet
             late = trouble
             fork._device.settle_later()
@@ -137,7 +137,7 @@ def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> B
 
 
 def _left_capturing(pointer: int) -> CaptureError:
-    """The error for a branch that left its stream capturing: the join would draw the caller's stream into that capture."""
+    """Return the error for a branch that left its stream capturing: the join would draw the caller's stream into that capture."""
     return CaptureError(
         f"a branch began to capture its stream {pointer:#x} and did not end that: nothing can wait for the branch. End a "
         f"capture where it was begun, also where something raises in between"
@@ -425,7 +425,7 @@ class Fork:
         try:
             try:
                 for _ in range(known, most if most < self._count else self._count):
-                    leased.append(free.pop())  # the join gives back whatever is here
+                    leased.append(free.pop())  # the join releases whatever is here
             except IndexError:
                 while len(leased) < min(most, self._count) and self._lease() is not None:
                     pass
@@ -448,7 +448,7 @@ class Fork:
             self._sides.release(slot, captured=True)  # it may wait for a caller's stream that is being captured
 
     def _branch(self, *, owned: bool) -> Slot | None:
-        """The next state, started after what the caller's stream has been given by now; None to run inline.
+        """Return the next state, started after what the caller's stream has been given by now; None to run inline.
 
         Where Python runs in it, or a pool checks, it is this thread's (``owned``): a hit of `get_handle` finds it.
         """
@@ -497,7 +497,7 @@ class Fork:
         return run_on(self._pool, self._stream, self._ordinal, region, function, args, kwargs)
 
     def _state(self) -> Slot | None:
-        """The side slot for the next branch, leased when it is the first of its state; None to run inline."""
+        """Return the side slot for the next branch, leased when it is the first of its state; None to run inline."""
         index = self._next
         self._next = (index + 1) % self._count
         leased = self._leased
@@ -511,7 +511,7 @@ class Fork:
         return leased[0] if leased else None
 
     def _lease(self) -> Slot | None:
-        """A side slot more; None where there is none, and fewer have to do."""
+        """Return a side slot more; None where there is none, and fewer have to do."""
         sides = self._sides
         try:
             slot: Slot | None = sides.free.pop()
@@ -520,11 +520,11 @@ class Fork:
         if slot is None:
             self._count = max(1, len(self._leased))
         else:
-            self._leased.append(slot)  # the join gives back whatever is here
+            self._leased.append(slot)  # the join releases whatever is here
         return slot
 
     def _own_region(self) -> Region:
-        """The region that this fork is, or is in; made when it is first needed."""
+        """Return the region that this fork is, or is in; made when it is first needed."""
         region = self._region
         if region is None:
             region = self._region = Region(self._driver, self._stream, self._ordinal, None, self._kept)

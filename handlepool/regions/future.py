@@ -66,7 +66,7 @@ class Task:
         self.region = Region(device.driver, stream if outer is None else outer.stream, device.device, outer=outer)
         self._outer = outer
         submitters = {stream.ptr} if torch is None else {stream.ptr, theirs}
-        # A side stream that the submitter was lent is somebody else's by the end of the branch or task that submitted.
+        # A side stream that the submitter had is somebody else's by the end of the branch or task that submitted.
         self._sides = set() if outer is None else {pointer for pointer in submitters if branch_regions.get(pointer) is outer}
         self._homes = {(device.device, pointer) for pointer in submitters - self._sides | {self.region.stream.ptr}}
         self._joined = False  # whether the streams of `_homes` wait for the end
@@ -99,7 +99,7 @@ class Task:
             self._events.put(start)  # a wait holds on to the record that it was given
 
     def finish(self, pointer: int) -> None:
-        """The task's function has returned: its end is what its stream was given by now."""
+        """Set the task's end: its function has returned, and its stream was given all of it."""
         driver = self.device.driver
         try:
             if pointer != LEGACY_STREAM and driver.capture_id(pointer):
@@ -205,7 +205,7 @@ class Task:
         return passed
 
     def _borrow(self) -> Any:
-        """The end event, which is not put back while it is borrowed; None where there is nothing to wait for any more."""
+        """Return the end event, which is not released while it is borrowed; None where there is nothing to wait for any more."""
         with self._lock:
             if self._end is not None:
                 self._users += 1

@@ -76,7 +76,7 @@ class Region:
         self.inner.add(fork)
 
     def leave(self, fork: Any) -> None:
-        """An inner fork was joined, or will be by whoever finds it deferred. One whose join failed stays known."""
+        """Forget an inner fork that was joined, or will be by whoever finds it deferred. One whose join failed stays known."""
         if self.inner is not None:
             self.inner.discard(fork)
 
@@ -90,7 +90,7 @@ class Region:
         return not (fork._leased or fork in (self.inner or ()))
 
     def lenders(self, pointer: int) -> list[Any]:
-        """The inner forks that a side stream was lent by, one inside the other, the innermost first."""
+        """Return the inner forks that leased a side stream, one inside the other, the innermost first."""
         by_pointer = {slot.pointer: fork for fork in self.inner or () for slot in fork._leased}
         lenders: list[Any] = []
         while (fork := by_pointer.pop(pointer, None)) is not None:
@@ -126,13 +126,13 @@ pointer, since one stream may have several objects, and they need not be ours.""
 
 
 def _allocator_of(pointer: int) -> Any:
-    """The allocator of the region that a stream is lent in."""
+    """Return the allocator of the region that a stream's branch is in."""
     region = branch_regions.get(pointer)
     return None if region is None or region.ended else region.allocator
 
 
 def inherited(driver: Driver, device: int, pointer: int) -> "Region | None":
-    """The region whose join waits for a stream, for what starts after that in a branch or task of this thread.
+    """Return the region whose join waits for a stream, for what starts after that in a branch or task of this thread.
 
     None outside of any, and for another device, another driver, or a stream that the branch chose itself: no join waits for that,
     so what runs over it is a region of its own.
@@ -148,7 +148,7 @@ def inherited(driver: Driver, device: int, pointer: int) -> "Region | None":
 
 
 def underneath(driver: Any) -> Any:
-    """The driver that a pool which checks has wrapped."""
+    """Return the driver that a pool which checks has wrapped."""
     return getattr(driver, "checked_driver", driver)
 
 

@@ -52,5 +52,5 @@ def integration() -> Any:
 def in_torch(
     torch: Any, pointer: int, caller: int, device: int, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """A call that makes another one with a stream current for torch, too."""
+    """Return a call that makes another one with a stream current for torch, too."""
     return torch.run_branch, (pointer, caller, device, function, args, kwargs), {}

@@ -54,7 +54,7 @@ _is_called.restype, _is_called.argtypes = ctypes.c_int, (ctypes.py_object, ctype
 
 
 def device_of(array: Any) -> int:
-    """The ordinal of the GPU that an array says it is on, or `HOST`."""
+    """Return the ordinal of the GPU that an array says it is on, or `HOST`."""
     kind, ordinal = array.__dlpack_device__()
     kind = int(kind)
     if kind in _HOST_MEMORY:

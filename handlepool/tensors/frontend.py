@@ -26,7 +26,7 @@ NAMES = {
 
 
 def data_type(dtype: Any) -> Any:
-    """The frontend's data type.
+    """Return the frontend's data type.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def numpy_dtype(kind: Any) -> np.dtype[Any]:
 
 
 def convolution_mode(name: str) -> Any:
-    """The frontend's convolution mode; None for "cross_correlation", which is its default.
+    """Return the frontend's convolution mode; None for "cross_correlation", which is its default.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def new_graph(
     intermediate_dtype: Any = None,
     compute_dtype: Any = None,
 ) -> Any:
-    """An empty `cudnn.pygraph`.
+    """Return an empty `cudnn.pygraph`.
 
     Parameters
     ----------

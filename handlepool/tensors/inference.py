@@ -144,7 +144,7 @@ def conv_wgrad(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned
 
 
 def pointwise(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Inputs with the same number of axes, each extent equal or 1; scalars passed by value fit anything."""
+    """Broadcast inputs with the same number of axes, each extent equal or 1; scalars passed by value fit anything."""
     arrays = [shape for port, shape in inputs.items() if not node.inputs[port].is_pass_by_value]
     arrays = arrays or list(inputs.values())
     listed = ", ".join(map(str, arrays))
@@ -159,7 +159,7 @@ def pointwise(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned:
 
 
 def matmul(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """A (…, M, K) and B (…, K, N); batch extents equal or 1."""
+    """Multiply A (…, M, K) and B (…, K, N); batch extents equal or 1."""
     a, b = inputs["A"], inputs["B"]
     batches = list(zip(a[:-2], b[:-2], strict=False))
     if len(a) != len(b) or len(a) < 2 or a[-1] != b[-2] or any(x != y and 1 not in (x, y) for x, y in batches):

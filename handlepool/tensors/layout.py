@@ -71,7 +71,7 @@ class View:
         return f"<View of {self.dtype} {self.shape} at {self.ptr:#x} of {type(self.owner).__qualname__}>"
 
     def as_numpy(self) -> np.ndarray[Any, Any]:
-        """A NumPy array over host memory that keeps the owner alive."""
+        """Return a NumPy array over host memory that keeps the owner alive."""
         if not self.size:
             return np.empty(self.shape, self.dtype)
         return np.asarray(_Interface(self)).view(self.dtype)
@@ -112,7 +112,7 @@ class Layout:
 
     @classmethod
     def of(cls, array: Any) -> "Layout":
-        """The layout of anything with ``shape``, ``strides`` in bytes and ``dtype``."""
+        """Return the layout of anything with ``shape``, ``strides`` in bytes and ``dtype``."""
         return cls(tuple(array.shape), tuple(array.strides), np.dtype(array.dtype))
 
     @property

@@ -39,7 +39,7 @@ def main(options: Namespace) -> int:
 
 
 def choose_driver(name: str | None) -> tuple[str, str]:
-    """The driver that the demo runs on, and why.
+    """Return the driver that the demo runs on, and why.
 
     One that was asked for, by argument or by ``HANDLEPOOL_DRIVER``, or an error; else cuda where it is available, else
     host. Library code never falls back like that.

@@ -179,7 +179,7 @@ def _time_line(axes: Axes, report: Report, streams: Sequence[int], colours: Sequ
 
 
 def _fitting_label(span: Span, number: int, points: float) -> str:
-    """The number and the name where the bar is wide enough for them, else the number, else nothing."""
+    """Return the number and the name where the bar is wide enough for them, else the number, else nothing."""
     for text in (f"{number}  {span.name}", str(number)):
         if len(text) * 5.6 + 4 <= points:
             return text

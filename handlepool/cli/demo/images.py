@@ -14,7 +14,7 @@ _BIT_DEPTHS = (8, 12, 16)
 
 
 def sample_photograph() -> Path:
-    """The photograph that matplotlib ships: Grace Hopper, 512 by 600 pixels."""
+    """Return the photograph that matplotlib ships: Grace Hopper, 512 by 600 pixels."""
     from matplotlib.cbook import get_sample_data
 
     return Path(str(get_sample_data("grace_hopper.jpg", asfileobj=False)))

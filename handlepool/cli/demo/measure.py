@@ -117,7 +117,7 @@ class _Work:
         return self.driver.asarray(np.ascontiguousarray(values.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
 
     def options(self, w: Any) -> dict[str, Any]:
-        """Padding that keeps the size; and float32 to the last bit, not rounded to TF32 before.
+        """Return padding that keeps the size; and float32 to the last bit, not rounded to TF32 before.
 
         Kernels whose weights cancel take small differences of large numbers: TF32's rounding of the pixels would come out
         of them a tenfold larger. On an H200 the plans without it are the faster ones as well, for three channels.

@@ -43,7 +43,7 @@ def render(report: Report) -> str:
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """ "1 state", "2 states"."""
+    """Say "1 state", "2 states"."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 

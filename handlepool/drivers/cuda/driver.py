@@ -61,7 +61,7 @@ class CudaDriverError(RuntimeError):
 
 
 def _check(result: tuple[Any, ...]) -> Any:
-    """The one place where a status of the CUDA driver is checked."""
+    """Check a status of the CUDA driver, here alone."""
     status, *values = result
     if status != cu.CUresult.CUDA_SUCCESS:
         raise CudaDriverError(status)
@@ -69,7 +69,7 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 
 class _Relaxed:
-    """This thread's capture mode is *relaxed* inside: calls that are unsafe for other modes harm no capture."""
+    """Set this thread's capture mode to *relaxed* inside: calls that are unsafe for other modes harm no capture."""
 
     __slots__ = ("_mode",)
 

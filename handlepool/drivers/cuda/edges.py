@@ -5,7 +5,7 @@ from typing import Any
 
 
 def with_edge_data(bindings: Any, name: str) -> Callable[..., tuple[Any, ...]]:
-    """The form of a question that is answered with edge data, by its name in cuda-bindings 13; 12.9 adds a version to that.
+    """Find the form of a question that is answered with edge data, by its name in cuda-bindings 13; 12.9 adds a version to that.
 
     The form without answers CUDA_ERROR_LOSSY_QUERY where an edge is programmatic, as cuDNN 9.28 leaves them in a captured graph.
 

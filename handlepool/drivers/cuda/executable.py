@@ -18,7 +18,7 @@ MOST_OPERANDS = 64
 
 
 def new_buffer() -> Any:
-    """An array for the operands' addresses; see `Driver.launch_buffer`."""
+    """Return an array for the operands' addresses; see `Driver.launch_buffer`."""
     return buffer("Q", bytes(8 * MOST_OPERANDS))
 
 

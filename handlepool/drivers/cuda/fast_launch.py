@@ -168,7 +168,7 @@ def _read(arrays: list[str]) -> str:
 
 
 def _overlap(operands: list[str], one: int, other: int, reach: int, others: int, same: bool) -> str:
-    """An output over an input or another output, as `Plan.check_aliases` has it."""
+    """Return an output over an input or another output, as `Plan.check_aliases` has it."""
     start, begin = f"p{operands[one]}", f"p{operands[other]}"
     exact = f" and {start} != {begin}" if same else ""
     return f" or {start} < {begin} + {others} and {begin} < {start} + {reach}{exact}"

@@ -51,7 +51,7 @@ class Work(Protocol):
         """Wait on the host for what may not run after a read, or a write, by the host."""
 
     def like(self, shape: Sequence[int], dtype: Any, pattern: Raw | None = None) -> "HostArray":
-        """A new array on the current device, in the order of axes of another one of that shape."""
+        """Return a new array on the current device, in the order of axes of another one of that shape."""
 
 
 class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -372,19 +372,19 @@ Array = HostArray | Raw
 
 
 def owner_of(array: object) -> Any:
-    """What keeps an array's memory; None for an array that the driver did not make."""
+    """Return what keeps an array's memory; None for an array that the driver did not make."""
     return array._owner if isinstance(array, HostArray) else None
 
 
 def raw_view(array: Any) -> tuple[Raw, Any]:
-    """The elements as NumPy's array, which does not keep the array's owner alive, and the block, if that is the driver's."""
+    """Return the elements as NumPy's array, which does not keep the owner alive, and the block, if that is the driver's."""
     if not isinstance(array, HostArray):
         return array, None
     return array._raw, None if array._owner is None else array._owner.block
 
 
 def address_of(array: Any) -> int:
-    """The address of an array's first element."""
+    """Return the address of an array's first element."""
     raw = array._raw if isinstance(array, HostArray) else array
     address: int = raw.__array_interface__["data"][0]
     return address

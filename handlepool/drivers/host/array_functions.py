@@ -46,7 +46,7 @@ class ArrayWork:
     # Memory
 
     def like(self, shape: Sequence[int], dtype: Any, pattern: Raw | None = None) -> HostArray:
-        """A new array on the current device, in the order of axes of another one of that shape."""
+        """Return a new array on the current device, in the order of axes of another one of that shape."""
         dtype = check_type(np.dtype(dtype))
         order = None
         if pattern is not None and pattern.shape == tuple(shape):
@@ -230,7 +230,7 @@ class ArrayWork:
     # Not queued
 
     def viewed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Views where the function gives views, and copies, queued, where it does not."""
+        """Return views where the function gives views, and copies, queued, where it does not."""
         found = function(*raws(args), **raws(kwargs))
         sources = [(array, raw_view(array)[0]) for array in hosts((args, kwargs))]
         if isinstance(found, (list, tuple)):
@@ -239,7 +239,7 @@ class ArrayWork:
         return self.made(function, args, kwargs, found, None, function.__name__) if isinstance(view, np.ndarray) else view
 
     def _view(self, result: Any, sources: list[tuple[HostArray, Raw]]) -> Any:
-        """A result as a view of the array whose memory it is, or as it is."""
+        """Return a result as a view of the array whose memory it is, or as it is."""
         if isinstance(result, np.ndarray):
             for source, raw in sources:
                 if result is raw:
@@ -280,7 +280,7 @@ def _copy_from(values: Raw, to: Raw) -> None:
 
 
 def walk(value: Any) -> Iterator[Any]:
-    """What is in lists, tuples and dictionaries, however deep."""
+    """Return what is in lists, tuples and dictionaries, however deep."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple, map)) and not hasattr(value, "__next__"):
@@ -291,12 +291,12 @@ def walk(value: Any) -> Iterator[Any]:
 
 
 def hosts(value: Any) -> list[HostArray]:
-    """The host arrays among arguments, each once."""
+    """Return the host arrays among arguments, each once."""
     return list({id(array): array for array in walk(value) if isinstance(array, HostArray)}.values())
 
 
 def operands(value: Any) -> list[Any]:
-    """The host arrays and NumPy's own among arguments, each once."""
+    """Return the host arrays and NumPy's own among arguments, each once."""
     return list({id(array): array for array in walk(value) if isinstance(array, (HostArray, np.ndarray))}.values())
 
 
@@ -312,7 +312,7 @@ def raws(value: Any, views: dict[int, Raw] | None = None) -> Any:
 
 
 def _ones(value: Any) -> Any:
-    """An argument in small: what it is to a function that looks at types alone."""
+    """Return an argument in small: what it is to a function that looks at types alone."""
     if isinstance(value, (HostArray, np.ndarray)):
         return np.ones([min(extent, 1) for extent in value.shape], value.dtype)
     if isinstance(value, (list, tuple)) and not isinstance(value, str) and value and hosts(value):
@@ -321,7 +321,7 @@ def _ones(value: Any) -> Any:
 
 
 def _dummy(value: Any) -> Any:
-    """An argument without memory: of its shape and type, all elements one."""
+    """Return an argument without memory: of its shape and type, all elements one."""
     if isinstance(value, (HostArray, np.ndarray)):
         return np.broadcast_to(np.ones((), value.dtype), value.shape)
     if type(value) in (list, tuple):
@@ -333,7 +333,7 @@ def _dummy(value: Any) -> Any:
 
 
 def _contracted(a: Any, b: Any, axis: int) -> Raw:
-    """The shape and type of a product, without computing it; ``axis`` is the one of the second array that is summed over."""
+    """Return the shape and type of a product, not computed; ``axis`` is the one of the second array that is summed over."""
     a, b = np.asarray(a), np.asarray(b)
     if not (a.ndim and b.ndim):
         return np.multiply(a, b)
@@ -355,7 +355,7 @@ def _metadata(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def _structural(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What costs about as much as its result: it is tried on arrays without memory to know what that is."""
+    """Return what costs about as much as its result: it is tried on arrays without memory to know what that is."""
     kwargs = dict(kwargs)
     out = kwargs.pop("out", None)
     with np.errstate(all="ignore"):
@@ -471,7 +471,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _plain_index(index: Any) -> Any:
-    """An index of the same shape that is in bounds."""
+    """Return an index of the same shape that is in bounds."""
     if isinstance(index, HostArray):
         return np.zeros(index.shape, index.dtype)
     return tuple(map(_plain_index, index)) if isinstance(index, tuple) else index

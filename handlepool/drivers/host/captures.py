@@ -105,7 +105,7 @@ class Captures:
         """Replaced and never changed, so that it is read without the lock."""
 
     def forbid(self, call: str) -> None:
-        """A call that may harm captures is made: it spoils those that it would harm on a GPU, and raises.
+        """Spoil the captures that a call would harm on a GPU, and raise.
 
         It harms captures in global mode of any thread and captures in thread-local mode of this thread, unless this thread has
         exchanged its own mode for *relaxed*.
@@ -207,7 +207,7 @@ class Captures:
             return True
 
     def mark(self, queue: "Queue") -> Mark | None:
-        """What an event stands for that is recorded now; None if the stream is not capturing after all."""
+        """Return what an event stands for that is recorded now; None if the stream is not capturing after all."""
         with self._lock:
             capture = queue.capture
             if capture is None:
@@ -216,7 +216,7 @@ class Captures:
             return Mark(capture, queue.frontier)
 
     def join(self, queue: "Queue", mark: Mark) -> None:
-        """A stream waits for an event of a capture: it takes part in that capture from now on."""
+        """Let a stream take part, from now on, in the capture of an event that it waits for."""
         with self._lock:
             capture = mark.capture
             if capture.ended:
@@ -241,7 +241,7 @@ class Captures:
 
 
 def _ancestors(nodes: Sequence[Node]) -> set[Node]:
-    """The nodes, and all that they run after."""
+    """Return the nodes, and all that they run after."""
     found: set[Node] = set()
     left = list(nodes)
     while left:

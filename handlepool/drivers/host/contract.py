@@ -89,7 +89,7 @@ class HandleUse:
             )
 
     def bound_queue(self) -> Queue:
-        """The stream that the handle is truly bound to, which must be the one that it says."""
+        """Return the stream that the handle is truly bound to, which must be the one that it says."""
         handle = self._handle
         bound = handle.queue
         if handle.stream != handle.bound:
@@ -117,7 +117,7 @@ class Handles:
     _numbers = itertools.count(0x1000)
 
     def create_handle(self) -> HostHandle:
-        """A new handle of the current device, bound to the legacy default stream."""
+        """Return a new handle of the current device, bound to the legacy default stream."""
         self._note("create_handle")
         self._forbid("create_handle")
         handle = HostHandle(next(self._numbers), self._thread.device, self._streams.resolve(0))
@@ -169,7 +169,7 @@ class CallLog:
         self._fault: Callable[[str], None] | None = None
 
     def note(self, method: str) -> None:
-        """A method was called: before it has any effect."""
+        """Note that a method was called, before it has any effect."""
         self.calls[method] += 1
         if self._fault is not None:
             self._fault(method)

@@ -49,7 +49,7 @@ class Events:
         self._streams.wait(self._streams.resolve(pointer), event)
 
     def create_event(self, *, timing: bool = False) -> Event:
-        """A new event of the current device."""
+        """Return a new event of the current device."""
         self._note("create_event")
         self._forbid("create_event")
         event = Event(self._thread.device, timing)
@@ -161,12 +161,12 @@ class HostDriver(Controls, Events, Handles, Recordings):
     # Hot
 
     def current_device(self) -> int:
-        """This thread's device."""
+        """Return this thread's device."""
         self._note("current_device")
         return self._thread.device
 
     def current_stream(self, device: int = -1) -> Stream:
-        """This thread's current stream of a device, of the current one by default; the same object until another is used."""
+        """Return this thread's current stream of a device, by default the current one's; the same object while it is used."""
         self._note("current_stream")
         thread = self._thread
         return thread.current[thread.device if device == -1 else device]
@@ -174,7 +174,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
     # Devices and streams
 
     def device_count(self) -> int:
-        """Number of devices."""
+        """Return the number of devices."""
         self._note("device_count")
         return self._streams.devices
 
@@ -189,13 +189,13 @@ class HostDriver(Controls, Events, Handles, Recordings):
         self._streams.set_device(ordinal)
 
     def create_stream(self) -> Stream:
-        """A new stream of the current device, at the address of the one that was destroyed last."""
+        """Return a new stream of the current device, at the address of the one that was destroyed last."""
         self._note("create_stream")
         self._forbid("create_stream")
         return self._streams.create()
 
     def wrap_stream(self, pointer: int, owner: object) -> Stream:
-        """A stream object for somebody else's pointer; nothing is asked of the pointer, as CuPy's ``from_external`` does."""
+        """Wrap somebody else's pointer in a stream object; as by CuPy's ``from_external``, nothing is asked of it."""
         self._note("wrap_stream")
         default = {LEGACY_STREAM: self._streams.legacy, PER_THREAD_STREAM: self._streams.per_thread}.get(pointer)
         return default or Stream(self._streams, None, pointer, -1, owner)
@@ -217,20 +217,20 @@ class HostDriver(Controls, Events, Handles, Recordings):
         return isinstance(stream, Stream) and stream.is_owned_by(self._streams)
 
     def stream_id(self, pointer: int) -> int:
-        """The stream's id, which no other stream ever has; asking it of a capturing stream invalidates the capture."""
+        """Return the stream's id, which no other stream ever has; asking it of a capturing stream invalidates the capture."""
         self._note("stream_id")
         queue = self._streams.resolve(pointer)
         self._streams.captures.refuse(queue, "stream_id")
         return queue.id
 
     def capture_id(self, pointer: int) -> int:
-        """The id of the capture that a stream takes part in, also of an invalidated one, or 0."""
+        """Return the id of the capture that a stream takes part in, also of an invalidated one, or 0."""
         self._note("capture_id")
         capture = self._streams.resolve(pointer).capture
         return 0 if capture is None else capture.id
 
     def stream_device(self, pointer: int) -> int:
-        """The ordinal of a stream's device."""
+        """Return the ordinal of a stream's device."""
         self._note("stream_device")
         queue = self._streams.resolve(pointer)
         if queue.default:
@@ -246,7 +246,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
     # When something is wrong
 
     def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
-        """What `lose_context` was told, once a call has failed for it, or for the asking."""
+        """Return what `lose_context` was told, once a call has failed for it, or for the asking."""
         lost = self.lost
         while error is not None and error is not lost:
             error = error.__cause__ or error.__context__
@@ -283,12 +283,12 @@ class HostDriver(Controls, Events, Handles, Recordings):
         self._memory.current.release_cached()
 
     def scratch_array(self, pointer: int, nbytes: int, owner: object) -> HostArray:
-        """A uint8 array over scratch memory; keeps ``owner`` alive."""
+        """Return a uint8 array over scratch memory; keeps ``owner`` alive."""
         self._note("scratch_array")
         return self._memory.scratch_array(pointer, nbytes, owner)
 
     def region_allocator(self, stream: Any, keep: Callable[[object], None], of: Callable[[int], Any]) -> RegionAllocator:
-        """An allocator for branches of a region that was forked from ``stream``, on the current device."""
+        """Return an allocator for branches of a region that was forked from ``stream``, on the current device."""
         self._note("region_allocator")
         return RegionAllocator(self._streams, stream, keep, of)
 
@@ -309,12 +309,12 @@ class HostDriver(Controls, Events, Handles, Recordings):
     # Arrays and graphs
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> HostArray:
-        """An uninitialised array on the current device; strides in bytes, none negative."""
+        """Return an uninitialised array on the current device; strides in bytes, none negative."""
         self._note("empty")
         return self._memory.empty(shape, strides, np.dtype(dtype))
 
     def asarray(self, values: Any) -> HostArray:
-        """A copy on the current device, in the same layout, made by the current stream from the values as they are now."""
+        """Return a copy on the current device, in the same layout, made by the current stream from the values as they are now."""
         self._note("asarray")
         source = values if isinstance(values, HostArray) else np.array(values, order="K")
         array = self._memory.empty(source.shape, source.strides, check_type(source.dtype))
@@ -322,7 +322,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
         return array
 
     def asnumpy(self, array: Array) -> np.ndarray[Any, Any]:
-        """A copy on the host, after the current stream has run what it was given."""
+        """Return a copy on the host, after the current stream has run what it was given."""
         self._note("asnumpy")
         self._streams.synchronize(self._current_queue())
         raw, block = raw_view(array)
@@ -331,13 +331,13 @@ class HostDriver(Controls, Events, Handles, Recordings):
         return np.array(raw, order="K")
 
     def array_device(self, array: Array) -> int:
-        """The ordinal of an array's device; the current one, for an array that this driver did not make."""
+        """Return the ordinal of an array's device; the current one, for an array that this driver did not make."""
         self._note("array_device")
         owner = owner_of(array)
         return self._thread.device if owner is None else owner.block.device
 
     def array_pointer(self, array: Array) -> int:
-        """The address of an array's first element."""
+        """Return the address of an array's first element."""
         self._note("array_pointer")
         return address_of(array)
 
@@ -356,7 +356,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
         return ()
 
     def new_graph(self, handle: Any, **settings: Any) -> Any:
-        """An empty `cudnn.pygraph`, which is read and never built; see `handlepool.tensors.frontend.new_graph`."""
+        """Return an empty `cudnn.pygraph`, which is read and never built; see `handlepool.tensors.frontend.new_graph`."""
         self._note("new_graph")
         return frontend.new_graph(None, **settings)
 

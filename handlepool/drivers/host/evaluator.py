@@ -190,7 +190,7 @@ class _Planner:
         return place
 
     def columns(self, node: Any, unfolding: Unfolding) -> tuple[_Place, list[Any]]:
-        """The region of a convolution's columns, which all convolutions share, and the tiles that fit in it."""
+        """Return the region of a convolution's columns, which all convolutions share, and the tiles that fit in it."""
         least = unfolding.elements_per_row * self.dtype.itemsize
         room = COLUMN_BYTES if self.limit is None else min(COLUMN_BYTES, self.limit - self.end)
         if self.limit is not None and self.end + least > self.limit:

@@ -130,14 +130,14 @@ class HostExecutable:
 
 
 def _declared(array: Raw, shape: tuple[int, ...], strides: tuple[int, ...]) -> Raw:
-    """The array's memory as the graph declares it, which is how a GPU takes it."""
+    """Return the array's memory as the graph declares it, which is how a GPU takes it."""
     if array.size < math.prod(shape):
         raise ContractError(f"an array of shape {array.shape} was launched where the graph declares {shape}")
     return _strided(array, shape, [step * array.itemsize for step in strides])
 
 
 def _strided(array: Raw, shape: Sequence[int], strides: Sequence[int] | None) -> Raw:
-    """The memory from the array's first element on, with another shape and strides; dense without strides."""
+    """Return the memory from the array's first element on, with another shape and strides; dense without strides."""
     if strides is None:
         strides = [step * array.itemsize for step in dense_strides(shape)]
     return as_strided(array, shape, strides)

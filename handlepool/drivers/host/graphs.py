@@ -53,7 +53,7 @@ class RecordingMemory:
         self.nbytes = 0
 
     def take(self, device: DeviceMemory, key: object, nbytes: int) -> Owner:
-        """A block; takes care of captures by itself, as an allocator must."""
+        """Return a block; take care of captures by itself, as an allocator must."""
         size = DeviceMemory.rounded(nbytes)
         _, home = self._homes.setdefault((device, key, size), (device, []))
         try:
@@ -80,7 +80,7 @@ class RecordingMemory:
         return isinstance(owner, Owner) and owner.block in self._blocks
 
     def release(self) -> bool:
-        """Give back the blocks that no array has."""
+        """Free the blocks that no array has."""
         self._table.captures.forbid("release of a recording's memory")
         for device, home in self._homes.values():
             while home:
@@ -117,7 +117,7 @@ class Recordings:
         return RecordedGraph(HostGraph(self._streams, nodes), self._streams, self._note)
 
     def capture_failure(self, error: BaseException) -> str | None:
-        """What a capture could not take."""
+        """Return what a capture could not take."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, CaptureError):

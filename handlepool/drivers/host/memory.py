@@ -48,7 +48,7 @@ class Block:
         return f"<{self.nbytes} bytes at {self.address:#x} of device {self.device}>"
 
     def check_live(self, label: str) -> None:
-        """Raise if it was given back to the device."""
+        """Raise if it was freed."""
         if self.freed:
             raise ContractError(f"{label or 'an operation'} ran and touches {self!r}, which was freed before")
 
@@ -78,7 +78,7 @@ class Plain:
 
 
 class Owner:
-    """What the arrays over a block keep; the block goes back to its arena when it goes."""
+    """What the arrays over a block keep; the block is released to its arena when it goes."""
 
     __slots__ = ("__weakref__", "_bin", "block")
 
@@ -101,12 +101,12 @@ class Lease:
 
 
 def accesses(views: Sequence[tuple[Raw, Block | None]], *, writes: bool) -> list[Access]:
-    """Accesses to what `raw_view` gave; none to arrays that this driver did not make."""
+    """Return accesses to what `raw_view` gave; none to arrays that this driver did not make."""
     return [Access(block, view, writes) for view, block in views if block is not None]
 
 
 def plain_reads(arrays: Iterable[Any]) -> list[Access]:
-    """Reads of NumPy's own arrays, where the order of accesses is checked."""
+    """Return reads of NumPy's own arrays, where the order of accesses is checked."""
     return [Access(Plain(array), array, False) for array in arrays if type(array) is np.ndarray and array.size]
 
 
@@ -127,7 +127,7 @@ class DeviceMemory:
         self._arenas: dict[tuple[object, int], list[Block]] = {}
 
     def fresh(self, nbytes: int) -> Block:
-        """New memory; gives the arenas' free blocks back first if there is not enough, as CuPy does."""
+        """Return new memory; give the arenas' free blocks back first if there is not enough, as CuPy does."""
         if not self._reserve(nbytes):
             self.release_cached()
             if not self._reserve(nbytes):
@@ -187,7 +187,7 @@ class DeviceMemory:
         self._release(block)
 
     def find(self, pointer: int, nbytes: int, purpose: str) -> tuple[Block, int]:
-        """The scratch block that holds so many bytes from a pointer on, and the pointer's offset in it."""
+        """Return the scratch block that holds so many bytes from a pointer on, and the pointer's offset in it."""
         with self._lock:
             index = bisect_right(self._starts, pointer) - 1
             block = self._scratch[self._starts[index]] if index >= 0 else None
@@ -222,7 +222,7 @@ class DeviceMemory:
 
     @staticmethod
     def rounded(nbytes: int) -> int:
-        """The size of the block for an array."""
+        """Return the size of the block for an array."""
         return max(ARENA_ALIGNMENT, _up(nbytes, ARENA_ALIGNMENT))
 
     def give_back(self, block: Block) -> None:
@@ -302,14 +302,14 @@ class Memory:
         return sum(device.scratch_bytes() for device in self._devices)
 
     def scratch_array(self, pointer: int, nbytes: int, owner: object) -> HostArray:
-        """An array over scratch memory."""
+        """Return an array over scratch memory."""
         if not nbytes and not pointer:
             return HostArray(np.empty(0, np.uint8), None, self.work)  # a workspace of 0 bytes before its first growth
         block, offset = self.current.find(pointer, nbytes, "scratch_array")
         return HostArray(block.memory[offset : offset + nbytes], Lease(block, owner), self.work)
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> HostArray:
-        """An array from the arena that this thread's allocator says."""
+        """Return an array from the arena that this thread's allocator says."""
         thread = self._table.thread
         stream = thread.current[thread.device]
         allocator: RegionAllocator | ArrayMemory | None = thread.allocator

@@ -111,11 +111,11 @@ class Order:
         self._lock = threading.Lock()  # taken inside the scheduler's
 
     def component(self) -> int:
-        """A component for what is on no stream: one branch of a recorded graph."""
+        """Return a component for what is on no stream: one branch of a recorded graph."""
         return next(self._components)
 
     def given(self, operation: "Operation", component: int, where: str, after: Sequence["Operation"]) -> None:
-        """An operation is being queued: give it its clock, and see whether its accesses are in order.
+        """Give an operation that is being queued its clock, and see whether its accesses are in order.
 
         Raises
         ------
@@ -163,14 +163,14 @@ class Order:
         raise error
 
     def waited(self, operation: "Operation") -> None:
-        """The host has waited for an operation, or seen that it was done."""
+        """Note that the host has waited for an operation, or seen that it was done."""
         with self._lock:
             for stream, moment in operation.clock.items():
                 if moment > self._host.get(stream, 0):
                     self._host[stream] = moment
 
     def host_reads(self, block: Any, view: Array, what: str) -> None:
-        """The host reads a part of a block, now.
+        """Note that the host reads a part of a block, now.
 
         Raises
         ------
@@ -185,7 +185,7 @@ class Order:
 
 
 def caller() -> str:
-    """The line that calls into the library: its file and number."""
+    """Return the line that calls into the library: its file and number."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("handlepool", "numpy"):
         frame = frame.f_back

@@ -99,11 +99,11 @@ class Scheduler:
         """After operations were offered, of which the calling worker will take ``spare``. The lock is held."""
 
     def _take(self, awaited: Operation, purpose: str) -> Operation | None:
-        """What a thread that waits must run itself; None when what it waits for is done. The lock is held."""
+        """Return what a thread that waits must run itself; None when what it waits for is done. The lock is held."""
         raise NotImplementedError
 
     def _stray(self) -> Operation | None:
-        """An operation to run for no reason. The lock is held."""
+        """Return an operation to run for no reason. The lock is held."""
         return None
 
     # What they share
@@ -146,12 +146,12 @@ class Scheduler:
                     self._settle(operation)
 
     def users(self, block: Any) -> list[Operation]:
-        """The queued operations that touch a block of memory."""
+        """Return the queued operations that touch a block of memory."""
         with self._lock:
             return [operation for operation in self._users if any(access.block is block for access in operation.accesses)]
 
     def conflicting(self, accesses: Sequence[Access]) -> list[Operation]:
-        """The queued operations that write what is accessed, or access what is written."""
+        """Return the queued operations that write what is accessed, or access what is written."""
         with self._lock:
             return [
                 operation
@@ -246,7 +246,7 @@ class Scheduler:
         return None
 
     def _finish(self, operation: Operation, failure: BaseException | None, spare: int = 0) -> None:
-        """An operation has run: go on with what waits for it. The lock is held; ``spare`` if the thread will take another."""
+        """Go on with what waits for an operation that has run. The lock is held; ``spare`` if the thread will take another."""
         if failure is not None:
             self._errors.append(failure)
         operation.function = None
@@ -438,7 +438,7 @@ class AdversarialScheduler(Scheduler):
 
 
 def make(name: str, seed: int) -> Scheduler | None:
-    """A scheduler by its name; None for a name that no scheduler has."""
+    """Return a scheduler by its name; None for a name that no scheduler has."""
     makers: dict[str, Callable[[], Scheduler]] = {
         "threads": ThreadScheduler,
         "adversarial": lambda: AdversarialScheduler(seed),

@@ -235,7 +235,7 @@ class StreamTable:
     # Streams
 
     def create(self) -> Stream:
-        """A stream of the current device, at the address of the one that was destroyed last."""
+        """Return a stream of the current device, at the address of the one that was destroyed last."""
         device = self.thread.device
         try:
             pointer = self._retired[device].pop()
@@ -245,7 +245,7 @@ class StreamTable:
         return Stream(self, queue, pointer, device, None)
 
     def retire(self, queue: Queue) -> None:
-        """A stream's last reference has gone. Runs in finalisers: no lock."""
+        """Note that a stream's last reference has gone. Runs in finalisers: no lock."""
         queue.alive = False
         self._retired[queue.device].append(queue.pointer)
 
@@ -254,7 +254,7 @@ class StreamTable:
         return sum(queue.alive for queue in list(self._queues.values()))
 
     def resolve(self, pointer: int) -> Queue:
-        """The queue that a pointer names now, for the calling thread.
+        """Return the queue that a pointer names now, for the calling thread.
 
         Raises
         ------
@@ -321,7 +321,7 @@ class StreamTable:
     # Events
 
     def event(self, *, timing: bool = False) -> Event:
-        """A new event of the current device."""
+        """Return a new event of the current device."""
         return Event(self.thread.device, timing)
 
     def record(self, event: Event, queue: Queue) -> None:
@@ -359,7 +359,7 @@ class StreamTable:
             raise ContractError(f"{event!r} is used after it was destroyed")
 
     def operation_of(self, event: Event, call: str) -> Operation:
-        """What an event stands for, for a call that asks on the host."""
+        """Return what an event stands for, for a call that asks on the host."""
         self.check_event(event)
         if isinstance(event.moment, Mark):
             event.moment.capture.spoil(f"{call} of an event that was recorded in it")

@@ -39,7 +39,7 @@ class Controls:
         self.lost: Exception | None = None
 
     def alive(self) -> dict[str, int]:
-        """What was made through the protocol and is not destroyed: handles, events, streams, bytes of scratch."""
+        """Return what was made through the protocol and is not destroyed: handles, events, streams, bytes of scratch."""
         return {
             "handles": len(self._handles_alive),
             "events": len(self._events_alive),
