@@ -70,3 +70,19 @@ def test_every_link_leads_somewhere(page):
 def test_the_index_links_every_page():
     linked = re.findall(r"\]\(([^)#:]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
     assert {(DOCS / path).resolve() for path in linked} == {*DOCS.rglob("*.md"), DOCS.parent / "README.md"} - {DOCS / "index.md"}
+
+
+def test_the_table_of_the_architecture_names_what_exists():
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]* \| (`.*) \|$", page.partition("## The rooms")[0], re.MULTILINE)
+    assert len(rows) > 15
+    package = Path(handlepool.__file__).parent
+    for row in rows:
+        source = None
+        for name in re.findall(r"`([^`]+)`", row):
+            if name.endswith((".py", "/")):
+                assert (package / name).exists(), name
+                source = (package / name).read_text(encoding="utf-8") if name.endswith(".py") else source
+            else:  # in the file before it
+                last = name.rpartition(".")[2]
+                assert re.search(rf"\b{last}\b", source or ""), row
