@@ -9,8 +9,7 @@ import numpy as np
 from handlepool._util import ARRAY_PROTOCOLS, has, kind_of
 from handlepool.drivers.protocol import LEGACY_STREAM, check_operands, operand_name, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
-from handlepool.graphs.launch import AnyCall
-from handlepool.graphs.plan import Plan
+from handlepool.graphs.launch import GraphCall
 from handlepool.graphs.signature import Settings
 from handlepool.pool.context import on_device, thread
 from handlepool.pool.deferred import abandon, defer, deferred, settle
@@ -21,36 +20,16 @@ from handlepool.tensors.dlpack import from_cuda_array, from_dlpack
 from handlepool.tensors.layout import HOST, Layout, View
 
 
-class ForeignCall:
-    """A `GraphCall` with arrays of other libraries."""
+class ForeignCall(GraphCall):
+    """A `GraphCall` with arrays of other libraries: new outputs may be of the first array's kind only once it was launched."""
 
-    __slots__ = ("_call", "_converted", "_result", "operands")
+    __slots__ = ("_call", "_converted", "callers", "stream")
 
-    def __init__(self, converted: "ConvertedArguments", call: AnyCall, result: Any) -> None:
+    def __init__(self, converted: "ConvertedArguments", call: GraphCall, result: Any) -> None:
         self._converted = converted
         self._call = call
-        self._result = result
-        self.operands = call.operands
-
-    @property
-    def plan(self) -> Plan:
-        """As `GraphCall.plan`."""
-        return self._call.plan
-
-    @property
-    def result(self) -> Any:
-        """The outputs, which are not of the first array's kind everywhere before `launch` has returned."""
-        return self._result
-
-    @property
-    def stream(self) -> int | None:
-        """As `ConvertedArguments.stream`."""
-        return self._converted.stream
-
-    @property
-    def callers(self) -> list[int]:
-        """As `ConvertedArguments.callers`."""
-        return self._converted.callers
+        self.plan, self.operands, self.result = call.plan, call.operands, result
+        self.stream, self.callers = converted.stream, converted.callers
 
     def launch(self, slot: Slot) -> Any:
         """Enqueue on the slot's stream, in order with the callers, and return the outputs."""
@@ -73,16 +52,16 @@ class ForeignCall:
         if converted.kept:
             self._keep_until_run(slot)
         if converted.wrap is None or not converted.made:
-            return self._result
+            return self.result
         # The library's stream is made to wait for the current one, which is to be the one that writes the outputs.
         driver = converted.pool.driver
         previous = driver.current_stream()
         if previous.ptr == slot.pointer:
-            return _wrapped(converted.wrap, self._result)
+            return _wrapped(converted.wrap, self.result)
         stream = slot.side_stream or driver.wrap_stream(slot.pointer, None)
         driver.push_stream(stream)
         try:
-            return _wrapped(converted.wrap, self._result)
+            return _wrapped(converted.wrap, self.result)
         finally:
             driver.pop_stream(stream, previous)
 
@@ -95,9 +74,10 @@ class ForeignCall:
                 settle()
             defer(_Kept(converted.pool, converted.device, slot.pointer, converted.kept).settle)
 
-    def then(self, make: Callable[[Any], Any]) -> "ForeignCall":
+    def then(self, make: Callable[[Any], GraphCall]) -> GraphCall:
         """As `GraphCall.then`."""
-        return ForeignCall(self._converted, self._call.then(make), self._result)
+        self.operands = self._call.then(make).operands
+        return self
 
 
 def _wrapped(wrap: Callable[[Any], Any], made: Any) -> Any:
@@ -293,7 +273,9 @@ class ConvertedArguments:
         self.made.append(made)
         return operand
 
-    def prepare(self, prepare: Callable[..., AnyCall], out: Any, options: dict[str, Any], settings: Settings = ()) -> ForeignCall:
+    def prepare(
+        self, prepare: Callable[..., GraphCall], out: Any, options: dict[str, Any], settings: Settings = ()
+    ) -> ForeignCall:
         """Return a call with these arrays; ``prepare`` is `GraphFunction.prepare`."""
         call = prepare(self.pool, self.arrays, self.outs or None, options, settings, self)
         if out is None:
@@ -301,7 +283,7 @@ class ConvertedArguments:
         self._write(range(len(self.arrays), len(self._given)))
         return ForeignCall(self, call, out)
 
-    def call(self, call: AnyCall, written: Iterable[int]) -> ForeignCall:
+    def call(self, call: GraphCall, written: Iterable[int]) -> ForeignCall:
         """Make a call whose result is a tuple of the outputs that were made; ``written`` are the places of those given."""
         self._write(written)
         return ForeignCall(self, call, tuple(self.made))

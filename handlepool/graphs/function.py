@@ -15,7 +15,7 @@ from handlepool.graphs.annotations import ArrayCall, P, R_co
 from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of
 from handlepool.graphs.comparison import compare
 from handlepool.graphs.compile import build
-from handlepool.graphs.launch import AnyCall, GraphCall, check_arrays, hit, new_outputs, option_key, shortcut
+from handlepool.graphs.launch import Begin, GraphCall, check_arrays, hit, new_outputs, option_key, shortcut
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
 from handlepool.graphs.trace import Request
@@ -149,7 +149,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         outs = tuple([empty(at.shape, at.strides, at.dtype) if place < 0 else given[place] for place, at in layouts])
         operands = tuple([given[place] for place in places[:inputs]])
         made = tuple([out for place, out in zip(places[inputs:], outs, strict=True) if place < 0])
-        call: AnyCall = GraphCall(pool, plan, operands + outs, made, True)
+        call: GraphCall = GraphCall(pool, plan, operands + outs, made, True)
         if converted is not None:
             call = converted.call(call, [place for place in places[inputs:] if place >= 0])
         made = call.launch(pool.slot(call.stream))
@@ -165,7 +165,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         settings: Settings = (),
         converted: ConvertedArguments | None = None,
         key: tuple[Any, ...] | None = None,
-    ) -> AnyCall:
+    ) -> GraphCall:
         """Find or build the plan, and allocate the outputs that are not given, on the current stream.
 
         ``key`` is the option key, by which a `hit` finds the plan from now on: whatever tells options and settings from others.
@@ -408,7 +408,9 @@ class GraphFunction(ArrayCall[P, R_co]):
         current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "variants", None) is mine)
 
 
-def _hit_branch(function: Any, pool: PoolInternals, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _hit_branch(
+    function: GraphFunction[..., Any], pool: PoolInternals, begin: Begin, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     options = kwargs
     out = None
     if kwargs:
@@ -417,11 +419,10 @@ def _hit_branch(function: Any, pool: PoolInternals, begin: Any, args: tuple[Any,
     return hit(function, pool, begin, args, out, option_key(options) if options else ())
 
 
-def _prepare_branch(function: Any, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
+def _prepare_branch(function: GraphFunction[..., Any], pool: PoolInternals, args: Any, kwargs: dict[str, Any]) -> GraphCall:
     options = dict(kwargs)
     out = options.pop("out", None)
-    call: AnyCall = function.prepare(pool, args, out, options, key=option_key(options))
-    return call
+    return function.prepare(pool, args, out, options, key=option_key(options))
 
 
 launchers[GraphFunction] = _hit_branch, _prepare_branch

@@ -1,9 +1,9 @@
 """Calls of graph functions: what is launched, and the checks of its arrays."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from inspect import signature
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from handlepool._util import holds_values, shown
 from handlepool.drivers.protocol import Driver, check_operands, operand_name
@@ -19,41 +19,12 @@ from handlepool.tensors.layout import Layout
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class AnyCall(Protocol):
-    """What a fork launches."""
-
-    @property
-    def plan(self) -> Plan:
-        """What is launched; of a sequence, the first."""
-
-    @property
-    def operands(self) -> tuple[Any, ...]:
-        """The arrays, inputs and outputs."""
-
-    @property
-    def result(self) -> Any:
-        """What `launch` will return."""
-
-    @property
-    def stream(self) -> int | None:
-        """The stream to run on, where it is not the array library's current one."""
-
-    @property
-    def callers(self) -> Sequence[int]:
-        """Streams to be in order with; see `handlepool.arrays`."""
-
-    def launch(self, slot: Slot) -> Any:
-        """Enqueue on the slot's stream, in order with the callers, and return the outputs."""
-
-    def enqueue(self, slot: Slot) -> Any:
-        """Enqueue on a side slot's stream, for which a fork sees to the order."""
-
-    def then(self, make: "Callable[[Any], AnyCall]") -> "AnyCall":
-        """Return this call and one over its result, as one."""
+Begin = Callable[[tuple[Any, ...], Shortcut], Slot]
+"""What a fork gives to a `hit`: told the operands and what launches them, it returns the slot to launch on."""
 
 
 def hit(
-    function: Any, pool: PoolInternals, begin: Callable[..., Slot] | None, arrays: Any, out: Any, key: tuple[Any, ...]
+    function: Hashable, pool: PoolInternals, begin: Begin | None, arrays: tuple[Any, ...], out: Any, key: tuple[Any, ...]
 ) -> Any:
     """Launch at once what these arrays led to before; `NOT_CACHED` where that cannot be told so quickly.
 
@@ -80,8 +51,10 @@ def hit(
     return NOT_CACHED
 
 
-def hit_branch(function: Any, pool: PoolInternals, begin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the first launcher of an operation, in `handlepool.pool.context.launchers`.
+def hit_branch(
+    function: Callable[..., Any], pool: PoolInternals, begin: Begin | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Serve as the first launcher of an operation, in `handlepool.pool.context.launchers`.
 
     The operation's own function binds the arguments. In the place of its ``pool`` it is given the pool that is meant and the
     ``begin`` of a `hit`, and tries that alone; where there is no ``begin``, it returns a call that is ready to be launched.
@@ -93,13 +66,13 @@ def hit_branch(function: Any, pool: PoolInternals, begin: Any, args: tuple[Any, 
     return function(*args, pool=(pool, begin), **kwargs)
 
 
-def prepare_branch(function: Any, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyCall:
-    """Return the second one."""
-    call: AnyCall = hit_branch(function, pool, None, args, kwargs)
+def prepare_branch(function: Callable[..., Any], pool: PoolInternals, args: Any, kwargs: dict[str, Any]) -> "GraphCall":
+    """Serve as the second one."""
+    call: GraphCall = hit_branch(function, pool, None, args, kwargs)
     return call
 
 
-def launch_new(pool: PoolInternals, call: AnyCall) -> Any:
+def launch_new(pool: PoolInternals, call: "GraphCall") -> Any:
     """Launch a call on the current stream, or on its own."""
     return call.launch(pool.slot(call.stream))
 
@@ -134,7 +107,7 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
     """Return what `Executable.shortcut` describes, for any driver."""
     plan, natives, empty = entry.plan, pool.driver.array_types, pool.driver.empty
 
-    def at_once(begin: Any, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
+    def at_once(begin: Begin | None, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
         if (out is not None) is not given or recordings or pool.current_device() != plan.device:
             return NOT_CACHED
         if given and not plan.single and not isinstance(out, (tuple, list)):
@@ -191,9 +164,23 @@ def new_outputs(pool: PoolInternals, layouts: Sequence[Layout], empty: Callable[
 
 
 class GraphCall:
-    """A call of a graph function with its outputs allocated, to be launched on a slot."""
+    """A call of a graph function with its outputs allocated, to be launched on a slot.
 
-    __slots__ = ("_given", "_pool", "operands", "plan", "result")
+    Attributes
+    ----------
+    plan : Plan
+        What is launched, and first where more was added with `then`.
+    operands : tuple of array
+        Inputs and outputs, of all that is launched.
+    result : array or tuple of array
+        What `launch` will return.
+    stream : int or None
+        The stream to run on, where it is not the array library's current one.
+    callers : sequence of int
+        Streams to be in order with; see `handlepool.graphs.arrays`.
+    """
+
+    __slots__ = ("_given", "_more", "_own", "_pool", "operands", "plan", "result")
 
     stream: int | None = None
     callers: Sequence[int] = ()
@@ -201,47 +188,27 @@ class GraphCall:
     def __init__(self, pool: PoolInternals, plan: Plan, operands: tuple[Any, ...], result: Any, given: bool) -> None:
         self._pool = pool
         self._given = given
+        self._more: tuple[GraphCall, ...] = ()
         self.plan = plan
-        self.operands = operands
+        self.operands = self._own = operands
         self.result = result
 
     def launch(self, slot: Slot) -> Any:
-        """Enqueue on the slot's stream, and return the outputs."""
-        launch(self._pool, self.plan, slot, self.operands, self._given)
-        return self.result
-
-    enqueue = launch  # in a fork, which sees to the order
-
-    def then(self, make: Callable[[Any], AnyCall]) -> "CallSequence":
-        """Return this call and one over its result, as one."""
-        return CallSequence(self, make(self.result))
-
-
-class CallSequence:
-    """Two calls on one stream, the second over the first one's output, in the form of a `GraphCall`."""
-
-    __slots__ = ("_calls", "operands", "plan", "result")
-
-    stream: int | None = None
-    callers: Sequence[int] = ()
-
-    def __init__(self, first: AnyCall, second: AnyCall) -> None:
-        self._calls = (first, second)
-        self.operands = first.operands + second.operands
-        self.result = second.result
-        self.plan = first.plan
-
-    def launch(self, slot: Slot) -> Any:
-        """Enqueue both."""
-        for call in self._calls:
+        """Enqueue on the slot's stream, in order with the callers, and return the outputs."""
+        launch(self._pool, self.plan, slot, self._own, self._given)
+        for call in self._more:
             call.launch(slot)
         return self.result
 
     enqueue = launch
+    """The same on a side slot's stream, for which a fork sees to the order."""
 
-    def then(self, make: Callable[[Any], AnyCall]) -> "CallSequence":
-        """Return these and one over their result, as one."""
-        return CallSequence(self, make(self.result))
+    def then(self, make: "Callable[[Any], GraphCall]") -> "GraphCall":
+        """Add a call that writes this one's result in place; ``make`` is given the result in the driver's form."""
+        call = make(self.result)
+        self._more += (call,)
+        self.operands += call.operands
+        return self
 
 
 def by_keyword(function: F) -> F:

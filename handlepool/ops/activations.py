@@ -6,7 +6,7 @@ from typing import Any, Never
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import AnyCall, by_keyword, launch_new, misplaced, prepare_branch
+from handlepool.graphs.launch import GraphCall, by_keyword, launch_new, misplaced, prepare_branch
 from handlepool.pool.context import launchers
 from handlepool.pool.default import chosen_pool
 from handlepool.pool.internals import PoolInternals
@@ -22,7 +22,7 @@ def activate(g: Any, x: Any, kind: str) -> Any:
     return getattr(g, kind)(x)
 
 
-def activation_call(pool: PoolInternals, kind: str, x: Any, out: Any = None) -> AnyCall:
+def activation_call(pool: PoolInternals, kind: str, x: Any, out: Any = None) -> GraphCall:
     """Return an activation that is ready to be launched; ``out`` may be ``x``."""
     return _functions[kind].prepare(pool, (x,), out, {})
 

@@ -7,7 +7,7 @@ from handlepool._util import as_integer, at_least, shown
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import AnyCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch
+from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch
 from handlepool.graphs.plan import Plan
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, activation_call
 from handlepool.pool.context import NOT_CACHED, launchers
@@ -208,7 +208,7 @@ def conv2d_plan(x: Any, w: Any, *extra: Never, pool: HandlePool | None = None, *
     return prepare_branch(conv2d, chosen_pool("conv2d_plan", pool), (x, w, *extra), options).plan
 
 
-def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], out: Any, key: tuple[Any, ...]) -> AnyCall:
+def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], out: Any, key: tuple[Any, ...]) -> GraphCall:
     """Return the call for a key of `conv2d`."""
     stride, padding, dilation, groups, _, mode, activation, workspace_limit, allow_tf32, deterministic = key
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "activation": activation}
