@@ -65,8 +65,15 @@ def available(name: str) -> str | None:
     return cuda.unavailable()
 
 
-def load(name: str | None = None) -> Driver:
+def load(name: str | None = None, *, strict: bool = False) -> Driver:
     """Return the process's driver of a name, made on first use.
+
+    Parameters
+    ----------
+    name : {"cuda", "host"}, optional
+        As in `choose`.
+    strict : bool
+        Of the host driver, another one, whose arrays refuse what CuPy's refuse. CuPy's own need no telling.
 
     Raises
     ------
@@ -76,8 +83,10 @@ def load(name: str | None = None) -> Driver:
         In a forked child, for the cuda driver of its parent: CUDA does not survive a fork.
     """
     name, reason = choose(name)
+    strict = strict and name == "host"
+    key = f"{name}, strict" if strict else name
     with _lock:
-        driver = _loaded.get(name)
+        driver = _loaded.get(key)
         if driver is None:
             if name == "cuda" and name in _inherited:
                 raise ForkedProcessError(
@@ -90,7 +99,7 @@ def load(name: str | None = None) -> Driver:
                     f"On a machine without a GPU, set {VARIABLE}=host or pass driver='host'"
                 )
             module = import_module(f"handlepool.drivers.{name}.driver")
-            driver = _loaded.setdefault(name, (module.CudaDriver if name == "cuda" else module.HostDriver)())
+            driver = _loaded.setdefault(key, module.CudaDriver() if name == "cuda" else module.HostDriver(strict=strict))
     return driver
 
 

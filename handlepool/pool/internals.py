@@ -47,7 +47,7 @@ class PoolInternals:
     ----------
     choice : str, Driver or None
         As `HandlePool`'s ``driver``.
-    scratch_limit, idle_limit, plan_limit, checked
+    scratch_limit, idle_limit, plan_limit, checked, strict
         As in `HandlePool`.
 
     Attributes
@@ -69,7 +69,13 @@ class PoolInternals:
     """
 
     def __init__(
-        self, choice: str | Driver | None, scratch_limit: int | None, idle_limit: int, plan_limit: int, checked: bool
+        self,
+        choice: str | Driver | None,
+        scratch_limit: int | None,
+        idle_limit: int,
+        plan_limit: int,
+        checked: bool,
+        strict: bool,
     ) -> None:
         self.is_default = False
         self.everybodys = False
@@ -78,6 +84,7 @@ class PoolInternals:
         self.status = Status(self._end_hits)
         self.current_device: Callable[[], int] = lambda: self.driver.current_device()
         self._choice = choice
+        self._strict = strict
         self._scratch_limit = scratch_limit
         self._idle_limit = idle_limit
         self.devices: dict[int, DeviceSlots] = {}
@@ -216,7 +223,7 @@ class PoolInternals:
         """The driver, loaded on first use."""
         self.status.check()
         choice = self._choice
-        driver = drivers.load(choice) if choice is None or isinstance(choice, str) else choice
+        driver = drivers.load(choice, strict=self._strict) if choice is None or isinstance(choice, str) else choice
         if self.checked:
             driver = CheckedDriver(driver)
         self.status.driver = driver

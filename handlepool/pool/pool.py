@@ -30,9 +30,13 @@ class HandlePool:
         Most compiled graphs of one device that are kept.
     check : bool, optional
         Whether to check what cuDNN and CuPy leave unchecked: that a handle is used by the thread that owns it, a workspace on its
-        own stream, and ``cupy.fft`` and ``cupy.random`` not in concurrent branches. Where it is not given, the environment
-        variable ``HANDLEPOOL_CHECK`` decides: unset, ``0``, ``off``, ``no`` and ``false`` are off. Calls cost more with checks,
-        and nothing more without.
+        own stream, and ``cupy.fft`` and ``cupy.random`` not in concurrent branches; on the host driver also that any two
+        accesses to an array, one of which writes, are ordered. Where it is not given, the environment variable
+        ``HANDLEPOOL_CHECK`` decides: unset, ``0``, ``off``, ``no`` and ``false`` are off. Calls cost more with checks, and
+        nothing more without.
+    strict : bool
+        Whether arrays of the host driver refuse what CuPy's refuse: to become NumPy's by themselves, and NumPy's as operands
+        beside them. Such pools share a driver of their own. CuPy's arrays are strict without it.
 
     Notes
     -----
@@ -50,16 +54,22 @@ class HandlePool:
         idle_limit: int = 32,
         plan_limit: int = 512,
         check: bool | None = None,
+        strict: bool = False,
     ) -> None:
         made = hasattr(type(driver), "current_device")
         if not (driver is None or isinstance(driver, str) or made):
             raise ArgumentError(f"HandlePool(driver={shown(driver)}): pass 'cuda', 'host', a driver object, or None")
+        if strict and made:
+            raise ArgumentError(
+                "HandlePool(strict=True) was given a driver that is made already: HostDriver(strict=True) makes a strict one"
+            )
         self.internals = PoolInternals(
             driver,
             None if scratch_limit is None else at_least(0, "scratch_limit", scratch_limit, " bytes"),
             at_least(0, "idle_limit", idle_limit, " handles"),
             at_least(1, "plan_limit", plan_limit, " plan"),
             os.environ.get(CHECK_VARIABLE, "").lower() not in _OFF if check is None else flag("check", check),
+            flag("strict", strict),
         )
         self.get_handle = functools.update_wrapper(self.internals.get_handle, self.get_handle)  # type: ignore[method-assign]
 

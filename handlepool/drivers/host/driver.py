@@ -31,7 +31,11 @@ from handlepool.tensors.layout import HOST, View
 class Events:
     """The part of `HostDriver` that orders streams by events."""
 
-    order: Order | None
+    @property
+    def order(self) -> Order | None:
+        """The checker of the order of accesses."""
+        raise NotImplementedError
+
     _events_alive: set[Event]
     _forbid: Callable[[str], None]
     _note: Callable[[str], None]
@@ -113,7 +117,10 @@ class HostDriver(Controls, Events, Handles, Recordings):
         Whether to check how handles are used, which cuDNN does not.
     check_order : bool
         Whether to check that conflicting accesses to device memory are ordered, by streams, events or waits of the host; see
-        `handlepool.drivers.host.race_checker`. For tests: it costs several times what the work does.
+        `handlepool.drivers.host.race_checker`. For tests: it costs several times what the work does. A pool with
+        ``check=True`` turns it on for its driver.
+    strict : bool
+        Whether arrays refuse what CuPy's refuse: to become NumPy's by themselves, and NumPy's as operands beside them.
 
     Notes
     -----
@@ -253,7 +260,9 @@ class HostDriver(Controls, Events, Handles, Recordings):
         return lost if ask or error is not None else None
 
     def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
-        """NumPy shares nothing between streams."""
+        """Check the order of accesses from now on, on all streams of the driver; NumPy shares nothing else between streams."""
+        scheduler = self._streams.scheduler
+        scheduler.order = scheduler.order or Order()
         return lambda: None
 
     # Memory

@@ -156,8 +156,8 @@ class Order:
     def _report(self, what: str, now: Past, past: Past) -> None:
         reused = " Between the two the allocator gave the memory to another owner." if now.generation != past.generation else ""
         error = ContractError(
-            f"not ordered: {what}, and neither waits for the other.{reused} Let the later one's stream wait for an event that is "
-            f"recorded after the earlier one"
+            f"not ordered: {what}, and neither waits for the other.{reused} Run the later one where the earlier one was waited "
+            f"for: on the same stream, after the join of its fork or the result of its task, or after an event of its stream"
         )
         self.found.append(error)
         raise error

@@ -9,6 +9,7 @@ from typing import Any
 from handlepool.drivers.host.array import Array, raw_view
 from handlepool.drivers.host.contract import CallLog, HandleUse, HostHandle
 from handlepool.drivers.host.memory import Memory, accesses
+from handlepool.drivers.host.race_checker import Order
 from handlepool.drivers.host.streams import Event, Latch, Queue, Stream, StreamTable
 
 
@@ -21,14 +22,11 @@ class Controls:
         How often each method of the protocol was called, by its name, and ``launch`` of an executable; clear it at will.
     checks : bool
         Whether it is checked how handles are used.
-    order : Order or None
-        The checker of the order of accesses, where ``check_order=True`` was given; ``order.found`` has what it found.
     """
 
     def __init__(self, streams: StreamTable, memory: Memory, checks: bool) -> None:
         self.checks = checks
         self._memory = memory
-        self.order = streams.scheduler.order
         self._streams = streams
         self._thread = streams.thread
         self._handles_alive: set[HostHandle] = set()
@@ -46,6 +44,11 @@ class Controls:
             "streams": self._streams.alive(),
             "scratch_bytes": self._memory.scratch_bytes(),
         }
+
+    @property
+    def order(self) -> Order | None:
+        """The checker of the order of accesses, where that is asked for; ``order.found`` has what it found."""
+        return self._streams.scheduler.order
 
     @property
     def legacy_stream(self) -> Stream:
