@@ -1,11 +1,12 @@
 """Ordinary code of CuPy's in branches, maps, tasks and recordings gives NumPy's values."""
 
-import cupy
 import numpy as np
 import pytest
 from harness.ordinary import SHAPES, Place, Plain, flat
 
 from handlepool import HandlePool
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
 
 @pytest.mark.parametrize("name", SHAPES)
