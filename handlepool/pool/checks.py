@@ -140,28 +140,12 @@ class CheckedSlot(Slot):
 class _Use:
     """A use of what streams share, by a branch; gone with its region's join."""
 
-    __slots__ = ("__weakref__", "_forks", "_region", "_stream", "who")
+    __slots__ = ("__weakref__", "region", "stream", "who")
 
-    def __init__(self, stream: int, region: BranchRegion, forks: list[Any]) -> None:
-        self._stream = stream
-        self._region = region
-        self._forks = forks
+    def __init__(self, stream: int, region: BranchRegion) -> None:
+        self.stream = stream
+        self.region = region
         self.who = f"a branch of {_this_thread()} on stream {stream:#x}"
-
-    def beside(self, stream: int, forks: list[Any]) -> bool:
-        """Whether it may run beside what a stream is given now, which forks inside the region leased, the innermost first."""
-        region = self._region
-        if region.over:
-            return False
-        own = {self._stream}
-        for fork in self._forks:
-            if not region.joined(fork):
-                break
-            own = {fork._pointer}
-        if region.ended:  # a task that was joined, in something that was not
-            own = {*region.awaited}
-        # A branch starts after what its fork's stream had been given, and this thread is in the branch.
-        return stream not in own and all(fork._pointer not in own for fork in forks)
 
 
 class CheckedDriver:
@@ -212,21 +196,23 @@ class CheckedDriver:
                     )
 
     def note(self, name: str) -> None:
-        """Something that streams share is used: raise when a branch that has not been joined uses it on another stream."""
+        """Something that streams share is used: raise when a branch used it on another stream, before the outermost join.
+
+        Forks inside a branch may order the two streams. That is not looked at.
+        """
         stream = self._driver.current_stream().ptr
         # CuPy keeps FFT plans for each thread, and the generator for all of a device's.
         uses = self._everybodys if name == "cupy.random" else self._mine.__dict__
         former = uses.get(name)
         use = None if former is None else former()
         region = thread.region
-        forks = [] if region is None else region.lenders(stream)
-        if use is not None and use.beside(stream, forks):
+        if use is not None and use.stream != stream and not use.region.over:
             raise ContractError(
-                f"{name} is used by {_this_thread()} on stream {stream:#x} beside {use.who}, before the join: CuPy keeps one "
-                f"work area or state for both, so results would be wrong. Use it on one stream, or outside of branches"
+                f"{name} is used by {_this_thread()} on stream {stream:#x} beside {use.who}, before the outermost join: CuPy "
+                f"keeps one work area or state for both, so results would be wrong. Use it on one stream, or outside of branches"
             )
         if region is not None:
-            use = _Use(stream, region, forks)
+            use = _Use(stream, region)
             region.keep(use)
             uses[name] = weakref.ref(use)
 

@@ -17,7 +17,6 @@ class BranchRegion(Protocol):
     stream: Any
     device: int
     ended: bool
-    awaited: frozenset[int]
     keep: Callable[[object], None]
 
     @property
@@ -27,12 +26,6 @@ class BranchRegion(Protocol):
     @property
     def over(self) -> bool:
         """Whether all that ran in it is waited for by whatever is outside of regions."""
-
-    def joined(self, fork: Any) -> bool:
-        """Whether an inner fork was, so that its caller's stream waits for it."""
-
-    def lenders(self, pointer: int) -> list[Any]:
-        """Return the inner forks that leased a side stream, one inside the other, the innermost first."""
 
 
 class RunningPool(Protocol):

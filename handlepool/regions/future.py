@@ -161,8 +161,6 @@ class Task:
         finally:
             self._put_back()
         self._joined = True
-        with self._lock:  # or of two threads that join at a time, one would forget what the other added
-            self.region.awaited |= {pointer for _, pointer in streams}
         self.region.release()
 
     def record(self, value: Any) -> None:

@@ -35,7 +35,7 @@ class Region:
         What is kept already.
     """
 
-    __slots__ = ("_allocator", "_outer", "awaited", "device", "driver", "ended", "inner", "keep", "kept", "stream")
+    __slots__ = ("_allocator", "_outer", "device", "driver", "ended", "inner", "keep", "kept", "stream")
 
     def __init__(
         self, driver: Driver, stream: Stream, device: int, outer: "Region | None" = None, kept: list[object] | None = None
@@ -45,7 +45,6 @@ class Region:
         self.kept: list[object] = [] if kept is None else kept
         self.inner: set[Any] | None = None  # forks inside branches, from where they are entered to their join
         self.ended = False  # whether the outermost caller has gone on
-        self.awaited: frozenset[int] = frozenset()  # by pointer, the streams that waited for a task's end
         self.driver = driver
         self.device = device
         self.stream = stream
@@ -84,19 +83,6 @@ class Region:
     def over(self) -> bool:
         """Whether all that ran in it is waited for by whatever is outside of regions."""
         return self.ended and (self._outer is None or self._outer.over)
-
-    def joined(self, fork: Any) -> bool:
-        """Whether an inner fork was, so that its caller's stream waits for it."""
-        return not (fork._leased or fork in (self.inner or ()))
-
-    def lenders(self, pointer: int) -> list[Any]:
-        """Return the inner forks that leased a side stream, one inside the other, the innermost first."""
-        by_pointer = {slot.pointer: fork for fork in self.inner or () for slot in fork._leased}
-        lenders: list[Any] = []
-        while (fork := by_pointer.pop(pointer, None)) is not None:
-            lenders.append(fork)
-            pointer = fork._pointer
-        return lenders
 
     def release(self) -> None:
         """Let go of everything; the outermost caller's stream waits for every branch by now.

@@ -166,7 +166,7 @@ def test_g16_what_streams_share_is_refused_in_branches_beside_each_other(make_po
         fork.run(use)
         with pytest.raises(ContractError, match=rf"{name} is used by .* beside a branch of thread 'MainThread' on stream 0x"):
             fork.run(use)
-        with pytest.raises(ContractError, match="before the join"):
+        with pytest.raises(ContractError, match="before the outermost join"):
             use()  # in the body
         fork.run(use)  # on the first one's stream again
     use()
@@ -179,32 +179,28 @@ def test_g16_what_streams_share_is_refused_in_branches_beside_each_other(make_po
 
 @pytest.mark.parametrize("name", ["cupy.fft", "cupy.random"])
 @pytest.mark.parametrize("where", ["branch", "task"])
-def test_g16_what_streams_share_may_be_used_in_forks_inside_where_an_order_is(make_pool, name, where):
+def test_g16_two_streams_in_one_outermost_region_are_refused_also_where_forks_inside_order_them(make_pool, name, where):
     pool = make_pool(driver=Sharing(), check=True)
     states = ParallelStates(2, pool=pool)
     ran = []
 
-    def use(depth):
+    def use():
         pool.driver.report(name)
-        if depth:
-            with states.fork() as fork:
-                fork.run(use, depth - 1)
-                with pytest.raises(ContractError, match="before the join"):
-                    fork.run(use, 0)
-                with pytest.raises(ContractError, match="before the join"):
-                    pool.driver.report(name)
-            pool.driver.report(name)  # after the join
-        ran.append(depth)
+
+    def outer():
+        use()
+        with states.fork() as fork, pytest.raises(ContractError, match="before the outermost join"):
+            fork.run(use)
+        use()
+        ran.append(where)
 
     with ParallelStateExecutor(1, pool=pool) as executor, states.fork() as fork:
         if where == "task":
-            executor.submit(use, 2).result()
+            executor.submit(outer).result()
         else:
-            fork.run(use, 2)
-            with pytest.raises(ContractError, match="before the join"):
-                fork.run(use, 0)
-    use(1)
-    assert ran == [0, 1, 2, 0, 1]
+            fork.run(outer)
+    use()
+    assert ran == [where]
 
 
 def a_sibling_of_the_branch_that_asked(states, executor, use, _):
@@ -254,7 +250,7 @@ def test_g16_what_streams_share_is_refused_in_branches_where_nothing_waits_for_i
         pool.driver.create_stream(),
         ParallelStateExecutor(1, pool=pool) as executor,
         states.fork() as fork,
-        pytest.raises(ContractError, match="before the join"),
+        pytest.raises(ContractError, match="before the outermost join"),
     ):
         fork.run(beside, states, executor, use, in_thread)
 
