@@ -18,7 +18,7 @@ from handlepool.errors import ContractError, OwnershipError
 from handlepool.pool.context import BranchRegion, thread
 from handlepool.pool.slot import Slot
 from handlepool.pool.status import Status
-from handlepool.pool.workspace import DeviceScratch
+from handlepool.pool.workspace import DeviceScratch, Workspace
 
 
 @functools.cache
@@ -71,10 +71,17 @@ class CheckedSlot(Slot):
 
     __slots__ = ("_thread", "_who")
 
-    def __init__(self, status: Status, driver: Driver, scratch: DeviceScratch, handle: Handle) -> None:
+    def __init__(
+        self,
+        status: Status,
+        driver: Driver,
+        scratch: DeviceScratch,
+        handle: Handle,
+        workspaces: tuple[Workspace, Workspace] | None = None,
+    ) -> None:
         self._thread = 0
         self._who = "nobody"
-        super().__init__(status, driver, scratch, handle)
+        super().__init__(status, driver, scratch, handle, workspaces)
         _guard(handle)
         if isinstance(driver, CheckedDriver):
             driver.remember(self)

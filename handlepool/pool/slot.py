@@ -133,15 +133,23 @@ class Slot:
         "watch",
     )
 
-    def __init__(self, status: Status, driver: Driver, scratch: DeviceScratch, handle: Handle) -> None:
+    def __init__(
+        self,
+        status: Status,
+        driver: Driver,
+        scratch: DeviceScratch,
+        handle: Handle,
+        workspaces: tuple[Workspace, Workspace] | None = None,
+    ) -> None:
         self._status = status
         self.handle = handle
         self.device = scratch.device
         self._driver = driver
         self._scratch = scratch
         self.buffer = driver.launch_buffer()
-        self._launching = Workspace()  # for the plans that we launch
-        self._handed = Workspace()  # for get_workspace, so that what a caller holds never overlaps a launch (guarantee 5)
+        # The first is for the plans that we launch, the second for get_workspace, so that what a caller holds never overlaps a
+        # launch (guarantee 5).
+        self._launching, self._handed = workspaces or (Workspace(), Workspace())
         self._eager: tuple[Workspace, Workspace] | None = None
         self._capture = 0
         self.pointer = -1
@@ -289,9 +297,7 @@ class Slot:
         reference's callback) can only ever unbind that owner.
         """
         self.forget_capture()
-        heir = type(self)(self._status, self._driver, self._scratch, self.handle)
-        heir._launching, heir._handed = self._launching, self._handed
-        return heir
+        return type(self)(self._status, self._driver, self._scratch, self.handle, (self._launching, self._handed))
 
     def release_scratch(self) -> None:
         """Give the eager scratch back at once; for a slot that nobody uses."""

@@ -106,8 +106,7 @@ class ParallelStateExecutor(Executor):
             self._pool.status.diagnose(error)
             raise
         task.region.keep_call(fn, args, kwargs)
-        future: StreamFuture[T] = StreamFuture()
-        future._task = task
+        future: StreamFuture[T] = StreamFuture(task)
         # A list that the worker empties, since the frames of an error's traceback lead to the thread pool's own, which keeps what
         # it was given: the error would keep itself, through the future, and the arguments.
         call = [future, task, fn, args, kwargs]

@@ -20,236 +20,10 @@ from handlepool.pool.deferred import defer, deferred, settle
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.stream import check_foreign, resolve
-from handlepool.regions.memory import Region, branch_regions, inherited
+from handlepool.regions.memory import Region, branch_regions, held_by, inherited
 from handlepool.regions.stream_order import in_torch, order, torch_among
 
-
-def given_up(fork: "Fork") -> bool:
-    """Touch nothing in the child of a process that forked in here (guarantee 13), nor after a lost context."""
-    if not fork._status.untouchable:
-        return False
-    fork._leased = []
-    fork._own_region().abandon()
-    return True
-
-
-def join(fork: "Fork") -> None:
-    """Let the caller's stream wait for every branch, then release the side slots and let go of what was kept."""
-    driver, leased, pointer = fork._driver, fork._leased, fork._pointer
-    captured = False
-    failure: BaseException | None = None
-    try:
-        captured = pointer != LEGACY_STREAM and driver.is_capturing(pointer)
-        if not captured:
-            record, wait = driver.record_event, driver.wait_event
-            for slot in leased:
-                event = slot.end_event
-                if slot.pointer in branch_regions and driver.is_capturing(slot.pointer):  # Python ran there
-                    raise _left_capturing(slot.pointer)
-                record(event, slot.pointer)
-                wait(pointer, event)
-                if slot.owner is not None:
-                    unbind(slot)
-    except BaseException as trouble:
-        failure = trouble
-    if captured or failure is not None:
-        failure = _join_each(fork, captured, failure)
-    else:
-        if fork._region is not None:  # before they go to others
-            for slot in leased:
-                if slot.pointer in branch_regions:
-                    del branch_regions[slot.pointer]
-        fork._leased = []  # an interrupt that came before this finds all of them here, and they are joined again later
-        fork._sides.free.extend(leased)
-    try:
-        late = _finish(fork, failure) if failure is not None or fork._callers or fork._status.unusable else None
-    finally:
-        del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
-    region = fork._region
-    if region is None:
-        fork._kept.clear()
-    elif fork._inherited:
-        region.leave(fork)
-    else:
-        region.release()
-    try:
-        if late is not None:
-            raise late
-    finally:
-        del late
-
-
-def _finish(fork: "Fork", failure: BaseException | None) -> BaseException | None:
-    """End a join of which there is more to say; what went wrong too late to matter to it is returned."""
-    late: BaseException | None = None
-    if fork._status.closed:  # in this order: `close` says so first and destroys the free ones then, so that one of us sees it
-        try:
-            fork._sides.destroy_free()
-        except BaseException as trouble:  # something could not be destroyed yet
-            late = trouble
-            fork._device.settle_later()
-    if failure is None:
-        try:
-            for caller in fork._callers:
-                order(fork._pool, fork._ordinal, fork._pointer, caller)
-        except BaseException as trouble:
-            failure = trouble
-    try:
-        if failure is not None:
-            fork._own_region().abandon()
-            fork._status.diagnose(failure)
-            raise failure
-        return late
-    finally:
-        del failure, late
-
-
-def _join_each(fork: "Fork", captured: bool, failure: BaseException | None) -> BaseException | None:
-    """Join under a capture, or where something failed: every branch that can be is joined all the same."""
-    driver, leased, abandoned = fork._driver, fork._leased, False
-    while leased:  # an interrupt may come between any two of these steps: what is left is joined later
-        slot = leased[0]
-        try:
-            if captured and not driver.capture_id(slot.pointer):
-                raise CaptureError(
-                    f"stream {fork._pointer:#x} began to be captured inside a fork, after a branch was run: the capture "
-                    f"cannot wait for the branch. Begin it before the fork, or after"
-                )
-            if not captured and slot.pointer in branch_regions and driver.is_capturing(slot.pointer):
-                raise _left_capturing(slot.pointer)
-            driver.record_event(slot.end_event, slot.pointer)
-            driver.wait_event(fork._pointer, slot.end_event)
-        except BaseException as trouble:
-            failure = trouble
-            if not abandoned:
-                abandoned = True
-                fork._own_region().abandon()
-        if slot.owner is not None:
-            unbind(slot)
-        branch_regions.pop(slot.pointer, None)
-        fork._sides.release(leased.pop(0), captured=True)
-    if captured and thread.recording is not None and not fork._inherited:
-        thread.recording.kept.add(fork._kept if fork._region is None else fork._region.kept)
-    try:
-        return failure
-    finally:
-        del failure
-
-
-def _left_capturing(pointer: int) -> CaptureError:
-    """Return the error for a branch that left its stream capturing: the join would draw the caller's stream into that capture."""
-    return CaptureError(
-        f"a branch began to capture its stream {pointer:#x} and did not end that: nothing can wait for the branch. End a "
-        f"capture where it was begun, also where something raises in between"
-    )
-
-
-def settle_fork(fork: "Fork") -> bool:
-    """Leave a fork that nobody left; called later, by any thread."""
-    if given_up(fork):
-        return True
-    try:
-        with on_device(fork._driver, fork._ordinal):
-            capturing = fork._driver.capture_id
-            # Here the first means another stream; the other was destroyed by the collector in one go with the fork.
-            if fork._pointer == PER_THREAD_STREAM or gc.is_finalized(fork._stream):
-                fork._own_region().abandon()
-                while fork._leased:
-                    captured = capturing(fork._leased[-1].pointer) != 0
-                    slot = fork._leased.pop()
-                    if slot.owner is not None:
-                        unbind(slot)
-                    branch_regions.pop(slot.pointer, None)
-                    fork._sides.release(slot, captured=captured)
-                return True
-            pointers = [slot.pointer for slot in fork._leased]
-            if any(pointer and capturing(pointer) for pointer in (fork._pointer, *pointers)):
-                return False
-            join(fork)
-    except Exception:
-        fork._own_region().abandon()
-    return not fork._leased or given_up(fork)
-
-
 T = TypeVar("T")
-
-
-def over(fork: "Fork", function: Callable[..., T], iterables: tuple[Iterable[Any], ...], out: Iterable[Any] | None) -> list[T]:
-    """See `Fork.map`."""
-    given = out is not None
-    sources = (*iterables, out) if out is not None else iterables
-    calls: Iterable[tuple[Any, ...]] = zip(*sources, strict=False)
-    # No code of the caller's runs between branches over these.
-    if all(isinstance(source, (list, tuple, range)) for source in sources):
-        calls = list(calls)
-        results = _run_together(fork, function, calls, given) if len(calls) > 1 else None
-        if results is not None:
-            return results
-    return [_run(fork, function, call, given) for call in calls]
-
-
-def _run(fork: "Fork", function: Callable[..., T], call: tuple[Any, ...], given: bool) -> T:
-    return fork.run(function, *call[:-1], out=call[-1]) if given else fork.run(function, *call)
-
-
-def _run_together(fork: "Fork", function: Callable[..., T], calls: list[tuple[Any, ...]], given: bool) -> list[T] | None:
-    """Run branches that each launch one known plan, and no Python; None where the first one does not.
-
-    All outputs are allocated before the edge that starts the branches (guarantee 8), so one edge for each state will do.
-    """
-    pool = fork._pool
-    bare, fixed, keywords = (function.func, function.args, function.keywords) if type(function) is partial else (function, (), {})
-    kind = type(bare)
-    hit, _ = launchers.get(bare if kind is FunctionType else kind, NO_LAUNCHER)
-    if hit is None or (keywords and any(hasattr(value, "shape") for value in keywords.values())):
-        return None  # a shortcut does not add the arrays of a partial's keywords
-    if fork._thread != get_ident() or fork._status.unusable or fork._inherited:
-        fork._refuse()
-    if pool.current_device() != fork._ordinal or fork._driver.current_stream(fork._ordinal) is not fork._stream:
-        return None
-    leased = fork._leased
-    keep = (fork._kept if fork._region is None else fork._region.kept).append
-    attempt: Any = None  # what the first branch launches by
-    fresh: list[Any] = []
-
-    def start(operands: tuple[Any, ...], launch: Any) -> Slot:
-        nonlocal attempt
-        attempt = launch
-        if not given:
-            fresh.extend(launch.allocate(len(others)))
-        elif first[-1] is None:  # or it launches for nobody without an output
-            fresh.extend([None if call[-1] is not None else launch.allocate(1)[0] for call in others])
-        else:
-            fresh.extend([None] * len(others))
-        fork._start(fork._next + len(calls))
-        return begin(operands, launch)
-
-    def begin(operands: tuple[Any, ...], _: Any) -> Slot:
-        keep(operands)
-        if not leased:  # every side slot is out
-            return pool.slot(fork._stream)
-        index = fork._next
-        if index >= len(leased):  # only states that have been started
-            index = 0
-        fork._next = index + 1
-        slot = leased[index]
-        if pool.checked and slot.owner is None:
-            bind_to_thread(pool.sound(slot))
-        return slot
-
-    first, *others = calls
-    arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, keywords)
-    results = [hit(bare, pool, start, fixed + arrays, options)]
-    if results[0] is NOT_CACHED:
-        return None
-    for call, made in zip(others, fresh, strict=True):
-        arrays, out = (call[:-1], call[-1]) if given else (call, None)
-        result = attempt(begin, fixed + arrays, out, made)
-        if result is NOT_CACHED:  # another geometry, say
-            result = _run(fork, function, call, given)
-        results.append(result)
-    return results
-
 
 _NOT_ENTERED, _LEFT = 0, -1
 """What stands for the thread of a fork that is not open."""
@@ -264,7 +38,6 @@ class Fork:
     __slots__ = (
         "_callers",
         "_count",
-        "_device",
         "_driver",
         "_inherited",
         "_kept",
@@ -275,6 +48,7 @@ class Fork:
         "_pool",
         "_region",
         "_sides",
+        "_started",
         "_status",
         "_stream",
         "_thread",
@@ -290,13 +64,14 @@ class Fork:
         self._kept: list[object] = []  # to the join, as long as there is no region
         self._callers: tuple[int, ...] = ()  # further streams that branches start after, and that wait at the join
         self._next = 0
+        self._started = False  # whether branches have been started ahead, all states together
 
     def __enter__(self) -> "Fork":
         if self._thread:
             raise OwnershipError("this fork was entered already; make a new one with states.fork()")
         pool = self._pool
-        if pool.status.unusable:
-            pool.status.check()
+        if self._status.unusable:
+            self._status.check()
         if deferred:
             settle()
         driver = self._driver = pool.driver
@@ -309,13 +84,12 @@ class Fork:
         self._stream = stream
         self._pointer: int = stream.ptr
         self._ordinal = ordinal
-        self._device = device = pool.devices.get(ordinal) or pool.device(ordinal)
-        self._sides = device.sides
+        self._sides = (pool.devices.get(ordinal) or pool.device(ordinal)).sides
         # One that is not inherited is made when a branch runs Python.
         outer = self._region = None if thread.region is None else inherited(driver, ordinal, self._pointer)
         self._inherited = outer is not None
         if outer is not None:
-            outer.enter(self)
+            outer.enter(self._leased)
         self._thread = get_ident()
         return self
 
@@ -369,12 +143,10 @@ class Fork:
             torch = torch_among(function, args, kwargs) if "torch" in modules else None
             theirs = 0 if torch is None else self._follow((torch.current_stream(ordinal),))
             region = self._region or self._own_region()
-            region.keep_call(function, args, kwargs)
-            slot = self._branch(owned=True)
+            slot = self._begin((function, args, kwargs, held_by(function)), owned=True)
             if torch is not None:
-                pointer = self._pointer if slot is None else slot.pointer
-                function, args, kwargs = in_torch(torch, pointer, theirs, ordinal, function, args, kwargs)
-            if slot is None:
+                function, args, kwargs = in_torch(torch, slot.pointer, theirs, ordinal, function, args, kwargs)
+            if not self._leased:
                 return self._on_caller(function, args, kwargs)
             branch_regions[slot.pointer] = region
             return run_on(pool, slot.side_stream, ordinal, region, function, args, kwargs)
@@ -386,9 +158,7 @@ class Fork:
             call = self._on_caller(prepare, (function, pool, args, kwargs), {})
         if call.callers:
             self._follow(call.callers)
-        self._own_region().keep((args, kwargs, call.operands))
-        slot = self._branch(owned=True)
-        result = call.enqueue(pool.slot(self._stream) if slot is None else slot)
+        result = call.enqueue(self._begin((args, kwargs, call.operands), owned=True))
         return result
 
     def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
@@ -416,7 +186,70 @@ class Fork:
         OwnershipError, PoolClosedError
             As in `run`.
         """
-        return over(self, function, iterables, out)
+        given = out is not None
+        sources = (*iterables, out) if out is not None else iterables
+        calls: Iterable[tuple[Any, ...]] = zip(*sources, strict=False)
+        # No code of the caller's runs between branches over these.
+        if all(isinstance(source, (list, tuple, range)) for source in sources):
+            calls = list(calls)
+            results = self._map_known(function, calls, given) if len(calls) > 1 else None
+            if results is not None:
+                return results
+        return [self._run(function, call, given) for call in calls]
+
+    def _run(self, function: Callable[..., T], call: tuple[Any, ...], given: bool) -> T:
+        return self.run(function, *call[:-1], out=call[-1]) if given else self.run(function, *call)
+
+    def _map_known(self, function: Callable[..., T], calls: list[tuple[Any, ...]], given: bool) -> list[T] | None:
+        """Run branches that each launch one known plan, and no Python; None where the first one does not.
+
+        All outputs are allocated before the edge that starts the branches (guarantee 8), so one edge for each state will do.
+        """
+        pool = self._pool
+        bare, fixed, keywords = (
+            (function.func, function.args, function.keywords) if type(function) is partial else (function, (), {})
+        )
+        kind = type(bare)
+        hit, _ = launchers.get(bare if kind is FunctionType else kind, NO_LAUNCHER)
+        if hit is None or (keywords and any(hasattr(value, "shape") for value in keywords.values())):
+            return None  # a shortcut does not add the arrays of a partial's keywords
+        if self._thread != get_ident() or self._status.unusable or self._inherited:
+            self._refuse()
+        if pool.current_device() != self._ordinal or self._driver.current_stream(self._ordinal) is not self._stream:
+            return None
+        attempt: Any = None  # what the first branch launches by
+        fresh: list[Any] = []
+
+        def start(operands: tuple[Any, ...], launch: Any) -> Slot:
+            nonlocal attempt
+            attempt = launch
+            if not given:
+                fresh.extend(launch.allocate(len(others)))
+            elif first[-1] is None:  # or it launches for nobody without an output
+                fresh.extend([None if call[-1] is not None else launch.allocate(1)[0] for call in others])
+            else:
+                fresh.extend([None] * len(others))
+            self._start(self._next + len(calls))
+            self._started = True
+            return self._begin(operands)
+
+        first, *others = calls
+        arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, keywords)
+        try:
+            results = [hit(bare, pool, start, fixed + arrays, options)]
+            if results[0] is NOT_CACHED:
+                return None
+            for call, made in zip(others, fresh, strict=True):
+                arrays, out = (call[:-1], call[-1]) if given else (call, None)
+                result = attempt(self._begin, fixed + arrays, out, made)
+                if result is NOT_CACHED:  # another geometry, say
+                    self._started = False
+                    result = self._run(function, call, given)
+                    self._started = True
+                results.append(result)
+            return results
+        finally:
+            self._started = False
 
     def _start(self, most: int) -> None:
         """Lease states, and let them start after what the caller's stream has been given by now: one event for all."""
@@ -427,7 +260,7 @@ class Fork:
                 for _ in range(known, most if most < self._count else self._count):
                     leased.append(free.pop())  # the join releases whatever is here
             except IndexError:
-                while len(leased) < min(most, self._count) and self._lease() is not None:
+                while len(leased) < most and self._lease():
                     pass
             if leased:
                 driver = self._driver
@@ -436,48 +269,44 @@ class Fork:
                 for slot in leased:
                     wait(slot.pointer, event)
         except BaseException:
-            self._give_up(known)
+            self._release_from(known)
             raise
 
-    def _give_up(self, known: int) -> None:
-        """Give the states back that were leased for branches which did not come to start, all but the first ``known``."""
+    def _release_from(self, known: int) -> None:
+        """Release the states that were leased for branches which did not come to start, all but the first ``known``."""
         while len(self._leased) > known:
             slot = self._leased.pop()
             if slot.owner is not None:
                 unbind(slot)
             self._sides.release(slot, captured=True)  # it may wait for a caller's stream that is being captured
 
-    def _branch(self, *, owned: bool) -> Slot | None:
-        """Return the next state, started after what the caller's stream has been given by now; None to run inline.
+    def _begin(self, operands: object, _: object = None, *, owned: bool = False) -> Slot:
+        """Start the next branch, and keep what it reads; its slot, the caller's where every side slot is out.
 
-        Where Python runs in it, or a pool checks, it is this thread's (``owned``): a hit of `get_handle` finds it.
+        Branches take the states in turn; the first branch of a state leases it. Each starts after what the caller's stream has
+        been given by now, those of a map after what it had been given by `_start`. Where Python runs in it (``owned``), or a pool
+        checks, the slot is this thread's: a hit of `get_handle` finds it.
         """
-        index, known = self._next, len(self._leased)
-        slot = self._state()
-        if slot is None:
-            return None
+        (self._kept if self._region is None else self._region.kept).append(operands)
+        pool, leased, index = self._pool, self._leased, self._next
+        known = len(leased)
+        if index >= known and (self._started or not self._lease()):
+            if not known:
+                return pool.slot(self._stream)
+            index = 0
+        self._next = index + 1 if index + 1 < self._count else 0
+        slot = leased[index]
         try:
-            if owned and slot.owner is None:
-                bind_to_thread(self._pool.sound(slot))
-            self._driver.record_event(slot.start_event, self._pointer)
-            self._driver.wait_event(slot.pointer, slot.start_event)
+            if slot.owner is None and (owned or pool.checked):
+                bind_to_thread(pool.sound(slot))
+            if not self._started:
+                driver = self._driver
+                driver.record_event(slot.start_event, self._pointer)
+                driver.wait_event(slot.pointer, slot.start_event)
         except BaseException:
-            self._give_up(known)
+            self._release_from(known)
             self._next = index
             raise
-        return slot
-
-    def _begin(self, operands: tuple[Any, ...], _: Any) -> Slot:
-        """Start a branch that launches one plan and runs no Python: nobody asks for its slot, so the thread need not own it."""
-        (self._kept if self._region is None else self._region.kept).append(operands)
-        index, leased, pool = self._next, self._leased, self._pool
-        if index >= len(leased) or pool.checked:
-            return self._branch(owned=pool.checked) or pool.slot(self._stream)
-        slot = leased[index]
-        self._next = index + 1 if index + 1 < self._count else 0
-        driver = self._driver
-        driver.record_event(slot.start_event, self._pointer)
-        driver.wait_event(slot.pointer, slot.start_event)
         return slot
 
     def _follow(self, pointers: Sequence[int]) -> int:
@@ -496,32 +325,20 @@ class Fork:
         region = self._region if self._inherited else thread.region
         return run_on(self._pool, self._stream, self._ordinal, region, function, args, kwargs)
 
-    def _state(self) -> Slot | None:
-        """Return the side slot for the next branch, leased when it is the first of its state; None to run inline."""
-        index = self._next
-        self._next = (index + 1) % self._count
+    def _lease(self) -> bool:
+        """Lease a side slot more; False where there may be none, or is none, and fewer have to do."""
         leased = self._leased
-        if index < len(leased):
-            return leased[index]
-        if len(leased) < self._count:
-            slot = self._lease()
-            if slot is not None:
-                return slot
-        self._next = 1 % self._count
-        return leased[0] if leased else None
-
-    def _lease(self) -> Slot | None:
-        """Return a side slot more; None where there is none, and fewer have to do."""
-        sides = self._sides
+        if len(leased) >= self._count:
+            return False
         try:
-            slot: Slot | None = sides.free.pop()
+            slot: Slot | None = self._sides.free.pop()
         except IndexError:
-            slot = sides.lease()
+            slot = self._sides.lease()
         if slot is None:
-            self._count = max(1, len(self._leased))
-        else:
-            self._leased.append(slot)  # the join releases whatever is here
-        return slot
+            self._count = max(1, len(leased))
+            return False
+        leased.append(slot)  # the join releases whatever is here
+        return True
 
     def _own_region(self) -> Region:
         """Return the region that this fork is, or is in; made when it is first needed."""
@@ -550,25 +367,133 @@ class Fork:
             self._thread = _LEFT
             if error is not None:
                 status.lost(error, ask=False)
-            if status.unusable and given_up(self):
+            if status.unusable and self._given_up():
                 if error is None and status.poison is not None:
                     status.check()
                 return
             if self._pool.current_device() == self._ordinal:
-                join(self)
+                self._join()
             else:  # where the null stream's pointer means another stream
                 with self._driver.device(self._ordinal):
-                    join(self)
+                    self._join()
         except BaseException:
             if self._leased:  # it did not come to the join, or not to its end
                 if self._inherited:
                     region = self._own_region()
                     region.abandon()  # or the outer fork would let go of it
-                    region.leave(self)
+                    region.leave(self._leased)
                 defer(self._settle)
             raise
         if self._inherited and error is None:
             self._check_in_time()
+
+    def _given_up(self) -> bool:
+        """Touch nothing in the child of a process that forked in here (guarantee 13), nor after a lost context."""
+        if not self._status.untouchable:
+            return False
+        self._leased = []
+        self._own_region().abandon()
+        return True
+
+    def _join(self) -> None:
+        """Let the caller's stream wait for every branch, then release the side slots and let go of what was kept."""
+        driver, leased, pointer = self._driver, self._leased, self._pointer
+        captured = False
+        failure: BaseException | None = None
+        try:
+            captured = pointer != LEGACY_STREAM and driver.is_capturing(pointer)
+            if not captured:
+                record, wait = driver.record_event, driver.wait_event
+                for slot in leased:
+                    event = slot.end_event
+                    if slot.pointer in branch_regions and driver.is_capturing(slot.pointer):  # Python ran there
+                        raise _left_capturing(slot.pointer)
+                    record(event, slot.pointer)
+                    wait(pointer, event)
+                    if slot.owner is not None:
+                        unbind(slot)
+        except BaseException as trouble:
+            failure = trouble
+        if captured or failure is not None:
+            failure = self._join_each(captured, failure)
+        else:
+            if self._region is not None:  # before they go to others
+                for slot in leased:
+                    if slot.pointer in branch_regions:
+                        del branch_regions[slot.pointer]
+            self._leased = []  # an interrupt that came before this finds all of them here, and they are joined again later
+            self._sides.free.extend(leased)
+        try:
+            late = self._finish(failure) if failure is not None or self._callers or self._status.unusable else None
+        finally:
+            del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
+        region = self._region
+        if region is None:
+            self._kept.clear()
+        elif self._inherited:
+            region.leave(leased)
+        else:
+            region.release()
+        try:
+            if late is not None:
+                raise late
+        finally:
+            del late
+
+    def _finish(self, failure: BaseException | None) -> BaseException | None:
+        """End a join of which there is more to say; what went wrong too late to matter to it is returned."""
+        late: BaseException | None = None
+        if self._status.closed:  # in this order: `close` says so first and destroys the free ones then, so that one of us sees it
+            try:
+                self._sides.destroy_free()
+            except BaseException as trouble:  # something could not be destroyed yet
+                late = trouble
+                self._pool.device(self._ordinal).settle_later()
+        if failure is None:
+            try:
+                for caller in self._callers:
+                    order(self._pool, self._ordinal, self._pointer, caller)
+            except BaseException as trouble:
+                failure = trouble
+        try:
+            if failure is not None:
+                self._own_region().abandon()
+                self._status.diagnose(failure)
+                raise failure
+            return late
+        finally:
+            del failure, late
+
+    def _join_each(self, captured: bool, failure: BaseException | None) -> BaseException | None:
+        """Join under a capture, or where something failed: every branch that can be is joined all the same."""
+        driver, leased, abandoned = self._driver, self._leased, False
+        while leased:  # an interrupt may come between any two of these steps: what is left is joined later
+            slot = leased[0]
+            try:
+                if captured and not driver.capture_id(slot.pointer):
+                    raise CaptureError(
+                        f"stream {self._pointer:#x} began to be captured inside a fork, after a branch was run: the capture "
+                        f"cannot wait for the branch. Begin it before the fork, or after"
+                    )
+                if not captured and slot.pointer in branch_regions and driver.is_capturing(slot.pointer):
+                    raise _left_capturing(slot.pointer)
+                driver.record_event(slot.end_event, slot.pointer)
+                driver.wait_event(self._pointer, slot.end_event)
+            except BaseException as trouble:
+                failure = trouble
+                if not abandoned:
+                    abandoned = True
+                    self._own_region().abandon()
+            if slot.owner is not None:
+                unbind(slot)
+            branch_regions.pop(slot.pointer, None)
+            self._sides.release(leased.pop(0), captured=True)
+        if captured and thread.recording is not None and not self._inherited:
+            thread.recording.kept.add(self._kept if self._region is None else self._region.kept)
+        try:
+            return failure
+        finally:
+            del failure
 
     def _check_in_time(self) -> None:
         if self._inherited and self._own_region().ended:
@@ -588,7 +513,29 @@ class Fork:
     def _settle(self) -> bool:
         """Leave a fork that nobody left; called later, by any thread."""
         self._thread = _LEFT
-        return settle_fork(self)
+        if self._given_up():
+            return True
+        try:
+            with on_device(self._driver, self._ordinal):
+                capturing = self._driver.capture_id
+                # Here the first means another stream; the other was destroyed by the collector in one go with the self.
+                if self._pointer == PER_THREAD_STREAM or gc.is_finalized(self._stream):
+                    self._own_region().abandon()
+                    while self._leased:
+                        captured = capturing(self._leased[-1].pointer) != 0
+                        slot = self._leased.pop()
+                        if slot.owner is not None:
+                            unbind(slot)
+                        branch_regions.pop(slot.pointer, None)
+                        self._sides.release(slot, captured=captured)
+                    return True
+                pointers = [slot.pointer for slot in self._leased]
+                if any(pointer and capturing(pointer) for pointer in (self._pointer, *pointers)):
+                    return False
+                self._join()
+        except Exception:
+            self._own_region().abandon()
+        return not self._leased or self._given_up()
 
     def __reduce__(self) -> Any:
         """Refuse to be copied: two would give the same states back."""
@@ -597,3 +544,11 @@ class Fork:
     def __repr__(self) -> str:
         state = f"{len(self._leased)} of {self._count} states leased" if self._thread > 0 else "not open"
         return f"<Fork of {self._pool!r}, {state}>"
+
+
+def _left_capturing(pointer: int) -> CaptureError:
+    """Return the error for a branch that left its stream capturing: the join would draw the caller's stream into that capture."""
+    return CaptureError(
+        f"a branch began to capture its stream {pointer:#x} and did not end that: nothing can wait for the branch. End a "
+        f"capture where it was begun, also where something raises in between"
+    )

@@ -217,7 +217,9 @@ class Task:
 class StreamFuture(Future[T], Generic[T]):
     """A future whose result is ready on a stream: done means that the function returned, not that the GPU has run it."""
 
-    _task: Task | None = None
+    def __init__(self, task: Task | None = None) -> None:
+        super().__init__()
+        self._task = task
 
     def result(self, timeout: float | None = None) -> T:
         """Return the function's value, ready on the calling thread's current stream and on the submitter's.

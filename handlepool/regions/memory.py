@@ -15,6 +15,7 @@ from handlepool._util import content
 from handlepool.drivers.protocol import Driver, Stream
 from handlepool.pool.context import thread
 from handlepool.pool.deferred import abandon
+from handlepool.pool.slot import Slot
 
 
 class Region:
@@ -35,7 +36,7 @@ class Region:
         What is kept already.
     """
 
-    __slots__ = ("_allocator", "_outer", "device", "driver", "ended", "inner", "keep", "kept", "stream")
+    __slots__ = ("_allocator", "_inner", "_outer", "device", "driver", "ended", "keep", "kept", "stream")
 
     def __init__(
         self, driver: Driver, stream: Stream, device: int, outer: "Region | None" = None, kept: list[object] | None = None
@@ -43,7 +44,7 @@ class Region:
         self._outer = outer
         self._allocator: Any = None
         self.kept: list[object] = [] if kept is None else kept
-        self.inner: set[Any] | None = None  # forks inside branches, from where they are entered to their join
+        self._inner: dict[int, list[Slot]] = {}  # by identity, what forks inside branches lease, until they are joined
         self.ended = False  # whether the outermost caller has gone on
         self.driver = driver
         self.device = device
@@ -60,24 +61,15 @@ class Region:
 
     def keep_call(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Keep a call's arguments, its function, and what the function's closure holds at this moment."""
-        self.keep((function, arguments, keywords))
-        while isinstance(function, functools.partial):
-            function = function.func
-        if isinstance(function, types.MethodType):
-            function = function.__func__
-        if isinstance(function, types.FunctionType) and function.__closure__:
-            self.keep([*map(content, function.__closure__)])
+        self.keep((function, arguments, keywords, held_by(function)))
 
-    def enter(self, fork: Any) -> None:
-        """Know an inner fork, to its join."""
-        if self.inner is None:
-            self.inner = set()
-        self.inner.add(fork)
+    def enter(self, leased: list[Slot]) -> None:
+        """Know what an inner fork leases, to its join."""
+        self._inner[id(leased)] = leased
 
-    def leave(self, fork: Any) -> None:
+    def leave(self, leased: list[Slot]) -> None:
         """Forget an inner fork that was joined, or will be by whoever finds it deferred. One whose join failed stays known."""
-        if self.inner is not None:
-            self.inner.discard(fork)
+        self._inner.pop(id(leased), None)
 
     @property
     def over(self) -> bool:
@@ -90,10 +82,9 @@ class Region:
         But not for those of an inner fork that was never joined, as where an interrupt came just then.
         """
         self.ended = True
-        if self.inner:
-            inner, self.inner = self.inner, None
-            if any(fork._leased for fork in inner):
-                self.abandon()
+        if any(self._inner.values()):
+            self.abandon()
+        self._inner.clear()
         if self._outer is not None:
             self._outer.keep(self.kept[:])
         self.kept.clear()
@@ -104,6 +95,16 @@ class Region:
         self.kept = []
         self.keep = self.kept.append
         self._allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
+
+
+def held_by(function: Any) -> list[object]:
+    """Return what a function's closure holds at this moment."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    cells = function.__closure__ if isinstance(function, types.FunctionType) else None
+    return [*map(content, cells)] if cells else []
 
 
 branch_regions: dict[int, Region] = {}

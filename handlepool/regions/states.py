@@ -18,6 +18,7 @@ from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.slot import Slot
 from handlepool.regions.fork import Fork
+from handlepool.regions.memory import held_by
 
 __all__ = ["Fork", "ParallelStates"]
 
@@ -54,6 +55,7 @@ class ParallelStates:
             pool = default_pool()
         check_pool("ParallelStates", pool)
         self.pool = pool
+        self._internals = pool.internals
         self._locks: dict[tuple[int, int], threading.Lock] = {}
 
     def __len__(self) -> int:
@@ -75,7 +77,7 @@ class ParallelStates:
         Fork
             To be entered once, by the thread that runs its branches.
         """
-        return Fork(self.pool.internals, self.count, stream)
+        return Fork(self._internals, self.count, stream)
 
     def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
         """Run ``function`` over the iterables, each call a branch; results in order, ready on the caller's stream.
@@ -98,7 +100,7 @@ class ParallelStates:
         Outputs that a graph function allocates may share a block of memory, where together they take 1 MiB at most. The block is
         free when none of them is left.
         """
-        with Fork(self.pool.internals, self.count) as fork:
+        with Fork(self._internals, self.count) as fork:
             return fork.map(function, *iterables, out=out)
 
     def with_state(self, index: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -136,7 +138,7 @@ class ParallelStates:
             number = -1
         if not 0 <= number < self.count:
             raise StateIndexError(f"state {shown(index)} of {self.count}: the index must be 0 to {self.count - 1}")
-        self.pool.internals.status.check()
+        self._internals.status.check()
         lock = self._locks.setdefault((self.pool.driver.current_device(), number), threading.Lock())
         # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another. It is
         # counted before the lock is taken and until after it is released, so that a finaliser that the collector runs just then
@@ -160,17 +162,18 @@ class ParallelStates:
             thread.states_held = held
 
     def _joined_at_once(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        with Fork(self.pool.internals, 1) as fork:
-            fork._own_region().keep_call(function, args, kwargs)
-            return fork.run(_with_state, self.pool.internals, function, args, kwargs)
+        with Fork(self._internals, 1) as fork:
+            return fork.run(_with_state, self._internals, function, args, kwargs, held_by(function))
 
 
-def _with_state(pool: PoolInternals, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    state = State(pool.slot())
+def _with_state(
+    pool: PoolInternals, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], _: list[object]
+) -> T:
+    slots = [pool.slot()]
     try:
-        return function(state, *args, **kwargs)
+        return function(State(slots), *args, **kwargs)
     finally:
-        state._end()
+        slots.clear()
 
 
 class State:
@@ -188,22 +191,18 @@ class State:
         Ordinal.
     """
 
-    __slots__ = ("_slot",)
+    __slots__ = ("_slots",)
 
-    def __init__(self, slot: Slot) -> None:
-        self._slot: Slot | None = slot
-
-    def _end(self) -> None:
-        self._slot = None
+    def __init__(self, slots: list[Slot]) -> None:
+        self._slots = slots  # the call's one, and none once it has ended
 
     def _mine(self) -> Slot:
-        slot = self._slot
-        if slot is None:
+        if not self._slots:
             raise OwnershipError(
                 "the call that this state was for has ended, and its handle, stream and scratch may be another branch's by now: "
                 "use a state inside its call alone"
             )
-        return slot
+        return self._slots[0]
 
     handle = property(lambda self: self._mine().handle)
     stream = property(lambda self: self._mine().stream)
@@ -237,4 +236,4 @@ class State:
         raise TypeError("a state is its call's alone and cannot be copied or pickled; ask for another with with_state()")
 
     def __repr__(self) -> str:
-        return f"<State {'whose call has ended' if self._slot is None else f'of {self._slot!r}'}>"
+        return f"<State {f'of {self._slots[0]!r}' if self._slots else 'whose call has ended'}>"

@@ -57,7 +57,7 @@ def interrupted_at(k):
         try:
             where = at_line(k, fork, interrupt)  # where a destructor lost it, too
         except KeyboardInterrupt as error:
-            if line_of(error) == "fork._sides.free.extend(leased)":  # where only a tracer can interrupt: nothing is called before
+            if line_of(error) == "self._sides.free.extend(leased)":  # where only a tracer can interrupt: nothing is called before
                 lost = 2
         del fork
         gc.collect()

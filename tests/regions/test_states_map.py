@@ -29,7 +29,7 @@ def scene(make_driver, scheduler):
 def together(monkeypatch):
     """How many branches each map started together."""
     counts = []
-    run = forks._run_together
+    run = forks.Fork._map_known
 
     def count(fork, function, calls, given):
         results = run(fork, function, calls, given)
@@ -37,7 +37,7 @@ def together(monkeypatch):
             counts.append(len(calls))
         return results
 
-    monkeypatch.setattr(forks, "_run_together", count)
+    monkeypatch.setattr(forks.Fork, "_map_known", count)
     return counts
 
 
@@ -373,7 +373,7 @@ def test_g8_the_outputs_of_branches_are_allocated_before_the_edge_that_starts_th
 
 @pytest.mark.parametrize("number", [1, 2, 3, 6])
 def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, monkeypatch):
-    run = forks._run_together
+    run = forks.Fork._map_known
 
     def early(fork, *args):
         driver = fork._driver
@@ -386,7 +386,7 @@ def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, mo
         driver.record_event = late
         return run(fork, *args)
 
-    monkeypatch.setattr(forks, "_run_together", early)
+    monkeypatch.setattr(forks.Fork, "_map_known", early)
     results = over_seeds(lambda scene: another_thread_frees_a_block(scene, number), control=True)
     assert 3 in [y for y, *_ in results]
 

@@ -9,7 +9,7 @@ import pytest
 from harness.scenes import Scene, Thread, over_seeds
 
 from handlepool.pool import context
-from handlepool.regions import memory
+from handlepool.regions.fork import Fork
 
 # What a branch reads
 
@@ -232,7 +232,8 @@ def test_g8_control_without_that_care(name, monkeypatch):
 
     def make(scene):
         if care == "forgets":
-            monkeypatch.setattr(memory.Region, "keep_call", lambda *_: None)
+            begin = Fork._begin
+            monkeypatch.setattr(Fork, "_begin", lambda fork, _, owned=False: begin(fork, None, owned=owned))
         else:
             setattr(scene.driver, care, False)
 

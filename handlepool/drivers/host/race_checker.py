@@ -186,7 +186,7 @@ class Order:
 
 def caller() -> str:
     """Return the line that calls into the library: its file and number."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(1)  # noqa: SLF001 - public in all but its name
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("handlepool", "numpy"):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
