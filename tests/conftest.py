@@ -121,7 +121,7 @@ def each_pool(request, make_driver, monkeypatch):
 @pytest.fixture
 def driver(scheduler):
     """A host driver that does not check the order of accesses, with each scheduler in turn."""
-    return HostDriver(scheduler=scheduler)
+    return HostDriver(scheduler=scheduler, memory=1 << 30)
 
 
 @pytest.fixture

@@ -50,6 +50,7 @@ def collect() -> dict[str, Any]:
         "libraries": libraries,
         "cuda_driver": cuda_driver,
         "devices": devices,
+        "host_memory": host_memory,
     }
     return {name: _guarded(probe) for name, probe in probes.items()}
 
@@ -134,6 +135,14 @@ def devices() -> list[dict[str, Any]]:
 def device_name(ordinal: int = 0) -> str:
     """Return the name of a device, or why it is not known."""
     return str(_guarded(lambda: devices()[ordinal]["name"]))
+
+
+def host_memory() -> str:
+    """How much memory each device of the host driver has, and why."""
+    from handlepool.drivers.host.limit import limit
+
+    nbytes, reason = limit()
+    return f"{nbytes / 2**30:.1f} GiB, simulated ({reason})"
 
 
 def chosen_driver() -> str:

@@ -191,6 +191,8 @@ class Driver(Protocol):
     name: str
     array_types: tuple[type, ...]
     """What it takes as it is; the first is what it makes."""
+    memory_advice: str
+    """What the message of an error adds where memory is out: how to have more, if a setting says how much there is."""
 
     # Hot, and called by position only, so that a driver can hand out the array library's own C functions.
     def current_device(self) -> int:

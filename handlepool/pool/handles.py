@@ -112,6 +112,7 @@ class DeviceHandles:
             raise OutOfMemoryError(
                 f"no cuDNN handle could be created on device {self._device} ({error}): {free:,} of {total:,} bytes are free, "
                 f"the pool holds {self._describe()}. A handle takes 8 to 10 MiB; free arrays, or close forks and threads"
+                f"{self._driver.memory_advice}"
             ) from error
 
     def _create(self) -> Handle:

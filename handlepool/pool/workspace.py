@@ -95,7 +95,7 @@ class DeviceScratch:
             raise OutOfMemoryError(
                 f"{size:,} bytes of scratch on device {self.device}: {free:,} of {total:,} bytes are free, the pool holds "
                 f"{self.nbytes:,} bytes of scratch under {limit} ({self._describe()}). Raise scratch_limit, give a "
-                f"workspace_limit to the graphs, use fewer streams, or free arrays"
+                f"workspace_limit to the graphs, use fewer streams, or free arrays{self.driver.memory_advice}"
             )
         return block
 

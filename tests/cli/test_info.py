@@ -28,7 +28,7 @@ def test_info_as_json_has_every_finding_without_torch(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "torch was imported" not in done.stdout
     found = json.loads(done.stdout)
-    names = ["driver", "python", "gil", "platform", "packages", "cudnn", "libraries", "cuda_driver", "devices"]
+    names = ["driver", "python", "gil", "platform", "packages", "cudnn", "libraries", "cuda_driver", "devices", "host_memory"]
     assert list(found) == names
     assert found["driver"] == "host (set by HANDLEPOOL_DRIVER)"
     assert found["gil"] in ("enabled", "disabled")
@@ -57,7 +57,17 @@ def test_nothing_raises_when_every_probe_fails(monkeypatch, capsys):
     def broken():
         raise RuntimeError("out\nof order")
 
-    for name in ("python", "gil", "packages", "cudnn_backend", "libraries", "cuda_driver", "devices", "chosen_driver"):
+    for name in (
+        "python",
+        "gil",
+        "packages",
+        "cudnn_backend",
+        "libraries",
+        "cuda_driver",
+        "devices",
+        "chosen_driver",
+        "host_memory",
+    ):
         monkeypatch.setattr(info, name, broken)
     monkeypatch.setattr(info.platform, "platform", broken)
     found = info.collect()

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from handlepool.cli.demo.measure import Report, Result, Span
+from handlepool.cli.demo.measure import DRAWN, Report, Result, Span
 from handlepool.cli.demo.table import counted, milliseconds
 from handlepool.errors import ArgumentError
 
@@ -67,7 +67,8 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
         top = total - _HEADER - row * (tile_height + _CAPTION + _GAP)
         box = (left, top - _CAPTION - tile_height, tile_width, tile_height)
         if index == 0:
-            _tile(figure, box, photograph, "the photograph", _by(width, height), _GREY)
+            step = -(-max(height, width) // DRAWN)
+            _tile(figure, box, photograph[::step, ::step], "the photograph", _by(width, height), _GREY)
         else:
             result = report.results[index - 1]
             shown, note = _displayable(result)

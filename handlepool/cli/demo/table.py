@@ -29,13 +29,13 @@ def render(report: Report) -> str:
     ):
         clock.append((what, f"{value:.3f}", f"{times.single / value:.2f} x as fast as one stream"))
     clock[2] = (*clock[2][:2], "")
+    samples = f"medians of {times.repeats} interleaved repeats after a warm-up" if times.repeats else "one run of each"
     lines = [
         *_columns(rows, right=(2, 3, 5)),
         f"errors are against SciPy in float64, pixels from 0 to 1; the relative one may be {TOLERANCE:g}",
         "",
         *_columns(clock, right=(1,)),
-        f"medians of {times.repeats} interleaved repeats after a warm-up, from events on the caller's stream; "
-        f"{report.overlap:.1f} branches at a time",
+        f"{samples}, from events on the caller's stream; {report.overlap:.1f} branches at a time",
     ]
     if report.driver != "cuda":
         lines.append(f"these are times of the {report.driver} driver: they say nothing about a GPU")

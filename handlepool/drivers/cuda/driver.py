@@ -95,6 +95,7 @@ class CudaDriver:
     """NVIDIA GPUs through CuPy and cudnn-frontend. See `handlepool.drivers.protocol.Driver` for every method's contract."""
 
     name = "cuda"
+    memory_advice = ""
     array_types: tuple[type, ...] = (cupy.ndarray,)
     current_device: Callable[[], int] = staticmethod(runtime.getDevice)
     current_stream: Callable[..., Stream] = staticmethod(cupy.cuda.get_current_stream)

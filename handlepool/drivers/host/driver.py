@@ -18,6 +18,7 @@ from handlepool.drivers.host.array_functions import ArrayWork, check_type
 from handlepool.drivers.host.contract import Handles, HostHandle, Relaxed
 from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.host.graphs import Recordings
+from handlepool.drivers.host.limit import ADVICE, limit
 from handlepool.drivers.host.memory import Memory, RegionAllocator
 from handlepool.drivers.host.race_checker import Order
 from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable, ThreadState
@@ -111,8 +112,8 @@ class HostDriver(Controls, Events, Handles, Recordings):
         picks, mostly when somebody waits for it, so that a wait that is missing gives wrong results again and again.
     seed : int
         Of the adversarial scheduler.
-    memory : int
-        Bytes of each device.
+    memory : int, optional
+        Bytes of each device. By default what ``HANDLEPOOL_HOST_MEMORY`` says (``4G``), else half of what the machine has free.
     checks : bool
         Whether to check how handles are used, which cuDNN does not.
     check_order : bool
@@ -133,6 +134,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
     """
 
     name = "host"
+    memory_advice = f"; {ADVICE}"
     array_types: tuple[type, ...] = (HostArray, np.ndarray)
 
     def __init__(
@@ -141,11 +143,13 @@ class HostDriver(Controls, Events, Handles, Recordings):
         devices: int = 2,
         scheduler: str = "threads",
         seed: int = 0,
-        memory: int = 1 << 30,
+        memory: int | None = None,
         checks: bool = True,
         check_order: bool = False,
         strict: bool = False,
     ) -> None:
+        if memory is None:
+            memory, _ = limit()
         if devices < 1 or memory < 0:
             raise ArgumentError(
                 f"a host driver has at least one device and no negative memory: {shown(devices)}, {shown(memory)}"

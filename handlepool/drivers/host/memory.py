@@ -15,6 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from handlepool.drivers.host.array import HostArray, Raw, Work
+from handlepool.drivers.host.limit import ADVICE
 from handlepool.drivers.host.race_checker import Access, Past, caller
 from handlepool.drivers.host.scheduler import Scheduler
 from handlepool.drivers.host.streams import Event, Queue, Stream, StreamTable
@@ -132,8 +133,8 @@ class DeviceMemory:
             self.release_cached()
             if not self._reserve(nbytes):
                 raise MemoryError(
-                    f"out of memory on host device {self._ordinal}: {nbytes} bytes asked for, {self.total - self.used} free "
-                    f"of {self.total}"
+                    f"out of memory on host device {self._ordinal}: {nbytes:,} bytes asked for, {self.total - self.used:,} free "
+                    f"of {self.total:,}; {ADVICE}"
                 )
         return Block(self._ordinal, nbytes)
 
