@@ -18,7 +18,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 
 
 def limit() -> tuple[int, str]:
-    """Bytes of each simulated device, and why so many.
+    """Say how many bytes each simulated device has, and why so many.
 
     Raises
     ------
@@ -35,7 +35,7 @@ def limit() -> tuple[int, str]:
 
 
 def parse(text: str) -> int:
-    """Bytes, from a number with or without a unit: K, M, G and T are powers of 1024.
+    """Read a number of bytes, with or without a unit: K, M, G and T are powers of 1024.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def parse(text: str) -> int:
 
 
 def _free() -> int | None:
-    """What the machine can give without swapping; less where a container allows less. None where nobody says."""
+    """Read what the machine can give without swapping, or a container allows; None where nobody says."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
