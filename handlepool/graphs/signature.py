@@ -233,11 +233,6 @@ class Recipe:
                     f"pass a tuple for a list"
                 ) from None
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The settings by name."""
-        return dict(self.settings)
-
 
 def as_references(what: str, references: Any) -> References | None:
     """Bring ``inputs=`` or ``outputs=`` into a tuple; one that is not in a list counts as a list of it."""

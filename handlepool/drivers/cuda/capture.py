@@ -63,11 +63,9 @@ class CudaGraph:
         self.launch: Callable[[int], None] = partial(runtime.graphLaunch, self._executable)
 
     def upload(self, pointer: int) -> None:
-        """See `handlepool.drivers.protocol.RecordedGraph`."""
         runtime.graphUpload(self._executable, pointer)
 
     def destroy(self) -> None:
-        """See `handlepool.drivers.protocol.RecordedGraph`."""
         executable, self._executable = self._executable, 0
         pointer, self.pointer = self.pointer, 0
         try:
@@ -91,7 +89,6 @@ class CudaRecordingMemory:
         self._addresses: set[int] = set()  # of what was given: no other pool has them as long as this one has not given them back
 
     def allocator(self, nbytes: int) -> Any:
-        """See `handlepool.drivers.protocol.RecordingMemory`."""
         with self._relaxed():
             self._devices.add(runtime.getDevice())
             try:
@@ -104,16 +101,13 @@ class CudaRecordingMemory:
 
     @property
     def nbytes(self) -> int:
-        """See `handlepool.drivers.protocol.RecordingMemory`."""
         return sum(self._on_each(self._pool.total_bytes))
 
     def holds(self, value: object) -> bool:
-        """See `handlepool.drivers.protocol.RecordingMemory`."""
         memory = value.data.mem if isinstance(value, cupy.ndarray) else value
         return isinstance(memory, BaseMemory) and memory.ptr in self._addresses
 
     def release(self) -> bool:
-        """See `handlepool.drivers.protocol.RecordingMemory`."""
         self._on_each(self._pool.free_all_blocks)
         return not sum(self._on_each(self._pool.used_bytes))
 

@@ -98,7 +98,6 @@ class CudaExecutable:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """See `Executable.launch`."""
         check_operands(self._driver, self.name, self._device, operands, self.titles.__getitem__)
         addresses = buffer("Q", [array.data.ptr for array in operands])
         if check is not None:
@@ -146,7 +145,6 @@ class CudaExecutable:
         single: bool,
         names: dict[str, Any],
     ) -> Callable[..., Any] | None:
-        """See `Executable.shortcut`."""
         if self._raw is None or self._copies:
             return None
         device = self._device if self._driver.device_count() > 1 else None

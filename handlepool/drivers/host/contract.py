@@ -3,12 +3,10 @@
 It also counts the driver's calls, so that a test can say what a hit costs (G2), and makes the k-th of them fail.
 """
 
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Container
 from types import TracebackType
-from typing import Any
 
 from handlepool.drivers.host.streams import Queue, StreamTable, ThreadState
 from handlepool.errors import ContractError
@@ -103,44 +101,6 @@ class HandleUse:
                 f"{self._call}: {handle!r}, that is to {bound!r}: bind it again, also where a new stream has the same pointer"
             )
         return bound
-
-
-class Handles:
-    """The part of `HostDriver` that makes, binds and destroys handles."""
-
-    checks: bool
-    _forbid: Callable[[str], None]
-    _handles_alive: set[HostHandle]
-    _note: Callable[[str], None]
-    _streams: StreamTable
-    _thread: ThreadState
-    _numbers = itertools.count(0x1000)
-
-    def create_handle(self) -> HostHandle:
-        """Return a new handle of the current device, bound to the legacy default stream."""
-        self._note("create_handle")
-        self._forbid("create_handle")
-        handle = HostHandle(next(self._numbers), self._thread.device, self._streams.resolve(0))
-        self._handles_alive.add(handle)
-        return handle
-
-    def bind_handle(self, handle: Any, pointer: int) -> None:
-        """Bind a handle to the stream that the pointer names now. ``handle.stream`` is the very object given."""
-        self._note("bind_handle")
-        with HandleUse(self._streams, handle, "bind_handle", self.checks):
-            queue = self._streams.resolve(pointer)
-            if queue.device != handle.device:
-                raise ContractError(f"bind_handle: {handle!r} cannot be bound to {queue!r}, which is of another device")
-            handle.bind(queue, pointer)
-
-    def destroy_handle(self, handle: Any) -> None:
-        """Destroy a handle; harmless when that was done already."""
-        self._note("destroy_handle")
-        if handle.backend_handle is not None:
-            self._forbid("destroy_handle")
-            with HandleUse(self._streams, handle, "destroy_handle", self.checks):
-                handle.backend_handle = handle.stream = None
-                self._handles_alive.discard(handle)
 
 
 class Relaxed:

@@ -1,10 +1,11 @@
 """The driver without a GPU: NumPy arrays, streams that are ordered queues, events, handles, memory and captures.
 
-`HostDriver` is the whole of it; the parts are `schedulers` (what runs when), `queues`, `streams` and `events`, `captures` and
-`recorded` (programs), `memory` (scratch, arenas), `contract` (handles, checks, counts, faults), `executable` over `evaluator`
-(graphs), and `controls` (what tests need beside the protocol).
+`HostDriver` stands on `scheduler` (what runs when), `streams`, `captures` and `graphs` (programs), `memory` (scratch, arenas),
+`array`, `contract` (handles, checks, counts, faults), `executable` over `evaluator` (graphs), and `testing` (what tests need
+beside the protocol).
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,92 +16,24 @@ from handlepool._util import shown
 from handlepool.drivers.host import scheduler as schedulers
 from handlepool.drivers.host.array import Array, HostArray, address_of, owner_of, raw_view
 from handlepool.drivers.host.array_functions import ArrayWork, check_type
-from handlepool.drivers.host.contract import Handles, HostHandle, Relaxed
+from handlepool.drivers.host.captures import HostGraph
+from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
 from handlepool.drivers.host.executable import HostExecutable
-from handlepool.drivers.host.graphs import Recordings
+from handlepool.drivers.host.graphs import RecordedGraph, RecordingMemory
 from handlepool.drivers.host.limit import ADVICE, limit
 from handlepool.drivers.host.memory import Memory, RegionAllocator
 from handlepool.drivers.host.race_checker import Order
-from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable, ThreadState
+from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable
 from handlepool.drivers.host.testing import Controls
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Copy, check_operands, operand_name
-from handlepool.errors import ArgumentError, ArrayTypeError, ContractError
+from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError
 from handlepool.tensors import frontend
 from handlepool.tensors.layout import HOST, View
-
-
-class Events:
-    """The part of `HostDriver` that orders streams by events."""
-
-    @property
-    def order(self) -> Order | None:
-        """The checker of the order of accesses."""
-        raise NotImplementedError
-
-    _events_alive: set[Event]
-    _forbid: Callable[[str], None]
-    _note: Callable[[str], None]
-    _streams: StreamTable
-    _thread: ThreadState
-
-    def record_event(self, event: Event, pointer: int) -> None:
-        """Let the event stand for all that the stream was given so far; it may be recorded again."""
-        self._note("record_event")
-        self._streams.record(event, self._streams.resolve(pointer))
-
-    def wait_event(self, pointer: int, event: Event) -> None:
-        """Let what the stream is given from now on run after what the event stands for now."""
-        self._note("wait_event")
-        self._streams.wait(self._streams.resolve(pointer), event)
-
-    def create_event(self, *, timing: bool = False) -> Event:
-        """Return a new event of the current device."""
-        self._note("create_event")
-        self._forbid("create_event")
-        event = Event(self._thread.device, timing)
-        self._events_alive.add(event)
-        return event
-
-    def destroy_event(self, event: Event) -> None:
-        """Destroy an event; waits that were queued hold what they wait for."""
-        self._note("destroy_event")
-        self._streams.check_event(event)
-        self._forbid("destroy_event")
-        event.destroyed = True
-        self._events_alive.discard(event)
-
-    def event_done(self, event: Event) -> bool:
-        """Whether what the event stands for has run; true of an event that was never recorded."""
-        self._note("event_done")
-        self._forbid("event_done")
-        operation = self._streams.operation_of(event, "event_done")
-        self._streams.scheduler.nudge()  # who polls must see progress
-        if self.order is not None and operation.done:
-            self.order.waited(operation)
-        return operation.done
-
-    def synchronize_event(self, event: Event) -> None:
-        """Wait until what the event stands for has run."""
-        self._note("synchronize_event")
-        self._forbid("synchronize_event")
-        self._streams.wait_on_host(self._streams.operation_of(event, "synchronize_event"), repr(event))
-
-    def elapsed(self, start: Event, end: Event) -> float:
-        """Milliseconds between two timing events that have passed."""
-        self._note("elapsed")
-        times = []
-        for event in (start, end):
-            operation = self._streams.operation_of(event, "elapsed")
-            if not event.timing or event.moment is None or not operation.done:
-                raise ContractError(f"elapsed: {event!r} is no timing event that was recorded and has passed")
-            times.append(operation.time)
-        return (times[1] - times[0]) * 1e3
-
 
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
 
 
-class HostDriver(Controls, Events, Handles, Recordings):
+class HostDriver(Controls):
     """A `handlepool.drivers.protocol.Driver` on the CPU.
 
     Parameters
@@ -135,6 +68,7 @@ class HostDriver(Controls, Events, Handles, Recordings):
 
     name = "host"
     memory_advice = f"; {ADVICE}"
+    _numbers = itertools.count(0x1000)  # of handles
     array_types: tuple[type, ...] = (HostArray, np.ndarray)
 
     def __init__(
@@ -172,7 +106,6 @@ class HostDriver(Controls, Events, Handles, Recordings):
     # Hot
 
     def current_device(self) -> int:
-        """Return this thread's device."""
         self._note("current_device")
         return self._thread.device
 
@@ -182,20 +115,29 @@ class HostDriver(Controls, Events, Handles, Recordings):
         thread = self._thread
         return thread.current[thread.device if device == -1 else device]
 
+    def record_event(self, event: Event, pointer: int) -> None:
+        self._note("record_event")
+        self._streams.record(event, self._streams.resolve(pointer))
+
+    def wait_event(self, pointer: int, event: Event) -> None:
+        self._note("wait_event")
+        self._streams.wait(self._streams.resolve(pointer), event)
+
+    def is_capturing(self, pointer: int) -> bool:
+        self._note("is_capturing")
+        return self._streams.resolve(pointer).capture is not None
+
     # Devices and streams
 
     def device_count(self) -> int:
-        """Return the number of devices."""
         self._note("device_count")
         return self._streams.devices
 
     def device(self, ordinal: int) -> Device:
-        """Make a device current, and the one before current again on leaving."""
         self._note("device")
         return Device(self._streams, ordinal)
 
     def set_device(self, ordinal: int) -> None:
-        """Make a device current for this thread."""
         self._note("set_device")
         self._streams.set_device(ordinal)
 
@@ -212,12 +154,10 @@ class HostDriver(Controls, Events, Handles, Recordings):
         return default or Stream(self._streams, None, pointer, -1, owner)
 
     def push_stream(self, stream: Any) -> None:
-        """Make a stream of the current device current for this thread; ``with`` statements inside come back to it."""
         self._note("push_stream")
         stream.__enter__()
 
     def pop_stream(self, stream: Any, previous: Any) -> None:
-        """End `push_stream`; ``previous`` was current before."""
         self._note("pop_stream")
         stream.__exit__(None, None, None)
         previous.use()
@@ -241,7 +181,6 @@ class HostDriver(Controls, Events, Handles, Recordings):
         return 0 if capture is None else capture.id
 
     def stream_device(self, pointer: int) -> int:
-        """Return the ordinal of a stream's device."""
         self._note("stream_device")
         queue = self._streams.resolve(pointer)
         if queue.default:
@@ -249,10 +188,76 @@ class HostDriver(Controls, Events, Handles, Recordings):
         return queue.device
 
     def synchronize_stream(self, pointer: int) -> None:
-        """Wait until the stream has run all that it was given."""
         self._note("synchronize_stream")
         self._forbid("synchronize_stream")
         self._streams.synchronize(self._streams.resolve(pointer))
+
+    # Events
+
+    def create_event(self, *, timing: bool = False) -> Event:
+        self._note("create_event")
+        self._forbid("create_event")
+        event = Event(self._thread.device, timing)
+        self._events_alive.add(event)
+        return event
+
+    def destroy_event(self, event: Event) -> None:
+        """Destroy an event; waits that were queued hold what they wait for."""
+        self._note("destroy_event")
+        self._streams.check_event(event)
+        self._forbid("destroy_event")
+        event.destroyed = True
+        self._events_alive.discard(event)
+
+    def event_done(self, event: Event) -> bool:
+        """Whether what the event stands for has run; true of an event that was never recorded."""
+        self._note("event_done")
+        self._forbid("event_done")
+        operation = self._streams.operation_of(event, "event_done")
+        self._streams.scheduler.nudge()  # who polls must see progress
+        if self.order is not None and operation.done:
+            self.order.waited(operation)
+        return operation.done
+
+    def synchronize_event(self, event: Event) -> None:
+        self._note("synchronize_event")
+        self._forbid("synchronize_event")
+        self._streams.wait_on_host(self._streams.operation_of(event, "synchronize_event"), repr(event))
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        self._note("elapsed")
+        times = []
+        for event in (start, end):
+            operation = self._streams.operation_of(event, "elapsed")
+            if not event.timing or event.moment is None or not operation.done:
+                raise ContractError(f"elapsed: {event!r} is no timing event that was recorded and has passed")
+            times.append(operation.time)
+        return (times[1] - times[0]) * 1e3
+
+    # Handles
+
+    def create_handle(self) -> HostHandle:
+        self._note("create_handle")
+        self._forbid("create_handle")
+        handle = HostHandle(next(self._numbers), self._thread.device, self._streams.resolve(0))
+        self._handles_alive.add(handle)
+        return handle
+
+    def bind_handle(self, handle: Any, pointer: int) -> None:
+        self._note("bind_handle")
+        with HandleUse(self._streams, handle, "bind_handle", self.checks):
+            queue = self._streams.resolve(pointer)
+            if queue.device != handle.device:
+                raise ContractError(f"bind_handle: {handle!r} cannot be bound to {queue!r}, which is of another device")
+            handle.bind(queue, pointer)
+
+    def destroy_handle(self, handle: Any) -> None:
+        self._note("destroy_handle")
+        if handle.backend_handle is not None:
+            self._forbid("destroy_handle")
+            with HandleUse(self._streams, handle, "destroy_handle", self.checks):
+                handle.backend_handle = handle.stream = None
+                self._handles_alive.discard(handle)
 
     # When something is wrong
 
@@ -284,7 +289,6 @@ class HostDriver(Controls, Events, Handles, Recordings):
         self._memory.current.free(pointer)
 
     def memory_info(self) -> tuple[int, int]:
-        """Bytes free and bytes in all on the current device."""
         self._note("memory_info")
         memory = self._memory.current
         return memory.total - memory.used, memory.total
@@ -306,7 +310,6 @@ class HostDriver(Controls, Events, Handles, Recordings):
         return RegionAllocator(self._streams, stream, keep, of)
 
     def swap_allocator(self, allocator: Any) -> Any:
-        """Make an allocator this thread's; returns the one before, None for the default."""
         self._note("swap_allocator")
         previous = self._thread.allocator
         self._thread.allocator = allocator
@@ -315,9 +318,29 @@ class HostDriver(Controls, Events, Handles, Recordings):
     # Captures
 
     def relaxed(self) -> Relaxed:
-        """Exchange this thread's stream-capture mode for *relaxed*, and back on leaving."""
         self._note("relaxed")
         return self._relaxed
+
+    def begin_capture(self, pointer: int) -> None:
+        self._note("begin_capture")
+        self._streams.captures.begin(self._streams.resolve(pointer), "thread_local")
+
+    def end_capture(self, pointer: int) -> RecordedGraph:
+        self._note("end_capture")
+        nodes = self._streams.captures.end(self._streams.resolve(pointer))
+        return RecordedGraph(HostGraph(self._streams, nodes), self._streams, self._note)
+
+    def capture_failure(self, error: BaseException) -> str | None:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, CaptureError):
+                return str(cause)
+            cause = cause.__cause__ or cause.__context__
+        return None
+
+    def recording_memory(self) -> RecordingMemory:
+        self._note("recording_memory")
+        return RecordingMemory(self._streams)
 
     # Arrays and graphs
 
@@ -343,6 +366,10 @@ class HostDriver(Controls, Events, Handles, Recordings):
             self.order.host_reads(block, raw, "copy to the host")
         return np.array(raw, order="K")
 
+    def copy(self, target: Array, source: Array) -> None:
+        self._note("copy")
+        self._enqueue(self._current_queue(), np.copyto, (target,), (source,), "copy")
+
     def array_device(self, array: Array) -> int:
         """Return the ordinal of an array's device; the current one, for an array that this driver did not make."""
         self._note("array_device")
@@ -350,7 +377,6 @@ class HostDriver(Controls, Events, Handles, Recordings):
         return self._thread.device if owner is None else owner.block.device
 
     def array_pointer(self, array: Array) -> int:
-        """Return the address of an array's first element."""
         self._note("array_pointer")
         return address_of(array)
 

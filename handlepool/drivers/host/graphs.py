@@ -2,15 +2,11 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
-from handlepool.drivers.host.array import Array, HostArray, owner_of
+from handlepool.drivers.host.array import HostArray, owner_of
 from handlepool.drivers.host.captures import HostGraph
-from handlepool.drivers.host.memory import Block, DeviceMemory, Memory, Owner
-from handlepool.drivers.host.streams import Queue, StreamTable
-from handlepool.errors import CaptureError, ContractError
-
-__all__ = ["RecordedGraph", "RecordingMemory", "Recordings"]
+from handlepool.drivers.host.memory import Block, DeviceMemory, Owner
+from handlepool.drivers.host.streams import StreamTable
+from handlepool.errors import ContractError
 
 
 class RecordedGraph:
@@ -89,48 +85,3 @@ class RecordingMemory:
                 self._blocks.discard(block)
                 self.nbytes -= block.nbytes
         return not self._blocks
-
-
-class Recordings:
-    """The part of `HostDriver` that records."""
-
-    _memory: Memory
-    _note: Callable[[str], None]
-    _streams: StreamTable
-    _enqueue: Callable[..., None]
-    _current_queue: Callable[[], Queue]
-
-    def is_capturing(self, pointer: int) -> bool:
-        """Whether a stream takes part in a capture."""
-        self._note("is_capturing")
-        return self._streams.resolve(pointer).capture is not None
-
-    def begin_capture(self, pointer: int) -> None:
-        """Capture, in thread-local mode, what a stream is given from now on."""
-        self._note("begin_capture")
-        self._streams.captures.begin(self._streams.resolve(pointer), "thread_local")
-
-    def end_capture(self, pointer: int) -> RecordedGraph:
-        """End the capture that began on a stream."""
-        self._note("end_capture")
-        nodes = self._streams.captures.end(self._streams.resolve(pointer))
-        return RecordedGraph(HostGraph(self._streams, nodes), self._streams, self._note)
-
-    def capture_failure(self, error: BaseException) -> str | None:
-        """Return what a capture could not take."""
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, CaptureError):
-                return str(cause)
-            cause = cause.__cause__ or cause.__context__
-        return None
-
-    def recording_memory(self) -> RecordingMemory:
-        """Memory of a recording's own."""
-        self._note("recording_memory")
-        return RecordingMemory(self._streams)
-
-    def copy(self, target: Array, source: Array) -> None:
-        """Copy an array into another on the current stream."""
-        self._note("copy")
-        self._enqueue(self._current_queue(), np.copyto, (target,), (source,), "copy")
