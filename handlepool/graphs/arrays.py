@@ -326,7 +326,7 @@ def layout_of(name: str, pool: PoolInternals, operand: str, array: Any) -> Layou
     if native:
         check_operands(pool.driver, name, pool.driver.current_device(), (array,), lambda _: operand)
     elif not all(has(array, attribute) for attribute in ("shape", "strides", "dtype")):
-        raise ArrayTypeError(f"{name}: {operand} is a {type(array).__qualname__}; pass an array or an ArraySpec")
+        raise ArrayTypeError(f"{name}: {operand} is a {kind_of(array)}; pass an array or an ArraySpec")
     elif 0 in array.shape:
         raise ArgumentError(f"{name}: {operand} is empty, of shape {array.shape}")
     return Layout.of(array)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict
 
 import numpy as np
 
-from handlepool._util import as_integer, flag, holds_values, shown
+from handlepool._util import as_integer, at_least, flag, holds_values, shown
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.tensors.layout import ArraySpec, as_dtype
 
@@ -66,13 +66,7 @@ def _dtype(name: str, value: Any) -> np.dtype[Any]:
 
 
 def _limit(name: str, value: Any) -> int:
-    try:
-        limit = as_integer(value)
-    except TypeError:
-        limit = -1
-    if limit < 0:
-        raise ArgumentError(f"{name}={shown(value)}; it must be 0 bytes or more, or None for no limit")
-    return limit
+    return at_least(0, name, value, " bytes")
 
 
 def _modes(name: str, value: Any) -> tuple[str, ...]:

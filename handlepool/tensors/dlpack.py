@@ -5,13 +5,13 @@ version 1, https://dmlc.github.io/dlpack/latest/c_api.html; CUDA Array Interface
 """
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from handlepool._util import kind_of
 from handlepool.errors import ArgumentError, ArrayTypeError
+from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import HOST, UNKNOWN, View, as_dtype
 
 _HOST_MEMORY = (1, 3, 11)  # of the CPU, and pinned by CUDA or by ROCm
@@ -97,7 +97,7 @@ def from_dlpack(array: Any, stream: int) -> View:
         tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
     dtype = _dtype(tensor.code, tensor.bits, tensor.lanes)
     shape = tuple(tensor.shape[: tensor.ndim])
-    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else _compact(shape)
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else dense_strides(shape)
     pointer = (tensor.data or 0) + tensor.byte_offset
     return View(pointer, shape, tuple([step * dtype.itemsize for step in strides]), dtype, device, readonly, (capsule, array))
 
@@ -109,16 +109,6 @@ def _dtype(code: int, bits: int, lanes: int) -> np.dtype[Any]:
     if name is None or lanes != 1:
         raise ArrayTypeError(f"an array of DLPack's type code {code} with {bits} bits and {lanes} lanes, which cuDNN has not")
     return as_dtype(name)
-
-
-def _compact(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides in elements."""
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= max(1, extent)
-    return tuple(reversed(strides))
 
 
 def from_cuda_array(array: Any) -> tuple[View, int | None]:
@@ -144,7 +134,7 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
     dtype = as_dtype(typestr)
     shape = tuple(described["shape"])
     strides = described.get("strides")
-    strides = tuple([step * dtype.itemsize for step in _compact(shape)]) if strides is None else tuple(strides)
+    strides = tuple([step * dtype.itemsize for step in dense_strides(shape)]) if strides is None else tuple(strides)
     pointer, readonly = described["data"]
     stream = described.get("stream")
     if stream == 0:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import as_integer, shown
+from handlepool._util import as_integer, kind_of, shown
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.tensors import frontend
 from handlepool.tensors.inference import dense_strides
@@ -68,7 +68,7 @@ class View:
         return count
 
     def __repr__(self) -> str:
-        return f"<View of {self.dtype} {self.shape} at {self.ptr:#x} of {type(self.owner).__qualname__}>"
+        return f"<View of {self.dtype} {self.shape} at {self.ptr:#x} of {kind_of(self.owner)}>"
 
     def as_numpy(self) -> np.ndarray[Any, Any]:
         """Return a NumPy array over host memory that keeps the owner alive."""

@@ -71,8 +71,7 @@ def _complain(error: object) -> None:
 def _run(options: Namespace) -> int:
     from handlepool.cli.demo.figure import draw
     from handlepool.cli.demo.images import load_photograph, sample_photograph
-    from handlepool.cli.demo.measure import measure
-    from handlepool.cli.demo.table import render
+    from handlepool.cli.demo.measure import measure, render
     from handlepool.pool.pool import HandlePool
 
     if not 1 <= options.states <= _MOST_STATES:

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from handlepool.cli.demo.measure import DRAWN, Report, Result, Span
-from handlepool.cli.demo.table import counted, milliseconds
+from handlepool.cli.demo.measure import DRAWN, Report, Result, Span, counted, milliseconds
 from handlepool.errors import ArgumentError
 
 _WIDTH, _MARGIN, _GAP, _CAPTION, _HEADER, _ROW, _DPI = 16.0, 0.35, 0.14, 0.46, 0.85, 0.4, 120  # inches, dots an inch
