@@ -6,7 +6,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import partial, reduce, update_wrapper
 from sys import modules
-from typing import TYPE_CHECKING, Any, Concatenate, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, TypeVar, Unpack, cast, overload
 
 from handlepool._util import shown
 from handlepool.drivers.protocol import operand_name
@@ -212,7 +212,7 @@ class GraphFunction(ArrayCall[P, R_co]):
                 settings,
                 references,
             )
-            plan = pool.plans.get(device, key)
+            plan = cast("Plan | None", pool.plans.get(device, key))
         except AttributeError:
             check_arrays(self._name, driver, device, arrays, outs)
             raise
@@ -341,9 +341,8 @@ class GraphFunction(ArrayCall[P, R_co]):
 
         settle_all()  # before locks are taken: a handle to build with may need the room
         device_slots = pool.device(device)
-        return pool.plans.get_or_build(
-            device, key, lambda: build(recipe, request, device_slots, pool.driver, choose, compare=against)
-        )
+        make = partial(build, recipe, request, device_slots, pool.driver, choose, compare=against)
+        return cast("Plan", pool.plans.get_or_build(device, key, make))
 
     # Variants
 

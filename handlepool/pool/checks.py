@@ -47,7 +47,7 @@ def _guarded(kind: Any) -> Any:
     return Guarded
 
 
-def _guard(handle: Any) -> None:
+def _guard(handle: Handle) -> None:
     handle.__dict__.setdefault("_thread", threading.get_ident())
     handle.__dict__.setdefault("_owner", "nobody")
     kind: Any = type(handle)
@@ -55,7 +55,7 @@ def _guard(handle: Any) -> None:
         handle.__class__ = _guarded(kind)
 
 
-def _claim(handle: Any) -> None:
+def _claim(handle: Handle) -> None:
     """Let this thread use a handle that is in nobody's use, or its own."""
     own = handle.__dict__
     if own.get("_thread", 0) is None:
@@ -93,13 +93,13 @@ class CheckedSlot(Slot):
         self._who = f"{_this_thread()} for stream {pointer:#x} of device {self.device}"
         self._own(self.handle)
 
-    def _own(self, handle: Any) -> None:
+    def _own(self, handle: Handle) -> None:
         handle.__dict__.update(_thread=self._thread, _owner=self._who)
 
     def end(self) -> None:
         """As `Slot.end`."""
         if self.owner is not None:
-            own: Any = self.handle.__dict__
+            own = self.handle.__dict__
             own.update(_thread=None, _owner=f"{self._who}, whose thread, stream or fork has ended")
         super().end()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
-from handlepool.drivers.protocol import Driver
+from handlepool.drivers.protocol import Driver, Stream
 
 T = TypeVar("T")
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 class BranchRegion(Protocol):
     """The region of a branch or a task, as far as what stands below regions knows it."""
 
-    stream: Any
+    stream: Stream
     device: int
     ended: bool
     keep: Callable[[object], None]
@@ -26,6 +26,31 @@ class BranchRegion(Protocol):
     @property
     def over(self) -> bool:
         """Whether all that ran in it is waited for by whatever is outside of regions."""
+
+
+class Keeper(Protocol):
+    """What keeps values for a program."""
+
+    def add(self, *values: object) -> None:
+        """Keep what can be reached from values."""
+
+
+class UnderWay(Protocol):
+    """A recording under way, as far as what stands below recordings knows it."""
+
+    @property
+    def scratch(self) -> set[Any]:
+        """Where slots were given scratch under its capture."""
+
+    @property
+    def kept(self) -> Keeper:
+        """What the graph reads."""
+
+    def keep(self, plan: object) -> None:
+        """Keep a plan that was launched."""
+
+    def check(self, what: str, pointer: int, driver: Driver) -> None:
+        """Raise for work on a stream that is no part of what is recorded."""
 
 
 class RunningPool(Protocol):
@@ -40,8 +65,8 @@ class RunningPool(Protocol):
 
 class _Thread(threading.local):
     pool: RunningPool | None = None  # of the branch or task that this thread runs
-    region: Any = None  # of the branch or task that this thread runs
-    recording: Any = None  # of `handlepool.record`, while it captures what this thread does
+    region: BranchRegion | None = None  # of the branch or task that this thread runs
+    recording: UnderWay | None = None  # of `handlepool.record`, while it captures what this thread does
     states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
 
 
@@ -51,7 +76,7 @@ elsewhere: list[RunningPool] = []
 """The pools of the branches and tasks under way, in whatever thread, that are not the default pool: where there is none, the
 default pool is the one to use, and nobody needs to ask `thread`, which costs as much as a hit's half."""
 
-recordings: list[object] = []
+recordings: list[UnderWay] = []
 """The recordings under way, in whatever thread: where there is one, launches ask `thread`."""
 
 NOT_CACHED: Any = object()

@@ -30,7 +30,7 @@ from handlepool.pool.checks import CheckedDriver, CheckedSlot
 from handlepool.pool.context import on_device
 from handlepool.pool.deferred import deferred, settle, settle_all
 from handlepool.pool.device import DeviceSlots
-from handlepool.pool.plan_cache import PlanCache
+from handlepool.pool.plan_cache import CachedPlan, PlanCache
 from handlepool.pool.slot import Slot, hits, place, placed, unplace
 from handlepool.pool.stats import MEANINGS, Stats
 from handlepool.pool.status import Status, forget, remember
@@ -80,7 +80,7 @@ class PoolInternals:
         self.is_default = False
         self.everybodys = False
         self.checked = checked
-        self.plans: PlanCache[Any] = PlanCache(plan_limit)
+        self.plans: PlanCache[CachedPlan] = PlanCache(plan_limit)
         self.status = Status(self._end_hits)
         self.current_device: Callable[[], int] = lambda: self.driver.current_device()
         self._choice = choice

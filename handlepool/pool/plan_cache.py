@@ -98,7 +98,7 @@ class PlanCache(Generic[P]):
         self._counts: dict[int, Counter[str]] = defaultdict(Counter)  # by device
         self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
-        self.recent: Entry[P] | None = None
+        self.recent: Entry[Any] | None = None
         self._dropped = False
         self._plans: dict[int, dict[Hashable, Entry[P]]] = {}
         self._builds: dict[Hashable, _Build[P]] = {}

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -153,7 +153,7 @@ class Slot:
         self._eager: tuple[Workspace, Workspace] | None = None
         self._capture = 0
         self.pointer = -1
-        self.key: Any = None
+        self.key: Hashable = None
         self.owner: Status | None = None
         self.watch: StreamWatch | None = None
         self.side_stream: Stream | None = None  # held by side slots alone

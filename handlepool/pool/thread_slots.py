@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 from handlepool.pool.slot import Slot, StreamWatch
@@ -21,8 +21,8 @@ class ThreadSlots:
     """
 
     def __init__(self, left: deque[Slot]) -> None:
-        self.slots: dict[Any, Slot] = {}
-        self._foreign: OrderedDict[Any, None] = OrderedDict()  # keys of bare pointers, the least recently used first
+        self.slots: dict[Hashable, Slot] = {}
+        self._foreign: OrderedDict[Hashable, None] = OrderedDict()  # keys of bare pointers, the least recently used first
         self._left = left
         self._sweep_at = 16
 
@@ -51,7 +51,7 @@ class ThreadSlots:
                 oldest.end()
                 self._left.append(oldest)
 
-    def touch(self, key: Any) -> None:
+    def touch(self, key: Hashable) -> None:
         """Count a foreign stream's key as used."""
         self._foreign.move_to_end(key)
 
@@ -86,7 +86,7 @@ class LiveSlots:
             self._slots.add(slot)
         self.of_this_thread().add(slot, foreign=stream is None)
 
-    def _stream_gone(self, watch: Any) -> None:
+    def _stream_gone(self, watch: StreamWatch) -> None:
         self.leave(watch.slot)
 
     def leave(self, slot: Slot) -> None:

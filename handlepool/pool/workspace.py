@@ -11,12 +11,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from handlepool._util import do_all, take_each
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import OutOfMemoryError
 from handlepool.pool.context import thread
+
+
+class CapturedSlot(Protocol):
+    """A slot, as far as its scratch knows it."""
+
+    def still_in(self, capture: int, leave: Callable[[Any], None]) -> bool:
+        """Whether its stream takes part in a capture; where nobody can tell, ``leave`` takes it from its owner."""
+
 
 ALIGNMENT = 256  # cudaMalloc's own
 
@@ -71,7 +79,7 @@ class DeviceScratch:
         self.captured: dict[int, list[Block]] = {}  # by capture id: a graph may be replayed at any time, so they stay
         self.recorded: dict[int, list[Block]] = {}  # by capture id: what belongs to a program, which gives it back
         self.captures_met = 0
-        self._capturing: dict[int, set[Any]] = {}  # by capture id: the slots that take part in it, as far as they know
+        self._capturing: dict[int, set[CapturedSlot]] = {}  # by capture id: the slots that take part in it, as far as they know
 
     def allocate(self, nbytes: int) -> Block:
         """Return a block of at least ``nbytes``, a multiple of 256.
@@ -174,7 +182,7 @@ class DeviceScratch:
         """Bytes that captures were given."""
         return sum(block.nbytes for blocks in list(self.captured.values()) for block in list(blocks))
 
-    def enter_capture(self, capture: int, slot: Any) -> None:
+    def enter_capture(self, capture: int, slot: CapturedSlot) -> None:
         """Note that a slot's stream takes part in a capture."""
         if thread.recording is not None:
             thread.recording.scratch.add(self)
@@ -183,7 +191,7 @@ class DeviceScratch:
                 self.captures_met += 1
             self._capturing.setdefault(capture, set()).add(slot)
 
-    def leave_capture(self, capture: int, slot: Any, *, over: bool) -> None:
+    def leave_capture(self, capture: int, slot: CapturedSlot, *, over: bool) -> None:
         """Note that a slot has done with a capture. Where that may not be over, the slot stays known, for `free_captured`."""
         if not over and capture in self.captured:
             return

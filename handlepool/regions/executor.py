@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
 from sys import modules
+from types import ModuleType
 from typing import Any, TypeVar
 
 from handlepool._util import as_integer, shown
@@ -120,7 +121,7 @@ class ParallelStateExecutor(Executor):
         settle(self._pending, Task.settle)
         return future
 
-    def _task(self, torch: Any) -> Task:
+    def _task(self, torch: ModuleType | None) -> Task:
         pool = self._pool
         pool.status.check()
         if deferred:

@@ -2,10 +2,11 @@
 
 import threading
 from concurrent.futures import Future
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from handlepool.drivers.event_pool import Events
-from handlepool.drivers.protocol import LEGACY_STREAM
+from handlepool.drivers.protocol import LEGACY_STREAM, Stream
 from handlepool.errors import CaptureError
 from handlepool.pool.context import on_device, thread
 from handlepool.pool.device import DeviceSlots
@@ -53,10 +54,10 @@ class Task:
     def __init__(
         self,
         device: DeviceSlots,
-        stream: Any,
+        stream: Stream,
         outer: Region | None,
         events: Events,
-        torch: Any = None,
+        torch: ModuleType | None = None,
         theirs: int = 0,
     ) -> None:
         self.device = device
@@ -164,8 +165,9 @@ class Task:
         self.region.release()
 
     def record(self, value: Any) -> None:
-        """Tell torch's allocator that the tensors of the task's value are used on torch's current stream."""
-        self.torch.record(value, self.torch.current_stream(self.device.device), self.device.device)
+        """Tell torch's allocator, where it is in use, that the tensors of the task's value are used on torch's current stream."""
+        if self.torch is not None:
+            self.torch.record(value, self.torch.current_stream(self.device.device), self.device.device)
 
     def synchronize(self) -> None:
         """Wait on the host for the end."""
@@ -248,7 +250,7 @@ class StreamFuture(Future[T], Generic[T]):
         if error is None:
             self._join()
             value = super().result()
-            if self._task is not None and self._task.torch is not None:
+            if self._task is not None:
                 self._task.record(value)
             return value
         try:

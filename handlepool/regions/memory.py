@@ -9,7 +9,7 @@ the join.
 import functools
 import os
 import types
-from typing import Any
+from typing import Any, cast
 
 from handlepool._util import content
 from handlepool.drivers.protocol import Driver, Stream
@@ -124,7 +124,7 @@ def inherited(driver: Driver, device: int, pointer: int) -> "Region | None":
     None outside of any, and for another device, another driver, or a stream that the branch chose itself: no join waits for that,
     so what runs over it is a region of its own.
     """
-    region = thread.region
+    region = cast("Region | None", thread.region)  # of no other class: see `BranchRegion`
     if region is None:
         return None
     if pointer != region.stream.ptr:
@@ -134,7 +134,7 @@ def inherited(driver: Driver, device: int, pointer: int) -> "Region | None":
     return region
 
 
-def underneath(driver: Any) -> Any:
+def underneath(driver: Driver) -> Driver:
     """Return the driver that a pool which checks has wrapped."""
     return getattr(driver, "checked_driver", driver)
 

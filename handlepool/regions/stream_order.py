@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from handlepool._util import leaves
@@ -30,8 +31,8 @@ def order(pool: PoolInternals, device: int, first: int, then: int) -> None:
     pool.device(device).edges.order(first, then)
 
 
-def torch_among(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`handlepool.integrations.torch` where there are GPU tensors among a call's arguments or what its closure holds, or None."""
+def torch_among(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleType | None:
+    """`handlepool.foreign.torch` where there are GPU tensors among a call's arguments or what its closure holds, or None."""
     if "torch" not in sys.modules:
         return None
     tensor = getattr(sys.modules["torch"], "Tensor", None)
@@ -42,15 +43,15 @@ def torch_among(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @functools.cache
-def integration() -> Any:
-    """`handlepool.integrations.torch`, which imports torch: asked for when a tensor was met."""
+def integration() -> ModuleType:
+    """`handlepool.foreign.torch`, which imports torch: asked for when a tensor was met."""
     from handlepool.foreign import torch
 
     return torch
 
 
 def in_torch(
-    torch: Any, pointer: int, caller: int, device: int, function: Callable[..., Any], args: Any, kwargs: Any
+    torch: ModuleType, pointer: int, caller: int, device: int, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return a call that makes another one with a stream current for torch, too."""
     return torch.run_branch, (pointer, caller, device, function, args, kwargs), {}
