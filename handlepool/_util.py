@@ -30,9 +30,9 @@ _PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFun
 
 
 def kind_of(value: object) -> str:
-    """Return the name of a type, or of a value's type, with its module's."""
+    """Return the name of a type, or of a value's type, with its module's where it is not built in."""
     kind = value if isinstance(value, type) else type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def holds_values(value: object) -> bool:

@@ -94,7 +94,7 @@ def test_an_update_goes_by_keys_and_reads_every_value_before_it_is_overwritten(p
             assert (program.outputs[2].get() == np.maximum(np.arange(4, N) - 4 * turn, np.arange(4, N) % 4)).all()
         with pytest.raises(ArgumentError, match=r"argument 0 was recorded without the key 'c'"):
             program.update({"a": a, "c": b}, None)
-        with pytest.raises(ArgumentError, match=r"argument 0\['b'\] was recorded as an array, and is now a builtins.list"):
+        with pytest.raises(ArgumentError, match=r"argument 0\['b'\] was recorded as an array, and is now a list"):
             program.update({"a": a, "b": [b]}, None)
 
 

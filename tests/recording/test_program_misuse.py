@@ -678,8 +678,8 @@ def test_a_lost_context_is_told(make_driver):
         (lambda s: s.driver.empty((8, 1), (8, 8), F8), ArgumentError, "shape"),
         (lambda s: s.driver.empty((8,), (4,), np.dtype("f4")), ArgumentError, "type float64 and now has type float32"),
         (lambda s: s.driver.empty((16,), (8,), F8)[::2], ArgumentError, r"strides \(8,\) and now has strides \(16,\)"),
-        (lambda s: 1.0, ArrayTypeError, "is a builtins.float"),
-        (lambda s: [s.array(1), s.array(2)], ArgumentError, "recorded as an array, and is now a builtins.list"),
+        (lambda s: 1.0, ArrayTypeError, "is a float"),
+        (lambda s: [s.array(1), s.array(2)], ArgumentError, "recorded as an array, and is now a list"),
     ],
 )
 def test_an_update_with_another_geometry_or_type_says_what_differs(scene, new, error, says):
@@ -696,18 +696,18 @@ def test_an_update_with_another_geometry_or_type_says_what_differs(scene, new, e
         (lambda x: {"a": x}, r"argument 0 was recorded with the key 'b', too"),
         (lambda x: {"a": x, "b": [x, [x]], "c": x}, r"argument 0 was recorded without the key 'c'; there is: 'a', 'b'"),
         (lambda x: {"x": x, "y": [x, [x]]}, r"argument 0 was recorded without the key 'x'; there is: 'a', 'b'"),
-        (lambda x: [x, [x, [x]]], r"argument 0 was recorded as a dictionary, and is now a builtins.list"),
+        (lambda x: [x, [x, [x]]], r"argument 0 was recorded as a dictionary, and is now a list"),
         (lambda x: x, r"argument 0 was recorded as a dictionary, and is now a .*HostArray"),
-        (lambda x: {"a": [x], "b": [x, [x]]}, r"argument 0\['a'\] was recorded as an array, and is now a builtins.list"),
-        (lambda x: {"a": {"a": x}, "b": [x, [x]]}, r"argument 0\['a'\] was recorded as an array, and is now a builtins.dict"),
-        (lambda x: {"a": x, "b": [[x], x]}, r"argument 0\['b'\]\[0\] was recorded as an array, and is now a builtins.list"),
+        (lambda x: {"a": [x], "b": [x, [x]]}, r"argument 0\['a'\] was recorded as an array, and is now a list"),
+        (lambda x: {"a": {"a": x}, "b": [x, [x]]}, r"argument 0\['a'\] was recorded as an array, and is now a dict"),
+        (lambda x: {"a": x, "b": [[x], x]}, r"argument 0\['b'\]\[0\] was recorded as an array, and is now a list"),
         (
             lambda x: {"a": x, "b": [x, x]},
             r"argument 0\['b'\]\[1\] was recorded as a list or a tuple, and is now a .*HostArray",
         ),
         (
             lambda x: {"a": x, "b": {0: x, 1: [x]}},
-            r"argument 0\['b'\] was recorded as a list or a tuple, and is now a builtins.dict",
+            r"argument 0\['b'\] was recorded as a list or a tuple, and is now a dict",
         ),
         (lambda x: {"a": x, "b": [x, [x, x]]}, r"argument 0\['b'\]\[1\] was recorded with 1 entries, and update was given 2"),
         (lambda x: {"a": x, "b": [x]}, r"argument 0\['b'\] was recorded with 2 entries, and update was given 1"),
@@ -731,7 +731,7 @@ def test_an_update_of_another_structure_names_the_place_and_copies_nothing(scene
 @pytest.mark.parametrize("new", [3, 2.0, True, "2", [2], np.zeros(8)], ids=repr)
 def test_an_update_of_what_is_no_array_is_refused(scene, new):
     program = handlepool.record(lambda x, options: scene.plus(x, options["add"][0]), scene.array(1), {"add": [2, scene.array(0)]})
-    with pytest.raises(ArgumentError, match=r"argument 1\['add'\]\[0\] was recorded as a builtins.int, which is no array"):
+    with pytest.raises(ArgumentError, match=r"argument 1\['add'\]\[0\] was recorded as a int, which is no array"):
         program.update(scene.array(5), {"add": [new, None]})
     program.replay()
     assert scene.read(program.outputs) == 3
