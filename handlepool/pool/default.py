@@ -2,7 +2,8 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from handlepool._util import shown
@@ -10,11 +11,12 @@ from handlepool.errors import ArgumentError, OwnershipError
 from handlepool.pool.context import elsewhere, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
-from handlepool.pool.slot import GetHandle, Slot, hits
+from handlepool.pool.slot import GetHandle, Slot, hits, nobodys
 from handlepool.pool.stats import Stats
 from handlepool.pool.status import forget
 
 _default: HandlePool | None = None
+_standing_in: list[PoolInternals] = []  # the default pool's own, then those that stand in for it; empty while none does
 _default_lock = threading.RLock()  # a finaliser that the collector runs inside may ask for the default pool, too
 
 
@@ -32,6 +34,7 @@ def default_pool() -> HandlePool:
             if _default is None:
                 made = HandlePool()
                 made.internals.is_default = made.internals.everybodys = True
+                made.get_handle = get_handle  # type: ignore[method-assign]  # follows what stands in for it
                 _default = made if _default is None else _default
                 if _default is not made:  # but what such a finaliser got meanwhile
                     forget(made.internals)
@@ -70,23 +73,69 @@ def set_default_pool(pool: HandlePool) -> None:
                 f"yours at the start of the program, before the first call that is given no pool"
             )
         pool.internals.is_default = True
+        pool.get_handle = get_handle  # type: ignore[method-assign]
         _default = pool
 
 
-def of_pool_to_come(find: Callable[[], HandlePool]) -> GetHandle:
-    """Make the `HandlePool.get_handle` of a pool that the first call asks for; from then on it costs what the pool's own does."""
+@contextmanager
+def standing_in(pool: HandlePool) -> Iterator[None]:
+    """Let a pool do what the default pool is asked for, in every thread, to the end of a ``with`` statement; for tests.
+
+    `default_pool` still returns what it returned before. So what a library keeps meanwhile (`ParallelStates`, an executor, the
+    pool itself, its `HandlePool.get_handle`) is on the default pool, then and afterwards, and nothing of it is left on ``pool``.
+    Only arrays, programs, and forks and tasks under way belong to the pool that they were made on. Meanwhile ``pool`` is
+    everybody's, whose `HandlePool.close` destroys what is idle. Of several that stand in, the last one counts, in whatever order
+    they end.
+
+    Parameters
+    ----------
+    pool : HandlePool
+        To be closed after the ``with`` statement, by whoever made it.
+    """
+    default, mine = default_pool(), pool.internals
+    mine.status.check()
+    with _default_lock:
+        if not _standing_in:
+            _standing_in.append(default.internals)
+            elsewhere.append(default.internals)  # `current_pool` asks the thread from now on: a branch goes on with its own pool
+        _standing_in.append(mine)
+        mine.everybodys = True
+        _let_last_stand_in(default)
+    try:
+        yield
+    finally:
+        with _default_lock:
+            _standing_in.remove(mine)
+            mine.everybodys = False
+            _let_last_stand_in(default)
+            if len(_standing_in) == 1:
+                elsewhere.remove(_standing_in.pop())
+
+
+def _let_last_stand_in(default: HandlePool) -> None:
+    default.internals = _standing_in[-1]
+    _unbind()  # after that, so that a miss which binds it in between sees the change
+
+
+def of_pool_to_come(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable[[], None]]:
+    """Make the `HandlePool.get_handle` of a pool that the first call asks for; from then on it costs what the pool's own does.
+
+    The other function has the next call ask again.
+    """
 
     def missed(stream: Any = None) -> Slot:
-        pool = find().internals
-        slot = pool.slot(stream)  # loads the driver
-        use(pool.driver, pool.status, pool.current_device)
-        return slot
+        while True:
+            pool = find().internals
+            slot = pool.slot(stream)  # loads the driver
+            use(pool.driver.current_stream, pool.status, pool.current_device)
+            if find().internals is pool:  # none has begun to stand in since
+                return slot
 
     made, _, use = hits(missed)
-    return made
+    return made, lambda: use(None, nobodys, None)
 
 
-get_handle = of_pool_to_come(default_pool)
+get_handle, _unbind = of_pool_to_come(default_pool)
 
 
 def get_workspace(nbytes: int, stream: Any = None) -> Any:

@@ -229,7 +229,7 @@ class PoolInternals:
         self.status.driver = driver
         # Where there is one device there is nothing to ask CUDA: `int()` is 0, its ordinal, for half the price.
         self.current_device = int if driver.device_count() == 1 else driver.current_device
-        self._use(driver, self.status, self.current_device)
+        self._use(driver.current_stream, self.status, self.current_device)
         return driver
 
     def device(self, ordinal: int) -> DeviceSlots:

@@ -51,11 +51,15 @@ class GetSlot(Protocol):
         """Return this thread's slot for a stream."""
 
 
-def hits(missed: GetSlot) -> tuple[GetHandle, GetSlot, Callable[[Driver, Status, Callable[[], int]], None]]:
+nobodys = Status(lambda: None)
+"""Of no pool: no slot has it for its owner. (None is the owner of a slot that was given back.)"""
+
+
+def hits(missed: GetSlot) -> tuple[GetHandle, GetSlot, Callable[[Any, Status, Any], None]]:
     """Make what returns this thread's handle and slot for a stream, and what tells the two whose they are to be.
 
     Closures: their names are cells, and there is no method to bind, which on an H200's host takes 12 % off a hit. As long as they
-    are nobody's every call is a miss.
+    are nobody's every call is a miss; `nobodys`, and no functions of a driver's, make them so again.
     """
     status: Status | None = None
     current_device: Any = None
@@ -82,10 +86,11 @@ def hits(missed: GetSlot) -> tuple[GetHandle, GetSlot, Callable[[Driver, Status,
             pass
         return missed(stream)
 
-    def use(driver: Driver, owner: Status, device: Callable[[], int]) -> None:
+    def use(stream: Any, owner: Status, device: Any) -> None:
         nonlocal status, current_device, current_stream
-        current_stream, status = driver.current_stream, owner
-        current_device = device  # last: until then every call is a miss
+        current_device = None  # until the last line every call is a miss
+        current_stream, status = stream, owner
+        current_device = device
 
     return get_handle, find, use
 

@@ -61,7 +61,7 @@ class ParallelStateExecutor(Executor):
         initargs: tuple[Any, ...] = (),
     ) -> None:
         self._pending: deque[Task] = deque()  # tasks whose end the GPU has not passed; appends and pops are atomic
-        self._events: dict[int, Events] = {}  # by device
+        self._events: dict[DeviceSlots, Events] = {}
         try:
             workers = as_integer(max_workers)
         except TypeError:
@@ -71,7 +71,7 @@ class ParallelStateExecutor(Executor):
         if pool is None:
             pool = default_pool()
         check_pool("ParallelStateExecutor", pool)
-        self._pool = pool.internals
+        self._pool = pool  # another may stand in for it, for tests: a task keeps to the internals that it began with
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix, initializer or _nothing, initargs)
         self._leases = _Leases()
 
@@ -101,16 +101,17 @@ class ParallelStateExecutor(Executor):
         PoolClosedError, RuntimeError
             After the pool's `close`, or the executor's `shutdown`.
         """
+        pool = self._pool.internals
         try:
-            task = self._task(torch_among(fn, args, kwargs) if "torch" in modules else None)
+            task = self._task(pool, torch_among(fn, args, kwargs) if "torch" in modules else None)
         except Exception as error:
-            self._pool.status.diagnose(error)
+            pool.status.diagnose(error)
             raise
         task.region.keep_call(fn, args, kwargs)
         future: StreamFuture[T] = StreamFuture(task)
         # A list that the worker empties, since the frames of an error's traceback lead to the thread pool's own, which keeps what
         # it was given: the error would keep itself, through the future, and the arguments.
-        call = [future, task, fn, args, kwargs]
+        call = [future, task, pool, fn, args, kwargs]
         try:
             inner = self._threads.submit(self._run, call)
         except RuntimeError:
@@ -121,8 +122,7 @@ class ParallelStateExecutor(Executor):
         settle(self._pending, Task.settle)
         return future
 
-    def _task(self, torch: ModuleType | None) -> Task:
-        pool = self._pool
+    def _task(self, pool: PoolInternals, torch: ModuleType | None) -> Task:
         pool.status.check()
         if deferred:
             settle()
@@ -143,28 +143,33 @@ class ParallelStateExecutor(Executor):
                 "the current stream is being captured, and a worker thread's work would not be a part of the capture: use "
                 "ParallelStates.fork, whose branches are"
             )
-        events = self._events.get(reference.device)
+        device = pool.device(reference.device)
+        events = self._events.get(device)
         if events is None:
-            events = self._events.setdefault(reference.device, Events(driver))
+            for other in list(self._events):
+                if other.status.closed and (stale := self._events.pop(other, None)) is not None:
+                    defer(stale.settle)
+            events = self._events.setdefault(device, Events(driver))
         theirs = 0
         if torch is not None:  # the submitter's stream waits for torch's now, and that for the task at the join
             theirs = torch.current_stream(reference.device)
             order(pool, reference.device, theirs, stream.ptr)
-        return Task(pool.device(reference.device), stream, outer, events, torch, theirs)
+        return Task(device, stream, outer, events, torch, theirs)
 
     def _run(self, call: list[Any]) -> None:
         future: StreamFuture[Any]
         task: Task
-        future, task, fn, args, kwargs = call
+        pool: PoolInternals
+        future, task, pool, fn, args, kwargs = call
         call.clear()
         try:
             if not future.set_running_or_notify_cancel():
                 task.withdraw()
                 return
             try:
-                value = self._call(task, fn, args, kwargs)
+                value = self._call(pool, task, fn, args, kwargs)
             except BaseException as error:
-                self._pool.status.lost(error, ask=False)
+                pool.status.lost(error, ask=False)
                 task.withdraw()  # where it has not begun
                 future.set_exception(error)
             else:
@@ -173,12 +178,12 @@ class ParallelStateExecutor(Executor):
             del future, task, fn, args, kwargs  # an error's traceback holds this frame, and the future holds the error
         settle(self._pending, Task.settle)
 
-    def _call(self, task: Task, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        pool, device = self._pool, task.device
+    def _call(self, pool: PoolInternals, task: Task, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        device = task.device
         pool.status.check()
         driver = pool.driver
         driver.set_device(device.device)
-        slot = self._slot(device)
+        slot = self._slot(pool, device)
         # Where every side slot is out, the task runs on the submitter's stream, with this thread's own handle for it; on that of
         # the outermost one where a branch or a task submitted it, whose side stream is somebody else's after the join.
         stream: Any = task.region.stream if slot is None else slot.side_stream
@@ -201,17 +206,19 @@ class ParallelStateExecutor(Executor):
             task.finish(pointer)
             self._pending.append(task)
 
-    def _slot(self, device: DeviceSlots) -> Slot | None:
+    def _slot(self, pool: PoolInternals, device: DeviceSlots) -> Slot | None:
         """Return this worker's side slot of a device, leased for as long as the worker lives."""
         mine = self._leases.by_device
-        lease = mine.get(device.device)
+        lease = mine.get(device)
         if lease is None:
+            for other in [known for known in mine if known.status.closed]:
+                del mine[other]
             slot = device.sides.lease()
             if slot is None:
                 return None
             lease = _Lease(device, slot)
-            bind_to_thread(self._pool.sound(slot))
-            mine[device.device] = lease
+            bind_to_thread(pool.sound(slot))
+            mine[device] = lease
         return lease.slot
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -226,7 +233,7 @@ class ParallelStateExecutor(Executor):
             Whether to cancel the tasks that have not started.
         """
         self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
-        if not wait or self._pool.status.forked:
+        if not wait or self._pool.internals.status.forked:
             return
         while self._pending:
             task = self._pending.popleft()
@@ -240,12 +247,12 @@ class ParallelStateExecutor(Executor):
             finally:
                 if not passed:
                     defer(task.settle)
-        for ordinal, events in self._events.items():
+        for device, events in self._events.items():
             if not events.settle():
                 defer(events.settle)
-            if self._pool.status.closed:
-                with on_device(self._pool.driver, ordinal):
-                    self._pool.device(ordinal).sides.destroy_free()
+            if device.status.closed:
+                with on_device(device.driver, device.device):
+                    device.sides.destroy_free()
 
     def __reduce__(self) -> Any:
         """Refuse to be copied: two would have the same threads."""
@@ -254,8 +261,8 @@ class ParallelStateExecutor(Executor):
     def __del__(self, _defer: Callable[[Any], None] = deferred.extend, _abandon: Callable[[Any], None] = abandon) -> None:
         if not hasattr(self, "_events"):  # it was never made
             return
-        pool: PoolInternals | None = getattr(self, "_pool", None)  # None where the arguments were refused
-        if pool is not None and pool.status.forked:  # guarantee 13
+        pool: HandlePool | None = getattr(self, "_pool", None)  # None where the arguments were refused
+        if pool is not None and pool.internals.status.forked:  # guarantee 13
             _abandon((self._pending, self._events))
             return
         _defer([*(task.settle for task in self._pending), *(events.settle for events in self._events.values())])
@@ -285,7 +292,7 @@ class _Lease:
 
 class _Leases(threading.local):
     def __init__(self) -> None:
-        self.by_device: dict[int, _Lease] = {}
+        self.by_device: dict[DeviceSlots, _Lease] = {}
 
 
 def _pass_on(inner: "Future[None]", call: list[Any]) -> None:

@@ -55,7 +55,6 @@ class ParallelStates:
             pool = default_pool()
         check_pool("ParallelStates", pool)
         self.pool = pool
-        self._internals = pool.internals
         self._locks: dict[tuple[int, int], threading.Lock] = {}
 
     def __len__(self) -> int:
@@ -77,7 +76,7 @@ class ParallelStates:
         Fork
             To be entered once, by the thread that runs its branches.
         """
-        return Fork(self._internals, self.count, stream)
+        return Fork(self.pool.internals, self.count, stream)
 
     def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
         """Run ``function`` over the iterables, each call a branch; results in order, ready on the caller's stream.
@@ -100,7 +99,7 @@ class ParallelStates:
         Outputs that a graph function allocates may share a block of memory, where together they take 1 MiB at most. The block is
         free when none of them is left.
         """
-        with Fork(self._internals, self.count) as fork:
+        with Fork(self.pool.internals, self.count) as fork:
             return fork.map(function, *iterables, out=out)
 
     def with_state(self, index: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -138,7 +137,7 @@ class ParallelStates:
             number = -1
         if not 0 <= number < self.count:
             raise StateIndexError(f"state {shown(index)} of {self.count}: the index must be 0 to {self.count - 1}")
-        self._internals.status.check()
+        self.pool.internals.status.check()
         lock = self._locks.setdefault((self.pool.driver.current_device(), number), threading.Lock())
         # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another. It is
         # counted before the lock is taken and until after it is released, so that a finaliser that the collector runs just then
@@ -162,8 +161,8 @@ class ParallelStates:
             thread.states_held = held
 
     def _joined_at_once(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        with Fork(self._internals, 1) as fork:
-            return fork.run(_with_state, self._internals, function, args, kwargs, held_by(function))
+        with Fork(self.pool.internals, 1) as fork:
+            return fork.run(_with_state, self.pool.internals, function, args, kwargs, held_by(function))
 
 
 def _with_state(
