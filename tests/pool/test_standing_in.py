@@ -75,7 +75,7 @@ def test_a_branch_that_is_under_way_goes_on_with_its_own_pool(unused, other):
     default, begun, go_on = handlepool.default_pool(), threading.Event(), threading.Event()
 
     def branch():
-        handles = [handlepool.get_handle()]
+        handlepool.get_handle()
         begun.set()
         assert go_on.wait(TIMEOUT)
         return context.thread.pool
