@@ -378,7 +378,7 @@ def test_tasks_over_tensors(default, torch, integers, stream, latch, theirs):
 def test_inline_branches_where_no_side_slot_is_free(default, torch, integers, stream, latch, theirs, monkeypatch):
     x, w = torch.zeros(1, 16, 8, 8, device="cuda"), integers(16, 16, 3, 3)
     conv2d(x, w) * 1
-    monkeypatch.setattr(default.device(0).sides, "lease", lambda: None)
+    monkeypatch.setattr(default.internals.device(0).sides, "lease", lambda: None)
     late_ones(torch, latch, x, theirs)
     with ParallelStates(2, pool=default).fork() as fork:
         y = fork.run(conv2d, x, w)

@@ -61,7 +61,7 @@ def given(each_pool):
         ("z", "conv was given z= by keyword: arrays are positional; z is parameter 4 of x, w, b, z"),
         ("b", "conv was given b= by keyword: arrays are positional; b is parameter 3 of x, w, b, z"),
         ("bias", "conv was given bias= by keyword: arrays are positional; they are x, w, b, z"),
-        ("padding", r"conv was given padding=<.*HostArray of shape \(1, 4, 6, 6\), float32>: an option is no array"),
+        ("padding", r"conv was given padding=<.*rray of shape \(1, 4, 6, 6\), float32>: an option is no array"),
     ],
 )
 def test_an_array_that_is_passed_by_keyword_is_told_its_place(given, way, names, message):
@@ -130,7 +130,7 @@ def test_what_comes_after_the_positional_arguments_is_told_that_it_is_a_keyword(
 
 def test_conv2d_says_that_bias_is_a_keyword(given):
     message = (
-        r"conv2d takes x, w by position, and was given <.*HostArray of shape \(4,\), float32> after that: bias is a keyword, as "
+        r"conv2d takes x, w by position, and was given <.*rray of shape \(4,\), float32> after that: bias is a keyword, as "
         r"in conv2d\(x, w, bias=\.\.\.\)\. The keywords are stride, padding, .* pool$"
     )
     for function in (handlepool.conv2d, ops.conv2d_plan):
