@@ -12,8 +12,9 @@ each of some thousand graphs against float64, by ``benchmarks/geometries.py``, w
 - *A matrix product* has three axes; its factors are contiguous or transposed, and without anything behind it so is its output,
   gaps allowed. With more behind it, the rest is contiguous; addends fill it, repeat along the batch, or are a row, a column, or
   one element.
-- Of *reductions* nothing wrong was seen without gaps, contiguous or channels-last. Other nodes were not measured: their operands
-  are brought into such a form, too.
+- Of *reductions* alone nothing wrong was seen without gaps, contiguous or channels-last. Reductions among other nodes, reshape,
+  transpose and concatenate were not measured, and are refused: the host driver would compute what a GPU may not. What it cannot
+  compute either (`docs/nodes.md`) was not measured, too: its operands are brought into such a form.
 
 An operand in another form is copied into scratch before the launch, or out of it afterwards, on the launch's own stream, up to
 `MOST_COPIED` bytes; beyond that it is refused. The rule is asked when a geometry is first seen, by both drivers alike.
@@ -30,6 +31,7 @@ from handlepool.tensors.inference import Shape, axis_order, dense_strides, title
 
 MOST_COPIED = 16 << 20
 """Most bytes of one operand that a launch copies by itself."""
+_UNMEASURED = ("RESHAPE", "TRANSPOSE", "CONCATENATE")
 _CONVOLUTIONS = {"CONV_FPROP": ("image", "weight"), "CONV_DGRAD": ("loss", "filter"), "CONV_WGRAD": ("image", "loss")}
 
 
@@ -69,6 +71,17 @@ def conform(
     GraphNotSupportedError
         For a graph that has no form which is known to be right, or none without copies where there are to be none.
     """
+    for node in graph.nodes:
+        if node.node_type.name in _UNMEASURED:
+            raise GraphNotSupportedError(
+                f"{title(node)}: what cuDNN computes there was not measured, so it is not known to be right; do that with the "
+                f"arrays, before the call or after it"
+            )
+        if node.node_type.name == "REDUCTION" and len(graph.nodes) > 1:
+            raise GraphNotSupportedError(
+                f"{title(node)}: what cuDNN computes of a reduction among other nodes was not measured, so it is not known to be "
+                f"right; make it a graph function of its own"
+            )
     forms = _Forms(graph, operands, inputs, shapes, called, copying)
     nodes = [node for node in graph.nodes if node.node_type.name != "POINTWISE"]
     kind = nodes[0].node_type.name if len(nodes) == 1 else ""

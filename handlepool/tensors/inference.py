@@ -173,12 +173,74 @@ def matmul(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bo
 def reduction(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Input of any shape; the output's shape has to be declared, with 1 where it is reduced."""
     source = inputs["input"]
+    if getattr(node.params.get("mode"), "name", "NOT_SET") == "NOT_SET":
+        raise ArgumentError(f"{title(node)}: has no mode; give one of cudnn.reduction_mode, such as ADD")
     if len(declared) != len(source) or any(d not in (1, s) for d, s in zip(declared, source, strict=True)):
         raise ArgumentError(
             f"{title(node)}: its input is {source} and its output {declared or 'undeclared'}; "
             "call set_dim on its output with the input's shape and a 1 for each axis to reduce"
         )
     return declared
+
+
+def reshape(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+    """Input of any shape; the output's shape has to be declared, with as many elements."""
+    if not declared or math.prod(declared) != math.prod(inputs["input"]):
+        raise ArgumentError(
+            f"{title(node)}: its input is {inputs['input']} and its output {declared or 'undeclared'}; "
+            "call set_dim on its output with a shape of as many elements"
+        )
+    return declared
+
+
+def permutation(node: Any, rank: int) -> Shape:
+    """Return the axes of a transpose's input in the order of its output's; ArgumentError for what is no permutation."""
+    given = node.params.get("permutation")
+    try:
+        axes = tuple(map(as_integer, given))
+    except TypeError:
+        axes = ()
+    if sorted(axes) != list(range(rank)):
+        raise ArgumentError(
+            f"{title(node)}: permutation={shown(given)} does not fit an input of {rank} axes; give each of 0 to {rank - 1} once"
+        )
+    return axes
+
+
+def transpose(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+    """Turn the axes of an input of any shape into the order that the permutation gives."""
+    source = inputs["input"]
+    return tuple(source[axis] for axis in permutation(node, len(source)))
+
+
+def concatenate(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+    """Lay inputs one behind the other along an axis; their other extents are equal."""
+    shapes = list(inputs.values())
+    axis = concatenation_axis(node, len(shapes[0]) if shapes else 0)
+    if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1:
+        raise ArgumentError(
+            f"{title(node)}: its inputs {', '.join(map(str, shapes))} do not lie one behind the other along axis {axis}; "
+            f"give inputs whose other extents are equal"
+        )
+    if node.params.get("in_place_index") is not None:
+        _index(node, "in_place_index", len(shapes), "inputs")
+    return (*shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :])
+
+
+def concatenation_axis(node: Any, rank: int) -> int:
+    """Return the axis along which a node concatenates inputs of ``rank`` axes; ArgumentError for what is none of these."""
+    return _index(node, "axis", rank, "axes")
+
+
+def _index(node: Any, name: str, count: int, of: str) -> int:
+    value = node.params.get(name)
+    try:
+        index = as_integer(value)
+    except TypeError:
+        index = -1
+    if not 0 <= index < count:
+        raise ArgumentError(f"{title(node)}: {name}={shown(value)} is none of its {count} {of}, counted from 0")
+    return index
 
 
 RULES: Mapping[str, Callable[[Any, Mapping[str, Shape], Shape, bool], Shape]] = {
@@ -188,6 +250,9 @@ RULES: Mapping[str, Callable[[Any, Mapping[str, Shape], Shape, bool], Shape]] = 
     "POINTWISE": pointwise,
     "MATMUL": matmul,
     "REDUCTION": reduction,
+    "RESHAPE": reshape,
+    "TRANSPOSE": transpose,
+    "CONCATENATE": concatenate,
 }
 """By the frontend's name of the node kind: (node, input shapes, what its output declares, whether by `set_dim`)."""
 
@@ -290,7 +355,8 @@ def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[i
     Does not call ``graph.validate()``; needs no GPU and no libcudnn. What the caller assigned (`set_dim`, `set_stride`,
     `set_data_type`) stays, and is checked against what the node computes. Strides that were not assigned are dense, in
     the axis order of the first real tensor that the output is made of (through first inputs); of a pointwise node's
-    inputs the first with the output's own shape counts. What `matmul` returns is row-major.
+    inputs the first with the output's own shape counts. What `matmul` and `reshape` return is row-major; a transpose leaves the
+    order in memory as it is.
 
     Parameters
     ----------
@@ -402,8 +468,11 @@ def _output_order(node: Any, tensor: Any, shapes: dict[int, Shape], orders: dict
     if tensor.stride_assigned:
         return axis_order(shape, tensor.stride)
     sources = [t.uid for t in node.inputs.values() if len(shapes[t.uid]) == len(shape) and not t.is_pass_by_value]
-    if not sources or node.node_type.name == "MATMUL":
+    if not sources or node.node_type.name in ("MATMUL", "RESHAPE"):
         return tuple(range(len(shape)))
+    if node.node_type.name == "TRANSPOSE":
+        axes = permutation(node, len(shape))
+        return tuple(axes.index(axis) for axis in orders[sources[0]])
     if node.node_type.name == "POINTWISE":
         return orders[next((uid for uid in sources if shapes[uid] == shape), sources[0])]
     return orders[sources[0]]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from harness.node_graphs import declare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special
@@ -35,11 +36,6 @@ def laid_out(values, dtype, channels_last):
     if not channels_last:
         return np.ascontiguousarray(values)
     return np.moveaxis(np.ascontiguousarray(np.moveaxis(values, 1, -1)), -1, 1)
-
-
-def declare(graph, array, name="array"):
-    strides = [step // array.itemsize for step in array.strides]
-    return graph.tensor(dim=list(array.shape), stride=strides, data_type=frontend.data_type(array.dtype), name=name)
 
 
 def planned(build, arrays, workspace_limit=None, out_strides=None):
@@ -365,18 +361,6 @@ def test_the_output_goes_where_its_strides_say():
 
 
 # What it refuses
-
-
-def test_a_node_that_it_does_not_know_is_named():
-    def reduce(g, x):
-        import cudnn
-
-        y = g.reduction(x, mode=cudnn.reduction_mode.ADD, name="total")
-        y.set_dim([2, 1, 1, 1])
-        return y
-
-    with pytest.raises(GraphNotSupportedError, match=r"'total' \(reduction\): the host driver cannot evaluate"):
-        evaluate(reduce, *arrays((2, 3, 4, 5)))
 
 
 def test_a_pointwise_operation_that_it_does_not_know_is_named(monkeypatch):

@@ -17,11 +17,33 @@ import numpy as np
 from handlepool.drivers.host.convolution import Array, Unfolding, accumulate, filter_matrix, flip, multiply
 from handlepool.drivers.host.pointwise import OPERATIONS
 from handlepool.errors import ArgumentError, GraphNotSupportedError
-from handlepool.tensors.inference import Convolution, Shape, infer, title
+from handlepool.tensors.inference import (
+    Convolution,
+    Shape,
+    axis_order,
+    concatenation_axis,
+    dense_strides,
+    infer,
+    permutation,
+    title,
+)
 
 ALIGNMENT = 256
 COLUMN_BYTES = 128 << 20
 """What a convolution unfolds at once, at most, also without a limit."""
+
+REDUCTIONS: Mapping[str, Callable[..., Any]] = {
+    "ADD": np.sum,
+    "AMAX": lambda x, **over: np.max(np.abs(x), **over),
+    "AVG": np.mean,
+    "MAX": np.max,
+    "MIN": np.min,
+    "MUL": np.prod,
+    "MUL_NO_ZEROS": lambda x, **over: np.prod(x, where=x != 0, **over),
+    "NORM1": lambda x, **over: np.sum(np.abs(x), **over),
+    "NORM2": lambda x, **over: np.sqrt(np.sum(x * x, **over)),
+}
+"""By the name in `cudnn.reduction_mode`, of a floating array over ``axis``, with ``keepdims``."""
 
 Body = Callable[[Sequence[Array], Array], None]
 
@@ -139,14 +161,18 @@ class _Planner:
             "CONV_WGRAD": self.wgrad,
             "POINTWISE": self.pointwise,
             "MATMUL": self.matmul,
+            "REDUCTION": self.reduction,
+            "RESHAPE": self.reshape,
+            "TRANSPOSE": self.transpose,
+            "CONCATENATE": self.concatenate,
         }
         nodes = self.graph.nodes
         totals: dict[int, _Place] = {}
         for node in nodes:
             if node.node_type.name not in rules:
                 raise GraphNotSupportedError(
-                    f"{title(node)}: the host driver cannot evaluate this kind of node; it knows convolutions, matmul "
-                    "and pointwise operations. Run the graph on the cuda driver"
+                    f"{title(node)}: the host driver cannot evaluate this kind of node; it knows convolutions, matmul, "
+                    "pointwise operations, reductions, reshape, transpose and concatenate. Run the graph on the cuda driver"
                 )
             self.place(node)
             if node.node_type.name == "CONV_WGRAD":
@@ -159,8 +185,8 @@ class _Planner:
             )
         for node in nodes:
             rules[node.node_type.name](node)
-        engine = next((e for e in ("host_im2col", "host_matmul", "host_pointwise") if e in self.engines), "host_pointwise")
-        return Evaluation(engine, self.size, tuple(self.steps))
+        engines = ("host_im2col", "host_matmul", "host_reduction", "host_pointwise", "host_copy")
+        return Evaluation(next((name for name in engines if name in self.engines), engines[-1]), self.size, tuple(self.steps))
 
     # Memory
 
@@ -317,3 +343,78 @@ class _Planner:
             output.view(arrays, workspace)[...] = np.matmul(*factors)
 
         self.step(node.name, [a, b], [output], compute)
+
+    def reduction(self, node: Any) -> None:
+        reduce = REDUCTIONS.get(node.params["mode"].name)
+        if reduce is None or "group_offset" in node.inputs:
+            what = f"mode {node.params['mode'].name}" if reduce is None else "group_offset"
+            raise GraphNotSupportedError(f"{title(node)}: the host driver has no {what}; run the graph on the cuda driver")
+        self.engines.add("host_reduction")
+        source, output = self.ports(node, "input", "OUT_0")
+        axes = tuple(axis for axis, extent in enumerate(source.shape) if extent != output.shape[axis])
+
+        def compute(arrays: Sequence[Array], workspace: Array) -> None:
+            x = np.asarray(source.view(arrays, workspace), self.dtype)
+            output.view(arrays, workspace)[...] = reduce(x, axis=axes, keepdims=True)
+
+        self.step(node.name, [source], [output], compute)
+
+    def reshape(self, node: Any) -> None:
+        if getattr(node.params.get("reshape_mode"), "name", "") == "LOGICAL":
+            orders = [tuple(range(len(place.shape))) for place in self.ports(node, "input", "OUT_0")]
+        else:
+            orders = [self.order(node, tensor) for tensor in (node.inputs["input"], node.outputs["OUT_0"])]
+
+        def move(output: Array, source: Array) -> None:
+            turned = output.transpose(orders[1])
+            turned[...] = source.transpose(orders[0]).reshape(turned.shape)
+
+        self.move(node, move)
+
+    def order(self, node: Any, tensor: Any) -> Shape:
+        """Return the order of a tensor's axes in memory, which a reshape that is a view leaves as it is."""
+        shape, strides = self.shapes[tensor.uid], tuple(tensor.stride)
+        if tensor.is_virtual and not tensor.stride_assigned:
+            raise GraphNotSupportedError(
+                f"{title(node)}: is a view of memory, and how {tensor.name!r} lies there is for cuDNN to choose; call set_stride "
+                f"on that, or give reshape_mode=cudnn.reshape_mode.LOGICAL"
+            )
+        order = axis_order(shape, strides)
+        dense = dense_strides(shape, order)
+        if any(extent > 1 and step != tight for extent, step, tight in zip(shape, strides, dense, strict=True)):
+            raise GraphNotSupportedError(
+                f"{title(node)}: is a view of memory, and {tensor.name!r}, of shape {shape} with strides {strides}, lies there "
+                f"with gaps; give reshape_mode=cudnn.reshape_mode.LOGICAL"
+            )
+        return order
+
+    def transpose(self, node: Any) -> None:
+        axes = permutation(node, len(self.shapes[node.inputs["input"].uid]))
+
+        def move(output: Array, source: Array) -> None:
+            output[...] = source.transpose(axes)
+
+        self.move(node, move)
+
+    def concatenate(self, node: Any) -> None:
+        axis = concatenation_axis(node, len(self.shapes[node.outputs["OUT_0"].uid]))
+
+        def move(output: Array, *sources: Array) -> None:
+            start = 0
+            for source in sources:
+                stop = start + source.shape[axis]
+                output[(*(slice(None),) * axis, slice(start, stop))] = source
+                start = stop
+
+        self.move(node, move)
+
+    def move(self, node: Any, move: Callable[..., None]) -> None:
+        """Add a step that only copies: of its elements none is converted but to the output's type."""
+        self.engines.add("host_copy")
+        sources = [self.places[tensor.uid] for tensor in node.inputs.values()]
+        (output,) = self.ports(node, "OUT_0")
+
+        def copy(arrays: Sequence[Array], workspace: Array) -> None:
+            move(output.view(arrays, workspace), *(source.view(arrays, workspace) for source in sources))
+
+        self.step(node.name, sources, [output], copy)
