@@ -103,6 +103,15 @@ def load(name: str | None = None, *, strict: bool = False) -> Driver:
     return driver
 
 
+def replace(name: str, driver: Driver | None) -> Driver | None:
+    """Make a driver the process's of a name, or none, which the next load makes; the one before. For tests."""
+    with _lock:
+        before = _loaded.pop(name, None)
+        if driver is not None:
+            _loaded[name] = driver
+        return before
+
+
 def _after_fork() -> None:
     """Let a forked child make drivers of its own: the host driver's threads are gone."""
     _inherited.update(_loaded)

@@ -78,6 +78,13 @@ def remember(end: Callable[[float], None]) -> None:
     _ends[number] = weakref.WeakMethod(end, lambda _: _ends.pop(number, None))
 
 
+def remembered() -> list[object]:
+    """List whose methods `remember` was given, of those that live and that somebody still holds."""
+    owners = [getattr(reference(), "__self__", None) for reference in list(_ends.values())]
+    dropped = {id(getattr(step, "__self__", None)) for step in list(deferred)}
+    return [owner for owner in owners if owner is not None and id(owner) not in dropped]
+
+
 def linger() -> None:
     """Have a daemon thread that uses a program too late end with the process: what it is told, it would print.
 

@@ -245,6 +245,10 @@ class PoolInternals:
 
     # Accounts
 
+    def slots_of_other_threads(self) -> int:
+        """Count the slots that other threads than the calling one own."""
+        return self._live.of_other_threads()
+
     def stats(self, device: int | None = None) -> Stats:
         """See `HandlePool.stats`."""
         total = Stats(dict.fromkeys(MEANINGS, 0))

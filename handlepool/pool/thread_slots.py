@@ -113,6 +113,11 @@ class LiveSlots:
             self._slots.add(slot)
         self._left.append(slot)
 
+    def of_other_threads(self) -> int:
+        """Count the slots that other threads than the calling one own."""
+        with self._lock:
+            return len(self._slots.difference(self.of_this_thread().slots.values()))
+
     def is_empty(self) -> bool:
         """Whether no thread has a slot."""
         return not self._slots

@@ -1,1 +1,1 @@
-"""For tests: what results are judged by."""
+"""For tests: pools that need no GPU, a check for leaks, and what results are judged by."""

@@ -45,6 +45,10 @@ class Controls:
             "scratch_bytes": self._memory.scratch_bytes(),
         }
 
+    def captures_under_way(self) -> int:
+        """Count the captures that have begun and are not over."""
+        return len(self._streams.captures.active)
+
     @property
     def order(self) -> Order | None:
         """The checker of the order of accesses, where that is asked for; ``order.found`` has what it found."""

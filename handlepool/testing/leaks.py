@@ -1,0 +1,79 @@
+"""What a test leaves behind: slots, scratch memory, programs and captures that nobody gave back."""
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from handlepool.drivers.host.testing import Controls
+from handlepool.drivers.protocol import LEGACY_STREAM
+from handlepool.pool.checks import CheckedDriver
+from handlepool.pool.deferred import remembered
+from handlepool.pool.pool import HandlePool
+from handlepool.recording.program import Program
+
+ADVICE = {
+    "captures that are not over": "end each of them",
+    "side slots that are leased": "leave each fork, and shut down each executor",
+    "side slots that a capture holds": "end each capture",
+    "slots of other threads that live on": "join each thread",
+    "bytes of scratch that captured graphs hold": "record with handlepool.record, or call trim(captured=True) when done",
+    "bytes of the driver's memory that no slot has": "free what driver.allocate gave",
+    "handles that no slot has": "destroy what driver.create_handle gave",
+}
+"""What is counted, and how not to leak it."""
+
+
+@contextmanager
+def leak_check(pool: HandlePool) -> Iterator[None]:
+    """See that what runs in a ``with`` statement leaves nothing of a pool's behind; what it dropped is no leak.
+
+    Parameters
+    ----------
+    pool : HandlePool
+        Idle handles and scratch of its own are destroyed at the end, as `HandlePool.trim` does.
+
+    Raises
+    ------
+    AssertionError
+        At the end, for what is left: how much of what, and what to do.
+    """
+    before, programs = _held(pool), _programs()
+    yield
+    gc.collect()
+    pool.trim()
+    leaked = [f"{count:,} {what} ({ADVICE[what]})" for what, count in (_held(pool) - before).items()]
+    leaked += [f"{program!r} (close it)" for program in _programs() if program not in programs]
+    if leaked:
+        raise AssertionError(f"this test leaks {', '.join(leaked)}")
+
+
+def _held(pool: HandlePool) -> Counter[str]:
+    """Count what should be no more afterwards than before."""
+    internals, stats = pool.internals, pool.stats()
+    counts = Counter(
+        {
+            "side slots that are leased": stats["handles_leased"],
+            "side slots that a capture holds": stats["handles_captured"],
+            "slots of other threads that live on": internals.slots_of_other_threads(),
+            "bytes of scratch that captured graphs hold": stats["scratch_bytes_captured"],
+        }
+    )
+    driver = internals.status.driver
+    if isinstance(driver, CheckedDriver):
+        driver = driver.checked_driver
+    if driver is None:
+        return counts
+    if not isinstance(driver, Controls):  # a GPU cannot be asked for more than its current stream
+        pointer = driver.current_stream().ptr
+        counts["captures that are not over"] = int(pointer != LEGACY_STREAM and driver.is_capturing(pointer))
+    else:
+        there = driver.alive()
+        counts["captures that are not over"] = driver.captures_under_way()
+        counts["handles that no slot has"] = there["handles"] - stats["handles_created"] + stats["handles_destroyed"]
+        counts["bytes of the driver's memory that no slot has"] = there["scratch_bytes"] - stats["scratch_bytes"]
+    return counts
+
+
+def _programs() -> list[Program]:
+    return [program for program in remembered() if isinstance(program, Program) and not program.closed]
