@@ -7,7 +7,7 @@ results here as it does on a GPU (G5).
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -20,6 +20,9 @@ from handlepool.drivers.protocol import ALIGNMENT, Copy, scratch_of
 from handlepool.errors import ArgumentError, ContractError
 from handlepool.tensors.inference import dense_strides
 
+if TYPE_CHECKING:
+    from handlepool.drivers.host.evaluator import Evaluation
+
 
 class HostExecutable:
     """A planned graph of one device, as `handlepool.drivers.protocol.Executable`."""
@@ -28,13 +31,13 @@ class HostExecutable:
 
     def __init__(
         self,
-        plan: Any,
+        plan: "Evaluation",
         geometry: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
         copies: Sequence[Copy],
         device: int,
         streams: StreamTable,
         memory: Memory,
-        note: Any,
+        note: Callable[[str], None],
         check_operands: Callable[[str, int, Sequence[Any], Callable[[int], str]], None],
         checks: bool,
         name: str,
