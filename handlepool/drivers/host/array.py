@@ -50,6 +50,9 @@ class Work(Protocol):
     def finish(self, reads: "Sequence[HostArray]", writes: "Sequence[HostArray]", label: str) -> None:
         """Wait on the host for what may not run after a read, or a write, by the host."""
 
+    def peek(self, array: "HostArray") -> Raw | None:
+        """Return a copy of an array's elements for who looks at it; None where they are not there."""
+
     def like(self, shape: Sequence[int], dtype: Any, pattern: Raw | None = None) -> "HostArray":
         """Return a new array on the current device, in the order of axes of another one of that shape."""
 
@@ -73,22 +76,36 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     """
 
     __slots__ = ("__weakref__", "_owner", "_raw", "_work", "dtype", "shape", "strides")
+    _raw: Raw
+    _owner: Owner | None
+    _work: Work
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
 
     def __init__(self, raw: Raw, owner: Owner | None, work: Work) -> None:
-        self._raw = raw  # does not keep the owner, so that queued work may hold it
-        self._owner = owner
-        self._work = work
-        self.shape = raw.shape
-        self.strides = raw.strides
-        self.dtype = raw.dtype
+        for put, value in zip(_PUTS, (raw, owner, work, raw.shape, raw.strides, raw.dtype), strict=True):
+            put(self, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("strides", "dtype"):
+            raise AttributeError(f"the {name} of a host array cannot be set: use view or astype")
+        if name == "shape":
+            raw = self._raw.reshape(value)
+            if raw.size and not np.may_share_memory(raw, self._raw):
+                raise AttributeError(f"an array of strides {self.strides} has shape {value} as a copy alone: use reshape")
+            HostArray.__init__(self, raw, self._owner, self._work)
+        else:
+            object.__setattr__(self, name, value)
 
     ndim = property(lambda self: self._raw.ndim)
     size = property(lambda self: self._raw.size)
     itemsize = property(lambda self: self._raw.itemsize)
     nbytes = property(lambda self: self._raw.nbytes)
     flags = property(lambda self: self._raw.flags)
-    T = property(lambda self: self._view(self._raw.T))
-    mT = property(lambda self: self._view(self._raw.swapaxes(-1, -2)))
+    T = property(lambda self: view_of(self, self._raw.T))
+    mT = property(lambda self: view_of(self, self._raw.swapaxes(-1, -2)))
+    flat = property(lambda self: iter(self.ravel()))
 
     @property
     def device(self) -> "int":
@@ -103,7 +120,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def real(self) -> "HostArray":
         """The real parts, in the same memory."""
-        return self._view(self._raw.real)
+        return view_of(self, self._raw.real)
 
     @real.setter
     def real(self, values: Any) -> None:
@@ -113,7 +130,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     def imag(self) -> "HostArray":
         """The imaginary parts, in the same memory; zeros for real numbers."""
         if self.dtype.kind == "c":
-            return self._view(self._raw.imag)
+            return view_of(self, self._raw.imag)
         return np.zeros_like(self)  # type: ignore[return-value]
 
     @imag.setter
@@ -121,9 +138,6 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         if self.dtype.kind != "c":
             raise TypeError("an array of real numbers has no imaginary part to set")
         self.imag[...] = values
-
-    def _view(self, raw: Raw) -> "HostArray":
-        return HostArray(raw, self._owner, self._work)
 
     # NumPy's protocols
 
@@ -133,6 +147,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._work.ufunc(ufunc, method, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not all(issubclass(kind, (HostArray, np.ndarray)) for kind in types):
+            return NotImplemented  # another library's array knows better
         return self._work.function(function, args, kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Raw:
@@ -193,7 +209,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Copy a NumPy array of the same shape and type into this one."""
         if np.shape(values) != self.shape or np.asarray(values).dtype != self.dtype:
             raise ArrayTypeError(f"set was given {np.asarray(values).dtype} {np.shape(values)} for {self.dtype} {self.shape}")
-        self[...] = np.array(values)
+        self._work.queue(np.copyto, [self], [np.array(values)], "set")
 
     def item(self, *index: Any) -> Any:
         """Return one element as a number of Python's."""
@@ -222,7 +238,9 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return complex(self._number("complex()"))
 
     def __index__(self) -> int:
-        return int(self._number("an index").__index__())
+        if self._work.strict:
+            raise TypeError("a host array is no index by itself, as CuPy's is not: use int(y)")
+        return int(self._values("an index").__index__())
 
     def __bool__(self) -> bool:
         if self.size != 1:
@@ -236,7 +254,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return bool((self == value).any())
 
     def __format__(self, form: str) -> str:
-        return format(self._number("format()") if form or self.ndim == 0 else self._values("format()"), form)
+        return format(self._values("format()"), form) if form else str(self)
 
     def __repr__(self) -> str:
         return self._shown(repr)
@@ -246,9 +264,12 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _shown(self, show: Callable[[Any], str]) -> str:
         try:
-            return show(self._values("repr()")).replace("array(", "HostArray(", 1)
-        except Exception:  # its values are not there, as while a stream is captured
+            values = self._work.peek(self)
+        except Exception:  # a debugger asks for it at any time; no order was checked, and no failure taken from who waits for it
+            values = None
+        if values is None:
             return f"<HostArray of shape {self.shape}, {self.dtype}>"
+        return show(values).replace("array(", "HostArray(", 1)
 
     # As a sequence
 
@@ -299,7 +320,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def view(self, dtype: Any = None) -> "HostArray":
         """Return the same memory, also as another type."""
-        return self._view(self._raw.view() if dtype is None else self._raw.view(dtype))
+        return view_of(self, self._raw.view() if dtype is None else self._raw.view(dtype))
 
     def reshape(self, *shape: Any, order: Any = "C") -> "HostArray":
         """Return the elements in another shape: the same memory where that can be, else a copy."""
@@ -319,12 +340,59 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         self[...] = value
 
     def sort(self, axis: int = -1, kind: Any = None) -> None:
-        """Sort in place, after whoever writes or reads the array."""
-        self._work.run_now(Raw.sort, (self,), {"axis": axis, "kind": kind}, "sort", (self,))
+        """Sort in place."""
+        self._raw[:0].copy().sort(axis, kind)  # refuses an axis that is not there
+        self._work.queue(lambda raw: raw.sort(axis, kind), [self], [], "sort")
+
+    def partition(self, kth: Any, axis: int = -1, kind: Any = "introselect") -> None:
+        """Partition in place, as `numpy.partition`."""
+        self[...] = np.partition(self, kth, axis, kind)
+
+    def clip(self, min: Any = None, max: Any = None, out: Any = None) -> Any:
+        """As `numpy.clip`."""
+        return np.clip(self, min, max, out)
+
+    def compress(self, condition: Any, axis: int | None = None, out: Any = None) -> Any:
+        """As `numpy.compress`."""
+        return np.compress(condition, self, axis, out)
+
+    def byteswap(self, inplace: bool = False) -> "HostArray":
+        """Return a copy with the bytes of each element in the opposite order."""
+        made = self if inplace else self.copy("K")
+        self._work.queue(lambda raw: raw.byteswap(inplace=True), [made], [], "byteswap")
+        return made
+
+    def scatter_add(self, index: Any, values: Any) -> None:
+        """Add values at an index, each as often as the index has it."""
+        np.add.at(self, index, values)
+
+    def scatter_max(self, index: Any, values: Any) -> None:
+        """Keep the larger of the elements at an index and of values."""
+        np.maximum.at(self, index, values)
+
+    def scatter_min(self, index: Any, values: Any) -> None:
+        """Keep the smaller of the elements at an index and of values."""
+        np.minimum.at(self, index, values)
+
+    def tofile(self, file: Any, sep: str = "", format: str = "%s") -> None:
+        """Write the values to a file, as NumPy's arrays do."""
+        self.get(order="A").tofile(file, sep, format)
+
+    def dump(self, file: Any) -> None:
+        """Pickle the values into a file, as NumPy's arrays do."""
+        self.get(order="A").dump(file)
+
+    def dumps(self) -> bytes:
+        """Pickle the values."""
+        return self.get(order="A").dumps()
 
     def dot(self, other: Any, out: Any = None) -> Any:
         """As `numpy.dot`."""
         return np.dot(self, other, out=out)
+
+
+_PUTS = [getattr(HostArray, name).__set__ for name in ("_raw", "_owner", "_work", "shape", "strides", "dtype")]
+"""The raw array does not keep the owner, so that queued work may hold it."""
 
 
 class Pointer:
@@ -347,7 +415,7 @@ def _setitem(array: Any, index: Any, values: Any) -> None:
 getitem, setitem = _getitem, _setitem
 
 _FUNCTIONS = (
-    "all any argmax argmin argpartition argsort choose clip compress cumprod cumsum diagonal max mean min nonzero partition prod "
+    "all any argmax argmin argpartition argsort choose cumprod cumsum diagonal max mean min nonzero prod "
     "put ptp ravel repeat round searchsorted squeeze std sum swapaxes take trace var"
 )
 
@@ -365,7 +433,7 @@ def _method(name: str) -> Callable[..., Any]:
 for _name in _FUNCTIONS.split():
     setattr(HostArray, _name, _method(_name))
 for _name in ("conj", "conjugate"):
-    setattr(HostArray, _name, lambda self: np.conjugate(self))
+    setattr(HostArray, _name, lambda self, out=None: np.conjugate(self, out=out))
 
 Array = HostArray | Raw
 """What the driver takes: arrays of its own, and NumPy's, which are in nobody's order."""
@@ -374,6 +442,16 @@ Array = HostArray | Raw
 def owner_of(array: object) -> Any:
     """Return what keeps an array's memory; None for an array that the driver did not make."""
     return array._owner if isinstance(array, HostArray) else None
+
+
+def work_of(array: HostArray) -> Work:
+    """Return what is done with the arrays of its driver."""
+    return array._work
+
+
+def view_of(array: HostArray, raw: Raw) -> HostArray:
+    """Return an array over a part of another one's memory."""
+    return HostArray(raw, array._owner, array._work)
 
 
 def raw_view(array: Any) -> tuple[Raw, Any]:

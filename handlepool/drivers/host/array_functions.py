@@ -7,23 +7,22 @@ NumPy has waits on the host for those who write its arguments, runs at once, and
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
-from handlepool.drivers.host.array import HostArray, Raw, getitem, keeping, owner_of, raw_view, setitem
+from handlepool.drivers.host.array import HostArray, Raw, getitem, keeping, owner_of, raw_view, setitem, view_of, work_of
+from handlepool.drivers.host.array_arguments import check_type, contracted, dummy, einsum_shape, hosts, ones, operands, raws, walk
 from handlepool.drivers.host.memory import Memory, accesses, plain_reads
 from handlepool.drivers.host.race_checker import caller
 from handlepool.drivers.host.streams import Queue, StreamTable
 from handlepool.errors import ArrayTypeError, CaptureError, DeviceMismatchError, ForkedProcessError
 from handlepool.tensors.inference import dense_strides
 
-Rule = Callable[["ArrayWork", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
-KINDS = "biufcV"
-"""The kinds of types that memory of a GPU may have; ml_dtypes' are of the last."""
+Rule = Callable[["ArrayWork", Any, tuple[Any, ...], dict[str, Any], Any], Any]
+"""Called with the function, its arguments, and what it was given as ``out=``."""
 
 
 class ArrayWork:
@@ -55,16 +54,17 @@ class ArrayWork:
         strides = [step * dtype.itemsize for step in dense_strides(shape, order)]
         return self._memory.empty(shape, strides, dtype)
 
-    def like_all(self, result: Any) -> Any:
-        """NumPy's arrays in a result as arrays of the driver's."""
+    def like_all(self, result: Any, known: dict[int, Any]) -> Any:
+        """NumPy's arrays in a result as new arrays of the driver's, but for those that are known by their ids."""
+        if id(result) in known:
+            return known[id(result)]
         if isinstance(result, np.ndarray):
             made = self.like(result.shape, result.dtype, result)
             self.queue(partial(_copy_from, result), [made], [], "a copy to the device")
             return made
-        if type(result) in (list, tuple):
-            return type(result)(map(self.like_all, result))
-        if isinstance(result, tuple):  # with names
-            return type(result)(*map(self.like_all, result))
+        if isinstance(result, (list, tuple)):
+            entries = [self.like_all(entry, known) for entry in result]
+            return type(result)(*entries) if hasattr(result, "_fields") else type(result)(entries)
         return result
 
     # Order
@@ -73,6 +73,8 @@ class ArrayWork:
         """Queue a function of raw arrays on the current stream."""
         queue = self._queue_for([*writes, *reads], label)
         written, read = [raw_view(array) for array in writes], [raw_view(array) for array in reads]
+        if not all(raw.flags.writeable for raw, _ in written):
+            raise ValueError(f"{label} would write to an array that is read-only")
         raws = [raw for raw, _ in (*written, *read)]
         touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
         if self._streams.scheduler.order is not None:
@@ -105,65 +107,110 @@ class ArrayWork:
         for operation in scheduler.conflicting(touched):
             self._streams.wait_on_host(operation, f"{operation.label!r}, whose result {label} needs")
 
+    def peek(self, array: HostArray) -> Raw | None:
+        """Return a copy of an array's elements for who looks at it, or None while the current stream is captured.
+
+        Nothing else changes by it: what failed in queued work is left to the next wait, and no order of accesses is checked.
+        """
+        if os.getpid() != self._process or self._current().capture is not None:
+            return None
+        raw, block = raw_view(array)
+        for operation in self._streams.scheduler.conflicting(accesses([(raw, block)], writes=False)):
+            self._streams.scheduler.reach(operation, f"{operation.label!r}, whose result repr() shows")
+        return raw.copy(order="K")
+
+    def check(self, array: HostArray, label: str) -> None:
+        """Raise for an array of another driver: what waits here does not wait for work there."""
+        if work_of(array) is not self:
+            raise ArrayTypeError(f"{label} was given an array of another host driver: pass a copy, asarray(y.get())")
+
+    def _current(self) -> Queue:
+        thread = self._streams.thread
+        return self._streams.resolve(thread.current[thread.device].ptr)
+
     def _queue_for(self, arrays: Iterable[Any], label: str) -> Queue:
         if os.getpid() != self._process:
             raise ForkedProcessError(
                 f"{label}: the array was made before os.fork, and the work on it is the parent's: copy what is needed with "
                 f".get() before the fork, or start the child with multiprocessing.get_context('spawn')"
             )
-        thread = self._streams.thread
+        device = self._streams.thread.device
         for array in arrays:
-            owner = owner_of(array)
-            if owner is not None and owner.block.device != thread.device:
-                raise DeviceMismatchError(
-                    f"{label}: an array of device {owner.block.device} is used while device {thread.device} is current: make its "
-                    f"device current, or copy it"
-                )
-        return self._streams.resolve(thread.current[thread.device].ptr)
+            if isinstance(array, HostArray):
+                self.check(array, label)
+                if array.device != device and owner_of(array) is not None:
+                    raise DeviceMismatchError(
+                        f"{label}: an array of device {array.device} is used while device {device} is current: make its device "
+                        f"current, or copy it"
+                    )
+        return self._current()
 
     # NumPy's protocols
 
     def ufunc(self, ufunc: Any, method: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue a universal function, or one of its methods."""
+        if any(hasattr(x, "__array_ufunc__") and not isinstance(x, (HostArray, np.ndarray, np.generic)) for x in inputs):
+            return NotImplemented  # another library's array knows better
         kwargs = dict(kwargs)
         outs = kwargs.pop("out", None)
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
-        self._check(name, (*inputs, *(outs or ())))
+        self._check(name, [x for x in (*inputs, *(outs or ())) if not (ufunc in COMPARISONS and np.ndim(raws(x)) == 0)])
+        if self.strict and any(isinstance(x, (list, tuple)) for x in inputs):
+            raise ArrayTypeError(f"{name} was given a list beside a host array, which CuPy refuses: pass asarray of it")
         function = ufunc if method == "__call__" else getattr(ufunc, method)
+        out = outs[0] if outs else None
         if outs is not None and any(not isinstance(out, HostArray) for out in outs):
-            return self.run_now(function, inputs, {**kwargs, "out": outs}, name, ())
+            return self.run_now(function, inputs, {**kwargs, "out": outs if method == "__call__" else out}, name, outs)
         if method == "__call__" and ufunc.signature is None:
             return self._elementwise(function, inputs, kwargs, outs, name)
         if method == "reduce":
-            bound = {"axis": 0, **dict(zip(("axis", "dtype"), inputs[1:], strict=False)), **kwargs}
-            return self.reduced(function, inputs[0], bound, outs[0] if outs else None, name)
+            return self.reduced(function, inputs[0], {"axis": 0, **kwargs}, out, name)
+        if method in ("accumulate", "outer"):
+            shape = [extent for x in inputs for extent in np.shape(raws(x))]
+            with np.errstate(all="ignore"):
+                kind = function(*map(ones, inputs), **kwargs).dtype
+            return self.made(function, inputs, kwargs, np.broadcast_to(np.empty((), kind), shape), out, name)
+        if method == "at" and isinstance(inputs[0], HostArray):
+            target, index, *values = inputs
+            index, (target_now, *values_now) = raws(_taken(index)), raws([target, *values])
+            return self.queue(lambda *_: function(target_now, index, *values_now), [target], operands(inputs[1:]), name)
         if ufunc is np.matmul and method == "__call__" and not kwargs:
-            return self.made(
-                np.matmul, inputs, {}, _contracted(_dummy(inputs[0]), _dummy(inputs[1]), -2), outs[0] if outs else None, name
-            )
+            return self.made(np.matmul, inputs, {}, contracted(np.matmul, *map(dummy, inputs)), out, name)
         if outs is not None:
-            kwargs["out"] = outs if method == "__call__" else outs[0]
-        return self.run_now(function, inputs, kwargs, name, inputs[:1] if method == "at" else outs or ())
+            kwargs["out"] = outs if method == "__call__" else out
+        return self.run_now(function, inputs, kwargs, name, outs or ())
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue a function of NumPy's, or run it after what it needs."""
         name = function.__name__.strip("_")
-        self._check(name, (*args, *kwargs.values()))
+        if function not in TAKE_PLAIN:
+            self._check(name, (*args[2 if function is setitem else 0 :], *kwargs.values()))
         rule = RULES.get(function)
         if rule is not None:
-            return rule(self, function, args, kwargs)
-        out = kwargs.get("out")
-        first = args[:1] if function in IN_PLACE else ()
-        return self.run_now(function, args, kwargs, name, (*first, *(out if isinstance(out, tuple) else (out,))))
+            return rule(self, function, *((args, kwargs, None) if function in BARE else self._settled(function, args, kwargs)))
+        return self.run_now(
+            function, args, kwargs, name, (args[:1] if function in IN_PLACE else (), _out(function, args, kwargs))
+        )
+
+    def _settled(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return arguments as a rule takes them: without ``out``, and with the values of arrays that decide a shape."""
+        bound = _signature(function).bind(*args, **kwargs)
+        out = bound.arguments.pop("out", None)
+        for name, value in bound.arguments.items():
+            if name not in ARRAYS and (arrays := hosts(value)):
+                self.finish(arrays, (), f"{function.__name__}, which needs the values of {name},")
+                bound.arguments[name] = raws(value, {id(array): raw_view(array)[0].copy() for array in arrays})
+        return bound.args, bound.kwargs, out
 
     def _check(self, name: str, arguments: Iterable[Any]) -> None:
-        if self.strict:
-            for argument in walk(arguments):
-                if isinstance(argument, np.ndarray) and argument.ndim:
-                    raise ArrayTypeError(
-                        f"{name} was given a numpy.ndarray beside a host array, which CuPy refuses: make it one with asarray, or "
-                        f"the other one NumPy's with .get()"
-                    )
+        for argument in walk(arguments):
+            if isinstance(argument, np.ma.MaskedArray):
+                raise ArrayTypeError(f"{name} was given a masked array beside a host array, which has no mask: fill it first")
+            if self.strict and isinstance(argument, np.ndarray):
+                raise ArrayTypeError(
+                    f"{name} was given a numpy.ndarray beside a host array, which CuPy refuses: make it one with asarray, or the "
+                    f"other one NumPy's with .get()"
+                )
 
     # Queued
 
@@ -175,24 +222,25 @@ class ArrayWork:
             return self.run_now(function, args, {**kwargs, "out": out}, name, ())
         if out is None:
             out = self.like(pattern.shape, pattern.dtype, pattern if pattern.size else None)
-        elif np.broadcast_shapes(pattern.shape, out.shape) != out.shape:
+        elif pattern.shape != out.shape:
             raise ValueError(f"{name} makes an array of shape {pattern.shape}, which out= of shape {out.shape} cannot hold")
+        elif not np.can_cast(pattern.dtype, out.dtype, rule := kwargs.get("casting", "same_kind")):
+            raise TypeError(f"{name} makes {pattern.dtype}, which out= of {out.dtype} does not take by the rule {rule!r}")
         arguments = (raws(args), raws(kwargs))
-        reads = operands((args, kwargs))
 
         def run(to: Raw, *_: Raw) -> None:
             with np.errstate(all="ignore"):
                 np.copyto(to, function(*arguments[0], **arguments[1]), "unsafe")
 
-        self.queue(run, [out], reads, name)
+        self.queue(run, [out], operands((args, kwargs)), name)
         return out
 
     def _elementwise(
         self, ufunc: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[HostArray, ...] | None, name: str
     ) -> Any:
         where = kwargs.get("where", True)
-        shape = np.broadcast_shapes(*(np.shape(raw_view(x)[0]) for x in (*inputs, where)))
-        probes = [_ones(x) for x in inputs]
+        shape = np.broadcast_shapes(*(np.shape(raws(x)) for x in (*inputs, where)))
+        probes = [ones(x) for x in inputs]
         tried = {key: value for key, value in kwargs.items() if key != "where"}
         with np.errstate(all="ignore"):
             if outs is None:
@@ -201,7 +249,7 @@ class ArrayWork:
                 made = [self.like(shape, kind.dtype, pattern) for kind in (found if isinstance(found, tuple) else (found,))]
                 outs = tuple(made)
             else:
-                ufunc(*probes, out=tuple(_ones(out) for out in outs), **tried)
+                ufunc(*probes, out=tuple(ones(out) for out in outs), **tried)
                 for out in outs:
                     if np.broadcast_shapes(shape, out.shape) != out.shape:
                         raise ValueError(f"{name} makes an array of shape {shape}, which out= of shape {out.shape} cannot hold")
@@ -223,7 +271,7 @@ class ArrayWork:
         keep = bool(options.get("keepdims") is True)
         shape = tuple(1 if place in gone else extent for place, extent in enumerate(raw.shape) if keep or place not in gone)
         with np.errstate(all="ignore"):
-            kind = function(_ones(array), **{key: _ones(value) for key, value in options.items()})
+            kind = function(ones(array), **{key: ones(options[key]) for key in options if key not in ("ddof", "correction")})
         pattern = np.broadcast_to(np.empty((), np.asarray(kind).dtype), shape)
         return self.made(function, (array,), options, pattern, out, name)
 
@@ -232,40 +280,46 @@ class ArrayWork:
     def viewed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return views where the function gives views, and copies, queued, where it does not."""
         found = function(*raws(args), **raws(kwargs))
-        sources = [(array, raw_view(array)[0]) for array in hosts((args, kwargs))]
-        if isinstance(found, (list, tuple)):
-            return type(found)([self._view(result, sources) for result in found])
-        view = self._view(found, sources)
-        return self.made(function, args, kwargs, found, None, function.__name__) if isinstance(view, np.ndarray) else view
-
-    def _view(self, result: Any, sources: list[tuple[HostArray, Raw]]) -> Any:
-        """Return a result as a view of the array whose memory it is, or as it is."""
-        if isinstance(result, np.ndarray):
-            for source, raw in sources:
-                if result is raw:
-                    return source
-                if np.may_share_memory(result, raw):
-                    return HostArray(result, owner_of(source), self)
-        return result
+        sources = [(array, raw_view(array)[0]) for array in operands((args, kwargs))]
+        single = isinstance(found, np.ndarray)
+        views = [_view(result, sources) for result in ([found] if single else found)]
+        if all(view is not None for view in views):
+            return views[0] if single else type(found)(views)
+        if single:
+            return self.made(function, args, kwargs, found, None, function.__name__)
+        return self.run_now(function, args, kwargs, function.__name__, ())
 
     def run_now(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: Any) -> Any:
-        """Run a function of NumPy arrays, after what the arrays are waiting for."""
-        written = [array for array in writes if isinstance(array, HostArray)]
-        sources = hosts((args, kwargs))
+        """Run a function of NumPy arrays, after what the arrays are waiting for.
+
+        It has the memory of what it writes, and copies of all else: what it keeps, or calls, sees nothing that is written later.
+        """
+        written = hosts(writes)
+        sources = hosts((args, kwargs, written))
         self.finish(sources, written, name)
-        views = {id(array): keeping(array) for array in sources}
+        known: dict[int, Any] = {id(array): array for array in operands((args, kwargs)) if isinstance(array, np.ndarray)}
+        views = {id(array): raw_view(array)[0].copy(order="K") for array in sources}
+        views |= {id(array): keeping(array) for array in written}
+        known |= {id(views[id(array)]): array for array in written}
         found = function(*raws(args, views), **raws(kwargs, views))
-        known = [(array, views[id(array)]) for array in sources]
-        if type(found) in (list, tuple):
-            found = type(found)([self._view(result, known) for result in found])
-        return self.like_all(self._view(found, known))
+        return self.like_all(found, known)
 
 
-def check_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Raise `ArrayTypeError` for a type that memory of a GPU cannot have: objects and strings."""
-    if dtype.hasobject or (dtype.kind not in KINDS and dtype.type.__module__.partition(".")[0] == "numpy"):
-        raise ArrayTypeError(f"no array of {dtype} can be in device memory; it takes numbers")
-    return dtype
+def _view(result: Any, sources: list[tuple[Any, Raw]]) -> Any:
+    """Return a result as a view of the array whose memory it is; None if it is nobody's."""
+    for source, raw in sources:
+        if result is raw:
+            return source
+        if np.may_share_memory(result, raw) or not result.size:
+            return view_of(source, result) if isinstance(source, HostArray) else result
+    return None
+
+
+def _out(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return _signature(function).bind(*args, **kwargs).arguments.get("out")
+    except (TypeError, ValueError):  # it has no signature, or refuses the arguments itself
+        return kwargs.get("out")
 
 
 def _nothing() -> None:
@@ -276,192 +330,101 @@ def _copy_from(values: Raw, to: Raw) -> None:
     np.copyto(to, values)
 
 
-# Arguments
-
-
-def walk(value: Any) -> Iterator[Any]:
-    """Return what is in lists, tuples and dictionaries, however deep."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple, map)) and not hasattr(value, "__next__"):
-        yield value
-        return
-    for entry in value:
-        yield from walk(entry)
-
-
-def hosts(value: Any) -> list[HostArray]:
-    """Return the host arrays among arguments, each once."""
-    return list({id(array): array for array in walk(value) if isinstance(array, HostArray)}.values())
-
-
-def operands(value: Any) -> list[Any]:
-    """Return the host arrays and NumPy's own among arguments, each once."""
-    return list({id(array): array for array in walk(value) if isinstance(array, (HostArray, np.ndarray))}.values())
-
-
-def raws(value: Any, views: dict[int, Raw] | None = None) -> Any:
-    """Arguments with NumPy's arrays in place of host arrays: raw ones, or the views given by id."""
-    if isinstance(value, HostArray):
-        return raw_view(value)[0] if views is None else views[id(value)]
-    if type(value) in (list, tuple):
-        return type(value)(raws(entry, views) for entry in value)
-    if isinstance(value, dict):
-        return {key: raws(entry, views) for key, entry in value.items()}
-    return value
-
-
-def _ones(value: Any) -> Any:
-    """Return an argument in small: what it is to a function that looks at types alone."""
-    if isinstance(value, (HostArray, np.ndarray)):
-        return np.ones([min(extent, 1) for extent in value.shape], value.dtype)
-    if isinstance(value, (list, tuple)) and not isinstance(value, str) and value and hosts(value):
-        return np.ones([1] * np.ndim(raws(value)), np.result_type(*raws(value)))
-    return value
-
-
-def _dummy(value: Any) -> Any:
-    """Return an argument without memory: of its shape and type, all elements one."""
-    if isinstance(value, (HostArray, np.ndarray)):
-        return np.broadcast_to(np.ones((), value.dtype), value.shape)
-    if type(value) in (list, tuple):
-        return type(value)(map(_dummy, value))
-    return value
-
-
 # Rules
 
 
-def _contracted(a: Any, b: Any, axis: int) -> Raw:
-    """Return the shape and type of a product, not computed; ``axis`` is the one of the second array that is summed over."""
-    a, b = np.asarray(a), np.asarray(b)
-    if not (a.ndim and b.ndim):
-        return np.multiply(a, b)
-    inner = b.shape[axis if b.ndim > 1 else 0]
-    if a.shape[-1] != inner:
-        raise ValueError(f"a product of arrays of shape {a.shape} and {b.shape}: {a.shape[-1]} is not {inner}")
-    index = [slice(None)] * b.ndim
-    index[axis if b.ndim > 1 else 0] = slice(0, 1)
-    short = (a[..., :1], b[tuple(index)])
-    return np.matmul(*short) if axis == -2 and b.ndim != 1 and a.ndim != 1 else np.dot(*short)
-
-
-def _views(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _views(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     return work.viewed(function, args, kwargs)
 
 
-def _metadata(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _metadata(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     return function(*raws(args), **raws(kwargs))
 
 
-def _structural(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what costs about as much as its result: it is tried on arrays without memory to know what that is."""
-    kwargs = dict(kwargs)
-    out = kwargs.pop("out", None)
+def _structural(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """Queue what costs about as much as its result: it is tried on arrays without memory to know what that is."""
+    if any(callable(value) and not isinstance(value, (type, np.dtype)) for value in walk((args, kwargs))):
+        return work.run_now(function, args, kwargs, function.__name__, ())  # `pad` with a function of the user's
     with np.errstate(all="ignore"):
-        pattern = function(*_dummy(args), **_dummy(kwargs))
-    if not isinstance(pattern, np.ndarray):
-        pattern = np.asarray(pattern)
-    return work.made(function, args, kwargs, pattern, out, function.__name__)
+        pattern = function(*dummy(args), **{name: dummy(value) for name, value in kwargs.items()})
+    return work.made(function, args, kwargs, np.asarray(pattern), out, function.__name__)
 
 
-def _elementwise(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    kwargs = dict(kwargs)
-    out = kwargs.pop("out", None)
-    if function is np.where and len(args) + len(kwargs) != 3:
+def _elementwise(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    if function is np.where and len(args) == 1:
         return work.run_now(function, args, kwargs, "where", ())
-    arrays = [value for value in (*args, *kwargs.values()) if isinstance(value, (HostArray, np.ndarray))]
-    shape = np.broadcast_shapes(*(array.shape for array in arrays))
+    if function is np.nan_to_num and not _signature(function).bind(*args, **kwargs).arguments.get("copy", True):
+        out = args[0]
+    shape = np.broadcast_shapes(*(np.shape(raws(value)) for value in (*args, *kwargs.values())))
     with np.errstate(all="ignore"):
-        kind = np.asarray(function(*map(_ones, args), **{key: _ones(value) for key, value in kwargs.items()})).dtype
+        kind = np.asarray(function(*map(ones, args), **{key: ones(value) for key, value in kwargs.items()})).dtype
     return work.made(function, args, kwargs, np.broadcast_to(np.empty((), kind), shape), out, function.__name__)
 
 
 @cache
 def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
+    return inspect.signature(BUILT_IN.get(function, function))
 
 
-def _reductions(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _reductions(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     options = dict(_signature(function).bind(*args, **kwargs).arguments)
-    array = options.pop("a")
-    return work.reduced(function, array, options, options.pop("out", None), function.__name__)
+    return work.reduced(function, options.pop("a"), options, out, function.__name__)
 
 
-def _products(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bound = _signature(function).bind(*args, **kwargs).arguments if function is np.dot else dict(zip("ab", args, strict=False))
-    a, b = bound["a"], bound["b"]
-    return work.made(function, (a, b), {}, _contracted(_dummy(a), _dummy(b), -2), bound.get("out", kwargs.get("out")), "dot")
+def _products(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    a, b = _signature(function).bind(*args, **kwargs).args
+    return work.made(function, (a, b), {}, contracted(np.dot, dummy(a), dummy(b)), out, "dot")
 
 
-def _einsum(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _einsum(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
     kwargs = dict(kwargs)
     out = kwargs.pop("out", None)
-    if not (args and isinstance(args[0], str)) or "." in args[0]:
-        return work.run_now(np.einsum, args, {**kwargs, **({} if out is None else {"out": out})}, "einsum", (out,))
-    left, arrow, right = args[0].replace(" ", "").partition("->")
-    terms = left.split(",")
-    extents: dict[str, int] = {}
-    for term, operand in zip(terms, args[1:], strict=True):
-        for letter, extent in zip(term, np.shape(raw_view(operand)[0]), strict=True):
-            extents[letter] = max(extent, extents.get(letter, 1))
-    if not arrow:
-        right = "".join(sorted(letter for letter in extents if left.count(letter) == 1))
-    kind = np.einsum(args[0], *map(_ones, args[1:]), **kwargs).dtype
-    pattern = np.broadcast_to(np.empty((), kind), [extents[letter] for letter in right])
+    kind = np.einsum(*map(ones, args), **kwargs).dtype  # refuses wrong subscripts, too
+    pattern = np.broadcast_to(np.empty((), kind), einsum_shape(args))
     return work.made(np.einsum, args, kwargs, pattern, out, "einsum")
 
 
-def _copied(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bound = _signature(function).bind(*args, **kwargs).arguments
-    array, order = bound["a"], bound.get("order", "K")
-    raw = raw_view(array)[0]
-    if order == "F" or (order == "A" and raw.flags.fnc):
-        pattern = np.broadcast_to(np.empty((), raw.dtype), raw.shape[::-1]).T
-        pattern = np.empty(raw.shape, raw.dtype, "F")
-    else:
-        pattern = raw if order == "K" else np.broadcast_to(np.empty((), raw.dtype), raw.shape)
-    made = work.like(raw.shape, raw.dtype, pattern)
-    work.queue(np.copyto, [made], [array], "copy")
+def _copied(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    given = _signature(function).bind(*args, **kwargs).arguments
+    pattern = np.empty_like(raw_view(given["a"])[0], order=given.get("order", "K"))
+    made = work.like(pattern.shape, pattern.dtype, pattern)
+    work.queue(np.copyto, [made], [given["a"]], "copy")
     return made
 
 
-def _filled(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _filled(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     name = function.__name__
-    like, *rest = args
-    found = function(_dummy(like), *rest, **{key: value for key, value in kwargs.items() if key != "order"})
-    pattern = raw_view(like)[0] if kwargs.get("order", "K") in ("K", "A") else None
-    made = work.like(found.shape, found.dtype, pattern)
-    value = 0 if name == "zeros_like" else 1 if name == "ones_like" else rest[0] if rest else kwargs.get("fill_value")
+    given = dict(_signature(function).bind(*args, **kwargs).arguments)
+    like, value = raws(given.get("a", given.get("prototype"))), given.get("fill_value", name == "ones_like")
+    pattern = np.empty_like(like, **{key: given[key] for key in ("dtype", "order", "shape") if key in given})
+    made = work.like(pattern.shape, pattern.dtype, pattern)
     if name != "empty_like":
-        setting = partial(_set, raws(value))
-        work.queue(setting, [made], hosts((value,)), name)
+        np.copyto(np.empty((), made.dtype), np.ravel(ones(value))[0], "unsafe")
+        np.broadcast_to(dummy(value), made.shape)
+        taken = raws(value)
+        work.queue(lambda to, *_: np.copyto(to, taken, "unsafe"), [made], hosts((value,)), name)
     return made
 
 
-def _set(value: Any, to: Raw, *_: Raw) -> None:
-    to[...] = value
-
-
-def _copyto(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bound = _signature(function).bind(*args, **kwargs).arguments
-    target = bound.pop("dst")
+def _copyto(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
+    given = dict(_signature(function).bind(*args, **kwargs).arguments)
+    target = given.pop("dst")
     if not isinstance(target, HostArray):
         work.run_now(np.copyto, args, kwargs, "copyto", ())
         return
-    np.copyto(_ones(target), **{key: _ones(value) for key, value in bound.items()})
-    np.broadcast_shapes(target.shape, np.shape(raw_view(bound["src"])[0]))
-    options = raws(bound)
-    work.queue(lambda to, *_: np.copyto(to, **options), [target], operands(bound), "copyto")
+    np.copyto(ones(target), **{key: ones(value) for key, value in given.items()})
+    _check_fit(given["src"], target.shape)
+    _check_fit(given.get("where", True), target.shape)
+    options = raws(given)
+    work.queue(lambda to, *_: np.copyto(to, **options), [target], operands(given), "copyto")
 
 
 def _is_basic(index: Any) -> bool:
-    entries = index if isinstance(index, tuple) else (index,)
     return all(
         entry is None
         or entry is Ellipsis
         or (isinstance(entry, (int, np.integer, slice)) and not isinstance(entry, (bool, np.bool_)))
-        for entry in entries
+        for entry in (index if isinstance(index, tuple) else (index,))
     )
 
 
@@ -470,32 +433,34 @@ def _is_mask(index: Any) -> bool:
     return any(isinstance(entry, HostArray) and entry.dtype == bool for entry in walk(index))
 
 
-def _plain_index(index: Any) -> Any:
-    """Return an index of the same shape that is in bounds."""
-    if isinstance(index, HostArray):
-        return np.zeros(index.shape, index.dtype)
-    return tuple(map(_plain_index, index)) if isinstance(index, tuple) else index
+def _taken(index: Any) -> Any:
+    """Return an index with copies of NumPy's arrays and of lists: CuPy, too, takes them to the device at once."""
+    if isinstance(index, tuple):
+        return tuple(map(_taken, index))
+    return np.array(index) if isinstance(index, (np.ndarray, list)) and not hosts(index) else index
 
 
-def _gets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _gets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     array, index = args
-    if not isinstance(array, HostArray):
-        return work.run_now(function, args, kwargs, "an index", ())
     if _is_basic(index):
-        found = raw_view(array)[0][index if isinstance(index, tuple) else (index, ...)]
-        return HostArray(found if isinstance(found, np.ndarray) else np.asarray(found), owner_of(array), work)
+        entries = index if isinstance(index, tuple) else (index,)
+        if not any(entry is Ellipsis for entry in entries):
+            entries = (*entries, ...)  # or NumPy would read an element, and give that
+        return view_of(array, raw_view(array)[0][entries])
     if _is_mask(index):
         return work.run_now(function, args, kwargs, "a mask as an index", ())
-    return work.made(getitem, args, {}, np.asarray(_dummy(array)[_plain_index(index)]), None, "an index")
+    index = _taken(index)
+    return work.made(getitem, (array, index), {}, np.asarray(dummy(array)[dummy(index)]), None, "an index")
 
 
-def _sets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _sets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     array, index, values = args
+    index = _taken(index)
+    if not (isinstance(values, np.ndarray) or hosts(values)):
+        values = np.array(values, None if np.ndim(values) else array.dtype)  # a number that does not fit raises now
+    np.empty(1, array.dtype)[:] = np.ravel(ones(values))[:1]
     if not _is_mask(index):
-        place = _dummy(array)[_plain_index(index)]
-        np.broadcast_shapes(np.shape(place), np.shape(raws(values)))
-        if np.broadcast_shapes(np.shape(place), _stripped(np.shape(raws(values)))) != np.shape(place):
-            raise ValueError(f"values of shape {np.shape(raws(values))} do not fit into a place of shape {np.shape(place)}")
+        _check_fit(values, np.shape(dummy(array)[dummy(index)]))
     index_now, values_now = raws(index), raws(values)
 
     def run(to: Raw, *_: Raw) -> None:
@@ -504,28 +469,45 @@ def _sets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[st
     work.queue(run, [array], operands((index, values)), "an assignment")
 
 
-def _stripped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    while shape and shape[0] == 1:
-        shape = shape[1:]
-    return shape
+def _check_fit(values: Any, shape: tuple[int, ...]) -> None:
+    """Raise for values that cannot be broadcast to a place of a shape; axes of extent 1 before all others say nothing."""
+    given = np.shape(raws(values))
+    while len(given) > len(shape) and given[0] == 1:
+        given = given[1:]
+    if len(given) > len(shape) or any(a not in (1, b) for a, b in zip(given[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"values of shape {given} do not fit into a place of shape {shape}")
+
+
+# What NumPy's functions take
 
 
 def _named(names: str) -> list[Any]:
     return [found for name in names.split() if (found := getattr(np, name, None)) is not None]
 
 
+ARRAYS = frozenset({
+    "a", "ary", "arys", "args", "arrays", "tup", "array", "A", "b", "m", "x", "y", "z", "val", "condition", "indices", "prepend",
+    "append", "min", "max", "a_min", "a_max", "nan", "posinf", "neginf", "rtol", "atol", "where", "initial", "mean", "kwargs",
+    "constant_values", "fill_value",
+})  # fmt: skip
+"""Parameters that are read where the work runs. The values of all others decide a shape, and are waited for."""
+
 RULES: dict[Any, Rule] = {getitem: _gets, setitem: _sets, np.copyto: _copyto, np.copy: _copied, np.einsum: _einsum}
+BARE = {getitem, setitem, np.copyto, np.einsum}
+"""Functions whose rules take the arguments as they come."""
+
 for _rule, _names in (
     (
         _views,
-        "transpose permute_dims matrix_transpose swapaxes moveaxis rollaxis squeeze expand_dims broadcast_to atleast_1d "
-        "atleast_2d atleast_3d flip flipud fliplr rot90 split array_split hsplit vsplit dsplit diagonal reshape ravel "
-        "unstack real",
+        "transpose permute_dims matrix_transpose swapaxes moveaxis rollaxis squeeze expand_dims broadcast_to broadcast_arrays "
+        "atleast_1d atleast_2d atleast_3d flip flipud fliplr rot90 split array_split hsplit vsplit dsplit diagonal reshape ravel "
+        "unstack real imag",
     ),
     (_metadata, "shape ndim size result_type can_cast may_share_memory shares_memory iscomplexobj isrealobj common_type"),
     (
         _structural,
-        "concatenate concat stack hstack vstack dstack column_stack pad roll tile triu tril take diff outer cumsum cumprod",
+        "concatenate concat stack hstack vstack dstack column_stack pad roll tile triu tril take diff outer cumsum cumprod "
+        "cumulative_sum cumulative_prod sort argsort",
     ),
     (_elementwise, "where clip isclose nan_to_num round around angle"),
     (
@@ -536,6 +518,22 @@ for _rule, _names in (
     (_filled, "zeros_like ones_like full_like empty_like"),
 ):
     RULES |= dict.fromkeys(_named(_names), _rule)
+RULES[np.lib.stride_tricks.sliding_window_view] = _views
 
 IN_PLACE = {*_named("put place putmask fill_diagonal put_along_axis")}
 """What writes to its first argument."""
+
+TAKE_PLAIN = {getitem, *_named("take put compress array asarray asanyarray ascontiguousarray asfortranarray")}
+"""What takes NumPy's arrays where CuPy's are strict, too: as an index, or to make them the device's."""
+
+COMPARISONS = {np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal}
+"""What takes NumPy's arrays without axes, which NumPy itself makes of scalars, where CuPy's are strict."""
+
+BUILT_IN: dict[Any, Any] = {
+    np.concatenate: lambda arrays, /, axis=0, out=None, *, dtype=None, casting="same_kind": None,
+    np.where: lambda condition, x=None, y=None, /: None,
+    np.dot: lambda a, b, out=None: None,
+    np.copyto: lambda dst, src, casting="same_kind", where=True: None,
+    np.empty_like: lambda prototype, /, dtype=None, order="K", subok=True, shape=None, *, device=None: None,
+}
+"""The parameters of functions that are not written in Python, of which not every NumPy tells."""

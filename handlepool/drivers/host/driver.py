@@ -14,8 +14,9 @@ import numpy as np
 
 from handlepool._util import shown
 from handlepool.drivers.host import scheduler as schedulers
-from handlepool.drivers.host.array import Array, HostArray, address_of, owner_of, raw_view
-from handlepool.drivers.host.array_functions import ArrayWork, check_type
+from handlepool.drivers.host.array import Array, HostArray, address_of, owner_of, raw_view, work_of
+from handlepool.drivers.host.array_arguments import check_type
+from handlepool.drivers.host.array_functions import ArrayWork
 from handlepool.drivers.host.captures import HostGraph
 from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
 from handlepool.drivers.host.executable import HostExecutable
@@ -96,6 +97,8 @@ class HostDriver(Controls):
         streams = StreamTable(devices, runner)
         super().__init__(streams, Memory(streams, memory), checks)
         self._work = self._memory.work = ArrayWork(streams, self._memory, strict)
+        if strict:
+            self.array_types = (HostArray,)
         self._name = f"{devices} devices, {scheduler}" + (f", seed {seed}" if scheduler == "adversarial" else "")
         self._relaxed = Relaxed(self._thread)
         self._forbid = self._streams.captures.forbid
@@ -347,19 +350,22 @@ class HostDriver(Controls):
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> HostArray:
         """Return an uninitialised array on the current device; strides in bytes, none negative."""
         self._note("empty")
-        return self._memory.empty(shape, strides, np.dtype(dtype))
+        return self._memory.empty(shape, strides, check_type(np.dtype(dtype)))
 
     def asarray(self, values: Any) -> HostArray:
         """Return a copy on the current device, in the same layout, made by the current stream from the values as they are now."""
         self._note("asarray")
-        source = values if isinstance(values, HostArray) else np.array(values, order="K")
-        array = self._memory.empty(source.shape, source.strides, check_type(source.dtype))
+        ours = isinstance(values, HostArray) and work_of(values) is self._work
+        source = values if ours else np.array(values, order="K")
+        array = self._work.like(source.shape, source.dtype, raw_view(source)[0])
         self._enqueue(self._current_queue(), np.copyto, (array,), (source,), "copy to the device")
         return array
 
     def asnumpy(self, array: Array) -> np.ndarray[Any, Any]:
         """Return a copy on the host, after the current stream has run what it was given."""
         self._note("asnumpy")
+        if isinstance(array, HostArray):
+            self._work.check(array, "asnumpy")
         self._streams.synchronize(self._current_queue())
         raw, block = raw_view(array)
         if self.order is not None and block is not None:
@@ -373,6 +379,8 @@ class HostDriver(Controls):
     def array_device(self, array: Array) -> int:
         """Return the ordinal of an array's device; the current one, for an array that this driver did not make."""
         self._note("array_device")
+        if isinstance(array, HostArray):
+            self._work.check(array, "the call")
         owner = owner_of(array)
         return self._thread.device if owner is None else owner.block.device
 

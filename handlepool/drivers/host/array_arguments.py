@@ -1,0 +1,121 @@
+"""Arguments of NumPy's functions: the host arrays among them, the same in raw and in small, and shapes of results.
+
+What a function would make is found without the values: it is tried on arrays of the same types with one element (`ones`), or
+of the same shapes and without memory (`dummy`).
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from handlepool.drivers.host.array import HostArray, Raw, raw_view
+from handlepool.errors import ArrayTypeError
+
+KINDS = "biufc"
+"""The kinds of NumPy's types that memory of a GPU may have."""
+
+
+def check_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Raise `ArrayTypeError` for a type that memory of a GPU cannot have: objects and strings."""
+    if dtype.hasobject or (dtype.kind not in KINDS and dtype.type.__module__.partition(".")[0] == "numpy"):  # or ml_dtypes'
+        raise ArrayTypeError(f"no array of {dtype} can be in device memory; it takes numbers")
+    return dtype
+
+
+def walk(value: Any) -> Iterator[Any]:
+    """Return what is in lists, tuples and other sequences, and in dictionaries, however deep."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (Sequence, deque)) or isinstance(value, (str, bytes, range)):
+        yield value
+        return
+    for entry in value:
+        yield from walk(entry)
+
+
+def hosts(value: Any) -> list[HostArray]:
+    """Return the host arrays among arguments, each once."""
+    return list({id(array): array for array in walk(value) if isinstance(array, HostArray)}.values())
+
+
+def operands(value: Any) -> list[Any]:
+    """Return the host arrays and NumPy's own among arguments, each once."""
+    return list({id(array): array for array in walk(value) if isinstance(array, (HostArray, np.ndarray))}.values())
+
+
+def raws(value: Any, views: dict[int, Raw] | None = None) -> Any:
+    """Arguments with NumPy's arrays in place of host arrays: raw ones, or the views given by id."""
+    if isinstance(value, HostArray):
+        return raw_view(value)[0] if views is None else views[id(value)]
+    if isinstance(value, (Sequence, deque)) and not isinstance(value, (str, bytes, range)):
+        entries = [raws(entry, views) for entry in value]
+        return tuple(entries) if isinstance(value, tuple) else entries
+    if isinstance(value, dict):
+        return {key: raws(entry, views) for key, entry in value.items()}
+    return value
+
+
+def ones(value: Any) -> Any:
+    """Return an argument in small: what it is to a function that looks at types alone."""
+    if isinstance(value, (HostArray, np.ndarray)):
+        return np.ones([min(extent, 1) for extent in value.shape], value.dtype)
+    if isinstance(value, (list, tuple)) and not isinstance(value, str) and value and hosts(value):
+        return np.ones([1] * np.ndim(raws(value)), np.result_type(*raws(value)))
+    return value
+
+
+def dummy(value: Any) -> Any:
+    """Return an argument without memory: host arrays are of their shapes and types, all elements zero."""
+    if isinstance(value, HostArray):
+        return np.broadcast_to(np.zeros((), value.dtype), value.shape)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(dummy, value))
+    return value
+
+
+def contracted(function: Any, a: Any, b: Any) -> Raw:
+    """Return the shape and type of `numpy.dot` or `numpy.matmul` of two arrays, without the sums."""
+    a, b = np.asarray(a), np.asarray(b)
+    with np.errstate(all="ignore"):
+        if not (a.ndim and b.ndim):
+            return np.asarray(function(a, b))
+        axis = max(b.ndim - 2, 0)
+        if a.shape[-1] != b.shape[axis]:
+            raise ValueError(f"a product of arrays of shape {a.shape} and {b.shape}: {a.shape[-1]} is not {b.shape[axis]}")
+        return np.asarray(function(a[..., :1], b[(slice(None),) * axis + (slice(0, 1),)]))
+
+
+def einsum_shape(args: tuple[Any, ...]) -> list[int]:
+    """Return the shape of the result: each label's extent. The axes of an ellipsis are -1, -2 and so on from the right."""
+    result: Any = None
+    if isinstance(args[0], str):
+        left, arrow, right = args[0].replace(" ", "").replace("...", ".").partition("->")
+        terms: list[Any] = left.split(",")
+        arrays = args[1:]
+        result = right if arrow else None
+    else:
+        arrays, terms = args[: len(args) // 2 * 2 : 2], list(args[1::2])
+        result = args[-1] if len(args) % 2 else None
+    extents: dict[Any, int] = {}
+    counts: Counter[Any] = Counter()
+    spread: list[int] = []
+    for term, array in zip(terms, arrays, strict=True):
+        shape = np.shape(raws(array))
+        labels = [None if label in (".", Ellipsis) else label for label in term]
+        if None in labels:
+            at, spare = labels.index(None), len(shape) - len(labels) + 1
+            labels[at : at + 1] = inner = list(range(-spare, 0))
+            spread = max(spread, inner, key=len)
+        counts.update(labels)
+        for label, extent in zip(labels, shape, strict=True):
+            if extents.setdefault(label, extent) == 1:
+                extents[label] = extent
+            elif extent not in (1, extents[label]):
+                raise ValueError(f"einsum: the axes {label!r} are of extents {extents[label]} and {extent}")
+    if result is None:
+        result = [*spread, *sorted(label for label in counts if counts[label] == 1 and label not in spread)]
+    else:
+        result = [entry for label in result for entry in (spread if label in (".", Ellipsis) else [label])]
+    return [extents[label] for label in result]
