@@ -74,6 +74,7 @@ def test_on_a_gpu(handlepool_gpu_pool):
 """
 
 
+@pytest.mark.slow
 def test_each_test_runs_for_several_seeds_and_one_that_fails_prints_its_own(run):
     done = run(TESTS, "--handlepool-seeds=2")
     gpu = drivers.available("cuda") is None
@@ -149,6 +150,7 @@ def test_that_failed_hears_of_no_leak_as_well(handlepool_host_pool):
 """
 
 
+@pytest.mark.slow
 def test_a_leak_fails_the_test_that_leaks_and_no_other(run):
     done = run(LEAKS, "--handlepool-seeds=1")
     done.assert_outcomes(passed=7, errors=6, failed=1)
