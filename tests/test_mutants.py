@@ -44,5 +44,5 @@ def test_a_mutant_is_another_program(module):
     source = (ROOT / PACKAGE / f"{module}.py").read_bytes()
     program = ast.dump(ast.parse(source))
     mutants = sources_of(source)
-    assert len(mutants) > 50
+    assert len(mutants) > 20
     assert all(ast.dump(ast.parse(mutant)) != program for mutant in mutants[::20])
