@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import handlepool
@@ -214,5 +215,7 @@ def test_a_pool_that_was_on_a_gpu_before_the_guard_is_guarded_as_well(unused, mo
 
 def test_without_pytest_there_are_with_statements():
     with pools.host_pool(seed=3) as pool, leak_check(pool):
+        x, w = (pool.driver.asarray(np.ones(shape, np.float32)) for shape in ((1, 4, 6, 6), (4, 4, 3, 3)))
+        assert (handlepool.conv2d(x, w).get() == 36).all()
         assert handlepool.get_handle() is pool.get_handle()
     assert pool.closed
