@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from handlepool import ContractError
+from handlepool import ContractError, HandlePool
 from handlepool.drivers.host.array import owner_of
 from handlepool.drivers.host.driver import HostDriver
 
@@ -243,3 +243,28 @@ def test_the_history_of_a_block_does_not_grow_with_its_use(world):
         world.read(world.two, x)
         world.edge(world.two, world.one)
     assert len(history(x)) < 10
+
+
+def test_pools_that_check_turn_the_checks_on_and_the_last_one_off():
+    driver = HostDriver(scheduler="adversarial")
+    x, streams = driver.asarray(np.ones(4, np.float32)), [driver.create_stream() for _ in range(2)]
+
+    def write_on_two_streams():
+        for stream in streams:
+            driver.enqueue(stream.ptr, lambda values: values.fill(2), writes=[x])
+
+    write_on_two_streams()
+    pools = [HandlePool(driver=driver, check=True) for _ in range(2)]
+    for pool in pools:
+        pool.get_handle()
+    with pytest.raises(ContractError, match="not ordered"):
+        write_on_two_streams()
+    pools[0].close()
+    pools[0].close()
+    with pytest.raises(ContractError, match="not ordered"):
+        write_on_two_streams()
+    pools[1].close()
+    write_on_two_streams()
+    with HandlePool(driver=driver, check=True) as again:
+        again.get_handle()
+        driver.enqueue(streams[0].ptr, lambda values: values.fill(2), writes=[x])  # what came before is forgiven

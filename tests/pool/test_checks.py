@@ -322,7 +322,8 @@ def test_the_environment_decides_where_nothing_is_said(monkeypatch, value, check
     if value is not None:
         monkeypatch.setenv("HANDLEPOOL_CHECK", value)
     assert HandlePool(driver="host").internals.checked == checked
-    assert type(HandlePool(driver="host", check=True).internals.slot()) is CheckedSlot
+    with HandlePool(driver="host", check=True) as pool:  # or the driver would go on to check what other tests do
+        assert type(pool.internals.slot()) is CheckedSlot
     assert type(HandlePool(driver="host", check=False).internals.slot()) is Slot
 
 

@@ -23,7 +23,6 @@ from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.host.graphs import RecordedGraph, RecordingMemory
 from handlepool.drivers.host.limit import ADVICE, limit
 from handlepool.drivers.host.memory import Memory, RegionAllocator
-from handlepool.drivers.host.race_checker import Order
 from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable
 from handlepool.drivers.host.testing import Controls
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Copy, check_operands, operand_name
@@ -93,7 +92,7 @@ class HostDriver(Controls):
         if runner is None:
             raise ArgumentError(f"scheduler {shown(scheduler)} is neither 'threads' nor 'adversarial'")
         if check_order:
-            runner.order = Order()
+            runner.watch()
         streams = StreamTable(devices, runner)
         super().__init__(streams, Memory(streams, memory), checks)
         self._work = self._memory.work = ArrayWork(streams, self._memory, strict)
@@ -274,8 +273,9 @@ class HostDriver(Controls):
     def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
         """Check the order of accesses from now on, on all streams of the driver; NumPy shares nothing else between streams."""
         scheduler = self._streams.scheduler
-        scheduler.order = scheduler.order or Order()
-        return lambda: None
+        scheduler.watch()
+        ends = [scheduler.unwatch]  # taken by the first call; whoever closes twice ends it once
+        return lambda: ends.pop()() if ends else None
 
     # Memory
 

@@ -162,6 +162,11 @@ class Order:
         self.found.append(error)
         raise error
 
+    def forgive(self) -> None:
+        """Take all accesses so far as waited for: what came between them and the next ones was not seen."""
+        with self._lock:
+            self._host = dict(self._moments)
+
     def waited(self, operation: "Operation") -> None:
         """Note that the host has waited for an operation, or seen that it was done."""
         with self._lock:

@@ -73,7 +73,9 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.order: Order | None = None
-        """Checks the accesses of what is queued, where that is asked for."""
+        """Checks the accesses of what is queued, while that is asked for."""
+        self._checker = Order()
+        self._watchers = 0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._running = 0
@@ -84,6 +86,21 @@ class Scheduler:
         # Threads that were there before and never use this driver (a test runner's own) cannot be the ones to release a latch.
         self._strangers = weakref.WeakSet(threading.enumerate())
         self._strangers.discard(threading.current_thread())
+
+    def watch(self) -> None:
+        """Check the order of accesses from now on; of what was queued before, nothing is known and nothing is said."""
+        with self._lock:
+            self._watchers += 1
+            if self.order is None:
+                self._checker.forgive()
+                self.order = self._checker
+
+    def unwatch(self) -> None:
+        """End `watch`; the last to do so ends the checks."""
+        with self._lock:
+            self._watchers -= 1
+            if not self._watchers:
+                self.order = None
 
     # What a scheduler decides
 
