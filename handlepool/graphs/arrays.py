@@ -227,6 +227,11 @@ class ConvertedArguments:
         for place, array in enumerate(operands):
             if isinstance(array, (*natives, View)):
                 continue
+            if isinstance(array, np.ndarray):
+                raise ArrayTypeError(
+                    f"{self._name}: {self._called(place)}, a numpy.ndarray: it is in host memory, and this "
+                    f"{self.pool.driver.name} driver takes {taken(self.pool.driver)}; copy it there first, as with asarray"
+                )
             if has(array, "__dlpack__"):
                 operands[place] = self._adopt(place, lambda array: from_dlpack(array, stream), array)
             elif has(array, "__cuda_array_interface__"):

@@ -200,7 +200,7 @@ def _strides(array: Any) -> tuple[int, ...]:
 
 
 def _converters(driver: Driver) -> str:
-    root = driver.array_types[-1].__module__.partition(".")[0]
+    root = "numpy" if driver.name == "host" else "cupy"
     return f"{root}.from_dlpack or {root}.asarray"
 
 

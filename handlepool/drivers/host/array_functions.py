@@ -17,6 +17,7 @@ from handlepool.drivers.host.array import HostArray, Raw, getitem, keeping, owne
 from handlepool.drivers.host.array_arguments import check_type, contracted, dummy, einsum_shape, hosts, ones, operands, raws, walk
 from handlepool.drivers.host.memory import Memory, accesses, plain_reads
 from handlepool.drivers.host.race_checker import caller
+from handlepool.drivers.host.scheduler import NOTHING
 from handlepool.drivers.host.streams import Queue, StreamTable
 from handlepool.errors import ArrayTypeError, CaptureError, DeviceMismatchError, ForkedProcessError
 from handlepool.tensors.inference import dense_strides
@@ -104,7 +105,7 @@ class ArrayWork:
         ]
         if scheduler.order is not None and touched:  # CuPy's copies to the host are in the order of the current stream
             self._streams.give(queue, _nothing, touched, label)
-        for operation in scheduler.conflicting(touched):
+        for operation in scheduler.conflicting(touched) or [NOTHING]:  # which raises what has failed already
             self._streams.wait_on_host(operation, f"{operation.label!r}, whose result {label} needs")
 
     def peek(self, array: HostArray) -> Raw | None:
@@ -219,7 +220,7 @@ class ArrayWork:
     ) -> HostArray:
         """Queue a function whose result has the shape and type of a pattern."""
         if out is not None and not isinstance(out, HostArray):
-            return self.run_now(function, args, {**kwargs, "out": out}, name, ())
+            return self.run_now(function, args, {**kwargs, "out": out}, name, (out,))
         if out is None:
             out = self.like(pattern.shape, pattern.dtype, pattern if pattern.size else None)
         elif pattern.shape != out.shape:
@@ -297,7 +298,7 @@ class ArrayWork:
         written = hosts(writes)
         sources = hosts((args, kwargs, written))
         self.finish(sources, written, name)
-        known: dict[int, Any] = {id(array): array for array in operands((args, kwargs)) if isinstance(array, np.ndarray)}
+        known: dict[int, Any] = {id(array): array for array in operands(writes) if isinstance(array, np.ndarray)}
         views = {id(array): raw_view(array)[0].copy(order="K") for array in sources}
         views |= {id(array): keeping(array) for array in written}
         known |= {id(views[id(array)]): array for array in written}

@@ -1,0 +1,296 @@
+"""What host arrays refuse, in plain words: as CuPy's do where the driver is strict, and wherever a result could not be right."""
+
+import copy
+import json
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+import handlepool
+from handlepool.drivers.host.array import HostArray
+from handlepool.errors import ArrayTypeError, CaptureError, ContractError, DeviceMismatchError
+
+M = np.arange(12, dtype=np.float32).reshape(3, 4)
+IMAGE = np.ones((1, 4, 6, 6), np.float32)
+WEIGHT = np.ones((4, 4, 3, 3), np.float32)
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def strict(make_driver):
+    return make_driver(strict=True, devices=1)
+
+
+# As CuPy's
+
+REFUSED = {
+    "asarray": (lambda y: np.asarray(y), r"\.get\(\)"),
+    "array": (lambda y: np.array([y, y]), r"\.get\(\)"),
+    "a list of arrays": (lambda y: np.mean([y, y]), r"\.get\(\)"),
+    "allclose": (lambda y: np.testing.assert_allclose(y, M), r"\.get\(\)|asarray"),
+    "a plain array's assignment": (lambda y: np.empty((3, 4)).__setitem__(0, y[0]), r"\.get\(\)"),
+    "an operand": (lambda y: y + M, "asarray"),
+    "an operand on the left": (lambda y: M * y, "asarray"),
+    "an operand without axes": (lambda y: y * np.array(2.0), "asarray"),
+    "a list as an operand": (lambda y: np.add(y, [1, 2, 3, 4]), "asarray"),
+    "in place": (lambda y: y.__iadd__(M), "asarray"),
+    "into a plain array": (lambda y: np.add(y, y, out=np.empty((3, 4), np.float32)), "asarray"),
+    "a plain array in place": (lambda y: M.copy().__iadd__(y), "asarray"),
+    "an assignment": (lambda y: y.__setitem__(slice(None), M), "asarray"),
+    "concatenate": (lambda y: np.concatenate([y, M]), "asarray"),
+    "where": (lambda y: np.where(y > 0, y, M), "asarray"),
+    "einsum": (lambda y: np.einsum("ij,ij", y, M), "asarray"),
+    "matmul": (lambda y: y @ M.T, "asarray"),
+    "copyto": (lambda y: np.copyto(y, M), "asarray"),
+    "an index of a list": (lambda y: [1, 2, 3][y.astype(int)[0, 1]], r"int\(y\)"),
+    "range": (lambda y: range(y.astype(int)[0, 1]), r"int\(y\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_strict_driver_refuses_what_cupy_refuses_with_its_advice(strict, name):
+    call, advice = REFUSED[name]
+    with strict.create_stream(), pytest.raises(TypeError, match=advice):
+        call(strict.asarray(M))
+
+
+def test_a_strict_driver_takes_what_cupy_takes(strict):
+    with strict.create_stream():
+        y = strict.asarray(M)
+        assert float(y[1, 2]) == 6
+        assert int(y.argmax()) == 11
+        assert bool((y >= np.float32(0)).all())
+        assert (y == np.array(3.0)).sum().item() == 1
+        assert np.array_equal((y + 1.5).get(), M + 1.5)
+        assert np.array_equal(y[np.array([2, 0])].get(), M[[2, 0]])
+        assert np.array_equal(np.asarray(M, like=y).get(), M)
+        assert y.tolist() == M.tolist()
+        assert bytes(y) == M.tobytes()
+        y.set(M + 1)
+        assert np.array_equal(y.get(), M + 1)
+        assert np.array_equal(np.linalg.norm(y, axis=0).get(), np.linalg.norm(M + 1, axis=0))
+
+
+def test_a_strict_driver_refuses_plain_arrays_in_graph_functions(strict, make_pool):
+    pool = make_pool(driver=strict)
+    x, w = strict.asarray(IMAGE), strict.asarray(WEIGHT)
+    assert handlepool.conv2d(x, w, padding=1, pool=pool).get().sum() == 4096
+    for args, options in (((IMAGE, w), {}), ((x, WEIGHT), {}), ((IMAGE, WEIGHT), {}), ((x, w), {"out": IMAGE.copy()})):
+        with pytest.raises(ArrayTypeError, match=r"a numpy.ndarray: it is in host memory.*asarray"):
+            handlepool.conv2d(*args, padding=1, pool=pool, **options)
+    with pytest.raises(ArrayTypeError, match="asarray"):
+        handlepool.ops.relu(IMAGE, pool=pool)
+
+
+def test_float_while_recording_is_an_error_that_names_the_line(strict, make_pool):
+    pool = make_pool(driver=strict)
+    x, w = strict.asarray(IMAGE), strict.asarray(WEIGHT)
+
+    def step(x):
+        return x if float(handlepool.conv2d(x, w, padding=1, pool=pool).sum()) > 0 else -x
+
+    with pytest.raises(CaptureError, match=rf"float\(\) at {re.escape(__file__)}:\d+"):
+        handlepool.record(step, x, pool=pool)
+
+
+def test_the_page_has_every_public_name_that_only_one_of_the_two_classes_has():
+    cupys = set(json.loads((ROOT / "tests/data/cupy_names.json").read_text())["names"])
+    ours = {name for name in dir(HostArray) if not name.startswith("_")}
+    page = (ROOT / "docs/host-arrays.md").read_text()
+    (line,) = re.findall(r"^Names of CuPy's that host arrays do not have: (.*)\.$", page, re.M)
+    assert set(re.findall(r"`(\w+)`", line)) == cupys - ours
+    assert not ours - cupys
+
+
+def test_the_names_are_those_of_the_cupy_that_is_installed():
+    cupy = pytest.importorskip("cupy")
+    found = json.loads((ROOT / "tests/data/cupy_names.json").read_text())
+    if cupy.__version__ == found["cupy"]:
+        assert found["names"] == sorted(name for name in dir(cupy.ndarray) if not name.startswith("_"))
+
+
+# Whoever's they are
+
+
+def test_arrays_of_a_closed_pool_go_on(make_pool):
+    pool = make_pool()
+    driver = pool.driver
+    with driver.create_stream():
+        y = handlepool.conv2d(driver.asarray(IMAGE), driver.asarray(WEIGHT), padding=1, pool=pool)
+        pool.close()
+        assert float((y + 1).sum()) == 4096 + 144
+
+
+def test_arrays_of_another_driver_are_refused(make_driver, make_pool):
+    one, other = make_driver(), make_driver()
+    x, y = one.asarray(M), other.asarray(M)
+    for call in (lambda: x + y, lambda: np.concatenate([x, y]), lambda: x.__setitem__(0, y[0]), lambda: one.asnumpy(y)):
+        with pytest.raises(ArrayTypeError, match=r"another host driver.*asarray\(y.get\(\)\)"):
+            call()
+    with pytest.raises(ArrayTypeError, match="another host driver"):
+        handlepool.conv2d(one.asarray(IMAGE), other.asarray(WEIGHT), pool=make_pool(driver=one))
+    assert np.array_equal(one.asarray(y + 1).get(), M + 1)
+
+
+def test_arrays_of_another_device_are_refused(make_driver):
+    driver = make_driver(devices=2)
+    with driver.device(1):
+        y = driver.asarray(M)
+    for call in (lambda: y + 1, lambda: y.get(), lambda: np.median(y), lambda: y.__setitem__(0, 1), lambda: y.copy()):
+        with pytest.raises(DeviceMismatchError, match="an array of device 1 is used while device 0 is current"):
+            call()
+    assert "HostArray(" in repr(y)
+
+
+def test_a_forked_child_is_told():
+    script = """
+        import os, pickle, warnings
+        import numpy as np
+        from handlepool.drivers.host.driver import HostDriver
+        from handlepool.errors import ForkedProcessError
+
+        warnings.simplefilter("ignore")
+        driver = HostDriver()
+        with driver.create_stream():
+            y = driver.asarray(np.ones(3))
+            y.get()
+            if child := os.fork():
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+                assert y.tolist() == [1, 1, 1]
+                print("right")
+            else:
+                for use in (lambda: y + 1, y.get, lambda: np.asarray(y), lambda: pickle.dumps(y), lambda: y.__setitem__(0, 2)):
+                    try:
+                        use()
+                    except ForkedProcessError as error:
+                        assert "before os.fork" in str(error) and "spawn" in str(error)
+                    else:
+                        os._exit(1)
+                os._exit(0 if repr(y) == "<HostArray of shape (3,), float64>" else 2)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert run.stdout == "right\n", run.stderr
+
+
+# Types
+
+
+@pytest.mark.parametrize("dtype", [object, "U3", "S2", "M8[s]", "m8[s]", [("a", "f4")], "V4"], ids=str)
+def test_types_that_are_no_numbers_are_refused(make_driver, dtype):
+    driver = make_driver()
+    y = driver.asarray(M)
+    for call in (
+        lambda: driver.asarray(np.zeros(3, dtype)),
+        lambda: driver.empty((3,), (np.dtype(dtype).itemsize,), np.dtype(dtype)),
+        lambda: y.astype(dtype),
+        lambda: np.empty_like(y, dtype=dtype),
+    ):
+        with pytest.raises(ArrayTypeError, match="it takes numbers"):
+            call()
+
+
+def test_values_that_are_no_numbers_are_refused_by_the_call(make_driver):
+    y = make_driver().asarray(M)
+    for call in (lambda: y.fill("a"), lambda: y.__setitem__(0, "abc"), lambda: y + "a", lambda: y.__setitem__(0, [object()] * 4)):
+        with pytest.raises((TypeError, ValueError)):
+            call()
+    with pytest.raises(ArrayTypeError, match="object"):
+        np.frompyfunc(lambda value: [value], 1, 1)(y)
+    with pytest.raises(OverflowError):
+        y.astype(np.uint8)[0] = 300
+
+
+# What cannot be
+
+
+REFUSED_NOW = {
+    "an index out of bounds": (lambda y: y[5], IndexError),
+    "a plain index out of bounds": (lambda y: y[[0, 9]], IndexError),
+    "too many indices": (lambda y: y[0, 0, 0], IndexError),
+    "an axis": (lambda y: y.sum(axis=2), ValueError),
+    "a shape": (lambda y: y.reshape(5, 5), ValueError),
+    "shapes": (lambda y: y + y[:2], ValueError),
+    "a product": (lambda y: y @ y, ValueError),
+    "einsum's extents": (lambda y: np.einsum("ij,ji", y, y), ValueError),
+    "einsum's letters": (lambda y: np.einsum("ijk->i", y), ValueError),
+    "an assignment": (lambda y: y.__setitem__(0, [1, 2]), ValueError),
+    "out= of another shape": (lambda y: np.sum(y, axis=0, out=y), ValueError),
+    "out= of another type": (lambda y: np.add(y, 1j, out=y), TypeError),
+    "a reduction into integers": (lambda y: np.mean(y, out=y.astype(int)[0, 0]), TypeError),
+    "a broadcast array": (lambda y: np.broadcast_to(y, (2, 3, 4)).fill(0), ValueError),
+    "a truth value": (lambda y: bool(y), ValueError),
+    "a number": (lambda y: float(y), TypeError),
+    "a length": (lambda y: len(y[0, 0]), TypeError),
+    "a hash": (lambda y: {y}, TypeError),
+    "a type": (lambda y: setattr(y, "dtype", np.int32), AttributeError),
+    "strides": (lambda y: setattr(y, "strides", (4, 4)), AttributeError),
+    "a shape that is a copy": (lambda y: setattr(y.T, "shape", (12,)), AttributeError),
+    "another name": (lambda y: setattr(y, "values", 3), AttributeError),
+    "asarray without a copy": (lambda y: np.asarray(y, copy=False), ValueError),
+    "an imaginary part": (lambda y: setattr(y, "imag", 3), TypeError),
+    "set": (lambda y: y.set(np.ones(3)), ArrayTypeError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_NOW)
+def test_what_cannot_be_is_refused_by_the_call_itself(make_driver, name):
+    """The array is as it was, and nothing that failed is left to a later call."""
+    call, kind = REFUSED_NOW[name]
+    driver = make_driver(scheduler="adversarial", seed=1, devices=1)
+    with driver.create_stream():
+        y = driver.asarray(M)
+        with pytest.raises(kind):
+            call(y)
+        assert np.array_equal(y.get(), M)
+
+
+def test_a_shape_can_be_set_as_cupys_can(make_driver):
+    y = make_driver().asarray(M)
+    y.shape = (2, 6)
+    y[1] = 0
+    assert np.array_equal(y.get(), np.concatenate([M.ravel()[:6], np.zeros(6)]).reshape(2, 6))
+
+
+# Copies, and accesses that nothing orders
+
+
+def test_copies_are_apart_and_an_unpickled_array_is_numpys(make_driver):
+    driver = make_driver(scheduler="adversarial", seed=4, devices=1)
+    with driver.create_stream():
+        y = driver.asarray(M)[:, ::2]
+        copies = [copy.copy(y), copy.deepcopy(y), copy.deepcopy({"y": [y]})["y"][0], y.copy()]
+        unpickled = pickle.loads(pickle.dumps(y))
+        y += 1
+        assert type(unpickled) is np.ndarray
+        for made in (*copies, unpickled):
+            assert np.array_equal(np.asarray(made), M[:, ::2])
+        assert np.array_equal(y.get(), M[:, ::2] + 1)
+
+
+def test_a_result_that_is_numpys_own_is_told_apart(make_driver):
+    """A plain array that is written stays itself, and a host array that is written is what comes back."""
+    y = make_driver().asarray(M)
+    plain = M.copy()
+    before = plain
+    plain += y
+    assert plain is before
+    assert np.array_equal(plain, M * 2)
+    assert np.add(y, y, out=y) is y
+    assert np.fix(y, y) is y
+
+
+def test_control_a_read_beside_a_branch_that_writes_is_an_error_that_names_both(make_driver):
+    driver = make_driver(devices=1)
+    with driver.create_stream() as stream:
+        y = driver.asarray(M)
+        driver.synchronize_stream(stream.ptr)
+    with driver.create_stream():
+        y += 1
+    with driver.create_stream(), pytest.raises(ContractError, match=r"not ordered: 'get\(\)'.*'add'.*neither waits"):
+        y.get()
