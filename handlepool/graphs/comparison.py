@@ -99,4 +99,4 @@ def compare(pool: PoolInternals, plan: Plan, graph: Any, operands: Sequence[Any]
 
 
 def _where(pool: PoolInternals) -> int:
-    return HOST if pool.driver.name == "host" else pool.driver.current_device()
+    return pool.driver.current_device() if pool.driver.name == "cuda" else HOST

@@ -200,7 +200,7 @@ def _strides(array: Any) -> tuple[int, ...]:
 
 
 def _converters(driver: Driver) -> str:
-    root = "numpy" if driver.name == "host" else "cupy"
+    root = "cupy" if driver.name == "cuda" else "numpy"
     return f"{root}.from_dlpack or {root}.asarray"
 
 
