@@ -84,8 +84,12 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     dtype: np.dtype[Any]
 
     def __init__(self, raw: Raw, owner: Owner | None, work: Work) -> None:
-        for put, value in zip(_PUTS, (raw, owner, work, raw.shape, raw.strides, raw.dtype), strict=True):
-            put(self, value)
+        _put_raw(self, raw)  # does not keep the owner, so that queued work may hold it
+        _put_owner(self, owner)
+        _put_work(self, work)
+        _put_shape(self, raw.shape)
+        _put_strides(self, raw.strides)
+        _put_dtype(self, raw.dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("strides", "dtype"):
@@ -391,8 +395,9 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return np.dot(self, other, out=out)
 
 
-_PUTS = [getattr(HostArray, name).__set__ for name in ("_raw", "_owner", "_work", "shape", "strides", "dtype")]
-"""The raw array does not keep the owner, so that queued work may hold it."""
+_put_raw, _put_owner, _put_work, _put_shape, _put_strides, _put_dtype = (
+    getattr(HostArray, name).__set__ for name in ("_raw", "_owner", "_work", "shape", "strides", "dtype")
+)
 
 
 class Pointer:
