@@ -86,6 +86,14 @@ def make_pool(make_driver):
         pool.close()
 
 
+@pytest.fixture(autouse=True)
+def asked_anew():
+    """The module's `get_handle` asks for the default pool anew in each test, which may have another one."""
+    defaults._unbind()
+    yield
+    defaults._unbind()
+
+
 @pytest.fixture
 def unused(monkeypatch):
     """No default pool yet, and what becomes one ended afterwards."""
@@ -94,7 +102,7 @@ def unused(monkeypatch):
     yield
     made = defaults._default
     if made is not None:
-        made.everybodys = False
+        made.internals.everybodys = False
         made.close()
 
 
