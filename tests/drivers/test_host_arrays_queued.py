@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.errors import CaptureError
+from handlepool.errors import CaptureError, ContractError
 
 rng = np.random.default_rng(7)
 M = rng.integers(-4, 5, (3, 4)).astype(np.float32)
@@ -282,6 +282,24 @@ def run(steps, arrays, switch):
 def test_random_programs_give_numpys_values_shapes_and_types(dtype, steps, seed):
     with np.errstate(all="ignore"):
         expected = run(steps, [M.astype(dtype), N.astype(dtype)], lambda _: None)
+    for ours, theirs in zip(on_three_streams(dtype, steps, seed), expected, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert np.array_equal(ours, theirs, equal_nan=True)
+
+
+def test_control_a_random_program_without_its_events_is_caught():
+    def is_caught(steps):
+        try:
+            on_three_streams(np.float32, steps, 0, ordered=False)
+        except ContractError as error:
+            return "not ordered" in str(error)
+        return False
+
+    assert find(STEPS, is_caught)
+
+
+def on_three_streams(dtype, steps, seed, ordered=True):
+    """What a program gives whose steps run on three streams, each after the one before where they are ordered."""
     driver = HostDriver(scheduler="adversarial", seed=seed, devices=1, check_order=True)
     streams = [driver.create_stream() for _ in range(3)]
     last = [streams[0]]
@@ -290,14 +308,13 @@ def test_random_programs_give_numpys_values_shapes_and_types(dtype, steps, seed)
         stream = streams[number]
         event = driver.create_event()
         driver.record_event(event, last[0].ptr)
-        driver.wait_event(stream.ptr, event)
+        if ordered:
+            driver.wait_event(stream.ptr, event)
         last[0] = stream
         stream.use()
 
     with streams[0]:
         found = run(steps, [driver.asarray(M.astype(dtype)), driver.asarray(N.astype(dtype))], switch)
-        for ours, theirs in zip(found, expected, strict=True):
-            values = ours.get()
-            assert (values.dtype, values.shape) == (theirs.dtype, theirs.shape)
-            assert np.array_equal(values, theirs, equal_nan=True)
+        values = [ours.get() for ours in found]
     assert not driver.order.found
+    return values
