@@ -16,7 +16,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,14 +30,6 @@ Clock = dict[int, int]
 
 MOST_WORK: Any = 10_000
 """How hard to try to prove that two strided arrays share no byte; past it they count as sharing."""
-
-
-class History(Protocol):
-    """Memory that remembers who accessed it."""
-
-    address: int
-    generation: int
-    past: "list[Past]"
 
 
 class Access:
