@@ -6,7 +6,8 @@ stands nothing (guarantee 7).
 """
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import partial
 from sys import modules
 from threading import get_ident
@@ -14,7 +15,7 @@ from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
-from handlepool.errors import CaptureError, OwnershipError, PoolClosedError
+from handlepool.errors import ArgumentError, CaptureError, OwnershipError, PoolClosedError
 from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, launchers, on_device, recordings, run_on, thread
 from handlepool.pool.deferred import defer, deferred, settle
 from handlepool.pool.internals import PoolInternals
@@ -24,6 +25,8 @@ from handlepool.regions.memory import Region, branch_regions, held_by, inherited
 from handlepool.regions.stream_order import in_torch, order, torch_among
 
 T = TypeVar("T")
+
+_ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
 
 _NOT_ENTERED, _LEFT = 0, -1
 """What stands for the thread of a fork that is not open."""
@@ -172,7 +175,9 @@ class Fork:
         ----------
         function : callable
         *iterables : iterable
-            Of its positional arguments, as `map` takes them.
+            Of its positional arguments, one entry of each for a call. They are equally long, but for `itertools.repeat`, `count`
+            and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
+            other iterables or ``out``, it is read to its end before the first call.
         out : iterable of array, optional
             What each call is to write to, its ``out``.
 
@@ -183,11 +188,15 @@ class Fork:
 
         Raises
         ------
+        ArgumentError
+            For iterables that are not equally long. No call was made.
         OwnershipError, PoolClosedError
             As in `run`.
         """
         given = out is not None
         sources = (*iterables, out) if out is not None else iterables
+        if len(sources) > 1:
+            sources = _equally_long(sources, given)
         calls: Iterable[tuple[Any, ...]] = zip(*sources, strict=False)
         # No code of the caller's runs between branches over these.
         if all(isinstance(source, (list, tuple, range)) for source in sources):
@@ -552,3 +561,20 @@ def _left_capturing(pointer: int) -> CaptureError:
         f"a branch began to capture its stream {pointer:#x} and did not end that: nothing can wait for the branch. End a "
         f"capture where it was begun, also where something raises in between"
     )
+
+
+def _equally_long(sources: tuple[Iterable[Any], ...], given: bool) -> tuple[Iterable[Any], ...]:
+    """Return what a map runs over, each with a length; refuse it where those differ (``given``: the last is its ``out``)."""
+    found = [source if isinstance(source, (Sized, *_ENDLESS)) else list(source) for source in sources]
+    sized = [len(source) for source in found if isinstance(source, Sized)]
+    if not sized:
+        return sources
+    cut = [source if isinstance(source, Sized) else list(itertools.islice(source, max(sized))) for source in found]
+    lengths = [len(source) for source in cut]
+    if len(set(lengths)) > 1:
+        listed = ", ".join(map(str, lengths[: len(lengths) - given])) + (f", and out= {lengths[-1]}" if given else "")
+        raise ArgumentError(
+            f"map() makes one call for each entry of its iterables, and they have {listed} entries: give equally many. "
+            f"No call was made"
+        )
+    return tuple(cut)

@@ -85,7 +85,9 @@ class ParallelStates:
         ----------
         function : callable
         *iterables : iterable
-            Of its positional arguments, as `map` takes them.
+            Of its positional arguments, one entry of each for a call. They are equally long, but for `itertools.repeat`, `count`
+            and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
+            other iterables or ``out``, it is read to its end before the first call.
         out : iterable of array, optional
             What each call is to write to, its ``out``.
 
@@ -93,6 +95,11 @@ class ParallelStates:
         -------
         list
             What each call returned.
+
+        Raises
+        ------
+        ArgumentError
+            For iterables that are not equally long. No call was made.
 
         Notes
         -----

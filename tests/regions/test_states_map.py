@@ -111,19 +111,46 @@ def test_several_outputs_given_and_not(scene, together):
     assert together == [5, 5]
 
 
-@pytest.mark.parametrize("lengths", [(6, 4, 5), (4, 6, 5), (6, 6, 4), (0, 6, 6), (6, 6, 0)])
-def test_the_shortest_iterable_ends_a_map(scene, lengths):
-    warm(scene, plus, 2)
-    xs, ys, outs = (arrays(scene, range(length)) for length in lengths)
-    assert read(scene, scene.states.map(plus, xs, ys, out=outs)) == [2 * value for value in range(min(lengths))]
-    assert read(scene, scene.states.map(plus, xs, ys)) == [2 * value for value in range(min(lengths[:2]))]
+@pytest.mark.parametrize("form", [list, tuple, iter])
+@pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
+@pytest.mark.parametrize("lengths", [(6, 4, 5), (4, 6, 5), (6, 6, 4), (0, 6, 6), (6, 6, 0), (3, 3, 1), (1, 1, 3)])
+def test_iterables_that_are_not_equally_long_are_refused_before_any_call(scene, lengths, known, form):
+    if known:
+        warm(scene, plus, 2)
+    xs, ys, outs = (arrays(scene, [100] * length) for length in lengths)
+    launched = scene.driver.calls["launch"]
+    with scene.states.fork() as fork:
+        for runs in (scene.states, fork):
+            with pytest.raises(ArgumentError, match="they have {}, {}, and out= {} entries".format(*lengths)):
+                runs.map(plus, form(xs), ys, out=form(outs))
+            if lengths[0] != lengths[1]:
+                with pytest.raises(ArgumentError, match="they have {}, {} entries".format(*lengths)):
+                    runs.map(lambda *_: pytest.fail("it was called"), xs, form(ys))
+        assert leased(scene) == 0
+    assert scene.driver.calls["launch"] == launched
+    assert read(scene, outs) == [100] * lengths[2]
     assert in_order(scene)
+
+
+def test_iterables_without_an_end_give_as_many_entries_as_the_others(scene, together):
+    warm(scene, plus, 2)
+    xs, y = arrays(scene, range(4)), scene.array(10)
+    for form in (list, iter):
+        assert read(scene, scene.states.map(plus, form(xs), itertools.repeat(y))) == [10, 11, 12, 13]
+        assert read(scene, scene.states.map(plus, itertools.cycle([y, xs[0]]), form(xs))) == [10, 1, 12, 3]
+    assert together == [4] * 4
+    assert scene.states.map(max, itertools.repeat(2), itertools.repeat(1, 3)) == [2, 2, 2]
+    assert scene.states.map(max, [], itertools.count()) == []
+    with pytest.raises(ArgumentError, match="they have 4, 3 entries"):
+        scene.states.map(plus, xs, itertools.repeat(y, 3))
+    with pytest.raises(ArgumentError, match="they have 4, 0 entries"):
+        scene.states.map(plus, xs, itertools.cycle([]))
 
 
 def test_ranges_and_functions_that_are_no_graph_functions(scene, together):
     x = scene.array(1)
     assert read(scene, scene.states.map(scene.plus, [x] * 6, range(6))) == [1, 2, 3, 4, 5, 6]
-    assert scene.states.map(lambda *values: values, "abc", range(9)) == [("a", 0), ("b", 1), ("c", 2)]
+    assert scene.states.map(lambda *values: values, "abc", range(3)) == [("a", 0), ("b", 1), ("c", 2)]
     assert scene.states.map(lambda: pytest.fail("there is nothing to call it with")) == []
     assert together == []
 
