@@ -84,6 +84,7 @@ class ParallelStates:
         Parameters
         ----------
         function : callable
+            `map` takes no keyword arguments for it: bind those with `functools.partial`, or call it in a lambda.
         *iterables : iterable
             Of its positional arguments, one entry of each for a call. They are equally long, but for `itertools.repeat`, `count`
             and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
