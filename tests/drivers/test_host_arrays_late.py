@@ -66,6 +66,19 @@ def late(make_driver, monkeypatch):
         yield make
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The current folder is the test's own: functions as `numpy.save` take a string for a file's name, and write there."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_functions_write_to_files_lies_in_the_tests_folder(folder):
+    for function in (np.save, np.savez, np.ndarray.tofile):
+        forms_of(function)
+    assert list(folder.iterdir())
+
+
 def test_there_are_enough_functions():
     """At least 200 that take arrays, and no exception that is none."""
     assert sum(bool(forms_of(function, 1)) for function in FUNCTIONS.values()) > 450
