@@ -365,7 +365,7 @@ class Driver(Protocol):
         """Memory of another library's as an operand; raises ArrayTypeError for memory that the driver's graphs cannot use."""
 
     def launch_buffer(self) -> Any:
-        """Storage that one launch at a time by a `shortcut` needs, made for each slot; never None."""
+        """Storage that one launch at a time by a `shortcut` needs, made for each slot."""
 
     def new_graph(self, handle: Handle, **settings: Any) -> Any:
         """Return an empty `cudnn.pygraph`. ``handle`` is the device's builder handle and must outlive the graph."""

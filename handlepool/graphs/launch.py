@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from handlepool._util import holds_values, shown
 from handlepool.drivers.protocol import Driver, check_operands, operand_name
-from handlepool.errors import ArgumentError, SignatureError
+from handlepool.errors import ArgumentError, OwnershipError, SignatureError
 from handlepool.graphs.plan import Plan
 from handlepool.pool.context import NOT_CACHED, recordings, thread
 from handlepool.pool.default import chosen_pool
@@ -127,10 +127,13 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
 
 def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool) -> None:
     """Enqueue a plan on a slot's stream; ``given`` says that outputs are the caller's, which may lie where they must not."""
-    # The scratch is the slot's, and whoever launches with it holds the slot's buffer. A finaliser that the collector runs
-    # meanwhile may launch on the same slot: it finds no buffer, so it has scratch of its own.
-    buffer, slot.buffer = slot.buffer, None
+    if slot.busy:
+        raise OwnershipError(
+            f"{plan.name} was called by a finaliser that Python runs while its thread makes another launch on stream "
+            f"{slot.pointer:#x}, whose scratch both would use: do it later"
+        )
     try:
+        slot.busy = True
         handle = slot.handle
         if handle.stream is not slot.pointer:
             handle = pool.sound(slot).handle
@@ -140,18 +143,14 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
             thread.recording.keep(plan)
         size = executable.workspace_size
         check = plan.check_aliases if given else None
-        if buffer is not None:
-            executable.launch(handle, operands, slot.reserve(size) if size else 0, check)
-        else:
-            with slot.private_scratch(size) as workspace:
-                executable.launch(handle, operands, workspace, check)
+        executable.launch(handle, operands, slot.reserve(size) if size else 0, check)
         if plan.copies:
             pool.plans.count_copies(plan)
     except Exception as error:
         pool.status.diagnose(error)
         raise
     finally:
-        slot.buffer = buffer
+        slot.busy = False
 
 
 def new_outputs(pool: PoolInternals, layouts: Sequence[Layout], empty: Callable[..., Any]) -> tuple[Any, ...]:

@@ -2,8 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Protocol
 
@@ -115,6 +114,10 @@ class Slot:
         The stream's ``cudaStream_t``.
     owner : Status or None
         Its pool's, while the slot belongs to a thread or a fork.
+    buffer : object
+        The driver's `launch_buffer`, for one launch at a time.
+    busy : bool
+        Whether a launch is being made with its buffer and scratch.
     """
 
     __slots__ = (
@@ -127,6 +130,7 @@ class Slot:
         "_scratch",
         "_status",
         "buffer",
+        "busy",
         "device",
         "end_event",
         "handle",
@@ -152,6 +156,8 @@ class Slot:
         self._driver = driver
         self._scratch = scratch
         self.buffer = driver.launch_buffer()
+        # A finaliser that the collector runs inside a launch is refused another one: both would use buffer and scratch.
+        self.busy = False
         # The first is for the plans that we launch, the second for get_workspace, so that what a caller holds never overlaps a
         # launch (guarantee 5).
         self._launching, self._handed = workspaces or (Workspace(), Workspace())
@@ -241,22 +247,6 @@ class Slot:
         if block.nbytes < nbytes:
             block = self._grow(self._launching, nbytes)
         return block.pointer
-
-    @contextmanager
-    def private_scratch(self, nbytes: int) -> Iterator[int]:
-        """Scratch for a launch that comes while another one of this slot is being made."""
-        self._follow_capture()
-        capture, scratch = self._capture, self._scratch
-        block = Workspace().grow(scratch, nbytes, self.pointer, capture) if nbytes else EMPTY
-        try:
-            yield block.pointer
-        finally:
-            if not capture:
-                try:
-                    scratch.retire(block, self.pointer)
-                except BaseException:
-                    scratch.free(block)
-                    raise
 
     def _grow(self, workspace: Workspace, nbytes: int) -> Block:
         block = workspace.grow(self._scratch, nbytes, self.pointer, self._capture)

@@ -110,7 +110,6 @@ class CudaExecutable:
         if raw is None:
             self.graph.execute(dict(zip(self._uids, addresses, strict=True)), workspace or None, handle=handle)
         else:
-            # Not from the slot's buffer: a finaliser that the collector runs in the call of `raw` may launch on this slot, too.
             location, count = addresses.buffer_info()
             raw(location, count, workspace, handle.backend_handle, self._index)
         if self._copies:

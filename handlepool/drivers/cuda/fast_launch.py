@@ -48,20 +48,19 @@ def launch(begin, arrays, out, fresh=None):
             handle = slot.handle
             if handle.stream is not slot.pointer:
                 handle = sound(slot).handle
-        scratch = slot.buffer
-        if scratch is None:
-            return NOT_CACHED  # inside another launch of this slot, in a finaliser
+        if slot.busy:
+            return NOT_CACHED  # inside another launch of this slot, in a finaliser: refused there
         if cache.recent is not entry:
             cache.recent = entry
             entry.used = tick()
-        slot.buffer = None
         try:
+            slot.busy = True
             workspace = {workspace}
-            buffer, location = scratch
+            buffer, location = slot.buffer
             {store}
             raw(location, {count}, workspace, handle.backend_handle, index)
         finally:
-            slot.buffer = scratch
+            slot.busy = False
     except Exception as error:
         diagnose(error)
         raise
@@ -82,8 +81,6 @@ _MADE = """if fresh is None:
         else:
             {ys}, = fresh
         {read}"""
-# Addresses go into the slot's buffer, and the scratch is the slot's and may grow. A finaliser that the collector runs meanwhile
-# may launch on the slot, too: it finds no buffer there, and `graphs.launch.launch` gives it addresses and scratch for itself.
 
 
 def shortcut(
