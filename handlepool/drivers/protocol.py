@@ -292,6 +292,9 @@ class Driver(Protocol):
     def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Any:
         """Return a one-dimensional uint8 array over memory from `allocate`; keeps ``owner`` alive. 0 bytes at 0 are legal."""
 
+    def end_scratch(self, array: Any, why: str) -> None:
+        """Refuse uses of a scratch array and its views from now on, where the driver can see them. A destructor may call it."""
+
     def region_allocator(self, stream: Stream, keep: Callable[[object], None], of: Callable[[int], Any]) -> Any:
         """Return an allocator for branches of a region that was forked from ``stream``.
 

@@ -3,6 +3,7 @@
 They cost nothing elsewhere: such a pool has another class of slots and a driver around its driver, which no other pool meets.
 
 - A handle knows the thread that owns it: cuDNN's binding reads ``backend_handle`` at each use, which is a property here.
+- A workspace that is used after its time is an error on the host driver, which sees each use of its arrays.
 - A graph function's arrays are compared with the workspaces that were handed out on other streams.
 - CuPy reports uses of what its streams share; two uses in branches that run beside each other are an error.
 """
@@ -69,7 +70,7 @@ def _this_thread() -> str:
 class CheckedSlot(Slot):
     """A slot that says so when another than its owner uses it or its handle."""
 
-    __slots__ = ("_thread", "_who")
+    __slots__ = ("_given", "_thread", "_who")
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class CheckedSlot(Slot):
     ) -> None:
         self._thread = 0
         self._who = "nobody"
+        self._given: Any = None  # the last workspace; none of a capture, which a graph may use at any time
         super().__init__(status, driver, scratch, handle, workspaces)
         _guard(handle)
         if isinstance(driver, CheckedDriver):
@@ -102,6 +104,7 @@ class CheckedSlot(Slot):
             own = self.handle.__dict__
             own.update(_thread=None, _owner=f"{self._who}, whose thread, stream or fork has ended")
         super().end()
+        self._end_given("the thread, stream or fork that it was for ended")
 
     @property
     def intact(self) -> bool:
@@ -117,7 +120,16 @@ class CheckedSlot(Slot):
     def workspace(self, nbytes: int) -> Any:
         """As `Slot.workspace`."""
         self._check_mine()
-        return super().workspace(nbytes)
+        array = super().workspace(nbytes)
+        if not self._capture:
+            self._end_given("get_workspace was called for its stream again")
+            self._given = array
+        return array
+
+    def _end_given(self, why: str) -> None:
+        array, self._given = self._given, None
+        if array is not None:
+            self._driver.end_scratch(array, why)
 
     def reserve(self, nbytes: int) -> int:
         """As `Slot.reserve`."""

@@ -1,5 +1,6 @@
 """Misuse that only a pool with ``check=True`` sees; without it nothing is checked, and nothing costs more."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -114,6 +115,83 @@ def test_a_workspace_is_refused_on_another_stream(pool):
         convolve(pool, x)
     with here, ParallelStates(1, pool=pool).fork() as fork, pytest.raises(ContractError, match="workspace"):
         fork.run(handlepool.conv2d, x, np.ones((8, 8, 3, 3), np.float32))
+
+
+AGAIN = "a workspace is used after get_workspace was called for its stream again"
+ENDED = "a workspace is used after the thread, stream or fork that it was for ended"
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000], ids=["none", "less", "more"])
+def test_a_workspace_that_is_held_over_the_next_is_refused(pool, size):
+    with pool.driver.create_stream():
+        held = pool.get_workspace(1024)
+        view = held.view(np.float32)[8:]
+        view[...] = 1
+        total = view + 1  # is queued in time
+        after = pool.get_workspace(size)
+        uses = {
+            "read": view.get,
+            "add": lambda: view + 1,
+            "write": lambda: view.fill(2),
+            "launch": lambda: convolve(pool, held.view(np.float32).reshape(1, 8, 8, 4)),
+        }
+        for use in uses.values():
+            with pytest.raises(ContractError, match=AGAIN):
+                use()
+        after[...] = 3
+        assert (after.get() == 3).all()
+        assert (total.get() == 2).all()
+
+
+@pytest.mark.parametrize("over", ["fork", "map", "with_state", "submit", "inline", "thread"])
+def test_a_workspace_that_outlives_its_branch_task_or_thread_is_refused(pool, in_thread, over):
+    states = ParallelStates(2, pool=pool)
+
+    def branch(*_):
+        workspace = pool.get_workspace(64)
+        workspace.fill(1)
+        return workspace
+
+    with pool.driver.create_stream():
+        if over == "fork":
+            with states.fork() as fork:
+                kept = fork.run(branch)
+        elif over == "inline":
+            with ParallelStates(32, pool=pool).fork() as hoard:
+                hoard.map(lambda _: None, range(32))
+                with states.fork() as fork:
+                    kept = fork.run(branch)
+            branch()
+        elif over == "submit":
+            with ParallelStateExecutor(2, pool=pool) as executor:
+                kept = executor.submit(branch).result()
+        elif over == "thread":
+            kept = in_thread(branch)
+            gc.collect()
+            pool.trim()
+        else:
+            kept = states.map(branch, [1])[0] if over == "map" else states.with_state(0, branch)
+        with pytest.raises(ContractError, match=AGAIN if over == "inline" else ENDED):
+            kept.get()
+
+
+def test_workspaces_are_told_apart_by_stream_thread_and_capture(pool, in_thread):
+    states = ParallelStates(2, pool=pool)
+    here, there = pool.driver.create_stream(), pool.driver.create_stream()
+    with here:
+        kept = pool.get_workspace(64)
+        pool.get_workspace(64, there)
+        in_thread(pool.get_workspace, 64, here)
+        states.map(lambda _: pool.get_workspace(64).fill(2), range(4))
+        here.begin_capture()
+        captured = pool.get_workspace(64)
+        pool.get_workspace(64)
+        captured.fill(3)
+        graph = here.end_capture()
+        graph.launch(here)
+        kept.fill(1)
+        assert (kept.get() == 1).all()
+        assert (captured.get() == 3).all()
 
 
 def test_everything_works_with_checks_on(make_pool, in_thread):

@@ -213,6 +213,9 @@ class CudaDriver:
         memory = UnownedMemory(pointer, nbytes, owner, self.current_device())
         return cupy.ndarray((nbytes,), np.uint8, MemoryPointer(memory, 0))
 
+    def end_scratch(self, array: Any, why: str) -> None:
+        pass  # nobody sees the uses of CuPy's arrays
+
     def region_allocator(self, stream: Any, keep: Callable[[object], None], of: Callable[[int], Any]) -> Any:
         base = cupy.cuda.get_allocator()
         device = self.current_device()

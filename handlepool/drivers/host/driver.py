@@ -307,6 +307,12 @@ class HostDriver(Controls):
         self._note("scratch_array")
         return self._memory.scratch_array(pointer, nbytes, owner)
 
+    def end_scratch(self, array: HostArray, why: str) -> None:
+        """Refuse uses of a scratch array and its views from now on."""
+        lease = owner_of(array)
+        if lease is not None:
+            lease.ended = why
+
     def region_allocator(self, stream: Any, keep: Callable[[object], None], of: Callable[[int], Any]) -> RegionAllocator:
         """Return an allocator for branches of a region that was forked from ``stream``, on the current device."""
         self._note("region_allocator")

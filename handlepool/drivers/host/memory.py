@@ -92,13 +92,30 @@ class Owner:
 
 
 class Lease:
-    """What a scratch array keeps: a block, and whoever owns it."""
+    """What a scratch array and its views keep: a block, and whoever owns it.
 
-    __slots__ = ("__weakref__", "_owner", "block")
+    Attributes
+    ----------
+    ended : str
+        Why nobody may use the arrays any more; empty as long as they may be used.
+    """
+
+    __slots__ = ("__weakref__", "_block", "_owner", "ended")
 
     def __init__(self, block: Block, owner: object) -> None:
-        self.block = block
+        self._block = block
         self._owner = owner
+        self.ended = ""
+
+    @property
+    def block(self) -> Block:
+        """The block, which each use of the arrays asks for."""
+        if self.ended:
+            raise ContractError(
+                f"a workspace is used after {self.ended}: it is its caller's until then, and the same memory is given out again. "
+                f"Make an array, as with numpy.zeros_like, for values that last"
+            )
+        return self._block
 
 
 def accesses(views: Sequence[tuple[Raw, Block | None]], *, writes: bool) -> list[Access]:
