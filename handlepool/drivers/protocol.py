@@ -413,6 +413,10 @@ def operand_name(index: int, inputs: int = sys.maxsize, outs: int = 0) -> str:
     return "out=" if outs == 1 else f"out[{index - inputs}]"
 
 
+ASARRAY = "pool.driver.asarray"
+"""What messages advise, to make an array of the driver's."""
+
+
 def taken(driver: Driver) -> str:
     """Return what a driver takes as it is, for messages."""
     return " or ".join(map(kind_of, driver.array_types))

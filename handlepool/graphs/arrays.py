@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from handlepool._util import ARRAY_PROTOCOLS, has, kind_of
-from handlepool.drivers.protocol import LEGACY_STREAM, check_operands, operand_name, taken
+from handlepool.drivers.protocol import ASARRAY, LEGACY_STREAM, check_operands, operand_name, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.launch import GraphCall
 from handlepool.graphs.signature import Settings
@@ -230,7 +230,7 @@ class ConvertedArguments:
             if isinstance(array, np.ndarray):
                 raise ArrayTypeError(
                     f"{self._name}: {self._called(place)}, a numpy.ndarray: it is in host memory, and this "
-                    f"{self.pool.driver.name} driver takes {taken(self.pool.driver)}; copy it there first, as with asarray"
+                    f"{self.pool.driver.name} driver takes {taken(self.pool.driver)}; copy it there first, as with {ASARRAY}"
                 )
             if has(array, "__dlpack__"):
                 operands[place] = self._adopt(place, lambda array: from_dlpack(array, stream), array)

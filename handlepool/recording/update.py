@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from handlepool._util import kind_of, leaves, shown
-from handlepool.drivers.protocol import Driver, taken
+from handlepool.drivers.protocol import ASARRAY, Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import is_array
 from handlepool.tensors.inference import dense_strides
@@ -200,8 +200,7 @@ def _strides(array: Any) -> tuple[int, ...]:
 
 
 def _converters(driver: Driver) -> str:
-    root = "cupy" if driver.name == "cuda" else "numpy"
-    return f"{root}.from_dlpack or {root}.asarray"
+    return "cupy.from_dlpack or cupy.asarray" if driver.name == "cuda" else ASARRAY
 
 
 # Memory

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from handlepool.drivers.protocol import ASARRAY
 from handlepool.errors import ArrayTypeError
 
 Raw = np.ndarray[Any, Any]
@@ -158,8 +159,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Raw:
         if self._work.strict:
             raise ArrayTypeError(
-                "a host array is not made a NumPy array by itself, as CuPy's is not: ask for a copy with .get(), or make NumPy's "
-                "array one of the driver's with asarray"
+                f"a host array is not made a NumPy array by itself, as CuPy's is not: ask for a copy with .get(), or make "
+                f"NumPy's array one of the driver's with {ASARRAY}"
             )
         if copy is False:
             raise ValueError("a NumPy array of a host array is a copy, which copy=False does not allow")

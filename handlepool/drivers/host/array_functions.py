@@ -19,6 +19,7 @@ from handlepool.drivers.host.memory import Memory, accesses, plain_reads
 from handlepool.drivers.host.race_checker import caller
 from handlepool.drivers.host.scheduler import NOTHING
 from handlepool.drivers.host.streams import Queue, StreamTable
+from handlepool.drivers.protocol import ASARRAY
 from handlepool.errors import ArrayTypeError, CaptureError, DeviceMismatchError, ForkedProcessError
 from handlepool.tensors.inference import dense_strides
 
@@ -123,7 +124,7 @@ class ArrayWork:
     def check(self, array: HostArray, label: str) -> None:
         """Raise for an array of another driver: what waits here does not wait for work there."""
         if work_of(array) is not self:
-            raise ArrayTypeError(f"{label} was given an array of another host driver: pass a copy, asarray(y.get())")
+            raise ArrayTypeError(f"{label} was given an array of another host driver: pass a copy, {ASARRAY}(y.get())")
 
     def _current(self) -> Queue:
         thread = self._streams.thread
@@ -157,7 +158,7 @@ class ArrayWork:
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         self._check(name, [x for x in (*inputs, *(outs or ())) if not (ufunc in COMPARISONS and np.ndim(raws(x)) == 0)])
         if self.strict and any(isinstance(x, (list, tuple)) for x in inputs):
-            raise ArrayTypeError(f"{name} was given a list beside a host array, which CuPy refuses: pass asarray of it")
+            raise ArrayTypeError(f"{name} was given a list beside a host array, which CuPy refuses: pass {ASARRAY} of it")
         function = ufunc if method == "__call__" else getattr(ufunc, method)
         out = outs[0] if outs else None
         if outs is not None and any(not isinstance(out, HostArray) for out in outs):
@@ -209,8 +210,8 @@ class ArrayWork:
                 raise ArrayTypeError(f"{name} was given a masked array beside a host array, which has no mask: fill it first")
             if self.strict and isinstance(argument, np.ndarray):
                 raise ArrayTypeError(
-                    f"{name} was given a numpy.ndarray beside a host array, which CuPy refuses: make it one with asarray, or the "
-                    f"other one NumPy's with .get()"
+                    f"{name} was given a numpy.ndarray beside a host array, which CuPy refuses: make it one with {ASARRAY}, "
+                    f"or the other one NumPy's with .get()"
                 )
 
     # Queued

@@ -19,7 +19,7 @@ from handlepool.drivers.host.limit import ADVICE
 from handlepool.drivers.host.race_checker import Access, Past, caller
 from handlepool.drivers.host.scheduler import Scheduler
 from handlepool.drivers.host.streams import Event, Queue, Stream, StreamTable
-from handlepool.drivers.protocol import PER_THREAD_STREAM
+from handlepool.drivers.protocol import ASARRAY, PER_THREAD_STREAM
 from handlepool.errors import CaptureError, ContractError
 
 ALIGNMENT = 256
@@ -74,7 +74,7 @@ class Plain:
         if self._sum != crc32(self._values.tobytes()):
             raise ContractError(
                 f"not ordered: {label!r}, given at {self._where}, reads {self!r} that the host has written before the work ran: "
-                f"write it after the stream has run what it was given, or pass a copy, as asarray makes one"
+                f"write it after the stream has run what it was given, or pass a copy, as {ASARRAY} makes one"
             )
 
 
