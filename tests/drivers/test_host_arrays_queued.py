@@ -42,6 +42,8 @@ def increased(array, by):
 QUEUED = {
     "a ufunc": lambda a: np.maximum(a.m, 0),
     "an operator": lambda a: (a.m + 2 * a.n) / a.n,
+    "a power": lambda a: a.m**2,
+    "a power of truth values": lambda a: (a.m > 0) ** 2,
     "a ufunc of two results": lambda a: np.divmod(a.m, a.n)[1],
     "a ufunc with where=": lambda a: np.add(a.m, 1, out=a.n, where=a.m > 0),
     "a ufunc with out=": into(lambda a, out: np.multiply(a.m, a.n, out=out)),

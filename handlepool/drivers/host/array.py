@@ -276,6 +276,13 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
             return f"<HostArray of shape {self.shape}, {self.dtype}>"
         return show(values).replace("array(", "HostArray(", 1)
 
+    # Operators
+
+    def __pow__(self, exponent: Any) -> Any:
+        if self.dtype == bool and type(exponent) is int and exponent == 2:
+            return np.square(self)  # as NumPy's operator has it, and `numpy.power` has not: int8
+        return super().__pow__(exponent)
+
     # As a sequence
 
     def __len__(self) -> int:
