@@ -184,7 +184,7 @@ class ArrayWork:
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue a function of NumPy's, or run it after what it needs."""
-        name = function.__name__.strip("_")
+        name = INDEXING.get(function) or function.__name__
         if function not in TAKE_PLAIN:
             self._check(name, (*args[2 if function is setitem else 0 :], *kwargs.values()))
         rule = RULES.get(function)
@@ -452,7 +452,7 @@ def _gets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[st
     if _is_mask(index):
         return work.run_now(function, args, kwargs, "a mask as an index", ())
     index = _taken(index)
-    return work.made(getitem, (array, index), {}, np.asarray(dummy(array)[dummy(index)]), None, "an index")
+    return work.made(getitem, (array, index), {}, np.asarray(dummy(array)[dummy(index)]), None, INDEXING[getitem])
 
 
 def _sets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -468,7 +468,7 @@ def _sets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[st
     def run(to: Raw, *_: Raw) -> None:
         to[index_now] = values_now
 
-    work.queue(run, [array], operands((index, values)), "an assignment")
+    work.queue(run, [array], operands((index, values)), INDEXING[setitem])
 
 
 def _check_fit(values: Any, shape: tuple[int, ...]) -> None:
@@ -495,6 +495,9 @@ ARRAYS = frozenset({
 """Parameters that are read where the work runs. The values of all others decide a shape, and are waited for."""
 
 RULES: dict[Any, Rule] = {getitem: _gets, setitem: _sets, np.copyto: _copyto, np.copy: _copied, np.einsum: _einsum}
+INDEXING = {getitem: "an index", setitem: "an assignment"}
+"""What messages call them."""
+
 BARE = {getitem, setitem, np.copyto, np.einsum}
 """Functions whose rules take the arguments as they come."""
 
