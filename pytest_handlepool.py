@@ -4,8 +4,10 @@ pytest imports this in every run of whoever has handlepool installed. So it stan
 imports all of it, and imports that only when a fixture is asked for. What the fixtures do is in `handlepool.testing`.
 """
 
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, TypeVar
 
 import pytest
@@ -31,8 +33,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Print the seed of a test that fails, and remember that it failed."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say what a test that fails needs: its seed, the fixture that it forgot, its own lines. Remember that it failed."""
+    if call.excinfo is not None and "handlepool.errors" in sys.modules:
+        _explain(item, call.excinfo)
     report = yield
     if report.failed:
         item.stash[_failed] = True
@@ -41,6 +47,24 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             repeat = f"pytest '{item.nodeid}' --handlepool-seed={seed}"
             report.sections.append(("handlepool", f"The scheduler's seed was {seed}. This repeats it: {repeat}"))
     return report
+
+
+def _explain(item: pytest.Item, info: pytest.ExceptionInfo[BaseException]) -> None:
+    """Name the fixture that does without a GPU where there is none; end an error of the package's at the test's own line."""
+    from handlepool.errors import DriverNotAvailableError, HandlePoolError
+
+    fixtures = getattr(item, "fixturenames", ())
+    if isinstance(info.value, DriverNotAvailableError) and "handlepool_host_pool" not in fixtures:
+        info.value.add_note("A test that is to run without a GPU uses the fixture handlepool_host_pool.")
+    ours = isinstance(info.value, HandlePoolError) and any(name.startswith("handlepool_") for name in fixtures)
+    if ours and not item.config.getoption("fulltrace"):
+        last = info.tb
+        entry: TracebackType | None = last
+        while entry is not None:
+            if str(entry.tb_frame.f_globals.get("__name__")).partition(".")[0] not in ("handlepool", "numpy"):
+                last = entry
+            entry = entry.tb_next
+        last.tb_next = None
 
 
 @pytest.fixture
@@ -97,6 +121,11 @@ def _during(request: pytest.FixtureRequest, context: AbstractContextManager[T]) 
     try:
         with context as value:
             yield value
-    except Exception:
-        if not request.node.stash.get(_failed, False):
-            raise
+    except Exception as error:
+        if request.node.stash.get(_failed, False):
+            return
+        from handlepool.errors import HandlePoolError
+
+        if isinstance(error, (AssertionError, HandlePoolError)):  # no line of the test's is to be seen there
+            raise pytest.fail.Exception(f"{type(error).__name__}: {error}", pytrace=False) from None
+        raise

@@ -13,15 +13,21 @@ from handlepool.pool.pool import HandlePool
 from handlepool.recording.program import Program
 
 ADVICE = {
-    "captures that are not over": "end each of them",
-    "side slots that are leased": "leave each fork, and shut down each executor",
-    "side slots that a capture holds": "end each capture",
-    "slots of other threads that live on": "join each thread",
-    "bytes of scratch that captured graphs hold": "record with handlepool.record, or call trim(captured=True) when done",
-    "bytes of the driver's memory that no slot has": "free what driver.allocate gave",
-    "handles that no slot has": "destroy what driver.create_handle gave",
+    "captures that are not over": ("capture that is not over", "end each of them"),
+    "side slots that are leased": ("side slot that is leased", "leave each fork, and shut down each executor"),
+    "side slots that a capture holds": ("side slot that a capture holds", "end each capture"),
+    "slots of other threads that live on": ("slot of another thread that lives on", "join each thread"),
+    "bytes of scratch that captured graphs hold": (
+        "byte of scratch that captured graphs hold",
+        "record with handlepool.record, or call trim(captured=True) when done",
+    ),
+    "bytes of the driver's memory that no slot has": (
+        "byte of the driver's memory that no slot has",
+        "free what driver.allocate gave",
+    ),
+    "handles that no slot has": ("handle that no slot has", "destroy what driver.create_handle gave"),
 }
-"""What is counted, and how not to leak it."""
+"""What is counted; for each, one of it, and how not to leak it."""
 
 
 @contextmanager
@@ -42,10 +48,15 @@ def leak_check(pool: HandlePool) -> Iterator[None]:
     yield
     gc.collect()
     pool.trim()
-    leaked = [f"{count:,} {what} ({ADVICE[what]})" for what, count in (_held(pool) - before).items()]
+    leaked = [_said(count, what) for what, count in (_held(pool) - before).items()]
     leaked += [f"{program!r} (close it)" for program in _programs() if program not in programs]
     if leaked:
         raise AssertionError(f"this test leaks {', '.join(leaked)}")
+
+
+def _said(count: int, what: str) -> str:
+    one, advice = ADVICE[what]
+    return f"{count:,} {one if count == 1 else what} ({advice})"
 
 
 def _held(pool: HandlePool) -> Counter[str]:

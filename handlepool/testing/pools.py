@@ -44,7 +44,7 @@ def host_pool(*, seed: int = 0) -> Iterator[HandlePool]:
         yield pool
     assert driver.order is not None
     if found := driver.order.found:
-        raise AssertionError(f"the code under test swallowed {len(found)} errors of missing order, the first: {found[0]}")
+        raise AssertionError(f"the code under test swallowed errors of missing order, {len(found)} in all, the first: {found[0]}")
 
 
 @contextmanager

@@ -85,9 +85,48 @@ def test_each_test_runs_for_several_seeds_and_one_that_fails_prints_its_own(run)
     )
     done.stdout.fnmatch_lines(["*ContractError: not ordered: 'add' on *test_library.py:*"])
     done.stdout.fnmatch_lines(
-        ["*AssertionError: the code under test swallowed 1 errors of missing order, the first: not ordered*"]
+        ["*AssertionError: the code under test swallowed errors of missing order, 1 in all, the first: not ordered*"]
     )
     done.stdout.fnmatch_lines(["*ArrayTypeError: *"])
+
+
+SHORT = """
+def library(x):
+    return x + 1
+
+def test_race(handlepool_host_pool):
+    x, = arrays(handlepool_host_pool, 64)
+    with handlepool_host_pool.driver.create_stream():
+        library(x)
+
+def test_leak(handlepool_host_pool, handlepool_leak_check):
+    KEPT.append(handlepool_host_pool.driver.create_handle())
+    KEPT.append(handlepool_host_pool.driver.create_handle())
+
+def test_no_fixture():
+    handlepool.get_handle()
+"""
+
+
+def test_a_report_ends_at_the_tests_own_line(run):
+    done = run(SHORT, "--handlepool-seeds=1", "-k", "not fixture")
+    done.assert_outcomes(failed=1, passed=1, errors=1, deselected=1)
+    done.stdout.no_fnmatch_line("*handlepool/*")
+    done.stdout.no_fnmatch_line("*mixins.py*")
+    done.stdout.fnmatch_lines(["AssertionError: this test leaks 2 handles that no slot has (*"])
+    done.stdout.fnmatch_lines([">*return x + 1", "E*ContractError: not ordered*", "test_library.py:*: ContractError"])
+    run(SHORT, "--handlepool-seeds=1", "-k", "race", "--full-trace").stdout.fnmatch_lines(["*race_checker.py:*: ContractError"])
+
+
+@pytest.mark.skipif(drivers.available("cuda") is None, reason="there is a GPU")
+def test_a_test_without_a_fixture_is_told_of_one_where_there_is_no_gpu(run):
+    done = run(SHORT, "-k", "no_fixture")
+    done.stdout.fnmatch_lines(
+        [
+            "E*DriverNotAvailableError: *HANDLEPOOL_DRIVER=host*",
+            "E*A test that is to run without a GPU uses the fixture handlepool_host_pool*",
+        ]
+    )
 
 
 def test_a_seed_can_be_repeated(run):
@@ -156,12 +195,12 @@ def test_a_leak_fails_the_test_that_leaks_and_no_other(run):
     done = run(LEAKS, "--handlepool-seeds=1")
     done.assert_outcomes(passed=7, errors=6, failed=1)
     for name, words in {
-        "slot": "*AssertionError: this test leaks 1 side slots that are leased (leave each fork, *",
-        "slot_of_a_thread": "*leaks 1 slots of other threads that live on (join each thread)",
+        "slot": "*AssertionError: this test leaks 1 side slot that is leased (leave each fork, *",
+        "slot_of_a_thread": "*leaks 1 slot of another thread that lives on (join each thread)",
         "scratch": "*leaks 4,096 bytes of the driver's memory that no slot has (*",
         "scratch_of_a_capture": "*leaks 4,096 bytes of scratch that captured graphs hold (*",
         "program": "*leaks <Program conv2d of device 0: *> (close it)",
-        "capture": "*leaks 1 captures that are not over (end each of them)",
+        "capture": "*leaks 1 capture that is not over (end each of them)",
     }.items():
         done.stdout.fnmatch_lines([f"*ERROR at teardown of test_{name}?seed0?*", words])
 
