@@ -44,13 +44,10 @@ class Events:
                 event = self._free.pop()
             except IndexError:
                 break
-            done: list[None] = []
             try:
                 with self._driver.relaxed():
-                    done.extend(map(self._driver.destroy_event, (event,)))  # in one step: no interrupt comes between
+                    self._driver.destroy_event(event)
             except Exception:
+                self._free.append(event)  # for a later try
                 return False
-            finally:
-                if not done:
-                    self._free.append(event)  # for a later try
         return True

@@ -1,8 +1,10 @@
 """What a pool has on one device: handles, idle slots, side slots and scratch."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from sys import getrefcount
+from typing import Any
 
 from handlepool._util import do_all, take_each
 from handlepool.drivers.event_pool import Events
@@ -56,7 +58,10 @@ class DeviceSlots:
         self.scratch = DeviceScratch(driver, device, scratch_limit, self.reclaim_scratch, self.describe)
         self.idle: list[Slot] = []  # reused last in, first out: the warmest scratch and the stream most likely alive
         self.edges = Events(driver)  # between streams that no fork orders
-        self.sides = SideSlots(status, driver, self.scratch, self.make_slot, self.handles.destroy, drain, self.settle_later)
+        self.slots: set[Slot] = set()  # all that are not destroyed: those that an interrupt lost are here alone
+        self.sides = SideSlots(
+            status, driver, self.scratch, self.slots, self.make_slot, self.handles.destroy, drain, self.settle_later
+        )
         self._new_slot = new_slot
         self._drain = drain
 
@@ -64,12 +69,8 @@ class DeviceSlots:
 
     def make_slot(self) -> Slot:
         """Return a new slot, with a new handle, that is bound to no stream yet."""
-        handle = self.handles.create()
-        try:
-            slot = self._new_slot(self.driver, self.scratch, handle)
-        except BaseException:
-            self.handles.destroy(handle)
-            raise
+        slot = self._new_slot(self.driver, self.scratch, self.handles.create())
+        self.slots.add(slot)
         return slot
 
     def repair(self, slot: Slot) -> None:
@@ -111,6 +112,7 @@ class DeviceSlots:
 
     def _destroy(self, slot: Slot) -> None:
         slot.end()
+        self.slots.discard(slot)
         do_all([slot.release_scratch, partial(self.handles.destroy, slot.handle)])
 
     def destroy_idle(self) -> None:
@@ -122,16 +124,17 @@ class DeviceSlots:
     def acquire(self, reference: StreamReference) -> Slot:
         """Return a slot bound to a stream: the one that was released last, or a new one."""
         idle = self.take_idle()
-        slot = kept = self.make_slot() if idle is None else idle
+        slot = self.make_slot() if idle is None else idle
         try:
             if idle is not None:
                 slot = idle.successor()
+                self.slots ^= {idle, slot}  # in one step
                 if slot.scratch_bytes and not _is_still_on(idle, reference):
                     slot.release_scratch()
             with self.driver.relaxed():
                 self.driver.bind_handle(slot.handle, reference.pointer)
         except BaseException:
-            self.put_idle(kept)
+            self.put_idle(slot)
             raise
         slot.key = reference.key
         slot.begin(reference.pointer)
@@ -226,6 +229,7 @@ class DeviceSlots:
             "scratch_bytes_recorded": self.scratch.recorded_nbytes,
             "scratch_bytes_peak": self.scratch.peak,
             "captures_met": self.scratch.captures_met,
+            "slots_lost": sum(count <= _NOBODY for count in _holders(self.slots)),
         }
 
     def describe(self) -> str:
@@ -236,6 +240,18 @@ class DeviceSlots:
             f"{now['handles_live']} live, {now['handles_idle']} idle, {now['handles_leased']} leased handles, "
             f"{now['scratch_bytes']:,} bytes of scratch{recorded}"
         )
+
+
+def _holders(slots: Iterable[Any]) -> list[int]:
+    """Count the references to each slot, but for its watch's, and that of the stream that it is bound on."""
+    return [getrefcount(slot) - (slot.watch is not None) - (slot.owner is not None) for slot in list(slots)]
+
+
+class _Alone:
+    watch = owner = None
+
+
+(_NOBODY,) = _holders([_Alone()])  # where nothing but the container of all holds one
 
 
 def _is_still_on(idle: Slot, reference: StreamReference) -> bool:

@@ -212,9 +212,9 @@ class PoolInternals:
             device.close()
 
     def _end_hits(self) -> None:
-        self._live.end_hits()
         for device in list(self.devices.values()):
-            device.sides.end()
+            for slot in list(device.slots):
+                slot.end()
 
     # Parts
 

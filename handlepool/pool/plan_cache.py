@@ -31,14 +31,13 @@ P = TypeVar("P", bound=CachedPlan)
 
 
 class _Build(Generic[P]):
-    """A build under way: whoever asks for the same key waits for its outcome."""
+    """A build under way: whoever asks for the same key waits for its lock, and finds the outcome."""
 
     def __init__(self) -> None:
-        self.done = threading.Event()
-        self.thread = threading.get_ident()
+        self.lock = threading.RLock()  # its thread's until it is past the build, by whatever way
+        self.thread = threading.get_ident()  # that builds; 0 afterwards
         self.plan: P | None = None
         self.error: Exception | None = None
-        self.building = True  # or its thread is past it, by whatever way
         self.start = time.perf_counter_ns()
 
 
@@ -138,43 +137,47 @@ class PlanCache(Generic[P]):
         """
         mine: _Build[P] = _Build()
         try:
-            while True:
-                with self._lock:
-                    plan = self.get(device, key)
-                    if plan is not None:
-                        return plan
-                    refusal = self._refusals.get((device, key))
-                    if refusal is not None:
-                        raise GraphNotSupportedError(*refusal)
-                    running = self._builds.setdefault((device, key), mine)
-                if running is mine:
-                    break
-                if running.thread == mine.thread and running.building:
-                    raise ArgumentError(
-                        "a graph function called itself, or was called by a finaliser, with the same arrays while its graph is "
-                        "being built"
-                    )
-                while running.building and not running.done.wait(0.1):
-                    pass
-                if not running.done.wait(0.1) and self._builds.get((device, key)) is running:
-                    self._builds.pop((device, key), None)  # an interrupt came in the last steps of it
-                if running.plan is not None:
-                    return running.plan
-                if running.error is not None:
-                    raise _retold(running.error) from _retold(running.error, running.error.__cause__)
-                # The builder was interrupted: that was meant for its thread alone, so another one builds.
-            mine.start = time.perf_counter_ns()
+            with mine.lock:
+                while True:
+                    with self._lock:
+                        plan = self.get(device, key)
+                        if plan is not None:
+                            return plan
+                        refusal = self._refusals.get((device, key))
+                        if refusal is not None:
+                            raise GraphNotSupportedError(*refusal)
+                        running = self._builds.setdefault((device, key), mine)
+                    if running is mine:
+                        return self._build(device, key, mine, build)
+                    if running.thread == mine.thread:
+                        raise ArgumentError(
+                            "a graph function called itself, or was called by a finaliser, with the same arrays while its graph "
+                            "is being built"
+                        )
+                    with running.lock, self._lock:
+                        if self._builds.get((device, key)) is running:  # an interrupt came in the last steps of it
+                            del self._builds[device, key]
+                    if running.plan is not None:
+                        return running.plan
+                    if running.error is not None:
+                        raise _retold(running.error) from _retold(running.error, running.error.__cause__)
+                    # The builder was interrupted: that was meant for its thread alone, so another one builds.
+        finally:
+            mine.thread = 0  # no call, so that no interrupt comes before
+            running = mine  # or an error, its traceback and this frame would keep each other, and all that the callers had
+            del mine, running
+
+    def _build(self, device: int, key: Hashable, mine: _Build[P], build: Callable[[], P]) -> P:
+        mine.start = time.perf_counter_ns()
+        try:
             plan = mine.plan = build()
             return plan
         except Exception as error:
             mine.error = error
             raise
         finally:
-            mine.building = False  # no call, so that no interrupt comes before
-            if self._builds.get((device, key)) is mine:
-                self._end_build(device, key, mine)
-            running = mine  # or an error, its traceback and this frame would keep each other, and all that the callers had
-            del mine, running
+            self._end_build(device, key, mine)
+            del mine  # as above
 
     def put(self, device: int, key: Hashable, plan: P) -> None:
         """Make a plan that was built elsewhere the one of a key."""
@@ -205,19 +208,16 @@ class PlanCache(Generic[P]):
                 self.shortcuts.pop(shortcut, None)
 
     def _end_build(self, device: int, key: Hashable, build: _Build[P]) -> None:
-        try:
-            with self._lock:
-                self._counts[device]["plan_build_microseconds"] += (time.perf_counter_ns() - build.start) // 1000
-                if build.plan is not None:
-                    self._keep(device, key, build.plan)
-                elif isinstance(build.error, GraphNotSupportedError):
-                    # Asked for at each call where a fallback stands behind it; cuDNN takes milliseconds to refuse.
-                    self._refusals[device, key] = build.error.args
-                    while len(self._refusals) > self.limit:
-                        self._refusals.popitem(last=False)
-        finally:  # whatever comes between: others wait for it
+        with self._lock:
+            self._counts[device]["plan_build_microseconds"] += (time.perf_counter_ns() - build.start) // 1000
+            if build.plan is not None:
+                self._keep(device, key, build.plan)
+            elif isinstance(build.error, GraphNotSupportedError):
+                # Asked for at each call where a fallback stands behind it; cuDNN takes milliseconds to refuse.
+                self._refusals[device, key] = build.error.args
+                while len(self._refusals) > self.limit:
+                    self._refusals.popitem(last=False)
             self._builds.pop((device, key), None)
-            build.done.set()
 
     def __len__(self) -> int:
         return sum(len(plans) for plans in list(self._plans.values()))

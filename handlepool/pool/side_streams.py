@@ -29,6 +29,8 @@ class SideSlots:
         Where streams and events come from.
     scratch : DeviceScratch
         Where their scratch comes from.
+    slots : set of Slot
+        All of the device's that are not destroyed.
     make_slot, destroy_handle : callable
         The device's own.
     drain : callable
@@ -42,6 +44,7 @@ class SideSlots:
         status: Status,
         driver: Driver,
         scratch: DeviceScratch,
+        slots: set[Slot],
         make_slot: Callable[[], Slot],
         destroy_handle: Callable[[Handle], None],
         drain: Callable[[], None],
@@ -50,10 +53,10 @@ class SideSlots:
         self.free: list[Slot] = []  # pop and append are atomic, so a lease takes no lock
         self.capturing: list[Slot] = []  # side slots whose streams still take part in a capture (guarantee 9)
         self.made = 0
-        self._all: set[Slot] = set()
         self._status = status
         self._driver = driver
         self._scratch = scratch
+        self._slots = slots
         self._make_slot = make_slot
         self._destroy_handle = destroy_handle
         self._drain = drain
@@ -97,7 +100,6 @@ class SideSlots:
         except BaseException:
             self._destroy(slot)
             raise
-        self._all.add(slot)
         return slot
 
     def prewarm(self, count: int, workspace: int) -> None:
@@ -115,11 +117,6 @@ class SideSlots:
             for slot in leased:
                 slot.end()
                 self.release(slot, captured=False)
-
-    def end(self) -> None:
-        """Let no hit succeed any more, leased or not."""
-        for slot in list(self._all):
-            slot.end()
 
     def release(self, slot: Slot, *, captured: bool) -> None:
         """Put a leased side slot back; one that a capture was given waits for the capture's end."""
@@ -165,7 +162,7 @@ class SideSlots:
 
     def _destroy(self, slot: Slot) -> None:
         slot.end()
-        self._all.discard(slot)
+        self._slots.discard(slot)
         events = [event for event in (slot.start_event, slot.end_event) if event is not None]
         slot.start_event = slot.end_event = None
         destroy = [partial(self._scratch.destroy_event, event) for event in events]

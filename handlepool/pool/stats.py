@@ -9,7 +9,7 @@ MEANINGS = {
     "handles_created": "handles made: live, idle, leased, captured, building and destroyed ones together",
     "handles_destroyed": "handles destroyed, by the pool or by a caller",
     "handles_idle": "handles that nobody has",
-    "handles_leased": "side slots' handles that forks and tasks have",
+    "handles_leased": "side slots' handles that forks and tasks have, or that an interrupt lost",
     "handles_live": "handles that belong to a thread and a stream",
     "handles_peak": "most handles that existed at a time, of each device",
     "handles_rebound": "handles bound to a stream after another one: those reused and those repaired",
@@ -24,6 +24,7 @@ MEANINGS = {
     "scratch_bytes_captured": "scratch that captures were given, which stays until `trim(captured=True)`",
     "scratch_bytes_peak": "most scratch allocated at a time, of each device",
     "scratch_bytes_recorded": "scratch of recorded programs, which stays until they are closed",
+    "slots_lost": "slots that nobody has since an interrupt; handle and scratch stay to the end of the process",
 }
 """Every counter's name and what it counts."""
 

@@ -65,10 +65,9 @@ class LiveSlots:
     """Every slot that a thread owns. Leaving one behind calls nothing (guarantee 10)."""
 
     def __init__(self) -> None:
-        self._slots: set[Slot] = set()
+        self._slots: set[Slot] = set()  # each change and each copy is one atomic step
         self._left: deque[Slot] = deque()
         self._local = threading.local()
-        self._lock = threading.RLock()  # guards the set: a slot is left twice when both its thread and its stream end
 
     def of_this_thread(self) -> ThreadSlots:
         """Return the calling thread's own."""
@@ -82,8 +81,7 @@ class LiveSlots:
         if stream is not None:
             slot.watch = StreamWatch(stream, self._stream_gone)
             slot.watch.slot = slot
-        with self._lock:
-            self._slots.add(slot)
+        self._slots.add(slot)
         self.of_this_thread().add(slot, foreign=stream is None)
 
     def _stream_gone(self, watch: StreamWatch) -> None:
@@ -99,24 +97,21 @@ class LiveSlots:
         for _ in range(len(self._left)):
             try:
                 slot = self._left.popleft()
+                self._slots.remove(slot)
             except IndexError:  # another thread takes them too
                 return
-            with self._lock:
-                if slot not in self._slots:
-                    continue
-                self._slots.remove(slot)
+            except KeyError:  # left twice, since both its thread and its stream have ended
+                continue
             yield slot
 
     def put_back(self, slot: Slot) -> None:
         """Keep a slot that was handed out and could not be taken in, for a later try."""
-        with self._lock:
-            self._slots.add(slot)
+        self._slots.add(slot)
         self._left.append(slot)
 
     def of_other_threads(self) -> int:
         """Count the slots that other threads than the calling one own."""
-        with self._lock:
-            return len(self._slots.difference(self.of_this_thread().slots.values()))
+        return len(self._slots.difference(self.of_this_thread().slots.values()))
 
     def is_empty(self) -> bool:
         """Whether no thread has a slot."""
@@ -124,14 +119,7 @@ class LiveSlots:
 
     def end_all(self) -> list[Slot]:
         """Take every slot from its owner, for `left_behind`; the slots."""
-        with self._lock:
-            slots = list(self._slots)
+        slots = list(self._slots)
         for slot in slots:
             self.leave(slot)
         return slots
-
-    def end_hits(self) -> None:
-        """Let no hit succeed any more. In a forked child another thread of the parent may have had the lock: it is a new one."""
-        self._lock = threading.RLock()
-        for slot in list(self._slots):
-            slot.end()

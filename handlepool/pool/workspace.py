@@ -151,28 +151,24 @@ class DeviceScratch:
 
     def destroy_event(self, event: Any) -> None:
         """Destroy an event; where that fails, `collect` tries again."""
-        done: list[None] = []
         try:
             with self.driver.relaxed():
-                done.extend(map(self.driver.destroy_event, (event,)))  # see `free`
-        finally:
-            if not done:
-                self.retired.append((event, EMPTY))
+                self.driver.destroy_event(event)
+        except Exception:  # see `free`
+            self.retired.append((event, EMPTY))
+            raise
 
     def free(self, block: Block) -> None:
         """Free a block now; the driver waits for work that may still use it. Where that fails, `collect` tries again."""
         if not block.nbytes:
             return
-        done: list[None] = []
         try:
             with self.driver.relaxed():
-                # Called and noted in one step: an interrupt comes before or after it, and nothing is freed twice.
-                done.extend(map(self.driver.free, (block.pointer,)))
-        finally:
-            if done:
-                self._uncount(block.nbytes)
-            else:
-                self.retired.append((None, block))
+                self.driver.free(block.pointer)
+        except Exception:  # an interrupt may come when the block has been freed, and it must not be freed twice: it may be lost
+            self.retired.append((None, block))
+            raise
+        self._uncount(block.nbytes)
         _log.debug("device %d: %d bytes of scratch freed, %d in all", self.device, block.nbytes, self.nbytes)
 
     # Captures

@@ -40,6 +40,20 @@ class Held:
     """Stands for an array in a thread's frame."""
 
 
+class Asked:
+    """A build's lock that says when somebody is about to wait for it."""
+
+    def __init__(self, lock, asked):
+        self.lock, self.asked = lock, asked
+
+    def __enter__(self):
+        self.asked.release()
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
 def fail_together(cache, fail):
     """The errors of eight threads that wait for one build which fails, the builder's first, and what each of them held."""
     inside, go_on, builds, held = threading.Event(), threading.Event(), [], []
@@ -58,16 +72,8 @@ def fail_together(cache, fail):
     first = Thread(ask)
     assert inside.wait(TIMEOUT)
     running = cache._builds[0, "key"]
-    asked, seen = threading.Semaphore(0), set()
-    wait = running.done.wait
-
-    def waiting(timeout):
-        if threading.get_ident() not in seen:
-            seen.add(threading.get_ident())
-            asked.release()
-        return wait(timeout)
-
-    running.done.wait = waiting
+    asked = threading.Semaphore(0)
+    running.lock = Asked(running.lock, asked)
     threads = [first]
     for _ in range(7):
         threads.append(Thread(ask))

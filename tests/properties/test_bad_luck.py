@@ -316,7 +316,7 @@ def test_g10_a_trim_by_a_finaliser_inside_every_lock_of_the_pool(make_driver):
                 inside.clear()
 
         slots = scene.pool.internals.device(0)
-        for holder in (scene.pool.internals._live, slots.handles, slots.scratch, slots.sides):
+        for holder in (slots.handles, slots.scratch, slots.sides):
             holder._lock = Interrupted(holder._lock, trim)
         uses_of_all_kinds(scene)
         Accounts(scene.pool).check()

@@ -103,7 +103,6 @@ class CudaDriver:
     wait_event: Callable[[int, Any], None] = staticmethod(runtime.streamWaitEvent)
     set_device: Callable[[int], None] = staticmethod(runtime.setDevice)
     is_capturing: Callable[[int], bool] = staticmethod(runtime.streamIsCapturing)
-    # Not hot, but without a step of Python's after the deed, where an interrupt could hide that it was done.
     free: Callable[[int], None] = staticmethod(runtime.free)
     destroy_event: Callable[[Any], None] = staticmethod(runtime.eventDestroy)
     device = staticmethod(cupy.cuda.Device)

@@ -405,7 +405,6 @@ class HostDriver(Controls):
 
     def launch_buffer(self) -> tuple[()]:
         """Nothing to write to: a launch here needs no storage of the slot's."""
-        self._note("launch_buffer")
         return ()
 
     def new_graph(self, handle: Any, **settings: Any) -> Any:
