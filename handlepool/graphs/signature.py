@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict
 
 import numpy as np
@@ -65,10 +66,6 @@ def _dtype(name: str, value: Any) -> np.dtype[Any]:
         raise ArrayTypeError(f"{name}={shown(value)}: {error}") from error
 
 
-def _limit(name: str, value: Any) -> int:
-    return at_least(0, name, value, " bytes")
-
-
 def _modes(name: str, value: Any) -> tuple[str, ...]:
     try:
         modes = (value,) if isinstance(value, str) else tuple(getattr(mode, "name", mode) for mode in value)
@@ -79,12 +76,12 @@ def _modes(name: str, value: Any) -> tuple[str, ...]:
     return modes
 
 
-_CHECKS = {
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "name": _text,
     "io_dtype": _dtype,
     "intermediate_dtype": _dtype,
     "compute_dtype": _dtype,
-    "workspace_limit": _limit,
+    "workspace_limit": partial(at_least, 0, unit=" bytes"),
     "allow_tf32": flag,
     "deterministic": flag,
     "heuristics": _modes,

@@ -244,7 +244,10 @@ class DeviceSlots:
 
 def _holders(slots: Iterable[Any]) -> list[int]:
     """Count the references to each slot, but for its watch's, and that of the stream that it is bound on."""
-    return [getrefcount(slot) - (slot.watch is not None) - (slot.owner is not None) for slot in list(slots)]
+    return [
+        getrefcount(slot) - (getattr(slot.watch, "__callback__", None) is not None) - (slot.owner is not None)
+        for slot in [*slots]
+    ]
 
 
 class _Alone:

@@ -38,7 +38,7 @@ class _Build(Generic[P]):
         self.thread = threading.get_ident()  # that builds; 0 afterwards
         self.plan: P | None = None
         self.error: Exception | None = None
-        self.start = time.perf_counter_ns()
+        self.start = 0
 
 
 def _retold(error: BaseException, cause: BaseException | None = None) -> BaseException:

@@ -1,11 +1,12 @@
 """The slots that threads own, and those that threads and streams have left behind."""
 
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from handlepool.pool.slot import Slot, StreamWatch
+from handlepool.pool.slot import Slot
 
 MOST_FOREIGN_STREAMS = 64
 """Bare pointers and foreign streams that one thread's slots are kept for; nothing tells of such a stream's end."""
@@ -79,13 +80,9 @@ class LiveSlots:
     def add(self, slot: Slot, stream: Any) -> None:
         """Let the calling thread own a slot until the thread ends, or until ``stream`` does, where that is not None."""
         if stream is not None:
-            slot.watch = StreamWatch(stream, self._stream_gone)
-            slot.watch.slot = slot
+            slot.watch = weakref.ref(stream, lambda _: self.leave(slot))
         self._slots.add(slot)
         self.of_this_thread().add(slot, foreign=stream is None)
-
-    def _stream_gone(self, watch: StreamWatch) -> None:
-        self.leave(watch.slot)
 
     def leave(self, slot: Slot) -> None:
         """Take a slot from its owner, for `left_behind`."""

@@ -78,6 +78,7 @@ class Scheduler:
         self._watchers = 0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._ready: deque[Operation] = deque()  # what can run and nobody runs yet
         self._running = 0
         self._errors: list[BaseException] = []
         self._latches: dict[Operation, None] = {}
@@ -103,14 +104,6 @@ class Scheduler:
                 self.order = None
 
     # What a scheduler decides
-
-    def _offer(self, operation: Operation) -> None:
-        """Take an operation that can run. The lock is held."""
-        raise NotImplementedError
-
-    def _anything_ready(self) -> bool:
-        """Whether an operation was offered that nobody runs yet. The lock is held."""
-        raise NotImplementedError
 
     def _wake(self, spare: int) -> None:
         """After operations were offered, of which the calling worker will take ``spare``. The lock is held."""
@@ -223,7 +216,7 @@ class Scheduler:
             operation = ready.popleft()
             if operation.function is not None:
                 if not operation.claimed:
-                    self._offer(operation)
+                    self._ready.append(operation)
                 continue
             operation.done = True
             operation.time = time.perf_counter()
@@ -274,7 +267,7 @@ class Scheduler:
 
     def _pause(self, purpose: str) -> None:
         """Sleep until something changed. The lock is held, and there is nothing for this thread to run."""
-        if self._running or self._anything_ready():
+        if self._running or self._ready:
             self._changed.wait()
         elif self._alone() or not self._changed.wait(PATIENCE_SECONDS):
             latches = ", ".join(latch.label for latch in self._latches) or "none"
@@ -319,18 +312,11 @@ class ThreadScheduler(Scheduler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ready: deque[Operation] = deque()
         self._idle = 0
         self._workers = 0
         self._closed = False
         self._work = threading.Condition(self._lock)
         _open.add(self)
-
-    def _offer(self, operation: Operation) -> None:
-        self._ready.append(operation)
-
-    def _anything_ready(self) -> bool:
-        return bool(self._ready)
 
     def _wake(self, spare: int) -> None:
         # `_idle` counts a worker until it has taken the lock again, so every operation that is ready has its own.
@@ -429,13 +415,6 @@ class AdversarialScheduler(Scheduler):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._random = random.Random(seed)
-        self._ready: list[Operation] = []
-
-    def _offer(self, operation: Operation) -> None:
-        self._ready.append(operation)
-
-    def _anything_ready(self) -> bool:
-        return bool(self._ready)
 
     def _take(self, awaited: Operation, purpose: str) -> Operation | None:
         while not awaited.done:
