@@ -76,17 +76,22 @@ def _described(array: Any) -> str:
     return f"<{kind_of(array)}{geometry}>"
 
 
-def as_integer(value: Any) -> int:
-    """Return the integer that a value is.
+def as_integer(value: Any, otherwise: int | None = None) -> int:
+    """Return the integer that a value is, or ``otherwise`` for what is none, where that is given.
 
     Raises
     ------
     TypeError
         For what is none.
     """
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{shown(value)} is no integer")
-    return index(value)
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{shown(value)} is no integer")
+        return index(value)
+    except TypeError:
+        if otherwise is None:
+            raise
+        return otherwise
 
 
 def at_least(least: int, what: str, value: Any, unit: str = "") -> int:
@@ -97,10 +102,7 @@ def at_least(least: int, what: str, value: Any, unit: str = "") -> int:
     ArgumentError
         Naming the argument, ``what``, and what it may be.
     """
-    try:
-        number = as_integer(value)
-    except TypeError:
-        number = least - 1
+    number = as_integer(value, least - 1)
     if number < least:
         raise ArgumentError(f"{what}={shown(value)}; it must be an integer, {least}{unit} or more")
     return number

@@ -150,10 +150,7 @@ class Plan:
         return self._other(index, False)
 
     def _other(self, index: int, keep: bool) -> "Plan":
-        try:
-            number = as_integer(index)
-        except TypeError:
-            number = -1
+        number = as_integer(index, -1)
         if not 0 <= number < self.candidates:
             last = self.candidates - 1
             raise ArgumentError(f"{self.name}: plan {shown(index)} of {self.candidates}; the index must be 0 to {last}")

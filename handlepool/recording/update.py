@@ -10,11 +10,9 @@ from handlepool.drivers.protocol import ASARRAY, Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import is_array
 from handlepool.tensors.inference import dense_strides
-from handlepool.tensors.layout import HOST, View
+from handlepool.tensors.layout import HOST, View, share_bytes, span
 
 _PLAIN = (int, float, complex, str, bytes, np.generic)
-_MOST_WORK: Any = 10_000
-"""How hard to try to prove that two strided arrays share no byte; past it they count as sharing."""
 
 
 class Copy(NamedTuple):
@@ -221,20 +219,11 @@ def _check_values(driver: Driver, name: str, copies: Sequence[Copy]) -> None:
 def _overlapping(driver: Driver, arrays: Sequence[Any]) -> Iterator[tuple[int, int]]:
     """Yield each two arrays, by their places, whose memory overlaps from the first to the last byte."""
     near: list[tuple[int, int, int]] = []
-    for begin, end, place in sorted([(*_extent(driver, array), place) for place, array in enumerate(arrays) if array.size]):
+    spans = [span(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize) for array in arrays]
+    for begin, end, place in sorted([(*spans[place], place) for place, array in enumerate(arrays) if array.size]):
         near = [other for other in near if other[1] > begin]
         yield from [(other[2], place) for other in near]
         near.append((begin, end, place))
-
-
-def _extent(driver: Driver, array: Any) -> tuple[int, int]:
-    begin = end = driver.array_pointer(array)
-    for extent, step in zip(array.shape, array.strides, strict=True):
-        if step < 0:
-            begin += (extent - 1) * step
-        else:
-            end += (extent - 1) * step
-    return begin, end + array.dtype.itemsize
 
 
 def _share(driver: Driver, one: Any, other: Any) -> bool:
@@ -243,7 +232,4 @@ def _share(driver: Driver, one: Any, other: Any) -> bool:
         View(driver.array_pointer(array), array.shape, array.strides, array.dtype, HOST, True, array).as_numpy()
         for array in (one, other)
     )
-    try:
-        return bool(np.shares_memory(first, second, max_work=_MOST_WORK))
-    except np.exceptions.TooHardError:
-        return True
+    return share_bytes(first, second)

@@ -62,10 +62,7 @@ class ParallelStateExecutor(Executor):
     ) -> None:
         self._pending: deque[Task] = deque()  # tasks whose end the GPU has not passed; appends and pops are atomic
         self._events: dict[DeviceSlots, Events] = {}
-        try:
-            workers = as_integer(max_workers)
-        except TypeError:
-            workers = 0
+        workers = as_integer(max_workers, 0)
         if workers < 1:
             raise ArgumentError(f"ParallelStateExecutor({shown(max_workers)}): 1 worker or more")
         if pool is None:

@@ -45,10 +45,7 @@ class ParallelStates:
     """
 
     def __init__(self, count: int, *, pool: HandlePool | None = None) -> None:
-        try:
-            self.count = as_integer(count)
-        except TypeError:
-            self.count = 0
+        self.count = as_integer(count, 0)
         if not 1 <= self.count <= MOST_SIDE_SLOTS:
             raise ArgumentError(f"ParallelStates({shown(count)}): 1 to {MOST_SIDE_SLOTS} states, as many as the GPU has queues")
         if pool is None:
@@ -139,10 +136,7 @@ class ParallelStates:
         StateBusyError
             When the state is busy and this thread holds a state already, since waiting then could deadlock.
         """
-        try:
-            number = as_integer(index)
-        except TypeError:
-            number = -1
+        number = as_integer(index, -1)
         if not 0 <= number < self.count:
             raise StateIndexError(f"state {shown(index)} of {self.count}: the index must be 0 to {self.count - 1}")
         self.pool.internals.status.check()

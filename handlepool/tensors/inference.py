@@ -234,10 +234,7 @@ def concatenation_axis(node: Any, rank: int) -> int:
 
 def _index(node: Any, name: str, count: int, of: str) -> int:
     value = node.params.get(name)
-    try:
-        index = as_integer(value)
-    except TypeError:
-        index = -1
+    index = as_integer(value, -1)
     if not 0 <= index < count:
         raise ArgumentError(f"{title(node)}: {name}={shown(value)} is none of its {count} {of}, counted from 0")
     return index

@@ -1,5 +1,6 @@
 """How an array lies in memory: what a plan takes and gives, and what it can be built for before there are arrays."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ HOST = -1
 """Stands for a device's ordinal where memory is the host's."""
 UNKNOWN = -2
 """Stands for a device's ordinal where the library does not say."""
+_MOST_WORK: Any = 10_000
+"""How hard to try to prove that two strided arrays share no byte; past it they count as sharing."""
 
 
 class View:
@@ -62,10 +65,7 @@ class View:
     @property
     def size(self) -> int:
         """Number of elements."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     def __repr__(self) -> str:
         return f"<View of {self.dtype} {self.shape} at {self.ptr:#x} of {kind_of(self.owner)}>"
@@ -123,10 +123,7 @@ class Layout:
     @property
     def size(self) -> int:
         """Number of elements."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     def lies_as(self, other: "Layout") -> bool:
         """Whether another one has the same elements at the same places; strides of axes of extent 1 say nothing."""
@@ -136,6 +133,20 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape} with strides {self.strides} bytes"
+
+
+def span(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """Return where an array's memory begins and ends, whose first element is at an address; strides in bytes, also negative."""
+    ends = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
+    return address + sum(end for end in ends if end < 0), address + sum(end for end in ends if end > 0) + itemsize
+
+
+def share_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    """Whether two arrays have a byte in common, or may have, where that takes too long to tell."""
+    try:
+        return np.shares_memory(one, other, max_work=_MOST_WORK)
+    except np.exceptions.TooHardError:
+        return True
 
 
 class ArraySpec:

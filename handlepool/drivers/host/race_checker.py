@@ -21,15 +21,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from handlepool.errors import ContractError
+from handlepool.tensors.layout import share_bytes, span
 
 if TYPE_CHECKING:
     from handlepool.drivers.host.scheduler import Operation
 
 Array = np.ndarray[Any, Any]
 Clock = dict[int, int]
-
-MOST_WORK: Any = 10_000
-"""How hard to try to prove that two strided arrays share no byte; past it they count as sharing."""
 
 
 class Access:
@@ -57,7 +55,8 @@ class Past:
         self.moment = moment
         self.generation: int = access.block.generation
         self.view = access.view
-        self.start, self.stop = _bounds(access.view)
+        view = access.view
+        self.start, self.stop = span(view.__array_interface__["data"][0], view.shape, view.strides, view.itemsize)
         self.what = what
         self.where = where
         self.writes = access.writes
@@ -71,10 +70,7 @@ class Past:
             return False
         if self.stop <= other.start or other.stop <= self.start:
             return False
-        try:
-            return np.shares_memory(self.view, other.view, max_work=MOST_WORK)
-        except np.exceptions.TooHardError:
-            return True
+        return share_bytes(self.view, other.view)
 
     def stands_for(self, earlier: "Past") -> bool:
         """Whether whoever is ordered after this access, or in conflict with the earlier one, is so with this one, too."""
@@ -187,16 +183,6 @@ def caller() -> str:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("handlepool", "numpy"):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _bounds(view: Array) -> tuple[int, int]:
-    start = stop = view.__array_interface__["data"][0]
-    for extent, step in zip(view.shape, view.strides, strict=True):
-        if step < 0:
-            start += (extent - 1) * step
-        else:
-            stop += (extent - 1) * step
-    return start, stop + view.dtype.itemsize
 
 
 def _span(past: Past, block: Any) -> str:
