@@ -97,6 +97,7 @@ class Accounts:
         known = Counter(slot.handle for slot in self.slots) + Counter(self.builders) + Counter(self.doomed)
         assert set(known.values()) <= {1}, f"handles with two owners: {[h for h, n in known.items() if n > 1]}"
         assert len({id(slot) for slot in self.slots}) == len(self.slots)
+        assert {slot for device in self.devices for slot in device.slots} == set(self.slots), "lost or unknown slots"
         alive = self.pool.driver._handles_alive
         late = [slot.handle for slot in self.late] + [handle for device in self.closed for handle in device.handles.doomed]
         there = {*self.handles(), *(handle for handle in late if handle.backend_handle is not None)}
@@ -125,6 +126,7 @@ class Accounts:
             "handles_building": len(self.builders),
         }
         assert {name: stats.get(name, 0) for name in expected} == expected
+        assert stats.get("slots_lost", 0) == 0
         assert stats.get("handles_created", 0) == sum(expected.values()) + stats.get("handles_destroyed", 0), stats
         events = sum(event is not None for slot in self.sides + self.late for event in (slot.start_event, slot.end_event))
         events += sum(event is not None for device in self.devices + self.closed for event, _ in device.scratch.retired)
