@@ -33,6 +33,7 @@ from handlepool.recording.program import Program
 from handlepool.recording.record import record
 from handlepool.regions.executor import ParallelStateExecutor
 from handlepool.regions.future import StreamFuture
+from handlepool.regions.operation import operation
 from handlepool.regions.states import Fork, ParallelStates
 from handlepool.tensors.layout import ArraySpec
 
@@ -75,6 +76,7 @@ __all__ = [
     "get_handle",
     "get_workspace",
     "graph",
+    "operation",
     "prewarm",
     "record",
     "set_default_pool",

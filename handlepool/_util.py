@@ -1,11 +1,13 @@
 """Small helpers below everything: protocols of other libraries, values in messages, integers, and clean-up after errors."""
 
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from operator import index
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +28,7 @@ MOST_SHOWN = 100
 """Characters of a value."""
 
 _SCALARS = (str, bytes, int, float, complex, Enum, np.bool_, np.number)
+_BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFunctionType)
 
 
@@ -162,11 +165,13 @@ def content(cell: CellType) -> Any:
 def leaves(*values: object, calls: bool = False) -> Iterator[Any]:
     """Yield what is reached from values through lists, tuples and dictionaries, in order; each container is entered once.
 
-    With ``calls`` also through sets, and through what a call of a function reads beside its arguments: closures, defaults, and
-    what partial functions and methods are bound to.
+    With ``calls`` also through sets and dataclasses, and through what a call of a function reads beside its arguments: closures,
+    defaults, what partial functions and methods are bound to with its attributes, and the parameters and buffers of a
+    ``torch.nn.Module``. Globals and deeper attributes are not reached.
     """
     left: list[Any] = [*reversed(values)]
     entered: dict[int, object] = {}
+    module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", ()) if calls else ()
     while left:
         value = left.pop()
         inside: Iterable[Any]
@@ -177,14 +182,48 @@ def leaves(*values: object, calls: bool = False) -> Iterator[Any]:
         elif calls and isinstance(value, (set, frozenset)):
             inside = value
         elif calls and type(value) is partial:
-            inside = (value.func, value.args, value.keywords)
-        elif calls and isinstance(value, MethodType):
-            inside = (value.__self__, value.__func__)
+            inside = (bound_call(value.func), value.args, value.keywords)
         elif calls and isinstance(value, FunctionType):
             inside = (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()))
+        elif calls and isinstance(value, _BOUND):
+            bound = value.__self__
+            inside = () if isinstance(bound, (ModuleType, type)) else (bound, *_attributes(bound))
+            inside = (getattr(value, "__func__", None), *inside)
+        elif calls and isinstance(value, module):
+            yield value
+            inside = (*value.parameters(), *value.buffers())
+        elif calls and is_dataclass(value) and not isinstance(value, type):
+            yield value
+            inside = [getattr(value, field.name, None) for field in fields(value)]
         else:
             yield value
             continue
         if id(value) not in entered:
             entered[id(value)] = value
             left += reversed([*inside])
+
+
+def bound_call(function: Any) -> Any:
+    """Return what leads to all that a call of a function reads: of an object that can be called its bound method, else itself."""
+    if isinstance(function, (FunctionType, partial, type, *_BOUND)) or not callable(function):
+        return function
+    return function.__call__
+
+
+def _attributes(value: object) -> list[Any]:
+    """Return the values of an object's own attributes."""
+    own = getattr(value, "__dict__", None)
+    found = [*own.values()] if isinstance(own, dict) else []
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        found += [getattr(value, name, None) for name in names if isinstance(kind.__dict__.get(name), MemberDescriptorType)]
+    return found
+
+
+def frames_inside() -> int:
+    """Return how many frames of this package the caller is deep in, for a warning's ``stacklevel``: whoever called into it."""
+    frame, depth = sys._getframe(1), 1  # noqa: SLF001 - public in all but its name
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "handlepool":
+        frame, depth = frame.f_back, depth + 1
+    return depth

@@ -99,6 +99,9 @@ def cases(pool):
     def decorated(*args, **kwargs):
         return handlepool.graph(*args, **kwargs)(x, w)
 
+    def declared(*args, **kwargs):
+        return handlepool.operation(*args, **kwargs)(x)
+
     def submitted(*args, **kwargs):
         return executor.submit(*args, **kwargs).result()
 
@@ -125,6 +128,7 @@ def cases(pool):
         "set_default_pool": case(handlepool.set_default_pool, pool),
         "with_cudnn_state": case(handlepool.with_cudnn_state, 0, shown, x, y=3),
         "graph": case(decorated, conv, inputs=["x", "w"], outputs=["conv::Y"], **SETTINGS),
+        "operation": case(declared, shown, mutates=(), reads=lambda *_: 3),
         "record": case(handlepool.record, plain, x, w, pool=pool, padding=1),
         "conv2d": case(handlepool.conv2d, x, w, **CONVOLUTION),
         "conv2d, out": case(handlepool.conv2d, x, w, None, padding=1, out=y),
@@ -141,6 +145,7 @@ def cases(pool):
         ),
         "Fork.run, relu": case(in_fork("run"), ops.relu, x, None, pool=None),
         "Fork.run, function": case(in_fork("run"), shown, x, y=3),
+        "Fork.wait": case(in_fork("wait"), x, [x]),
         "Fork.map": case(in_fork("map"), plain, [x, x], [w, w], out=None),
         "GraphFunction": case(GraphFunction, conv, inputs=None, outputs=None, check=None, copies=True, **SETTINGS),
         "GraphFunction, called": case(plain, x, w, b, padding=1, out=y),

@@ -6,24 +6,34 @@ from handlepool.drivers.protocol import Driver
 
 
 class Events:
-    """Events of one device. One may be recorded anew as soon as nobody will wait for its old record any more."""
+    """Events of one device. One may be recorded anew as soon as nobody will wait for its old record any more.
+
+    Attributes
+    ----------
+    free : list of event
+        What `take` takes first.
+    """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._free: list[Any] = []  # appends and pops are atomic
+        self.free: list[Any] = []  # appends and pops are atomic
         self._closed = False
 
     def take(self) -> Any:
         """Return an event; called with its device current."""
         try:
-            return self._free.pop()
+            return self.free.pop()
         except IndexError:
             with self._driver.relaxed():
                 return self._driver.create_event()
 
     def put(self, event: Any) -> None:
         """Take an event back."""
-        self._free.append(event)
+        self.free.append(event)
+        self.returned()
+
+    def returned(self) -> None:
+        """Be told that events were put among the free ones."""
         if self._closed:  # in this order, so that one of the two threads sees it
             self.settle()
 
@@ -39,15 +49,15 @@ class Events:
     def settle(self) -> bool:
         """Destroy the free events, and from now on whatever is released. Whether that could be done."""
         self._closed = True
-        while self._free:
+        while self.free:
             try:
-                event = self._free.pop()
+                event = self.free.pop()
             except IndexError:
                 break
             try:
                 with self._driver.relaxed():
                     self._driver.destroy_event(event)
             except Exception:
-                self._free.append(event)  # for a later try
+                self.free.append(event)  # for a later try
                 return False
         return True

@@ -25,7 +25,7 @@ import numpy as np
 
 from handlepool._util import kind_of
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
-from handlepool.tensors.layout import View
+from handlepool.tensors.layout import Piece, View
 
 ALIGNMENT = 256
 """Bytes that scratch begins at multiples of."""
@@ -125,8 +125,8 @@ class Executable(Protocol):
 
         It is ``launch(begin, arrays, out, fresh=None)``, and returns the outputs, or ``NOT_CACHED`` where the arrays are others
         than it was made for, or must not be launched with. ``begin`` is None, or what returns the slot to launch on when it is
-        called with the operands and ``launch``; outputs are allocated before, or are ``fresh``, one of the ``count`` tuples that
-        ``launch.allocate(count)`` returned, which may share a block of memory.
+        called with the operands, ``launch`` and the operands' addresses; outputs are allocated before, or are ``fresh``, one of
+        the ``count`` tuples that ``launch.allocate(count)`` returned, which may share a block of memory.
 
         Parameters
         ----------
@@ -138,7 +138,9 @@ class Executable(Protocol):
             Whether there is one output, not a tuple.
         names : dict
             ``NOT_CACHED``; ``recordings``, which is empty while nothing is recorded; ``current_device`` and ``current_stream``;
-            the pool's ``status``, ``find()`` and ``sound(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(error)``.
+            the pool's ``status``, ``find()`` and ``sound(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(error)``;
+            ``opened``, which is empty while no fork orders branches, and ``before(operands, launch, addresses)``, which is to be
+            called else where there is no ``begin``.
         """
 
 
@@ -177,6 +179,9 @@ class RecordingMemory(Protocol):
     def release(self) -> bool:
         """Give what no array has back to the device; called inside `Driver.relaxed`. Whether that was all."""
 
+
+BeforePlain = Callable[[int, Sequence[Piece], Sequence[Piece]], None]
+"""Told of a stream, and of the memory that is about to be read and written on it."""
 
 LEGACY_STREAM = 0
 PER_THREAD_STREAM = 2
@@ -307,6 +312,9 @@ class Driver(Protocol):
         no join waits for what runs there.
         """
 
+    def block_range(self, block: Any) -> tuple[int, int]:
+        """Return where memory begins and ends that a region's allocator passed to ``keep``."""
+
     def swap_allocator(self, allocator: Any) -> Any:
         """Make an allocator this thread's; returns the one before, None for the default."""
 
@@ -345,6 +353,12 @@ class Driver(Protocol):
             What ends it.
         """
 
+    def order_plain(self, before: BeforePlain) -> None:
+        """Have a function told of what is done with the driver's arrays beside our calls, before it is queued.
+
+        Nothing where the driver sees none of that.
+        """
+
     # Arrays and graphs
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised array on the current device; strides in bytes."""
@@ -355,6 +369,12 @@ class Driver(Protocol):
     def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
         """Return a device array's copy on the host, ordered after the current stream."""
 
+    def peek(self, array: Any) -> np.ndarray[Any, Any] | None:
+        """Return an array's copy on the host, ordered after the current stream, for who compares it; None under a capture.
+
+        The array may be of another library that says where it lies. On the host driver nothing counts as ordered by it.
+        """
+
     def copy(self, target: Any, source: Any) -> None:
         """Copy an array into another of the same shape and type, both on the current device, on the current stream."""
 
@@ -363,6 +383,9 @@ class Driver(Protocol):
 
     def array_pointer(self, array: Any) -> int:
         """Return the address of an array's first element."""
+
+    def array_pointers(self, arrays: Sequence[Any]) -> list[int]:
+        """Return the addresses of many arrays; raises AttributeError or TypeError for what is none of the driver's."""
 
     def adopt(self, view: View) -> Any:
         """Memory of another library's as an operand; raises ArrayTypeError for memory that the driver's graphs cannot use."""

@@ -115,3 +115,25 @@ def run_branch(
     if pointer != caller:
         record(value, caller, device)
     return value
+
+
+def version(tensor: Any) -> int | None:
+    """Return what torch counts on with each write to a tensor's storage; None where it does not count."""
+    return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - it has no public name
+
+
+def storage(tensor: Any) -> int:
+    """Return what the tensors of one storage have in common."""
+    pointer: int = tensor.untyped_storage().data_ptr()
+    return pointer
+
+
+def peek(tensor: Any) -> np.ndarray[Any, Any] | None:
+    """Return the bytes of a tensor's elements, after torch's current stream; None under a capture, and where it has no bytes."""
+    if tensor.layout is not torch.strided or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    try:
+        values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        return np.array(values.cpu().numpy())
+    except RuntimeError:
+        return None

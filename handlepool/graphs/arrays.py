@@ -17,7 +17,7 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 from handlepool.regions.stream_order import integration, order
 from handlepool.tensors.dlpack import from_cuda_array, from_dlpack
-from handlepool.tensors.layout import HOST, Layout, View
+from handlepool.tensors.layout import HOST, Layout, Piece, View
 
 
 class ForeignCall(GraphCall):
@@ -32,7 +32,7 @@ class ForeignCall(GraphCall):
         self.stream, self.callers = converted.stream, converted.callers
 
     def launch(self, slot: Slot) -> Any:
-        """Enqueue on the slot's stream, in order with the callers, and return the outputs."""
+        """Enqueue on the slot's stream, in order with the callers and with branches, and return the outputs."""
         converted = self._converted
         pointer = slot.pointer
         for caller in converted.callers:
@@ -44,8 +44,12 @@ class ForeignCall(GraphCall):
 
     def enqueue(self, slot: Slot) -> Any:
         """Enqueue a branch: the fork has seen to the order."""
-        self._call.launch(slot)
+        self._call.enqueue(slot)
         return self._finish(slot)
+
+    def pieces(self) -> tuple[list[Piece], list[Piece]]:
+        """As `GraphCall.pieces`."""
+        return self._call.pieces()
 
     def _finish(self, slot: Slot) -> Any:
         converted = self._converted

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from handlepool._util import holds_values, shown
 from handlepool.drivers.protocol import Driver, check_operands, operand_name
@@ -14,13 +14,14 @@ from handlepool.pool.default import chosen_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_cache import Entry, Shortcut
 from handlepool.pool.slot import Slot
-from handlepool.tensors.layout import Layout
+from handlepool.regions.data_order import Operands, before, opened
+from handlepool.tensors.layout import Layout, Piece
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-Begin = Callable[[tuple[Any, ...], Shortcut], Slot]
-"""What a fork gives to a `hit`: told the operands and what launches them, it returns the slot to launch on."""
+Begin = Callable[[tuple[Any, ...], Shortcut, tuple[int, ...]], Slot]
+"""What a fork gives to a `hit`: told the operands, what launches them and their addresses, it returns the slot to launch on."""
 
 
 def hit(
@@ -98,9 +99,20 @@ def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...]
         "tick": pool.plans.tick,
         "status": pool.status,
         "diagnose": pool.status.diagnose,
+        "opened": opened,
+        "before": partial(_before, pool),
     }
     made = plan.executable.shortcut(inputs, outputs, plan.alias_pairs if outs else None, plan.single, names)
-    return made or _shortcut(pool, entry, inputs + outputs if outs else inputs, bool(outs))
+    launch: Any = made or _shortcut(pool, entry, inputs + outputs if outs else inputs, bool(outs))
+    launch.operands = Operands(inputs + outputs, len(inputs), not outs)
+    return cast("Shortcut", launch)
+
+
+def _before(pool: PoolInternals, arrays: tuple[Any, ...], launch: Any, addresses: tuple[int, ...]) -> None:
+    """Let the current stream wait for the branches that a launch conflicts with."""
+    pieces = launch.operands.pieces(addresses)
+    inputs = launch.operands.inputs
+    before(pool, pieces[:inputs], pieces[inputs:], arrays)
 
 
 def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], given: bool) -> Shortcut:
@@ -117,7 +129,13 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
             return NOT_CACHED
         made = outs or fresh or new_outputs(pool, plan.outputs, empty)
         entry.used, pool.plans.recent = pool.plans.tick(), entry
-        slot = pool.slot() if begin is None else begin(arrays + made, at_once)
+        if begin is None and not opened:
+            slot = pool.slot()
+        else:
+            addresses = tuple(map(pool.driver.array_pointer, arrays + made))
+            if begin is None:
+                _before(pool, arrays + made, at_once, addresses)
+            slot = pool.slot() if begin is None else begin(arrays + made, at_once, addresses)
         launch(pool, plan, slot, arrays + made, given)
         return out if given else made[0] if plan.single else made
 
@@ -141,6 +159,9 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
         if thread.recording is not None:
             thread.recording.check(f"a launch of {plan.name}", slot.pointer, pool.driver)
             thread.recording.keep(plan)
+            inputs = len(plan.inputs)
+            pieces = [Layout.of(array).piece(pool.driver.array_pointer(array)) for array in operands]
+            thread.recording.accessed(pieces[:inputs], pieces[inputs:])
         size = executable.workspace_size
         check = plan.check_aliases if given else None
         executable.launch(handle, operands, slot.reserve(size) if size else 0, check)
@@ -193,14 +214,29 @@ class GraphCall:
         self.result = result
 
     def launch(self, slot: Slot) -> Any:
-        """Enqueue on the slot's stream, in order with the callers, and return the outputs."""
+        """Enqueue on the slot's stream, in order with the callers and with branches, and return the outputs."""
+        if opened:
+            before(self._pool, *self.pieces(), self.operands, slot.pointer)
+        return self.enqueue(slot)
+
+    def enqueue(self, slot: Slot) -> Any:
+        """Enqueue on a side slot's stream, for which a fork sees to the order."""
         launch(self._pool, self.plan, slot, self._own, self._given)
         for call in self._more:
-            call.launch(slot)
+            call.enqueue(slot)
         return self.result
 
-    enqueue = launch
-    """The same on a side slot's stream, for which a fork sees to the order."""
+    def pieces(self) -> tuple[list[Piece], list[Piece]]:
+        """Return the memory that is read, and that is written."""
+        driver = self._pool.driver
+        inputs = len(self.plan.inputs)
+        found = [Layout.of(array).piece(driver.array_pointer(array)) for array in self._own]
+        reads, writes = found[:inputs], found[inputs:]
+        for call in self._more:
+            more, changed = call.pieces()
+            reads += more
+            writes += changed
+        return reads, writes
 
     def then(self, make: "Callable[[Any], GraphCall]") -> "GraphCall":
         """Add a call that writes this one's result in place; ``make`` is given the result in the driver's form."""

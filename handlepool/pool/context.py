@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -48,6 +48,9 @@ class UnderWay(Protocol):
 
     def keep(self, plan: object) -> None:
         """Keep a plan that was launched."""
+
+    def accessed(self, reads: Iterable[Any], writes: Iterable[Any]) -> None:
+        """Take note of the memory that a recorded call reads, and that it writes."""
 
     def check(self, what: str, pointer: int, driver: Driver) -> None:
         """Raise for work on a stream that is no part of what is recorded."""

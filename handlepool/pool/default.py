@@ -188,6 +188,13 @@ def current_pool() -> PoolInternals:
     return (default_pool() if _default is None else _default).internals
 
 
+def pool_so_far() -> PoolInternals | None:
+    """Return what `current_pool` does; None where that would make the default pool."""
+    if elsewhere and thread.pool is not None:
+        return cast(PoolInternals, thread.pool)
+    return None if _default is None else _default.internals
+
+
 def chosen_pool(who: str, pool: HandlePool | None) -> PoolInternals:
     """Return the pool that was passed, and where none was, the current one.
 

@@ -30,8 +30,9 @@ class HandlePool:
         Most compiled graphs of one device that are kept.
     check : bool, optional
         Whether to check what cuDNN and CuPy leave unchecked: that a handle is used by the thread that owns it, a workspace on its
-        own stream, and ``cupy.fft`` and ``cupy.random`` not in concurrent branches; on the host driver also that any two
-        accesses to an array, one of which writes, are ordered. Where it is not given, the environment variable
+        own stream, and ``cupy.fft`` and ``cupy.random`` not in concurrent branches; that operations, and branches that return
+        new arrays, change none of their arguments but what is declared, for which the host waits for them; on the host driver
+        also that any two accesses to an array, one of which writes, are ordered. Where it is not given, the environment variable
         ``HANDLEPOOL_CHECK`` decides: unset, ``0``, ``off``, ``no`` and ``false`` are off. Calls cost more with checks, and
         nothing more without.
     strict : bool

@@ -5,7 +5,7 @@ Arrays come from memory of the recording's own, so that what was allocated for a
 (guarantee 9).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,8 +17,11 @@ from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.workspace import DeviceScratch
+from handlepool.regions.data_order import Memory
 from handlepool.regions.memory import underneath
+from handlepool.regions.plain_calls import piece_of, pieces_of
 from handlepool.regions.stream_order import in_torch, torch_among
+from handlepool.tensors.layout import Piece, Token
 
 
 class Kept:
@@ -74,6 +77,8 @@ class Recording:
         Of the program that was made of it; None once that cannot be used any more.
     kept : Kept
         What the graph reads.
+    reads, writes : set of Piece or Token
+        What it is known to read and write, by its graph functions and operations.
     """
 
     def __init__(self, pool: PoolInternals, name: str) -> None:
@@ -81,6 +86,8 @@ class Recording:
         self.device = pool.driver.current_device()
         self.graph: RecordedGraph | None = None
         self.scratch: set[DeviceScratch] = set()
+        self.reads: set[Piece | Token] = set()
+        self.writes: set[Piece | Token] = set()
         self.event: Any = None
         self._name = name
         self._memory = pool.driver.recording_memory()
@@ -92,6 +99,11 @@ class Recording:
         """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
         self._plans[id(plan)] = plan
 
+    def accessed(self, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token]) -> None:
+        """Take note of what a recorded call reads and writes: each replay does."""
+        self.reads.update(reads)
+        self.writes.update(writes)
+
     def check(self, what: str, pointer: int, driver: Driver) -> None:
         """Raise for work on a stream that is no part of what is recorded: it would be done now, and at no replay."""
         if underneath(driver) is not underneath(self.pool.driver):  # another driver's work is no part of anything here
@@ -101,6 +113,16 @@ class Recording:
                 f"{what} on stream {pointer:#x} inside the recording of {self._name}, of which that stream is no part, so that "
                 f"replays would go without it: use the current stream there, and open forks inside the function that is recorded"
             )
+
+    def memory(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Memory:
+        """Return what a replay reads and writes. A function that returned new arrays alone wrote what it is known to.
+
+        Any other may have written whatever it was given, as in a branch.
+        """
+        driver = self.pool.driver
+        given = pieces_of(driver, function, args, kwargs, calls=True)
+        own = all(self._memory.holds(value) for value in leaves(outputs) if piece_of(driver, value) is not None)
+        return Memory([*self.reads, *given], [*self.writes, *pieces_of(driver, outputs), *(() if own else given)])
 
     def release_plans(self) -> None:
         """Let go of the plans; the graph is not launched any more."""

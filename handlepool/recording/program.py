@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 from threading import get_ident
@@ -17,7 +17,10 @@ from handlepool.pool.context import on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording.update import Inputs, copy_all
+from handlepool.regions.data_order import Memory, before, opened
 from handlepool.regions.memory import branch_regions
+from handlepool.regions.plain_calls import exact, pieces_of
+from handlepool.tensors.layout import Piece, Token
 
 if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
@@ -54,7 +57,9 @@ class Program:
 
     _recording: "Recording | None" = None
 
-    def __init__(self, name: str, recording: "Recording", inputs: Inputs, outputs: Any, home: StreamReference) -> None:
+    def __init__(
+        self, name: str, recording: "Recording", inputs: Inputs, outputs: Any, home: StreamReference, memory: Memory
+    ) -> None:
         pool = recording.pool
         self._status = pool.status
         driver = self._driver = pool.driver
@@ -66,6 +71,7 @@ class Program:
         self._number = next(_numbers)
         self._inputs = inputs
         self._outputs = outputs
+        self._memory = memory
         # One use at a time: CUDA takes no two launches of a graph at once, and a close ends what launches read. A finaliser that
         # the collector runs inside a use may take it, too: it finds `_busy`, and is refused: it could only wait for itself.
         self._lock = threading.RLock()
@@ -133,6 +139,8 @@ class Program:
         """
         if self._status.unusable:
             self._status.check()
+        if opened:
+            self._after_branches(self._memory.reads, self._memory.writes, stream)
         lock = self._lock
         try:
             if self._busy is not None:
@@ -193,6 +201,9 @@ class Program:
         if self._recording is None:
             self._refuse()
         copies = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
+        if opened:
+            sources, targets = ([getattr(copy, name) for copy in copies] for name in ("source", "target"))
+            self._after_branches(pieces_of(self._driver, sources), pieces_of(self._driver, targets), None, copies)
         self._follow(None)
         self._enqueue(partial(copy_all, self._driver, copies))
 
@@ -255,6 +266,15 @@ class Program:
         raise PoolClosedError(f"the program {self._name} was closed; record it again")
 
     # Order
+
+    def _after_branches(
+        self, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token], stream: Any, keep: object = None
+    ) -> None:
+        """Let a stream wait for the branches of this thread's forks that a use conflicts with (guarantee 17)."""
+        recording = self._recording
+        if recording is not None:
+            pointer = None if stream is None else resolve(self._driver, stream).pointer
+            before(recording.pool, reads, writes, keep or (self, self._outputs), pointer)
 
     def _follow(self, stream: Any) -> None:
         """Make another stream the one that uses the memory, after all that the last one was given by now."""
@@ -417,6 +437,9 @@ class Program:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+exact.update((Program.replay, Program.update))
 
 
 def capturing(pointer: int) -> CaptureError:

@@ -75,7 +75,7 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
         outputs = recording.capture(function, args, kwargs)
         if outputs is None:
             raise _nothing(name)
-        return Program(name, recording, inputs, outputs, home)
+        return Program(name, recording, inputs, outputs, home, recording.memory(function, args, kwargs, outputs))
     except BaseException:
         outputs, done = None, False
         try:

@@ -10,7 +10,7 @@ from handlepool.drivers.protocol import ASARRAY, Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import is_array
 from handlepool.tensors.inference import dense_strides
-from handlepool.tensors.layout import HOST, View, share_bytes, span
+from handlepool.tensors.layout import Piece, piece, share
 
 _PLAIN = (int, float, complex, str, bytes, np.generic)
 
@@ -209,7 +209,7 @@ def _check_values(driver: Driver, name: str, copies: Sequence[Copy]) -> None:
     for pair in _overlapping(driver, [copy.target for copy in copies]):
         first, second = (copies[place] for place in sorted(pair))
         # Where both sources are as far away, every byte of both targets has one value.
-        if first.shift != second.shift and _share(driver, first.target, second.target):
+        if first.shift != second.shift and share(_piece(driver, first.target), _piece(driver, second.target)):
             raise ArgumentError(
                 f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and update was "
                 f"given two values for it; pass the same array for both, or None for one of them"
@@ -219,17 +219,11 @@ def _check_values(driver: Driver, name: str, copies: Sequence[Copy]) -> None:
 def _overlapping(driver: Driver, arrays: Sequence[Any]) -> Iterator[tuple[int, int]]:
     """Yield each two arrays, by their places, whose memory overlaps from the first to the last byte."""
     near: list[tuple[int, int, int]] = []
-    spans = [span(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize) for array in arrays]
-    for begin, end, place in sorted([(*spans[place], place) for place, array in enumerate(arrays) if array.size]):
+    for begin, end, place in sorted([(*_piece(driver, array)[:2], place) for place, array in enumerate(arrays) if array.size]):
         near = [other for other in near if other[1] > begin]
         yield from [(other[2], place) for other in near]
         near.append((begin, end, place))
 
 
-def _share(driver: Driver, one: Any, other: Any) -> bool:
-    """Whether two arrays have a byte in common. NumPy says so from addresses alone, and reads nothing."""
-    first, second = (
-        View(driver.array_pointer(array), array.shape, array.strides, array.dtype, HOST, True, array).as_numpy()
-        for array in (one, other)
-    )
-    return share_bytes(first, second)
+def _piece(driver: Driver, array: Any) -> Piece:
+    return piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)

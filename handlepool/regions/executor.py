@@ -28,8 +28,10 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.slot import Slot, bind_to_thread
 from handlepool.pool.stream import check_foreign, resolve
+from handlepool.regions.data_order import opened
 from handlepool.regions.future import StreamFuture, Task
 from handlepool.regions.memory import branch_regions, inherited
+from handlepool.regions.operation import follow_branches
 from handlepool.regions.stream_order import in_torch, order, torch_among
 
 T = TypeVar("T")
@@ -75,6 +77,9 @@ class ParallelStateExecutor(Executor):
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "StreamFuture[T]":
         """Run ``fn(*args, **kwargs)`` on a side stream, after what the current stream has been given by now.
 
+        Inside a fork it starts after the branches that read or wrote what it is given, too. What the task itself does is ordered
+        for others by its future alone.
+
         Arrays that it makes are memory of the stream that is current here. Before they are let go of, that stream has to wait for
         whoever reads them on another.
 
@@ -100,6 +105,8 @@ class ParallelStateExecutor(Executor):
         """
         pool = self._pool.internals
         try:
+            if opened:
+                follow_branches(pool, fn, args, kwargs)
             task = self._task(pool, torch_among(fn, args, kwargs) if "torch" in modules else None)
         except Exception as error:
             pool.status.diagnose(error)

@@ -2,7 +2,7 @@
 
 Two events a branch carry the order (guarantee 6): one recorded on the caller's stream when the branch is run, which the side
 stream waits for, and one recorded on the side stream at the join, which the caller's stream waits for. Between two branches
-stands nothing (guarantee 7).
+stands what their data asks for (guarantee 17), and nothing else (guarantee 7).
 """
 
 import gc
@@ -17,16 +17,34 @@ from typing import Any, TypeVar
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, OwnershipError, PoolClosedError
 from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, launchers, on_device, recordings, run_on, thread
-from handlepool.pool.deferred import defer, deferred, settle
+from handlepool.pool.deferred import abandon, defer, deferred, settle
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.stream import check_foreign, resolve
+from handlepool.regions.data_order import (
+    NOBODYS,
+    DataOrder,
+    Memory,
+    Needs,
+    Operands,
+    Track,
+    Use,
+    open_order,
+    opened,
+)
 from handlepool.regions.memory import Region, branch_regions, held_by, inherited
-from handlepool.regions.stream_order import in_torch, order, torch_among
+from handlepool.regions.operation import OperationCall, operation_of
+from handlepool.regions.plain_calls import PlainCall, pieces_of, warn_of_guess
+from handlepool.regions.stream_order import in_torch, torch_among
+from handlepool.regions.stream_order import order as order_streams
+from handlepool.regions.undeclared import run_watched
 
 T = TypeVar("T")
 
 _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
+
+Met = tuple[list[Use], list[Use]] | None
+"""What a branch reads and writes, as the books have it."""
 
 _NOT_ENTERED, _LEFT = 0, -1
 """What stands for the thread of a fork that is not open."""
@@ -41,11 +59,18 @@ class Fork:
     __slots__ = (
         "_callers",
         "_count",
+        "_counted",
         "_driver",
+        "_free",
+        "_home",
         "_inherited",
         "_kept",
         "_leased",
+        "_mark",
         "_next",
+        "_once",
+        "_order",
+        "_ordered",
         "_ordinal",
         "_pointer",
         "_pool",
@@ -55,9 +80,19 @@ class Fork:
         "_status",
         "_stream",
         "_thread",
+        "_tracks",
+        "_within",
     )
 
-    def __init__(self, pool: PoolInternals, count: int, stream: Any = None) -> None:
+    def __init__(self, pool: PoolInternals, count: int, stream: Any = None, *, ordered: bool = True, once: bool = False) -> None:
+        self._ordered = ordered
+        self._once = once  # whether it is for one map, which nothing comes after
+        self._order: DataOrder | None = None  # opened with the first branch
+        self._home = NOBODYS  # the caller's track
+        self._counted = False  # whether the books are kept open for it: a fork in a branch is over with that
+        self._mark = object()  # stands for this fork where that must not be kept
+        self._free = False  # whether branches are started that need no order
+        self._tracks: list[Track] = []  # of the leased states
         self._thread = _NOT_ENTERED  # or the thread that entered it, or `_LEFT`
         self._pool = pool
         self._status = pool.status
@@ -93,14 +128,24 @@ class Fork:
         self._inherited = outer is not None
         if outer is not None:
             outer.enter(self._leased)
+        # Of whose Python this is the body: of a branch, where that is known, or of none.
+        self._within = order.running if opened and (order := open_order(driver, ordinal)) is not None else None
         self._thread = get_ident()
         return self
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run one branch: ``function(*args, **kwargs)`` with a side stream as the current stream.
 
-        The branch starts after everything that the caller's stream has been given by now. Branches take the states in turn, and
-        two on one state run one after the other. Where every side slot of the device is out, the branch runs on the caller's
+        In the body of the fork plain CuPy or torch code reads what branches made behind `wait` alone. Graph functions, operations
+        and programs wait on their own there.
+
+        The branch starts after everything that the caller's stream has been given by now, after the branches whose outputs it
+        reads, and after those that read or write what it overwrites. Memory decides, so views count. A plain function reads the
+        arrays in its arguments, defaults and closure, and in the attributes of a bound object; globals, deeper attributes and raw
+        pointers are not seen. What it writes in place is said by `handlepool.operation`, or guessed from what it returns.
+
+        A branch that follows the last one of a state runs there. The others take the states in turn, and two on one state run one
+        after the other. Where every side slot of the device is out, the branch runs on the caller's
         stream, with the same result. A branch may use another stream of its own choice. It then orders that stream itself, before
         and after, and memory is that stream's, as outside of branches.
 
@@ -143,16 +188,7 @@ class Fork:
         if recordings and thread.recording is not None:
             thread.recording.check("a fork", self._pointer, driver)
         if prepare is None:
-            torch = torch_among(function, args, kwargs) if "torch" in modules else None
-            theirs = 0 if torch is None else self._follow((torch.current_stream(ordinal),))
-            region = self._region or self._own_region()
-            slot = self._begin((function, args, kwargs, held_by(function)), owned=True)
-            if torch is not None:
-                function, args, kwargs = in_torch(torch, slot.pointer, theirs, ordinal, function, args, kwargs)
-            if not self._leased:
-                return self._on_caller(function, args, kwargs)
-            branch_regions[slot.pointer] = region
-            return run_on(pool, slot.side_stream, ordinal, region, function, args, kwargs)
+            return self._run_python(function, args, kwargs)
         # A graph function: its outputs are known, so they are allocated before the edge that starts the branch, on the caller's
         # stream, and nothing is allocated inside the branch. Arguments that it refuses cost no side slot.
         if driver.current_stream(ordinal) is self._stream:
@@ -161,8 +197,102 @@ class Fork:
             call = self._on_caller(prepare, (function, pool, args, kwargs), {})
         if call.callers:
             self._follow(call.callers)
-        result = call.enqueue(self._begin((args, kwargs, call.operands), owned=True))
+        memory = Memory(*call.pieces()) if self._ordered else None
+        slot = self._begin((args, kwargs, call.operands), memory=memory, owned=True)
+        result = call.enqueue(slot)
         return result
+
+    def _run_python(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """Run a branch of which no more is known than its arguments."""
+        pool, ordinal = self._pool, self._ordinal
+        torch = torch_among(function, args, kwargs) if "torch" in modules else None
+        theirs = 0 if torch is None else self._follow((torch.current_stream(ordinal),))
+        region = self._region or self._own_region()
+        call: PlainCall | OperationCall | None = None
+        if (declared := operation_of(function, args)) is not None:
+            operation, args = declared
+            function = operation.function
+            call = OperationCall(self._driver, operation, args, kwargs)
+        elif self._ordered or pool.checked:
+            call = PlainCall(self._driver, function, args, kwargs)
+        memory = call if self._ordered else None
+        slot = self._begin((function, args, kwargs, held_by(function)), owned=True, memory=memory)
+        known = len(region.allocated)
+        if isinstance(call, OperationCall):
+            function, args, kwargs = call.run, (pool,), {}
+        elif call is not None and (pool.checked or "torch" in modules):
+            function, args, kwargs = run_watched, (pool, region, call, (function, args, kwargs)), {}
+        if torch is not None:
+            function, args, kwargs = in_torch(torch, slot.pointer, theirs, ordinal, function, args, kwargs)
+        order = self._order
+        # What the outermost caller's stream is given comes before all that starts later.
+        track = None if order is None or slot.pointer == order.root.pointer else order.tracks[slot.pointer]
+        former = None if order is None else order.running
+        try:
+            if order is not None:
+                order.running = order.tracks[slot.pointer]
+            if self._leased:
+                branch_regions[slot.pointer] = region
+                result = run_on(pool, slot.side_stream, ordinal, region, function, args, kwargs)
+            else:
+                result = self._on_caller(function, args, kwargs)
+        except BaseException:
+            if call is not None and order is not None and track is not None:
+                order.note(track, *call.met)
+                call.failed(order, track)
+            raise
+        finally:
+            if order is not None:
+                order.running = former
+        if call is not None and order is not None and track is not None:
+            order.note(track, *call.met)  # again, since an event may stand behind what the branch had been given till then
+            region.keep(result)  # it is in the books, also where its memory is another library's
+            call.ended(order, track, region.allocated[known:], result)
+        return result
+
+    def wait(self, *arrays: Any) -> Any:
+        """Let the caller's stream wait for the branches that wrote arrays, and for those alone.
+
+        Plain CuPy or torch code in the body of the fork reads arrays that branches made only behind this. Graph functions,
+        operations, programs and `ParallelStateExecutor.submit` wait on their own.
+
+        Parameters
+        ----------
+        *arrays : array
+            Of any library; lists, tuples and dictionaries of arrays are taken, too. What no branch wrote costs nothing.
+
+        Returns
+        -------
+        array or tuple
+            What was given: the one argument, or all of them.
+
+        Raises
+        ------
+        OwnershipError
+            In another thread than the fork's, and inside a branch.
+        PoolClosedError
+            After the fork was left, or the pool closed.
+
+        Examples
+        --------
+        >>> with states.fork() as fork:                                                                  # doctest: +SKIP
+        ...     y = fork.run(conv, x, w)
+        ...     largest = fork.wait(y).max()
+        """
+        self._refuse()
+        driver = self._driver
+        order = self._order or open_order(driver, self._ordinal)
+        if order is not None and order.running is not self._within:
+            raise OwnershipError("fork.wait was called inside a branch: it is for the body of the fork")
+        if order is not None:
+            home = order.tracks.get(self._pointer) or Track(self._pointer)
+            order.follow(home, order.conflicts(pieces_of(driver, *arrays), ()))
+            current = driver.current_stream(self._ordinal).ptr
+            if current != self._pointer:
+                self._pool.device(self._ordinal).edges.order(self._pointer, current)
+            if (torch := torch_among(None, arrays, {})) is not None:
+                order_streams(self._pool, self._ordinal, self._pointer, torch.current_stream(self._ordinal))
+        return arrays[0] if len(arrays) == 1 else arrays
 
     def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
         """Run ``function`` over the iterables, each call a branch; the results in order.
@@ -230,9 +360,12 @@ class Fork:
         attempt: Any = None  # what the first branch launches by
         fresh: list[Any] = []
 
-        def start(operands: tuple[Any, ...], launch: Any) -> Slot:
+        def start(operands: tuple[Any, ...], launch: Any, addresses: tuple[int, ...]) -> Slot:
             nonlocal attempt
             attempt = launch
+            # Nothing comes after these, nothing that is open came before, and what they write is new.
+            self._free = self._ordered and self._once and open_order(self._driver, self._ordinal) is None
+            self._free = self._free and (launch.operands.fresh or self._apart(launch.operands, fixed, calls))
             if not given:
                 fresh.extend(launch.allocate(len(others)))
             elif first[-1] is None:  # or it launches for nobody without an output
@@ -241,7 +374,7 @@ class Fork:
                 fresh.extend([None] * len(others))
             self._start(self._next + len(calls))
             self._started = True
-            return self._begin(operands)
+            return self._begin(operands, launch, addresses)
 
         first, *others = calls
         arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, keywords)
@@ -249,17 +382,39 @@ class Fork:
             results = [hit(bare, pool, start, fixed + arrays, options)]
             if results[0] is NOT_CACHED:
                 return None
+            begin = self._begin_unordered if self._free else self._begin
             for call, made in zip(others, fresh, strict=True):
                 arrays, out = (call[:-1], call[-1]) if given else (call, None)
-                result = attempt(self._begin, fixed + arrays, out, made)
+                result = attempt(begin, fixed + arrays, out, made)
                 if result is NOT_CACHED:  # another geometry, say
-                    self._started = False
+                    together, self._started = self._started, False
+                    if self._free and given:  # of which nobody knows whether it is apart from the others
+                        together = self._free = False
+                        begin = self._begin
+                        self._wait_for_all()
                     result = self._run(function, call, given)
-                    self._started = True
+                    self._started = together
                 results.append(result)
             return results
         finally:
-            self._started = False
+            self._started = self._free = False
+
+    def _apart(self, operands: Operands, fixed: tuple[Any, ...], calls: list[tuple[Any, ...]]) -> bool:
+        """Whether no call of a map into outputs comes near what another one writes."""
+        pointers = self._driver.array_pointers
+        try:
+            written = pointers([call[-1] for call in calls])
+            read = pointers([array for call in calls for array in call[:-1]])
+            return operands.are_apart(read + pointers(fixed) if fixed else read, written)
+        except (AttributeError, TypeError):  # another library's arrays
+            return False
+
+    def _wait_for_all(self) -> None:
+        """Let the caller's stream wait for all branches so far, and so those that are to come."""
+        driver = self._driver
+        for slot in self._leased:
+            driver.record_event(slot.end_event, slot.pointer)
+            driver.wait_event(self._pointer, slot.end_event)
 
     def _start(self, most: int) -> None:
         """Lease states, and let them start after what the caller's stream has been given by now: one event for all."""
@@ -288,15 +443,91 @@ class Fork:
             slot = self._leased.pop()
             if slot.owner is not None:
                 unbind(slot)
+            if self._order is not None:
+                self._order.forget(slot.pointer)
+                del self._tracks[len(self._leased) :]
             self._sides.release(slot, captured=True)  # it may wait for a caller's stream that is being captured
 
-    def _begin(self, operands: object, _: object = None, *, owned: bool = False) -> Slot:
+    def _begin(
+        self,
+        operands: object,
+        launch: Any = None,
+        addresses: tuple[int, ...] = (),
+        *,
+        memory: Memory | None = None,
+        owned: bool = False,
+    ) -> Slot:
         """Start the next branch, and keep what it reads; its slot, the caller's where every side slot is out.
 
-        Branches take the states in turn; the first branch of a state leases it. Each starts after what the caller's stream has
-        been given by now, those of a map after what it had been given by `_start`. Where Python runs in it (``owned``), or a pool
-        checks, the slot is this thread's: a hit of `get_handle` finds it.
+        A branch that follows the last one of a state by its data goes on there. The others take the states in turn; the first
+        branch of a state leases it. Each starts after what the caller's stream has been given by now, those of a map after what
+        it had been given by `_start`, and after the branches that it conflicts with. What it reads and writes is ``memory``, or
+        what ``launch`` says of ``addresses``. Where Python runs in it (``owned``), or a pool checks, the slot is this thread's: a
+        hit of `get_handle` finds it.
         """
+        if not self._ordered or self._free:
+            return self._begin_unordered(operands, owned=owned)
+        (self._kept if self._region is None else self._region.kept).append(operands)
+        order = self._order
+        if order is None or order.closed:
+            order = self._open_order()
+        needs: Needs | None = None
+        spec: Operands | None = None
+        met: Met = None
+        track: Track | None = None
+        if launch is not None:
+            spec = launch.operands
+            if order.log is None or not order.apart(addresses, spec):
+                needs = order.meet(addresses, spec)
+                if order.guesses:
+                    self._warn(order, needs)
+        else:
+            met, needs = self._meet(order, memory)
+        if needs:
+            for track, call in needs.items():
+                if track.count == call and track.fork is self._mark:
+                    if track.marked != call:
+                        order.mark(track)  # others may follow the same
+                    break
+            else:
+                track = None
+        known, index = len(self._leased), self._next
+        if track is None:
+            track = self._tracks[index] if index < len(self._tracks) else self._next_track(order, index)
+            if track is None:
+                home = self._home
+                if needs:
+                    order.follow(home, needs)
+                if home is not order.root:  # what that is given comes before all that starts later
+                    self._note(order, home, addresses, spec, met)
+                return self._pool.slot(self._stream)
+            self._next = index + 1 if index + 1 < self._count else 0
+        slot: Slot = track.slot  # type: ignore[assignment]
+        try:
+            if slot.owner is None and (owned or self._pool.checked):
+                bind_to_thread(self._pool.sound(slot))
+            if not self._started:
+                driver = self._driver
+                driver.record_event(slot.start_event, self._pointer)
+                driver.wait_event(slot.pointer, slot.start_event)
+            home = self._home
+            if home.known is not track.seen:
+                track.learn(home.known)
+                track.seen = home.known
+            if needs and (len(needs) > 1 or track not in needs):
+                order.follow(track, needs)
+        except BaseException:
+            self._release_from(known)
+            self._next = index
+            raise
+        if needs is not None and spec is not None:
+            order.write(track, addresses, spec)
+        else:
+            self._note(order, track, addresses, spec, met)
+        return slot
+
+    def _begin_unordered(self, operands: object, _: object = None, __: object = None, *, owned: bool = False) -> Slot:
+        """Start the next branch on the next state, whatever it reads and writes."""
         (self._kept if self._region is None else self._region.kept).append(operands)
         pool, leased, index = self._pool, self._leased, self._next
         known = len(leased)
@@ -319,6 +550,64 @@ class Fork:
             raise
         return slot
 
+    def _next_track(self, order: DataOrder, index: int) -> Track | None:
+        """Return the track of the state whose turn it is; None where there is no state."""
+        leased, tracks = self._leased, self._tracks
+        if index >= len(leased) and (self._started or not self._lease()):
+            if not leased:
+                return None
+            index = 0
+        while len(tracks) <= index:
+            slot = leased[len(tracks)]
+            track = order.tracks[slot.pointer] = Track(slot.pointer, self._home, self._mark, slot)
+            tracks.append(track)
+        return tracks[index]
+
+    def _note(self, order: DataOrder, track: Track, addresses: tuple[int, ...], spec: Operands | None, met: Met) -> None:
+        """Write down a branch that is no launch which was looked up."""
+        if met is not None:
+            order.note(track, *met)
+        elif spec is not None and order.log is not None:
+            track.count += 1
+            order.log.append((addresses, spec, track, track.count))
+        elif spec is not None:
+            order.write(track, addresses, spec)
+
+    def _open_order(self) -> DataOrder:
+        """Return the books of the region: the thread's that are open, or else ones that this fork opens."""
+        order = open_order(self._driver, self._ordinal)
+        if order is None:
+            # It is this fork's, and counted, before a finaliser that runs just then can find it, and after an interrupt, too.
+            order = self._order = DataOrder(self._pool, self._ordinal, Track(self._pointer))
+            self._counted = True
+            order.open()
+        else:
+            self._counted = not self._inherited
+            order.forks += self._counted
+        self._tracks.clear()
+        home = order.tracks.get(self._pointer)
+        if home is None:  # of a stream that the body chose
+            home = order.tracks[self._pointer] = Track(self._pointer)
+        self._home, self._order = home, order
+        return order
+
+    def _meet(self, order: DataOrder, memory: Memory | None) -> tuple[tuple[list[Use], list[Use]], Needs]:
+        """Return the books' entries of what a branch reads and writes, and what it waits for."""
+        assert memory is not None
+        met = memory.met = order.entries(memory.reads), order.entries(memory.writes)
+        needs = order.needs(met[0], [*met[1], *order.entries(memory.guessed)])
+        if memory.guessed:
+            memory.waited = needs != order.needs(*met)
+        if order.guesses:
+            self._warn(order, needs)
+        return met, needs
+
+    def _warn(self, order: DataOrder, needs: Needs) -> None:
+        """Warn where a branch waits for one that may have written what it was given."""
+        for each in needs.items():
+            if each in order.guesses:
+                warn_of_guess(order.guesses[each])
+
     def _follow(self, pointers: Sequence[int]) -> int:
         """Let the next branches start after further callers' streams, too, as torch's current one, and those wait at the join.
 
@@ -326,7 +615,7 @@ class Fork:
         Returns the last pointer.
         """
         for pointer in pointers:
-            order(self._pool, self._ordinal, pointer, self._pointer)
+            order_streams(self._pool, self._ordinal, pointer, self._pointer)
             if pointer != self._pointer and pointer not in self._callers:
                 self._callers += (pointer,)
         return pointers[-1]
@@ -403,6 +692,7 @@ class Fork:
             return False
         self._leased = []
         self._own_region().abandon()
+        self._leave_order(joined=False)
         return True
 
     def _join(self) -> None:
@@ -431,11 +721,13 @@ class Fork:
                 for slot in leased:
                     if slot.pointer in branch_regions:
                         del branch_regions[slot.pointer]
+            self._leave_order(joined=True)  # and before another fork of this thread, in a finaliser, has the same states
             self._leased = []  # an interrupt that came before this finds all of them here, and they are joined again later
             self._sides.free.extend(leased)
         try:
             late = self._finish(failure) if failure is not None or self._callers or self._status.unusable else None
         finally:
+            self._leave_order(joined=failure is None)
             del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
         region = self._region
         if region is None:
@@ -450,6 +742,25 @@ class Fork:
         finally:
             del late
 
+    def _leave_order(self, *, joined: bool) -> None:
+        """Close the books, or note where another fork goes on with them that the caller's stream waits for the branches."""
+        order = self._order
+        if order is None:
+            return
+        order.forks -= self._counted
+        self._counted = False
+        if not joined:  # branches may still use it
+            abandon(order.kept[:])
+        if not order.forks:
+            order.close()
+        elif not order.closed:
+            order.joined(self._tracks, self._home)
+            self._home.stream = self._stream
+            if not self._inherited:
+                order.kept.append((self._region.kept if self._region is not None else self._kept)[:])
+        self._order, self._home = None, NOBODYS
+        self._tracks = []
+
     def _finish(self, failure: BaseException | None) -> BaseException | None:
         """End a join of which there is more to say; what went wrong too late to matter to it is returned."""
         late: BaseException | None = None
@@ -462,7 +773,7 @@ class Fork:
         if failure is None:
             try:
                 for caller in self._callers:
-                    order(self._pool, self._ordinal, self._pointer, caller)
+                    order_streams(self._pool, self._ordinal, self._pointer, caller)
             except BaseException as trouble:
                 failure = trouble
         try:
@@ -538,6 +849,7 @@ class Fork:
                             unbind(slot)
                         branch_regions.pop(slot.pointer, None)
                         self._sides.release(slot, captured=captured)
+                    self._leave_order(joined=False)
                     return True
                 pointers = [slot.pointer for slot in self._leased]
                 if any(pointer and capturing(pointer) for pointer in (self._pointer, *pointers)):

@@ -36,7 +36,7 @@ class Region:
         What is kept already.
     """
 
-    __slots__ = ("_allocator", "_inner", "_outer", "device", "driver", "ended", "keep", "kept", "stream")
+    __slots__ = ("_allocator", "_inner", "_outer", "allocated", "device", "driver", "ended", "keep", "kept", "stream")
 
     def __init__(
         self, driver: Driver, stream: Stream, device: int, outer: "Region | None" = None, kept: list[object] | None = None
@@ -50,13 +50,20 @@ class Region:
         self.device = device
         self.stream = stream
         self.keep = self.kept.append  # atomic: a task's region may be kept to by another thread
+        self.allocated: list[Any] = []  # what its branches allocated, in that order
 
     @property
     def allocator(self) -> Any:
         """What branches allocate with; made when the first branch needs it."""
         allocator = self._allocator
         if allocator is None:
-            allocator = self._allocator = self.driver.region_allocator(self.stream, self.keep, _allocator_of)
+            keep, allocated = self.keep, self.allocated
+
+            def keep_block(block: object) -> None:
+                keep(block)
+                allocated.append(block)
+
+            allocator = self._allocator = self.driver.region_allocator(self.stream, keep_block, _allocator_of)
         return allocator
 
     def keep_call(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -88,6 +95,7 @@ class Region:
         if self._outer is not None:
             self._outer.keep(self.kept[:])
         self.kept.clear()
+        self.allocated.clear()
 
     def abandon(self) -> None:
         """Let go of nothing, ever: a join failed, so branches may read what is kept, and nobody waits for them."""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from handlepool._util import as_integer, shown
+from handlepool._util import as_integer, flag, shown
 from handlepool.errors import ArgumentError, OwnershipError, StateBusyError, StateIndexError
 from handlepool.pool.context import thread
 from handlepool.pool.default import check_pool, default_pool
@@ -60,20 +60,24 @@ class ParallelStates:
     def __repr__(self) -> str:
         return f"<ParallelStates {self.count} of {self.pool!r}>"
 
-    def fork(self, *, stream: Any = None) -> Fork:
+    def fork(self, *, stream: Any = None, ordered: bool = True) -> Fork:
         """Open a parallel region over the caller's stream, for a ``with`` statement.
 
         Parameters
         ----------
         stream : stream, optional
             The caller's stream, as in `HandlePool.get_handle`; CuPy's current stream where none is given.
+        ordered : bool
+            Whether branches wait for each other by what they read and write, as `Fork.run` says. Without it nothing stands
+            between two branches. That is half a microsecond quicker for each, and for branches that share nothing which one of
+            them writes.
 
         Returns
         -------
         Fork
             To be entered once, by the thread that runs its branches.
         """
-        return Fork(self.pool.internals, self.count, stream)
+        return Fork(self.pool.internals, self.count, stream, ordered=flag("ordered", ordered))
 
     def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
         """Run ``function`` over the iterables, each call a branch; results in order, ready on the caller's stream.
@@ -104,7 +108,7 @@ class ParallelStates:
         Outputs that a graph function allocates may share a block of memory, where together they take 1 MiB at most. The block is
         free when none of them is left.
         """
-        with Fork(self.pool.internals, self.count) as fork:
+        with Fork(self.pool.internals, self.count, once=True) as fork:
             return fork.map(function, *iterables, out=out)
 
     def with_state(self, index: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:

@@ -91,6 +91,50 @@ class _Interface:
         }
 
 
+Strided = tuple[int, tuple[int, ...], tuple[int, ...], int]
+Piece = tuple[int, int, Strided | None]
+"""Memory of an array: where it begins and ends, in bytes, and, where not every byte in between is the array's, the address of the
+first element, the shape, the strides in bytes and the bytes of an element."""
+
+
+def span(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """Return where an array's memory begins and ends, whose first element is at an address; strides in bytes, also negative."""
+    ends = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
+    return address + sum(end for end in ends if end < 0), address + sum(end for end in ends if end > 0) + itemsize
+
+
+def share_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    """Whether two arrays have a byte in common, or may have, where that takes too long to tell."""
+    try:
+        return np.shares_memory(one, other, max_work=_MOST_WORK)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def piece(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Piece:
+    """Return the memory of an array by its geometry; nothing, at its address, for one without elements."""
+    if 0 in shape:
+        return address, address, None
+    start, stop = span(address, shape, strides, itemsize)
+    gaps = stop - start > math.prod(shape) * itemsize
+    return start, stop, (address, tuple(shape), tuple(strides), itemsize) if gaps else None
+
+
+def share(one: Piece, other: Piece) -> bool:
+    """Whether two pieces of memory have a byte in common. NumPy says so from addresses alone, and reads nothing."""
+    if one[1] <= other[0] or other[1] <= one[0]:
+        return False
+    if one[2] is None and other[2] is None:
+        return True
+    return share_bytes(_bytes_of(one), _bytes_of(other))
+
+
+def _bytes_of(memory: Piece) -> np.ndarray[Any, Any]:
+    start, stop, strided = memory
+    address, shape, strides, itemsize = strided or (start, (stop - start,), (1,), 1)
+    return np.asarray(_Interface(View(address, shape, strides, np.dtype(f"V{itemsize}"), HOST, True, None)))
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Shape, strides in bytes and type of an array; equal for arrays that a plan cannot tell apart.
@@ -125,6 +169,10 @@ class Layout:
         """Number of elements."""
         return math.prod(self.shape)
 
+    def piece(self, address: int) -> Piece:
+        """Return the memory of an array that lies so and begins at an address."""
+        return piece(address, self.shape, self.strides, self.dtype.itemsize)
+
     def lies_as(self, other: "Layout") -> bool:
         """Whether another one has the same elements at the same places; strides of axes of extent 1 say nothing."""
         steps = zip(self.shape, self.strides, other.strides, strict=True) if self.shape == other.shape else ()
@@ -135,18 +183,19 @@ class Layout:
         return f"{self.dtype} {self.shape} with strides {self.strides} bytes"
 
 
-def span(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """Return where an array's memory begins and ends, whose first element is at an address; strides in bytes, also negative."""
-    ends = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
-    return address + sum(end for end in ends if end < 0), address + sum(end for end in ends if end > 0) + itemsize
+class Token:
+    """What is no memory and yet written or read: a plan, a generator, a file. It is compared by identity."""
 
+    __slots__ = ("_value",)
 
-def share_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    """Whether two arrays have a byte in common, or may have, where that takes too long to tell."""
-    try:
-        return np.shares_memory(one, other, max_work=_MOST_WORK)
-    except np.exceptions.TooHardError:
-        return True
+    def __init__(self, value: object) -> None:
+        self._value = value  # kept, or another object could have its identity
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Token and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 class ArraySpec:

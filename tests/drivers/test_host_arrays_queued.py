@@ -320,3 +320,9 @@ def on_three_streams(dtype, steps, seed, ordered=True):
         values = [ours.get() for ours in found]
     assert not driver.order.found
     return values
+
+
+def test_an_assignment_of_no_elements_to_no_elements_is_taken():
+    x = HostDriver().asarray(np.ones((1, 4, 2, 4), np.float32))
+    x[:, 4:][...] = x[:, 4:] * 2
+    assert (x.get() == 1).all()

@@ -283,6 +283,7 @@ def test_g7_a_branch_finishes_while_its_sibling_is_held_back_and_the_join_waits_
     reader = cupy.cuda.Stream(non_blocking=True)
     stream.synchronize()
 
+    @handlepool.operation(mutates="target")
     def branch(target, wait):
         if wait:
             latch.hold()

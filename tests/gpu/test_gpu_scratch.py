@@ -30,6 +30,7 @@ def wrong_results(pool, kernels, convolutions, workspace):
     plan, w, images, expected = convolutions
     outputs = [[cupy.full_like(y, cupy.nan) for y in expected] for _ in range(ROUNDS)]
 
+    @handlepool.operation(mutates="y")
     def launch(x, y):
         slot = pool.internals.slot()
         plan.executable.launch(slot.handle, (x, w, y), workspace(slot))

@@ -39,3 +39,35 @@ def test_g6_a_fork_over_a_torch_stream_is_ordered_with_torchs_work(pool, random_
         stream.synchronize()
     ones = cupy.ones_like(x)
     assert cupy.allclose(y, handlepool.conv2d(ones, w, pool=pool))
+
+
+def test_g17_an_operation_of_torch_in_the_body_is_ordered_with_branches_on_either_librarys_stream(pool, stream):
+    """Torch's current stream is another one than CuPy's."""
+    import torch
+
+    theirs = torch.cuda.Stream()
+    y = torch.zeros(1 << 16, device="cuda")
+    torch.cuda.synchronize()
+
+    @handlepool.operation(mutates="y")
+    def add_late(y, value):
+        torch.cuda._sleep(20_000_000)
+        y.add_(value)
+
+    with torch.cuda.stream(theirs):
+        with ParallelStates(2, pool=pool).fork() as fork:
+            fork.run(add_late, y, 1)
+            add_late(y, 2)
+            z = fork.run(handlepool.operation(torch.mul), y, 10)
+        stream.synchronize()
+    assert (z == 30).all()
+
+
+def test_g17_a_tensor_that_was_written_beside_its_reader_and_not_declared_is_an_error(pool, stream):
+    import torch
+
+    y = torch.zeros(1 << 16, device="cuda")
+    with ParallelStates(2, pool=pool).fork() as fork:
+        fork.run(handlepool.operation(torch.sum), y)
+        with pytest.raises(handlepool.ContractError, match="wrote argument y, which it did not declare"):
+            fork.run(handlepool.operation(lambda y: y.add_(1) is None, mutates=()), y)

@@ -130,6 +130,7 @@ class Accounts:
         assert stats.get("handles_created", 0) == sum(expected.values()) + stats.get("handles_destroyed", 0), stats
         events = sum(event is not None for slot in self.sides + self.late for event in (slot.start_event, slot.end_event))
         events += sum(event is not None for device in self.devices + self.closed for event, _ in device.scratch.retired)
+        events += sum(len(device.edges.free) for device in self.devices + self.closed)
         assert self.pool.driver.alive()["events"] == events
         assert all(len(device.idle) <= device.idle_limit for device in self.devices)
 

@@ -215,5 +215,5 @@ def test_g8_what_a_task_made_for_a_branch_is_kept_to_the_branches_join():
 
 
 def test_g8_control_a_task_whose_memory_goes_back_when_the_branch_asked_for_its_result(monkeypatch):
-    monkeypatch.setattr(memory.Region, "release", lambda region: region.kept.clear())
+    monkeypatch.setattr(memory.Region, "release", lambda region: (region.kept.clear(), region.allocated.clear()))
     assert len(set(map(str, over_seeds(outputs_of_a_subtask, control=True)))) > 1

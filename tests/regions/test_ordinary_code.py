@@ -58,17 +58,21 @@ def test_there_are_fifty_shapes():
     assert len(SHAPES) >= 50
 
 
-def a_chain_over_four_states(driver):
+def a_chain_over_four_states(driver, ordered):
     with HandlePool(driver=driver) as pool, driver.create_stream():
         place = Place(pool, np, driver.asarray)
-        with ParallelStates(4, pool=pool).fork() as fork:
+        with ParallelStates(4, pool=pool).fork(ordered=ordered) as fork:
             y = fork.run(lambda a: a * 2, fork.run(place.conv, place.xs[0]))
         return y.get()
 
 
-def test_a_chain_over_several_states_is_reported():
+def test_g17_a_chain_over_several_states_is_in_order():
+    a_chain_over_four_states(HostDriver(scheduler="adversarial", check_order=True), ordered=True)
+
+
+def test_g17_control_a_chain_over_several_states_without_order_is_reported():
     with pytest.raises(ContractError, match=r"not ordered: 'multiply' .*test_ordinary_code.py:\d+ reads .*writes"):
-        a_chain_over_four_states(HostDriver(scheduler="adversarial", check_order=True))
+        a_chain_over_four_states(HostDriver(scheduler="adversarial", check_order=True), ordered=False)
 
 
 def test_the_body_of_a_fork_reads_too_early_and_both_places_are_named():

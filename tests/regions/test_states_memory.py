@@ -166,7 +166,7 @@ def an_inner_argument_is_dropped(scene, isolated=False):
         region = context.thread.region
         if isolated:
             context.thread.region = None
-        with scene.states.fork() as fork:
+        with scene.states.fork(ordered=not isolated) as fork:
             fork.run(scene.put, y, lambda value: value + 1, box.pop())
         context.thread.region = region
 
@@ -233,7 +233,7 @@ def test_g8_control_without_that_care(name, monkeypatch):
     def make(scene):
         if care == "forgets":
             begin = Fork._begin
-            monkeypatch.setattr(Fork, "_begin", lambda fork, _, owned=False: begin(fork, None, owned=owned))
+            monkeypatch.setattr(Fork, "_begin", lambda fork, _, *memory, **how: begin(fork, None, *memory, **how))
         else:
             setattr(scene.driver, care, False)
 

@@ -21,7 +21,7 @@ from handlepool.drivers.cuda import shared
 from handlepool.drivers.cuda.edges import with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.event_pool import Events
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Copy, Handle, Stream
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, BeforePlain, Copy, Handle, Stream
 from handlepool.errors import ArrayTypeError, CaptureError
 from handlepool.tensors import frontend
 from handlepool.tensors.layout import HOST, UNKNOWN, View
@@ -245,6 +245,9 @@ class CudaDriver:
 
         return allocate
 
+    def block_range(self, block: Any) -> tuple[int, int]:
+        return block.ptr, block.ptr + block.size
+
     def swap_allocator(self, allocator: Any) -> Any:
         previous = _get_allocator()
         _set_allocator(allocator)
@@ -283,6 +286,9 @@ class CudaDriver:
                 return refusal if refusal.status in _STICKY else None
         return None
 
+    def order_plain(self, before: BeforePlain) -> None:
+        pass  # CuPy tells nobody
+
     def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
         return shared.watch(report)
 
@@ -305,6 +311,12 @@ class CudaDriver:
     def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(cupy.asnumpy(array, order="A"))
 
+    def peek(self, array: Any) -> np.ndarray[Any, Any] | None:
+        pointer = self.current_stream().ptr
+        if pointer != LEGACY_STREAM and self.is_capturing(pointer):
+            return None
+        return np.array(cupy.asnumpy(array))
+
     def copy(self, target: Any, source: Any) -> None:
         cupy.copyto(target, source)
 
@@ -313,6 +325,9 @@ class CudaDriver:
 
     def array_pointer(self, array: Any) -> int:
         return int(array.data.ptr)
+
+    def array_pointers(self, arrays: Sequence[Any]) -> list[int]:
+        return [array.data.ptr for array in arrays]
 
     def adopt(self, view: View) -> Any:
         if view.device_id == UNKNOWN:

@@ -34,6 +34,8 @@ def launch(begin, arrays, out, fresh=None):
     try:
         {made}
         if begin is None:
+            if opened:
+                before(({operands},), launch, ({pointers},))
             try:
                 slot = current_stream({device}).handlepool.slot
                 handle = slot.handle
@@ -44,7 +46,7 @@ def launch(begin, arrays, out, fresh=None):
                 slot = find()
                 handle = slot.handle
         else:
-            slot = begin(({operands},), launch)
+            slot = begin(({operands},), launch, ({pointers},))
             handle = slot.handle
             if handle.stream is not slot.pointer:
                 handle = sound(slot).handle
@@ -134,6 +136,7 @@ def shortcut(
         most_together=MOST_TOGETHER,
         ys=", ".join(ys),
         operands=", ".join(operands),
+        pointers=", ".join(f"p{a}" for a in operands),
         workspace=f"slot.reserve({workspace_size})" if workspace_size else 0,
         store="; ".join(f"buffer[{i}] = p{a}" for i, a in enumerate(operands)),
         count=len(operands),

@@ -19,9 +19,10 @@ from handlepool.drivers.host.memory import Memory, accesses, plain_reads
 from handlepool.drivers.host.race_checker import caller
 from handlepool.drivers.host.scheduler import NOTHING
 from handlepool.drivers.host.streams import Queue, StreamTable
-from handlepool.drivers.protocol import ASARRAY
+from handlepool.drivers.protocol import ASARRAY, BeforePlain
 from handlepool.errors import ArrayTypeError, CaptureError, DeviceMismatchError, ForkedProcessError
 from handlepool.tensors.inference import dense_strides
+from handlepool.tensors.layout import Piece, piece
 
 Rule = Callable[["ArrayWork", Any, tuple[Any, ...], dict[str, Any], Any], Any]
 """Called with the function, its arguments, and what it was given as ``out=``."""
@@ -43,6 +44,7 @@ class ArrayWork:
         self._streams = streams
         self._memory = memory
         self._process = os.getpid()
+        self.before: BeforePlain | None = None  # told of what is queued, where a fork is open
 
     # Memory
 
@@ -81,6 +83,8 @@ class ArrayWork:
         touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
         if self._streams.scheduler.order is not None:
             touched += plain_reads(reads)
+        elif self.before is not None:
+            self.before(queue.pointer, [_piece(raw) for raw, _ in read], [_piece(raw) for raw, _ in written])
         self._streams.give(queue, lambda: function(*raws), touched, label)
 
     def finish(self, reads: Sequence[HostArray], writes: Sequence[HostArray], label: str) -> None:
@@ -328,6 +332,10 @@ def _nothing() -> None:
     pass
 
 
+def _piece(raw: Raw) -> Piece:
+    return piece(raw.__array_interface__["data"][0], raw.shape, raw.strides, raw.itemsize)
+
+
 def _copy_from(values: Raw, to: Raw) -> None:
     np.copyto(to, values)
 
@@ -460,7 +468,8 @@ def _sets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[st
     index = _taken(index)
     if not (isinstance(values, np.ndarray) or hosts(values)):
         values = np.array(values, None if np.ndim(values) else array.dtype)  # a number that does not fit raises now
-    np.empty(1, array.dtype)[:] = np.ravel(ones(values))[:1]
+    first = np.ravel(ones(values))[:1]
+    np.empty(first.shape, array.dtype)[:] = first  # which says whether the types go together
     if not _is_mask(index):
         _check_fit(values, np.shape(dummy(array)[dummy(index)]))
     index_now, values_now = raws(index), raws(values)

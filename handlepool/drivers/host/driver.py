@@ -22,10 +22,10 @@ from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
 from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.host.graphs import RecordedGraph, RecordingMemory
 from handlepool.drivers.host.limit import ADVICE, limit
-from handlepool.drivers.host.memory import Memory, RegionAllocator
+from handlepool.drivers.host.memory import Memory, Owner, RegionAllocator
 from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable
 from handlepool.drivers.host.testing import Controls
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Copy, check_operands, operand_name
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, BeforePlain, Copy, check_operands, operand_name
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError
 from handlepool.tensors import frontend
 from handlepool.tensors.layout import HOST, View
@@ -270,6 +270,9 @@ class HostDriver(Controls):
             error = error.__cause__ or error.__context__
         return lost if ask or error is not None else None
 
+    def order_plain(self, before: BeforePlain) -> None:
+        self._work.before = before
+
     def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
         """Check the order of accesses from now on, on all streams of the driver; NumPy shares nothing else between streams."""
         scheduler = self._streams.scheduler
@@ -317,6 +320,9 @@ class HostDriver(Controls):
         """Return an allocator for branches of a region that was forked from ``stream``, on the current device."""
         self._note("region_allocator")
         return RegionAllocator(self._streams, stream, keep, of)
+
+    def block_range(self, block: Owner) -> tuple[int, int]:
+        return block.block.address, block.block.address + block.block.nbytes
 
     def swap_allocator(self, allocator: Any) -> Any:
         self._note("swap_allocator")
@@ -378,6 +384,16 @@ class HostDriver(Controls):
             self.order.host_reads(block, raw, "copy to the host")
         return np.array(raw, order="K")
 
+    def peek(self, array: Any) -> np.ndarray[Any, Any] | None:
+        self._note("peek")
+        if isinstance(array, HostArray):
+            return self._work.peek(array)
+        queue = self._current_queue()
+        if queue.capture is not None:
+            return None
+        self._streams.scheduler.reach(queue.tail, f"what {queue!r} was given, to compare an array")
+        return np.array(array)
+
     def copy(self, target: Array, source: Array) -> None:
         self._note("copy")
         self._enqueue(self._current_queue(), np.copyto, (target,), (source,), "copy")
@@ -393,6 +409,9 @@ class HostDriver(Controls):
     def array_pointer(self, array: Array) -> int:
         self._note("array_pointer")
         return address_of(array)
+
+    def array_pointers(self, arrays: Sequence[Any]) -> list[int]:
+        return [self.array_pointer(array) for array in arrays]
 
     def adopt(self, view: View) -> HostArray:
         """Host memory of another library's as an array; no device is its own."""

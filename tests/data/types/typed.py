@@ -1,5 +1,6 @@
 """Type checkers find an error in each line that ends so: # expect: error, and in no other. Never run."""
 
+from collections.abc import Callable
 from typing import Any, assert_type
 
 import numpy as np
@@ -128,3 +129,46 @@ def elsewhere(x: Half, w: Half, cupys: Any) -> None:
     conv_relu(cupys, cupys, pading=1)  # expect: error
     kept: dict[str, GraphFunction[..., Any]] = {"conv": conv_relu, "norms": norms, "declared": declared}
     kept["conv"](x, w, padding=1)
+
+
+@handlepool.operation(mutates="y")
+def scaled(y: Half, factor: float = 2.0) -> None:
+    y *= factor
+
+
+@handlepool.operation
+def sums(x: Half, *, axis: int = 0) -> list[Half]:
+    return [x.sum(axis)]
+
+
+class Accumulator:
+    @handlepool.operation(mutates=("self.state", lambda *_: "a token"), reads="x")
+    def add(self, x: Half) -> int:
+        return x.ndim
+
+
+@handlepool.operation(mutates=3)  # expect: error
+def entryless(x: Half) -> None:
+    x += 1
+
+
+@handlepool.operation(mutate="x")  # expect: error
+def unnamed(x: Half) -> None:
+    x += 1
+
+
+def operations(x: Half, accumulator: Accumulator) -> None:
+    scaled(x)
+    scaled(x, factor=3.0)
+    scaled(x, factr=3.0)  # expect: error
+    scaled("x")  # expect: error
+    assert_type(sums(x, axis=1), list[Half])
+    assert_type(accumulator.add(x), int)
+    assert_type(Accumulator.add(accumulator, x), int)
+    accumulator.add(3)  # expect: error
+    accumulator.add(x, x)  # expect: error
+    with handlepool.ParallelStates(4).fork() as fork:
+        assert_type(fork.run(sums, x, axis=1), list[Half])
+        assert_type(fork.run(accumulator.add, x), int)
+    kept: list[Callable[[Half], object]] = [sums, accumulator.add, scaled]
+    kept[0](x)

@@ -21,6 +21,11 @@ def biased(g, x, b=None):
     return g.relu(x if b is None else g.bias(x, b))
 
 
+@handlepool.operation(mutates="y")
+def scaled(y, factor=2.0):
+    y *= factor
+
+
 def calls(x: NDArray[np.float32]) -> None:
     assert_type(conv_relu(x, x, padding=1), NDArray[np.float32])
     assert_type(biased(x), NDArray[np.float32])
@@ -29,3 +34,5 @@ def calls(x: NDArray[np.float32]) -> None:
     conv_relu(x, padding=1)  # expect: error
     conv_relu(x, x)  # expect: error
     biased(x, c=x)  # expect: error
+    scaled(x)
+    scaled(x, factr=3.0)  # expect: error

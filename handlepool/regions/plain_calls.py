@@ -1,0 +1,142 @@
+"""Branches of plain functions: what they read, and what they may have written (guarantee 17).
+
+Nobody knows what a plain function does. What it reads is looked for in its arguments and in what it is bound to. What it
+allocated was written by it, and its ``out=``. A function that returned new arrays alone is taken to have written nothing else;
+any other may have written whatever it was given. Which of the two a function is, is known from its first call on.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+
+from handlepool._util import bound_call, content, frames_inside, has, kind_of, leaves
+from handlepool.drivers.protocol import Driver
+from handlepool.regions.data_order import DataOrder, Memory, Track
+from handlepool.tensors.layout import Piece, piece, share
+
+_may_write: dict[tuple[CodeType, ...], bool] = {}
+"""By code, since a lambda is another function each time: the function's own, and that of the functions that it was given."""
+_MOST_KNOWN = 10_000
+_warned: set[str] = set()
+
+
+def piece_of(driver: Driver, value: Any) -> Piece | None:
+    """Return the memory of an array of any library; None for what has none that is known."""
+    try:
+        if isinstance(value, driver.array_types):
+            array: Any = value
+            return piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)
+        tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+        if tensor is not None and isinstance(value, tensor):
+            size = value.element_size()
+            return piece(value.data_ptr(), value.shape, [step * size for step in value.stride()], size)
+        for protocol in ("__cuda_array_interface__", "__array_interface__"):
+            if has(value, protocol) and not isinstance(value, (type, np.generic)):
+                known = getattr(value, protocol)
+                kind = np.dtype(known["typestr"])
+                shape, strides = tuple(known["shape"]), known.get("strides")
+                if strides is None:
+                    strides = np.empty(0, kind).itemsize * np.cumprod([1, *shape[:0:-1]])[::-1]
+                return piece(known["data"][0], shape, [int(step) for step in strides], kind.itemsize)
+    except Exception:  # sparse, without memory, or a proxy
+        return None
+    return None
+
+
+def pieces_of(driver: Driver, *values: object, calls: bool = False) -> list[Piece]:
+    """Return the memory of the arrays that are reached from values."""
+    found = [piece_of(driver, value) for value in leaves(*values, calls=calls)]
+    return [known for known in found if known is not None and known[1] > known[0]]
+
+
+exact: set[Any] = set()
+"""Functions that order themselves, when they are called, by what they read and write: nothing has to be guessed of them."""
+
+
+class PlainCall(Memory):
+    """A call of a plain function: what it reads and writes, and, until it has ended, what it may write."""
+
+    __slots__ = ("_codes", "_driver", "_exact", "_given", "_out")
+
+    def __init__(self, driver: Driver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        function = bound_call(function)
+        self._driver = driver
+        self._codes = tuple(_codes((function, args, kwargs)))
+        self._exact = getattr(function, "__func__", None) in exact
+        self._given = [] if self._exact else pieces_of(driver, args, kwargs, function, calls=True)
+        self._out = pieces_of(driver, kwargs.get("out"))
+        guessed = [] if _may_write.get(self._codes) is False else self._given
+        super().__init__(self._given, self._out, guessed, getattr(function, "__qualname__", None) or kind_of(function))
+
+    def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any], result: object) -> None:
+        """Write down what the function wrote, now that it has returned."""
+        new = [self._driver.block_range(block) for block in allocated]
+        found = [(value, memory) for value in leaves(result) if (memory := piece_of(self._driver, value)) is not None]
+        pure = self._exact or self._are_new(found, new)
+        if not _may_write.get(self._codes):
+            if len(_may_write) >= _MOST_KNOWN:
+                _may_write.clear()
+            _may_write[self._codes] = not pure
+        self._note(order, track, [*((start, stop, None) for start, stop in new), *(memory for _, memory in found)], not pure)
+
+    def failed(self, order: DataOrder, track: Track) -> None:
+        """Write down what the function may have written before it raised an error."""
+        self._note(order, track, [], bool(self.guessed))
+
+    def is_new(self, allocated: Sequence[Any], result: object) -> bool:
+        """Whether a result is new arrays alone, of those that the call allocated and those of other libraries."""
+        found = [(value, memory) for value in leaves(result) if (memory := piece_of(self._driver, value)) is not None]
+        return self._are_new(found, [self._driver.block_range(block) for block in allocated])
+
+    def _are_new(self, found: Sequence[tuple[Any, Piece]], new: Sequence[tuple[int, int]]) -> bool:
+        return bool(found) and all(self._is_new(value, memory, new) for value, memory in found)
+
+    def _is_new(self, value: Any, memory: Piece, new: Sequence[tuple[int, int]]) -> bool:
+        start, stop, _ = memory
+        if any(first <= start and stop <= last for first, last in (*new, *(known[:2] for known in self._out))):
+            return True
+        # Another library's allocator is not ours to see.
+        return type(value) is not self._driver.array_types[0] and not any(share(memory, known) for known in self._given)
+
+    def _note(self, order: DataOrder, track: Track, written: list[Piece], guess: bool) -> None:
+        if guess:
+            if self.waited:
+                warn_of_guess(self.name)
+            written = written + self._given
+            if not self._out:
+                order.guesses[track, track.count + 1] = self.name
+        order.note(track, (), order.entries(written))
+
+
+def _codes(values: Iterable[Any], depth: int = 4) -> Iterator[CodeType]:
+    """Yield the code of functions, and of those that they were given or call, as far as that can be seen."""
+    for value in values:
+        if isinstance(value, partial):
+            yield from _codes((value.func, value.args, value.keywords), depth)
+        elif isinstance(value, (list, tuple, dict)):
+            if depth:
+                yield from _codes(value.values() if isinstance(value, dict) else value, depth - 1)
+        elif isinstance(value, FunctionType | MethodType):
+            function: Any = getattr(value, "__func__", value)
+            code = getattr(function, "__code__", None)
+            if code is not None:
+                yield code
+            if depth:
+                cells = getattr(function, "__closure__", None) or ()
+                yield from _codes([content(cell) for cell in cells], depth - 1)
+
+
+def warn_of_guess(name: str) -> None:
+    """Warn, once for each function, that a branch waits for what the function may have written."""
+    if name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"a branch waits since {name}, which does not return new arrays alone, may have written any array that it was given: "
+            f"say what it writes with @handlepool.operation(mutates=...), and nothing else waits for it",
+            stacklevel=frames_inside(),
+        )

@@ -1,0 +1,188 @@
+"""What a call writes that nobody said it does: found by torch's versions, and, with ``check=True``, by comparing its arguments.
+
+Both look at the arrays that a call was given and that share no memory with what it is known to write.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from sys import modules
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+
+from handlepool._util import content, kind_of, leaves
+from handlepool.errors import ContractError
+from handlepool.pool.context import thread
+from handlepool.pool.internals import PoolInternals
+from handlepool.regions.data_order import before, beside
+from handlepool.regions.memory import Region
+from handlepool.regions.plain_calls import PlainCall, piece_of
+from handlepool.regions.stream_order import integration
+from handlepool.tensors.layout import Piece, Token, share
+
+Writes = Iterable[Piece | Token]
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function and its arguments; the object of a bound method is not among these."""
+
+
+class Watch:
+    """Finds what a call writes that it is not known to.
+
+    Parameters
+    ----------
+    pool : PoolInternals
+    call : tuple
+    writes : iterable of Piece or Token
+        What it is known to write.
+    """
+
+    __slots__ = ("_call", "_copies", "_pool", "_versions")
+
+    def __init__(self, pool: PoolInternals, call: Call, writes: Writes) -> None:
+        given = [*leaves(call, calls=True)] if pool.checked or "torch" in modules else ()
+        self._pool, self._call = pool, call
+        self._versions = versions_before(given, pool, writes)
+        self._copies = copies_before(given, pool, writes) if pool.checked else []
+
+    def ended(self, compare: bool = True) -> None:
+        """Raise ContractError for what was found; ``compare`` says whether arguments may not have changed at all."""
+        if self._versions:
+            count_as_written(self._pool, moved(self._versions), self._call)
+        if compare:
+            check_unchanged(self._pool, self._copies, self._call)
+
+
+def run_watched(pool: PoolInternals, region: Region, memory: PlainCall, call: Call) -> Any:
+    """Call a plain function in its branch, and see that it writes nothing else, where it returns new arrays alone."""
+    function, args, kwargs = call
+    watch = Watch(pool, call, memory.writes)
+    known = len(region.allocated)
+    result = function(*args, **kwargs)
+    watch.ended(memory.is_new(region.allocated[known:], result))
+    return result
+
+
+def versions_before(given: Iterable[Any], pool: PoolInternals, writes: Writes) -> list[tuple[Any, int]]:
+    """Return the torch tensors that a call was given and is not known to write, each with its version.
+
+    Torch counts a tensor and its views together. So nothing is known of one that shares its storage with what is written.
+
+    Parameters
+    ----------
+    given : iterable of array
+        What the call was given, as far as it is known.
+    pool : PoolInternals
+    writes : iterable of Piece or Token
+        What it is known to write.
+    """
+    tensors = [value for value in given if is_tensor(value)]
+    if not tensors:
+        return []
+    torch, memory = integration(), _memory(writes)
+    written = {torch.storage(tensor) for tensor in tensors if _meets(pool, tensor, memory)}
+    found = [(tensor, torch.version(tensor)) for tensor in tensors]
+    return [(tensor, version) for tensor, version in found if version is not None and torch.storage(tensor) not in written]
+
+
+def moved(versions: list[tuple[Any, int]]) -> list[Any]:
+    """Return the tensors that were written since."""
+    return [tensor for tensor, version in versions if integration().version(tensor) != version]
+
+
+def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) -> None:
+    """Write down that a call which has ended wrote tensors, though it did not say so.
+
+    Raises
+    ------
+    ContractError
+        Where a branch was given one of them before and nothing orders the two.
+    """
+    late = None
+    for tensor in tensors:
+        memory = piece_of(pool.driver, tensor)
+        if memory is not None:
+            if late is None and beside(pool, (memory,)):
+                late = tensor
+            before(pool, (), (memory,), tensor)
+    if late is not None:
+        raise ContractError(
+            f"{name_of(call[0])} wrote {place_of(late, call)}, which it did not declare and which a branch that nothing orders "
+            f"before it was given, too: say what it writes, {ADVICE}"
+        )
+
+
+def copies_before(given: Iterable[Any], pool: PoolInternals, writes: Writes) -> list[tuple[Any, bytes]]:
+    """Return the arrays that a call was given and is not known to write, each with a copy of its bytes.
+
+    It waits for the stream. So there are none while something is captured.
+    """
+    if thread.recording is not None:
+        return []
+    memory = _memory(writes)
+    arrays = {id(value): value for value in given if not _meets(pool, value, memory)}
+    copies = [(array, _bytes_of(pool, array)) for array in arrays.values()]
+    return [(array, copy) for array, copy in copies if copy is not None]
+
+
+def check_unchanged(pool: PoolInternals, copies: list[tuple[Any, bytes]], call: Call) -> None:
+    """Compare the arrays of `copies_before` with their copies, after the call.
+
+    Raises
+    ------
+    ContractError
+        Naming the function and the argument that has changed.
+    """
+    for array, copy in copies:
+        if _bytes_of(pool, array) not in (copy, None):
+            raise ContractError(
+                f"{name_of(call[0])} wrote {place_of(array, call)}, which it did not declare: say what it writes, {ADVICE}"
+            )
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value is torch's."""
+    return "torch" in modules and isinstance(value, getattr(modules["torch"], "Tensor", ()))
+
+
+def _memory(writes: Writes) -> list[Piece]:
+    return [memory for memory in writes if not isinstance(memory, Token)]
+
+
+def _meets(pool: PoolInternals, array: Any, memory: list[Piece]) -> bool:
+    """Whether an array shares memory with what is written; one without memory has nothing to look at, and does."""
+    mine = piece_of(pool.driver, array)
+    return mine is None or any(share(mine, each) for each in memory)
+
+
+def _bytes_of(pool: PoolInternals, array: Any) -> bytes | None:
+    values: np.ndarray[Any, Any] | None = integration().peek(array) if is_tensor(array) else pool.driver.peek(array)
+    return None if values is None else values.tobytes()
+
+
+# Messages
+
+ADVICE = 'as with @handlepool.operation(mutates="x")'
+
+
+def name_of(function: Any) -> str:
+    """Return what messages call a function."""
+    return str(getattr(function, "__qualname__", None) or f"a {kind_of(function)}")
+
+
+def place_of(array: Any, call: Call) -> str:
+    """Return what messages call an array that a call was given."""
+    function, args, kwargs = call
+    try:
+        named = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # a function that does not say what it takes
+        named = {str(index): value for index, value in enumerate(args)} | kwargs
+    places = {f"argument {name}": value for name, value in named.items()}
+    inner = inspect.unwrap(function.__func__ if isinstance(function, MethodType) else function)
+    if isinstance(function, MethodType):
+        places |= {f"self.{name}": value for name, value in getattr(function.__self__, "__dict__", {}).items()}
+    if isinstance(inner, FunctionType):
+        cells = zip(inner.__code__.co_freevars, map(content, inner.__closure__ or ()), strict=True)
+        places |= {f"{name} of its closure": value for name, value in cells}
+    found = [place for place, value in places.items() if any(leaf is array for leaf in leaves(value, calls=True))]
+    return found[0] if found else "an array that it was given"
