@@ -7,6 +7,8 @@ again. What is bounded is a fork of all states without any branch, which starts 
 """
 
 import sys
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from common import Case, Ratios, interleaved, paired, pool_on_a_stream, publish, summary, synchronised
@@ -19,9 +21,10 @@ MANY = 16
 
 def at_once(begin: Any, arrays: Any, out: Any, fresh: Any = None) -> None:
     """What would launch a plan."""
-    begin((), at_once)
+    begin((), at_once, ())
 
 
+at_once.operands = SimpleNamespace(fresh=True)  # type: ignore[attr-defined]
 at_once.allocate = lambda count: [()] * count  # type: ignore[attr-defined]
 
 
@@ -68,7 +71,7 @@ def main() -> int:
         states = ParallelStates(count)
         names: dict[str, Any] = {
             "states": states,
-            "fork": states.fork,
+            "fork": partial(states.fork, ordered=False),  # the order is looked at in order.py
             "map": states.map,
             "items": range(MANY),
             "few": range(count),
