@@ -1,0 +1,342 @@
+"""Guarantee 17 with bad input and with very many branches: typed errors or right results, and states usable afterwards."""
+
+import gc
+import sys
+from collections import Counter
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from harness.graphs import double, plus
+
+import handlepool
+from handlepool import (
+    ArgumentError,
+    ArrayTypeError,
+    ContractError,
+    DeviceMismatchError,
+    HandlePool,
+    OwnershipError,
+    ParallelStates,
+    PoolClosedError,
+)
+from handlepool.regions import data_order
+
+SHAPE = 1, 4, 2, 4
+
+
+class World:
+    """A pool on a driver of two devices, states, and a caller's stream."""
+
+    def __init__(self, make_driver, **options):
+        self.driver = make_driver(**{"scheduler": "adversarial", **options})
+        self.pool = HandlePool(driver=self.driver)
+        self.states = ParallelStates(4, pool=self.pool)
+        self.stream = self.driver.create_stream().use()
+
+    def array(self, value=1):
+        return self.driver.asarray(np.full(SHAPE, value, np.float32))
+
+    def usable(self):
+        """Whether a chain is right, no books are open, and no side slot is leased."""
+        with self.states.fork() as fork:
+            y = fork.run(plus, fork.run(double, self.array(3)), self.array(1))
+        return (y.get() == 7).all() and not data_order.opened and self.pool.stats()["handles_leased"] == 0
+
+
+@pytest.fixture
+def world(make_driver):
+    world = World(make_driver)
+    yield world
+    if not world.pool.internals.status.closed:
+        assert world.usable()
+        world.pool.close()
+
+
+# fork.wait
+
+
+def test_g17_wait_gives_what_it_was_given(world):
+    x = world.array()
+    with world.states.fork() as fork:
+        y = fork.run(double, x)
+        assert fork.wait(y) is y
+        assert fork.wait(x, y) == (x, y)
+        given = [y, {"x": (x,)}]
+        assert fork.wait(given) is given
+        assert ((fork.wait(y) + 1).get() == 3).all()
+
+
+def test_g17_control_the_body_reads_without_a_wait(world):
+    with world.states.fork() as fork:
+        y = fork.run(double, world.array())
+        with pytest.raises(ContractError, match=r"not ordered.*fork\.wait"):
+            y + 1
+
+
+def test_g17_wait_outside_of_the_body_is_refused(world):
+    fork = world.states.fork()
+    x = world.array()
+    with pytest.raises(PoolClosedError, match="not entered"):
+        fork.wait(x)
+    with fork:
+        fork.run(double, x)
+    with pytest.raises(PoolClosedError, match="was left"):
+        fork.wait(x)
+
+
+def test_g17_wait_inside_a_branch_is_refused(world):
+    x = world.array()
+
+    def branch(x):
+        with pytest.raises(OwnershipError, match="inside a branch"):
+            fork.wait(x)
+        return x + 1
+
+    with world.states.fork() as fork:
+        y = fork.run(branch, x)
+        assert (fork.wait(y).get() == 2).all()
+
+
+def test_g17_wait_in_another_thread_is_refused(world, in_thread):
+    x = world.array()
+    with world.states.fork() as fork:
+        y = fork.run(double, x)
+        with pytest.raises(OwnershipError, match="thread"):
+            in_thread(fork.wait, y)
+        assert (fork.wait(y).get() == 2).all()
+
+
+def test_g17_wait_for_what_no_branch_made_returns_at_once(world):
+    x, other = world.array(), world.array()
+    with world.states.fork() as fork:
+        assert fork.wait(x) is x
+        fork.run(double, x)
+        world.driver.calls.clear()
+        for value in (x, other, [x, (other, None, 3)], np.ones(3), "text", object(), None, x[:, 4:]):
+            assert fork.wait(value) is value
+        assert fork.wait() == ()
+        assert not world.driver.calls["wait_event"] + world.driver.calls["record_event"]
+
+
+def test_g17_wait_waits_for_the_writers_alone(world):
+    """A reader, and a branch of other arrays, are not waited for: their streams stay held back."""
+    driver = world.driver
+    x, z = world.array(), world.array()
+
+    def held(array):
+        latches.append(driver.latch(driver.current_stream().ptr))
+        return array + 1
+
+    latches = []
+    with world.states.fork() as fork:
+        y = fork.run(double, x)
+        fork.run(held, y)
+        fork.run(held, z)
+        assert (fork.wait(y).get() == 2).all()  # would never end
+        for latch in latches:
+            assert not latch.passed
+            latch.release()
+
+
+# Arrays that are not to be used here
+
+
+def test_g17_an_array_of_another_device_is_refused(world):
+    with world.driver.device(1), world.driver.create_stream():
+        there = world.array()
+    here = world.array()
+    with world.states.fork() as fork:
+        y = fork.run(double, here)
+        with pytest.raises(DeviceMismatchError):
+            fork.run(plus, y, there)
+        with pytest.raises(DeviceMismatchError):
+            fork.run(lambda a, b: a + b, y, there)
+        with pytest.raises(DeviceMismatchError):
+            fork.map(plus, [y, y], [here, there])
+        assert fork.wait(there) is there
+        z = fork.run(plus, y, here)
+    assert (z.get() == 3).all()
+
+
+def test_g17_an_array_of_another_driver_is_refused(world, make_driver):
+    there = World(make_driver)
+    x = there.array()
+    with world.states.fork() as fork:
+        y = fork.run(double, world.array())
+        with pytest.raises(ArrayTypeError):
+            fork.run(plus, y, x)
+        with pytest.raises(ArrayTypeError):
+            fork.run(lambda a, b: a + b, y, x)
+        z = fork.run(double, y)
+    assert (z.get() == 4).all()
+    there.pool.close()
+
+
+def test_g17_arrays_outlive_the_pool_that_made_them(world):
+    with HandlePool(driver=world.driver) as other, ParallelStates(2, pool=other).fork() as fork:
+        y = fork.run(double, world.array())
+    with world.states.fork() as fork:
+        z = fork.run(plus, y, fork.run(double, y))
+    assert (z.get() == 6).all()
+
+
+@pytest.mark.parametrize("after", ["run", "map", "wait"])
+def test_g17_a_pool_that_is_closed_inside_a_region_refuses(make_driver, after):
+    world = World(make_driver)
+    x = world.array()
+    fork = world.states.fork()
+    with pytest.raises(PoolClosedError), fork:  # noqa: PT012
+        y = fork.run(double, x)
+        world.pool.close()
+        if after == "run":
+            fork.run(plus, y, x)
+        elif after == "map":
+            fork.map(plus, [y], [x])
+        else:
+            fork.wait(y)
+    assert not data_order.opened
+
+
+def test_g17_arguments_that_are_refused_are_in_no_books(world):
+    """A call that never came to be orders nobody."""
+    x, y = world.array(), world.array()
+    with world.states.fork() as fork:
+        fork.run(double, x)
+        with pytest.raises(ArgumentError):
+            fork.run(plus, x, y, out=world.array()[:, :2])
+        world.driver.calls.clear()
+        fork.run(double, y)
+        assert world.driver.calls["wait_event"] == 1  # the start
+
+
+# Very many branches
+
+
+class Steps:
+    """Counts what Python executes of the package above the drivers."""
+
+    def __init__(self):
+        self.count = 0
+
+    @contextmanager
+    def counting(self):
+        def local(frame, event, _):
+            self.count += event == "opcode"
+            return local
+
+        def trace(frame, event, _):
+            name = frame.f_globals.get("__name__", "")
+            if name.startswith("handlepool.") and not name.startswith("handlepool.drivers."):
+                frame.f_trace_opcodes = True
+                frame.f_trace_lines = False
+                return local
+            return None
+
+        former = sys.gettrace()
+        gc.disable()
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(former)
+            gc.enable()
+
+
+def into(y, x):
+    y[...] = x
+
+
+def scaled(x):
+    return x * 2
+
+
+@handlepool.operation(mutates="y")
+def added(x, y):
+    y += x
+
+
+BRANCHES = {
+    "new outputs": lambda fork, xs, k: fork.run(double, xs[k % 4]),
+    "new outputs of plain functions": lambda fork, xs, k: fork.run(scaled, xs[k % 4]),
+    "outputs that are there": lambda fork, xs, k: fork.run(plus, xs[k % 4], xs[4], out=xs[k % 3 + 5]),
+    "a chain": lambda fork, xs, k: xs.append(fork.run(plus, xs.pop(), xs[k % 4])),
+    "writes in place": lambda fork, xs, k: fork.run(into, xs[k % 3 + 5], xs[k % 4]),
+    "operations": lambda fork, xs, k: fork.run(added, xs[k % 4], xs[k % 3 + 5]),
+    "views": lambda fork, xs, k: fork.run(into, xs[k % 3 + 5][:, k % 4 : k % 4 + 1], xs[k % 4][:, 1:2]),
+    "calls in the body": lambda fork, xs, k: plus(fork.run(double, xs[k % 4]), xs[4]),
+}
+COUNT, FEW, SAMPLE = 10_000, 100, 30
+
+
+def books():
+    """How many objects of the order by data there are, by their types, but for what plans have."""
+    gc.collect()
+    kinds = [type(each) for each in gc.get_objects()]
+    return Counter(kind.__name__ for kind in kinds if kind.__module__ == data_order.__name__ and kind is not data_order.Operands)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.parametrize("name", BRANCHES)
+def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(make_driver, monkeypatch, name):
+    world = World(make_driver, check_order=False, scheduler="threads")
+    monkeypatch.setattr("handlepool.pool.default._default", world.pool)
+    world.array()
+    before = books()
+    events = world.driver.alive()["events"]
+    branch = BRANCHES[name]
+
+    def costs(fork, xs, first):
+        """Python's steps of one branch, on average, and the driver's calls."""
+        steps = Steps()
+        world.driver.calls.clear()
+        with steps.counting():
+            for k in range(first, first + SAMPLE):
+                branch(fork, xs, k)
+        return steps.count / SAMPLE, world.driver.calls.total() / SAMPLE
+
+    for pending in (0, 1):  # the first time functions become known
+        xs = [world.array(k) for k in range(9)]
+        with world.states.fork() as fork:
+            for k in range(FEW - SAMPLE):
+                branch(fork, xs, k)
+            early = costs(fork, xs, FEW - SAMPLE)
+            if pending:
+                for k in range(FEW, COUNT - SAMPLE):
+                    branch(fork, xs, k)
+                late = costs(fork, xs, COUNT - SAMPLE)
+    assert late[0] < early[0] * 1.05 + 10
+    assert late[1] < early[1] * 1.05 + 1
+    del fork, xs
+    assert not data_order.opened
+    assert books() == before
+    assert world.driver.alive()["events"] - events < 400  # 64 for each stream, at most, kept for the next
+    assert world.usable()
+    world.pool.close()
+
+
+def test_g17_control_more_steps_are_counted():
+    class Slow(data_order.DataOrder):
+        def needs(self, reads, writes):
+            for _ in range(self.root.count):
+                pass
+
+    steps = Steps()
+    with steps.counting():
+        data_order.Track(0)
+    assert steps.count > 5
+
+
+def test_g17_the_books_grow_with_arrays_and_not_with_branches(make_driver):
+    world = World(make_driver, check_order=False, scheduler="threads")
+    xs = [world.array(k) for k in range(8)]
+    with world.states.fork() as fork:
+        counts = []
+        for k in range(400):
+            fork.run(plus, xs[k % 4], xs[k % 3 + 4], out=xs[k % 5 + 3] if k % 4 != k % 5 + 3 else xs[7])
+            if k in (99, 399):
+                counts.append(books()["Use"])
+        assert counts[1] == counts[0] <= 8
+    assert world.usable()
+    world.pool.close()
