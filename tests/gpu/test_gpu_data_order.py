@@ -1,0 +1,148 @@
+"""Guarantee 17 on a GPU: random regions give, bit for bit, what one stream gives."""
+
+import threading
+import warnings
+
+import numpy as np
+import pytest
+from harness.graphs import double
+from harness.region_cases import WEIGHTS, Sizes
+from harness.region_functions import weights
+from harness.region_maker import make_case
+from harness.region_runs import Regional, Sequential
+from harness.region_shrink import told
+from harness.region_worlds import books_of, default_pool
+
+from handlepool import ParallelStates
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+
+PROGRAMS = 3000
+CALLS = 10, 40
+SIZES = Sizes(17, 40), Sizes(64, 64), Sizes(96, 128), Sizes(128, 256), Sizes(256, 256)
+"""With four graph functions over whole arrays: 20 geometries, whose plans are built once, for new outputs and for given ones."""
+PLANS = 2 * 4 * len(SIZES)
+HELD = 2  # milliseconds that the caller's stream is kept busy, so that what follows waits in queues
+LIMIT = 20
+
+
+class Arrays:
+    """What arrays of one size have in the beginning, on the device, to be copied."""
+
+    def __init__(self, sizes):
+        rng = np.random.default_rng(17)
+        shape = sizes.shape((1, 4, 2, 4))
+        self._values = [cupy.asarray(rng.integers(-8, 9, shape).astype(np.float32)) for _ in range(13)]
+        self._weights = cupy.asarray(weights())
+
+    def __call__(self, seed, number, shape):
+        return (self._weights if number == WEIGHTS else self._values[(seed + number) % len(self._values)]).copy()
+
+
+class Held(Regional):
+    """Regions behind a kernel that keeps the caller's stream busy while they are queued."""
+
+    spin = staticmethod(lambda milliseconds: None)
+
+    def begin(self):
+        super().begin()
+        self.spin(HELD)
+
+
+class World:
+    """Runs cases on a pool, the default one, as regions and on one stream."""
+
+    def __init__(self, pool, kernels):
+        self.pool = pool
+        self.arrays = [Arrays(sizes) for sizes in SIZES]
+        self.kernels = kernels
+
+    def wrong(self, case, **options):
+        """What differs, by bits; nothing where all is right."""
+        place = case.seed % len(SIZES)
+        make, sizes = self.arrays[place], SIZES[place]
+        run = Held(self.pool, make, cupy.copy, sizes=sizes, **options)
+        run.spin = self.kernels.spin
+        with books_of(case):
+            found = run.run(case)
+        expected = Sequential(make, cupy.copy, numpy=False, sizes=sizes).run(case)
+        assert found.keys() == expected.keys()
+        names = [name for name, array in found.items() if array.size]
+        flags = [(found[name].view(np.int32) != expected[name].view(np.int32)).any() for name in names]
+        return [name for name, flag in zip(names, cupy.stack(flags).get(), strict=True) if flag]
+
+
+@pytest.fixture
+def world(pool, stream, kernels):
+    with default_pool(pool), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a branch waits since")
+        yield World(pool, kernels)
+
+
+@pytest.fixture
+def eager_work():
+    """Another thread allocates, computes and frees meanwhile, and sees that its own values are right."""
+    stop, wrong, rounds = threading.Event(), [], []
+
+    def work():
+        with cupy.cuda.Stream(non_blocking=True) as own:
+            while not stop.is_set():
+                flags = []
+                for size in (640, 1 << 12, 1 << 14, 1 << 16):
+                    x = cupy.full(size, 7, np.float32)
+                    for _ in range(4):
+                        x = x * 2 - 7
+                    flags.append((x != 7).any())
+                wrong.append(bool(cupy.stack(flags).any()))
+                rounds.append(own.done)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield rounds
+    stop.set()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+    assert rounds
+    assert not any(wrong)
+
+
+@pytest.mark.timeout(600)
+def test_g17_random_regions_give_what_one_stream_gives_bit_for_bit(world, eager_work):
+    for seed in range(PROGRAMS):
+        case = make_case(seed, CALLS, few=True)
+        wrong = world.wrong(case)
+        assert not wrong, f"seed {seed}: {wrong}\n{told(case.steps)}"
+    assert world.pool.stats()["plans_built"] == PLANS
+    assert world.pool.stats()["handles_leased"] == 0
+
+
+def test_g17_control_regions_that_do_not_order_by_data_give_something_else(world):
+    cases = [make_case(seed, CALLS, few=True) for seed in range(60)]
+    assert sum(bool(world.wrong(case, ordered=False)) for case in cases) >= 10
+
+
+# The most natural thing to write
+
+
+def a_chain(world, value, **options):
+    def make(x):
+        world.kernels.spin(20)
+        return x * 2
+
+    x = cupy.full((1, 4, 64, 64), value, np.float32)
+    with ParallelStates(4, pool=world.pool).fork(**options) as fork:
+        b = fork.run(double, fork.run(make, x))
+        c = fork.wait(b) + 1 if not options else b
+    return b, c
+
+
+def test_g17_a_branch_may_be_given_what_another_makes(world):
+    for value in range(1, 20):
+        b, c = a_chain(world, value)
+        assert (b.get() == 4 * value).all()
+        assert (c.get() == 4 * value + 1).all()
+
+
+def test_g17_control_a_fork_that_does_not_order_by_data_starts_it_too_early(world):
+    a_chain(world, 1)
+    assert any((a_chain(world, value, ordered=False)[0].get() != 4 * value).any() for value in range(101, 111))
