@@ -384,7 +384,7 @@ class Driver(Protocol):
     def array_pointer(self, array: Any) -> int:
         """Return the address of an array's first element."""
 
-    def array_pointers(self, arrays: Sequence[Any]) -> list[int]:
+    def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
         """Return the addresses of many arrays; raises AttributeError or TypeError for what is none of the driver's."""
 
     def adopt(self, view: View) -> Any:

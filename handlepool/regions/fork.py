@@ -332,7 +332,7 @@ class Fork:
         # No code of the caller's runs between branches over these.
         if all(isinstance(source, (list, tuple, range)) for source in sources):
             calls = list(calls)
-            results = self._map_known(function, calls, given) if len(calls) > 1 else None
+            results = self._map_known(function, calls, sources, given) if len(calls) > 1 else None
             if results is not None:
                 return results
         return [self._run(function, call, given) for call in calls]
@@ -340,7 +340,9 @@ class Fork:
     def _run(self, function: Callable[..., T], call: tuple[Any, ...], given: bool) -> T:
         return self.run(function, *call[:-1], out=call[-1]) if given else self.run(function, *call)
 
-    def _map_known(self, function: Callable[..., T], calls: list[tuple[Any, ...]], given: bool) -> list[T] | None:
+    def _map_known(
+        self, function: Callable[..., T], calls: list[tuple[Any, ...]], sources: Sequence[Iterable[Any]], given: bool
+    ) -> list[T] | None:
         """Run branches that each launch one known plan, and no Python; None where the first one does not.
 
         All outputs are allocated before the edge that starts the branches (guarantee 8), so one edge for each state will do.
@@ -365,7 +367,8 @@ class Fork:
             attempt = launch
             # Nothing comes after these, nothing that is open came before, and what they write is new.
             self._free = self._ordered and self._once and open_order(self._driver, self._ordinal) is None
-            self._free = self._free and (launch.operands.fresh or self._apart(launch.operands, fixed, calls))
+            if self._free and not launch.operands.fresh:
+                self._free = self._apart(launch.operands, fixed, sources)
             if not given:
                 fresh.extend(launch.allocate(len(others)))
             elif first[-1] is None:  # or it launches for nobody without an output
@@ -399,13 +402,14 @@ class Fork:
         finally:
             self._started = self._free = False
 
-    def _apart(self, operands: Operands, fixed: tuple[Any, ...], calls: list[tuple[Any, ...]]) -> bool:
-        """Whether no call of a map into outputs comes near what another one writes."""
+    def _apart(self, operands: Operands, fixed: tuple[Any, ...], sources: Sequence[Iterable[Any]]) -> bool:
+        """Whether no call of a map into outputs, the last of the sources, comes near what another one writes."""
         pointers = self._driver.array_pointers
         try:
-            written = pointers([call[-1] for call in calls])
-            read = pointers([array for call in calls for array in call[:-1]])
-            return operands.are_apart(read + pointers(fixed) if fixed else read, written)
+            read = pointers(fixed)
+            for source in sources[:-1]:
+                read += pointers(source)
+            return operands.are_apart(read, pointers(sources[-1]))
         except (AttributeError, TypeError):  # another library's arrays
             return False
 

@@ -31,8 +31,8 @@ def together(monkeypatch):
     counts = []
     run = forks.Fork._map_known
 
-    def count(fork, function, calls, given):
-        results = run(fork, function, calls, given)
+    def count(fork, function, calls, *how):
+        results = run(fork, function, calls, *how)
         if results is not None:
             counts.append(len(calls))
         return results

@@ -5,8 +5,9 @@ runtime half of cuda-bindings is never used: it needs a driver as new as itself.
 by one thread at a time; who keeps it is the pool.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import cudnn
@@ -50,6 +51,9 @@ def unavailable() -> str | None:
     except Exception as error:
         return f"libcudnn was not found ({error}); install handlepool[cu12] or handlepool[cu13]"
     return None
+
+
+_POINTER = attrgetter("data.ptr")  # the quickest way to many
 
 
 class CudaDriverError(RuntimeError):
@@ -326,8 +330,8 @@ class CudaDriver:
     def array_pointer(self, array: Any) -> int:
         return int(array.data.ptr)
 
-    def array_pointers(self, arrays: Sequence[Any]) -> list[int]:
-        return [array.data.ptr for array in arrays]
+    def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
+        return list(map(_POINTER, arrays))
 
     def adopt(self, view: View) -> Any:
         if view.device_id == UNKNOWN:

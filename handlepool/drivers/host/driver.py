@@ -6,7 +6,7 @@ beside the protocol).
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -410,7 +410,7 @@ class HostDriver(Controls):
         self._note("array_pointer")
         return address_of(array)
 
-    def array_pointers(self, arrays: Sequence[Any]) -> list[int]:
+    def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
         return [self.array_pointer(array) for array in arrays]
 
     def adopt(self, view: View) -> HostArray:
