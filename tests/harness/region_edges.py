@@ -64,9 +64,20 @@ def accesses(case: Case, step: Step) -> tuple[Touched, Touched]:
 
 @dataclass
 class Wait:
-    """A wait of one stream for an event: which of its step, and whether the order by data asked for it."""
+    """A wait of one stream for an event.
+
+    Attributes
+    ----------
+    step, behind : int
+        The step that it is of, and that of what it waits for; 0 for none.
+    ordinal : int
+        Which of these.
+    by_data : bool
+        Whether the order by data asked for it.
+    """
 
     step: int
+    behind: int
     ordinal: int
     by_data: bool
 
@@ -95,7 +106,7 @@ class Trace:
         self.nodes: list[_Node] = []
         self.steps: dict[int, Step] = {}
         self._step = 0
-        self._ordinals: Counter[int] = Counter()
+        self._ordinals: Counter[tuple[int, int]] = Counter()
         self._host = 0
         self._by_data = 0
         self._waiting: Wait | None = None
@@ -123,9 +134,11 @@ class Trace:
             earlier = [line.tail] if line is not None else []
             submit(operation, line, after, lane)
             self._numbers[operation] = len(self.nodes)
-            works = operation.function is not None and operation.label != "an allocation"
+            filled = operation.label == "an allocation"  # with poison: where memory is used again, which differs from run to run
+            works = operation.function is not None and not filled
             before = self._host | self._bits(earlier)
-            node = _Node(before, self._step, works, self._waiting)
+            step = self._step_of(earlier[0]) if filled else self._step
+            node = _Node(before, step, works, self._waiting)
             if self._waiting is None:
                 node.before |= self._bits(after)
             else:
@@ -136,9 +149,9 @@ class Trace:
             if queue.capture is not None or not hasattr(event.moment, "clock"):
                 wait(queue, event)
                 return
-            ordinal = self._ordinals[self._step]
-            self._ordinals[self._step] += 1
-            found = Wait(self._step, ordinal, self._by_data > 0)
+            place = self._step, self._step_of(event.moment)
+            found = Wait(*place, self._ordinals[place], self._by_data > 0)
+            self._ordinals[place] += 1
             if found == self.left_out:
                 self.has_left_out = True
                 return
@@ -168,6 +181,10 @@ class Trace:
         finally:
             DataOrder.follow = follow  # type: ignore[method-assign]
             del scheduler.submit, streams.wait, streams.wait_on_host
+
+    def _step_of(self, operation: Any) -> int:
+        number = self._numbers.get(operation)
+        return 0 if number is None else self.nodes[number].step
 
     def _bits(self, operations: Any) -> int:
         found = 0

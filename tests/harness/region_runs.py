@@ -200,6 +200,8 @@ class Regional(Sequential):
         Whether the forks order by data.
     freely : callable
         ``with freely():`` surrounds a recording, which needs a side slot.
+    streams : list of stream, optional
+        Where the body's other streams are, for the next run as well.
     joined : bool
         Whether each branch is joined at once, so that no order by data is needed: tasks and their results stay as they are.
     """
@@ -213,6 +215,7 @@ class Regional(Sequential):
         note: Callable[[Step], Any] = contextlib.nullcontext,
         freely: Callable[[], Any] = contextlib.nullcontext,
         ordered: bool = True,
+        streams: list[Any] | None = None,
         joined: bool = False,
         **options: Any,
     ) -> None:
@@ -226,7 +229,8 @@ class Regional(Sequential):
         self.forks: list[Any] = []  # that are open, of the branch that runs
         self.executor: ParallelStateExecutor | None = None
         self.futures: dict[int, Any] = {}
-        self.streams: list[Any] = []
+        self.streams: list[Any] = [] if streams is None else streams
+        self.used = 0
 
     def run(self, case: Case) -> Values:
         try:
@@ -321,7 +325,7 @@ class Regional(Sequential):
 
     def result(self, step: Result) -> None:
         future = self.futures.pop(step.call.number)
-        with self.failing(step.call):
+        with self.failing(step.call), self.note(step):
             self.made(step.call, future.result(TIMEOUT))
 
     # Forks
@@ -332,7 +336,7 @@ class Regional(Sequential):
             return
         options = {} if self.ordered else {"ordered": False}
         outer = list(self.forks)
-        with contextlib.suppress(*[BranchError] * step.raises):
+        with contextlib.suppress(*[BranchError] * step.raises), self.note(step):
             try:
                 with ParallelStates(step.count, pool=self.pool).fork(**options) as fork:
                     self.forks.append(fork)
@@ -373,7 +377,7 @@ class Regional(Sequential):
             else (returning_in_state, returning)
         )
         args = [self.view(view) for view in step.args]
-        with contextlib.suppress(*[BranchError] * step.raises):
+        with contextlib.suppress(*[BranchError] * step.raises), self.note(step):
             if step.way == "state":
                 ParallelStates(4, pool=self.pool).with_state(step.index % 4, in_state, *args)
             else:
@@ -389,8 +393,10 @@ class Regional(Sequential):
     def elsewhere(self, step: Elsewhere) -> None:
         driver = self.pool.driver
         here = driver.current_stream()
-        other = driver.create_stream()
-        self.streams.append(other)  # to the end: the address of one that is gone would be another's
+        if self.used == len(self.streams):
+            self.streams.append(driver.create_stream())  # to the end: the address of one that is gone would be another's
+        other = self.streams[self.used]
+        self.used += 1
         before, after = driver.create_event(), driver.create_event()
         with self.note(step):
             driver.record_event(before, here.ptr)
