@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-NAMES = ("acquire", "launch", "forks", "overlap", "record", "wrong", "memory")
+NAMES = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory")
 SIDE_STREAMS = ("fork,", "map,", "map into outputs,")
 """How the cases begin that go over side streams eagerly."""
 LEAST_GAIN = 1.05
