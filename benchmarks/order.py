@@ -99,9 +99,10 @@ def main() -> int:
             skipped.append("the raw entry: on a GPU alone")
         around = synchronised(driver, stream)
         cases = {n: Case(s, names, options.calls, around) for n, s in statements.items()}
-        for count in (FEW, MOST):
+        few, most = (FEW, MOST) if options.calls > 2 else (4, 8)
+        for count in (few, most):
             text = f"with fork() as f:\n    run = f.run\n    for _ in range({count}): run(conv, x, w)"
-            calls = max(1, 2 * FEW // count) if options.calls > 2 else 1
+            calls = max(1, 2 * few // count) if options.calls > 2 else 1
             cases[f"fork of {count} branches"] = Case(text, names, calls, around)
         samples = interleaved(cases, options.repeats)
         samples = {name: [value / 1e3 for value in values] for name, values in samples.items()}
@@ -115,8 +116,8 @@ def main() -> int:
             "a branch over a sibling's output": each("branches in a chain", "calls in a chain"),
             "the same without order": each("branches in a chain without order", "calls in a chain"),
             "the same, allocated": each("branches in a chain, allocated", "calls in a chain, allocated"),
-            f"each of {FEW} branches": [value / FEW for value in samples[f"fork of {FEW} branches"]],
-            f"each of {MOST} branches": [value / MOST for value in samples[f"fork of {MOST} branches"]],
+            f"each of {few} branches": [value / few for value in samples[f"fork of {few} branches"]],
+            f"each of {most} branches": [value / most for value in samples[f"fork of {most} branches"]],
         }
         bounded = shape == SMALL
         ratios = Ratios()
@@ -126,7 +127,7 @@ def main() -> int:
                 ratios.add(f"{name} / raw entry", paired(more[name], raw), bound if bounded else None)
         ratios.compare(samples, "map into outputs", "map into outputs without order", MAPPED if bounded else None)
         ratios.compare(samples, f"chain of {DEEP} as branches", f"chain of {DEEP} on one stream", LAUNCHING if bounded else None)
-        ratios.compare(more, f"each of {MOST} branches", f"each of {FEW} branches")
+        ratios.compare(more, f"each of {most} branches", f"each of {few} branches")
         large: Shape = options.large
         image, filters = large.image(driver, rng), large.filter(driver, rng)
         pair = dict(
