@@ -11,6 +11,7 @@ from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context, deferred
 from handlepool.pool import default as defaults
+from handlepool.regions import data_order
 
 for name in list(os.environ):
     if name.startswith("HANDLEPOOL_") and name not in ("HANDLEPOOL_EXAMPLES", "HANDLEPOOL_SEED", "HANDLEPOOL_TEST_SANITIZER"):
@@ -146,3 +147,11 @@ def pool(make_driver, monkeypatch):
         monkeypatch.setattr("handlepool.pool.default._default", pool)
         yield pool
         pool.driver.synchronize_stream(stream.ptr)
+
+
+@pytest.fixture(autouse=True)
+def no_books_stay_open():
+    """Close the books of forks that a test left for good, as where a context was lost: later tests would ask them."""
+    yield
+    data_order.opened.clear()
+    data_order._thread.orders.clear()

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
+from handlepool.regions import data_order
 
 TIMEOUT = 60
 DEVICES = 2
@@ -565,6 +566,8 @@ class Lifetimes(RuleBasedStateMachine):
             assert handles <= most, f"{handles} handles on device {device.device}, and at most {most} were in use at once"
         streams = [watch() for watch in self.watches] + [slot.side_stream for slot in accounts.sides + accounts.late]
         streams += [fork._stream for fork in forgotten(self.pool)]  # of an inner one, a side stream that may have been given back
+        # What an open fork's books may record on, where another fork was over it.
+        streams += [track.stream for order in data_order.opened for track in order.tracks.values()]
         owned = {id(stream) for stream in streams if stream is not None and stream._queue is not None}
         assert self.driver.alive()["streams"] == len(owned)
 
