@@ -385,7 +385,7 @@ class Lifetimes(RuleBasedStateMachine):
     def region(self, plan, x):
         (width, early, late, branches), rest = plan[0], plan[1:]
         made = []
-        with self.states[width % 4].fork() as fork:
+        with self.states[width % 4].fork(ordered=False) as fork:
             made += self.double(fork, early, together=early % 2 == 1)
             for number, (nbytes, fails) in enumerate(branches):
                 made += fork.run(self.branch, number, nbytes, rest, fails, x)
@@ -433,7 +433,7 @@ class Lifetimes(RuleBasedStateMachine):
             self.asked(actor, stream, device, "current")
 
             def enter():
-                fork = self.states[width % 4].fork()
+                fork = self.states[width % 4].fork(ordered=False)
                 fork.__enter__()
                 actor.forks.append(fork)
 
