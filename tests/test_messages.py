@@ -75,7 +75,7 @@ SETTINGS = {
 }
 COMMON = {"out": None, "workspace_limit": None, "allow_tf32": True, "deterministic": False, "pool": None}
 GEOMETRY = {"stride": 1, "padding": 1, "dilation": 1, "groups": 1}
-CONVOLUTION = GEOMETRY | COMMON | {"mode": "cross_correlation", "bias": None, "activation": None}
+CONVOLUTION = GEOMETRY | COMMON | {"mode": "cross_correlation", "bias": None, "add": None, "activation": None}
 
 
 def cases(pool):
@@ -197,8 +197,10 @@ def cases(pool):
             **GEOMETRY,
             mode="convolution",
             bias=None,
+            add=None,
             activation=None,
         ),
+        "reference.matmul": case(reference.matmul, np.ones((3, 4)), np.ones((4, 2)), bias=None, activation=None),
         "reference.relative_error": case(reference.relative_error, np.ones(3), np.ones(3)),
     }
     return {name: each for name, each in found.items() if each}, found, executor.shutdown

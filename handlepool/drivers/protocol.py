@@ -63,6 +63,10 @@ class Copy:
         Of the operand's memory along them, in bytes; 0 where the operand repeats.
     offset, nbytes : int
         Where the copy lies in the scratch of copies, and how large it is.
+    first : int
+        Bytes from there to its first element, where it is a part of what cuDNN takes or gives.
+    steps : tuple of int
+        Its strides in bytes then; none where it is all, and dense.
     """
 
     operand: int
@@ -71,6 +75,8 @@ class Copy:
     strides: tuple[int, ...]
     offset: int
     nbytes: int
+    first: int = 0
+    steps: tuple[int, ...] = ()
 
 
 def scratch_of(copies: Iterable[Copy]) -> int:

@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from handlepool.drivers.protocol import Copy
 from handlepool.errors import ContractError, GraphNotSupportedError
 from handlepool.graphs.plan import Plan
 from handlepool.pool.context import thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors import frontend
+from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import HOST, View
 
 TOLERANCE = {"float64": 1e-6, "float32": 1e-2, "float16": 3e-2, "bfloat16": 1e-1}
@@ -71,7 +73,7 @@ def compare(pool: PoolInternals, plan: Plan, graph: Any, operands: Sequence[Any]
         else:
             dense = np.zeros(copy.nbytes // dtype.itemsize)
             if place < inputs:
-                dense[:] = view.ravel()
+                _part(dense, copy, dtype.itemsize)[...] = view
             exact.append(as_strided(dense, dim, [step // dtype.itemsize * 8 for step in steps]))
         views.append(view)
     slot = pool.slot()
@@ -83,8 +85,7 @@ def compare(pool: PoolInternals, plan: Plan, graph: Any, operands: Sequence[Any]
         got = driver.asnumpy(kept[place]).astype(np.float64)
         wanted = exact[place]
         if place in copies:
-            shape = copies[place].shape
-            wanted = as_strided(wanted, (int(np.prod(shape)),), (8,)).reshape(shape)
+            wanted = _part(wanted, copies[place], frontend.numpy_dtype(operands[place].data_type).itemsize)
         result = as_strided(got, views[place].shape, views[place].strides)
         known = np.isfinite(wanted)
         largest = max(1.0, float(np.abs(wanted[known]).max(initial=0)))
@@ -96,6 +97,13 @@ def compare(pool: PoolInternals, plan: Plan, graph: Any, operands: Sequence[Any]
                 f"{wrong.size} elements of output {place - inputs} otherwise than float64 does, by up to {worst:.3g}; choose "
                 f"another with Plan.select, and report it"
             )
+
+
+def _part(dense: Any, copy: Copy, itemsize: int) -> Any:
+    """Return the elements of a copy, in float64, that are an operand's."""
+    steps = copy.steps or [step * itemsize for step in dense_strides(copy.shape)]
+    first = as_strided(dense, (dense.size,), (8,))[copy.first // itemsize :]
+    return as_strided(first, copy.shape, [step // itemsize * 8 for step in steps])
 
 
 def _where(pool: PoolInternals) -> int:

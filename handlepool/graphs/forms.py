@@ -9,6 +9,7 @@ each of some thousand graphs against float64, by ``benchmarks/geometries.py``, w
 - *A convolution alone*, or a gradient, takes images and filters without gaps, contiguous or channels-last in any mixture, and
   images that are channels-last with gaps. With a bias alone, what has no gaps. With more behind it, what is channels-last without
   gaps; addends fill the output, or are one for each channel, or one element. Contiguous arrays are right with a bias and relu.
+  Padding is the same on both sides.
 - *A matrix product* has three axes; its factors are contiguous or transposed, and without anything behind it so is its output,
   gaps allowed. With more behind it, the rest is contiguous; addends fill it, repeat along the batch, or are a row, a column, or
   one element.
@@ -22,16 +23,19 @@ An operand in another form is copied into scratch before the launch, or out of i
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from handlepool.drivers.protocol import Copy, scratch_of
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.tensors import frontend
-from handlepool.tensors.inference import Shape, axis_order, dense_strides, title
+from handlepool.tensors.inference import Convolution, Shape, axis_order, dense_strides, title
 
 MOST_COPIED = 16 << 20
 """Most bytes of one operand that a launch copies by itself."""
 _UNMEASURED = ("RESHAPE", "TRANSPOSE", "CONCATENATE")
+BEHIND_A_SUM = (None, "relu")
+"""Activations that were measured behind a convolution and an addend as large as the output, in one plan."""
 _CONVOLUTIONS = {"CONV_FPROP": ("image", "weight"), "CONV_DGRAD": ("loss", "filter"), "CONV_WGRAD": ("image", "loss")}
 
 
@@ -120,48 +124,80 @@ class _Forms:
         self.called = called
         self.copies: list[Copy] = []
         self.places = {tensor.uid: place for place, tensor in enumerate(operands)}
+        self.parts: dict[int, tuple[Shape, Shape]] = {}
+        """Operands of which cuDNN gives or takes more than there is: their shape, and where that begins."""
 
     def virtual(self) -> list[Any]:
         """Return the tensors between nodes."""
         made = [tensor for node in self.graph.nodes for tensor in node.outputs.values() if tensor is not None]
         return [tensor for tensor in made if tensor.uid not in self.places]
 
-    def copy(self, place: int, shape: Sequence[int], steps: Sequence[int], elements: int | None = None) -> None:
-        """Have an operand copied; ``steps`` in elements, of its memory along the axes of the copy."""
+    def copy(
+        self,
+        place: int,
+        shape: Sequence[int],
+        steps: Sequence[int],
+        elements: int | None = None,
+        always: bool = False,
+        part: tuple[int, Sequence[int]] = (0, ()),
+    ) -> None:
+        """Have an operand copied.
+
+        ``steps`` are in elements, of its memory along the axes of the copy. ``elements`` is how many the copy has, and ``part``
+        where in it the operand begins and with what steps, if they are not all of these and dense.
+        """
         tensor = self.operands[place]
         itemsize = _itemsize(tensor)
         nbytes = (math.prod(shape) if elements is None else elements) * itemsize
-        if not self.copying or nbytes > MOST_COPIED:
+        if not (self.copying or always) or nbytes > MOST_COPIED:
             what = (
                 f"{self.called(place)}, of shape {tuple(tensor.dim)} with strides {tuple(tensor.stride)} elements, lies in no "
                 f"form that cuDNN is known to compute rightly here"
             )
-            if not self.copying:
-                raise GraphNotSupportedError(what)
             remedy = "write to another array and copy that" if place >= self.inputs else "pass a copy of it"
+            remedy = f"{remedy}, {self._advice()}"
+            if place in self.parts:
+                what = (
+                    f"{self.called(place)}: a padding that differs from side to side was not measured, so more is computed with "
+                    f"one that does not, of shape {tuple(tensor.dim)}"
+                )
+                remedy = "pad the images before, as numpy.pad does"
+            if not (self.copying or always):
+                raise GraphNotSupportedError(what)
             raise ArgumentError(
-                f"{what}. At each call it would take a copy of {nbytes:,} bytes, more than {MOST_COPIED:,}: {remedy}, "
-                f"{self._advice()}"
+                f"{what}. At each call it would take a copy of {nbytes:,} bytes, more than {MOST_COPIED:,}: {remedy}"
             )
         strides = tuple(int(step) * itemsize for step in steps)
-        self.copies.append(Copy(place, place >= self.inputs, tuple(shape), strides, scratch_of(self.copies), nbytes))
+        first, within = part[0] * itemsize, tuple(int(step) * itemsize for step in part[1])
+        offset = scratch_of(self.copies)
+        self.copies.append(Copy(place, place >= self.inputs, tuple(shape), strides, offset, nbytes, first, within))
 
     def _advice(self) -> str:
         convolution = any(node.node_type.name in _CONVOLUTIONS for node in self.graph.nodes)
         return "channels-last without gaps" if convolution else "without gaps, of the output's shape and layout"
 
     def require(self, place: int, forms: Sequence[str]) -> None:
-        """Take an operand in the first of the forms that it has, or copy it into the last."""
+        """Take an operand in the first of the forms that it has, or copy it into the last; a vector also where none is copied."""
         tensor = self.operands[place]
-        shape, steps = tuple(tensor.dim), tuple(tensor.stride)
-        for form in forms:
+        dim, steps = tuple(tensor.dim), tuple(tensor.stride)
+        shape, begin = self.parts.get(place, (dim, ()))
+        for form in forms if shape == dim else ():
             strides = dense_strides(shape, _order(form, len(shape)))
             if all(extent == 1 or a == b for extent, a, b in zip(shape, steps, strides, strict=True)):
                 tensor.set_stride(list(strides))
                 return
         order = _order(forms[-1], len(shape))
-        tensor.set_stride(list(dense_strides(shape, order)))
-        self.copy(place, [shape[axis] for axis in order], [steps[axis] if shape[axis] > 1 else 0 for axis in order])
+        dense = dense_strides(dim, order)
+        first = sum(index * step for index, step in zip(begin, dense, strict=False))
+        self.copy(
+            place,
+            [shape[axis] for axis in order],
+            [steps[axis] if shape[axis] > 1 else 0 for axis in order],
+            math.prod(dim),
+            place < self.inputs and sum(extent > 1 for extent in dim) < 2,
+            (first, [dense[axis] for axis in order]) if begin else (0, ()),
+        )
+        tensor.set_stride(list(dense))
 
     def expand(self, place: int, shape: Sequence[int], form: str) -> None:
         """Copy an operand to a larger shape, repeated."""
@@ -305,6 +341,7 @@ def _declare_rows(forms: _Forms, fills: Sequence[tuple[bool, bool]], rows: int, 
 def _convolution(forms: _Forms, node: Any) -> None:
     if len(forms.shapes[next(iter(node.inputs.values())).uid]) == 3:
         _lift(forms, node)
+    _even(forms, node)
     first, second = (node.inputs[port] for port in _CONVOLUTIONS[node.node_type.name])
     (made,) = [tensor for tensor in node.outputs.values() if tensor is not None]
     core = {tensor.uid for tensor in (first, second, made)}
@@ -314,7 +351,7 @@ def _convolution(forms: _Forms, node: Any) -> None:
     if not behind:
         filters = {"CONV_FPROP": second, "CONV_DGRAD": second, "CONV_WGRAD": made}[node.node_type.name]
         for place, tensor in enumerate(forms.operands):
-            if tensor is filters or not _spaced_channels_last(tensor):
+            if tensor is filters or place in forms.parts or not spaced_channels_last(tensor.dim, tensor.stride):
                 forms.require(place, either)
         return
     if node.node_type.name != "CONV_FPROP":
@@ -329,7 +366,8 @@ def _convolution(forms: _Forms, node: Any) -> None:
     modes = [other.params.get("mode") for other in behind]
     added = [place for place in extras if place < forms.inputs]
     biased = single and modes[0] in ("bias", "add") and len(added) == 1 and _per_channel(forms.operands[added[0]], full)
-    contiguous = all(_has_form(forms.operands[place], "contiguous") for place in range(len(forms.operands)) if place not in added)
+    whole = [place for place in range(len(forms.operands)) if place not in added and place not in forms.parts]
+    contiguous = all(_has_form(forms.operands[place], "contiguous") for place in whole)
     if biased and len(modes) == 1:
         wanted: tuple[str, ...] = either
     elif biased and modes[1:] == ["relu"] and contiguous:
@@ -359,6 +397,38 @@ def _lift(forms: _Forms, node: Any) -> None:
             _declare(tensor, [n, c, 1, w], [outer, channel, max(w * step, 1), step])
 
 
+def _even(forms: _Forms, node: Any) -> None:
+    """Pad alike on both sides, and give and take so much more: a padding that differs from side to side was not measured.
+
+    As far as the larger side needs it, in whole steps, so that what is wanted is a part of what comes out.
+    """
+    first, second = (forms.shapes[tensor.uid] for tensor in list(node.inputs.values())[:2])
+    how = Convolution.of(node, len(first))
+    if how.before == how.after:
+        return
+    full = forms.shapes[next(iter(node.outputs.values())).uid]
+    core = {tensor.uid for tensor in node.inputs.values()}
+    added = [t for place, t in enumerate(forms.operands[: forms.inputs]) if t.uid not in core]
+    fits = all(tuple(t.dim) in (full, (1,) * len(full)) or _per_channel(t, full) for t in added)
+    if node.node_type.name != "CONV_FPROP" or not fits or _used_again(forms, node, full):
+        raise GraphNotSupportedError(
+            f"{title(node)}: a padding of {how.before} before and {how.after} after was not measured, so it is not known to be "
+            f"right here; pad the images before, as numpy.pad does, and give the same padding on both sides"
+        )
+    steps = list(zip(how.before, how.after, how.stride, strict=True))
+    more = [max(0, -((low - high) // step)) for low, high, step in steps]
+    margins = tuple(low + count * step for (low, _, step), count in zip(steps, more, strict=True))
+    larger = [*full[:2], *replace(how, before=margins, after=margins).forward(first[2:], second[2:])]
+    del node.params["pre_padding"], node.params["post_padding"]
+    node.params["padding"] = list(margins)
+    for tensor in (*forms.operands, *forms.virtual()):
+        if tensor.uid not in core and tuple(tensor.dim) == full:
+            place = forms.places.get(tensor.uid)
+            if place is not None:
+                forms.parts[place] = (full, (0, 0, *more))
+            _declare(tensor, larger, list(dense_strides(larger) if place is None else tensor.stride))
+
+
 def _has_form(tensor: Any, form: str) -> bool:
     strides = dense_strides(tensor.dim, _order(form, len(tensor.dim)))
     return all(extent == 1 or a == b for extent, a, b in zip(tensor.dim, tensor.stride, strides, strict=True))
@@ -368,9 +438,8 @@ def _per_channel(tensor: Any, full: Sequence[int]) -> bool:
     return tuple(tensor.dim) == (1, full[1], *[1] * (len(full) - 2))
 
 
-def _spaced_channels_last(tensor: Any) -> bool:
-    """Whether a tensor is channels-last with gaps between pixels, rows or images, and none between channels."""
-    shape, steps = tensor.dim, tensor.stride
+def spaced_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether an image is channels-last with gaps between pixels, rows or images, and none between channels."""
     return shape[1] > 1 and _nested([(shape[axis], steps[axis]) for axis in (1, *reversed(range(2, len(shape))), 0)])
 
 

@@ -1,15 +1,20 @@
-"""Two-dimensional convolution with bias and activation, as a graph function."""
+"""Two-dimensional convolution with bias, residual and activation, as a graph function."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Never
+
+import numpy as np
 
 from handlepool._util import as_integer, at_least, shown
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.annotations import ArrayT
+from handlepool.graphs.arrays import ConvertedArguments
+from handlepool.graphs.forms import BEHIND_A_SUM, spaced_channels_last
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch
 from handlepool.graphs.plan import Plan
-from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, activation_call
+from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate
+from handlepool.ops.epilogue import Stages, along, finisher, parts_of
 from handlepool.pool.context import NOT_CACHED, launchers
 from handlepool.pool.default import chosen_pool, current_pool
 from handlepool.pool.internals import PoolInternals
@@ -18,27 +23,61 @@ from handlepool.tensors import frontend
 from handlepool.tensors.inference import axis_order, dense_strides
 from handlepool.tensors.layout import Layout
 
-Pair = int | tuple[int, int]
+Pair = int | Sequence[int]
+Padding = Pair | Sequence[Sequence[int]]
 Shape = tuple[int, ...]
+Sides = tuple[tuple[int, int], ...]
 
 
-def pair(function: str, name: str, value: Pair) -> list[int]:
-    """Stride, padding or dilation along height and width."""
-    least = 0 if name == "padding" else 1
+def pair(function: str, name: str, value: Any) -> tuple[int, int]:
+    """Return stride or dilation along height and width."""
     try:
         entries = _two(value)
-        if len(entries) == 2 and min(entries) >= least:
+        if min(entries) >= 1:
             return entries
     except TypeError:
         pass
-    raise ArgumentError(f"{function}: {name}={shown(value)}; it must be an integer, or two, each {least} or more")
+    raise ArgumentError(f"{function}: {name}={shown(value)}; it must be an integer, or two, each 1 or more")
 
 
-def _two(value: Any) -> list[int]:
+def sides(function: str, value: Any) -> Sides:
+    """Return the padding above and below, left and right."""
     try:
-        return [as_integer(value)] * 2
+        nested = _is_sequence(value) and all(map(_is_sequence, value))
+        found = tuple(map(_two, value)) if nested else tuple((entry, entry) for entry in _two(value))
+        if len(found) == 2 and min(map(min, found)) >= 0:
+            return found
     except TypeError:
-        return [as_integer(entry) for entry in value]
+        pass
+    raise ArgumentError(
+        f"{function}: padding={shown(value)}; it must be an integer, or two, or two pairs of them, each 0 or more"
+    )
+
+
+def _two(value: Any) -> tuple[int, int]:
+    if not _is_sequence(value):
+        number = as_integer(value)
+        return number, number
+    one, other = map(as_integer, value) if len(value) == 2 else (None, None)
+    if one is None or other is None:
+        raise TypeError
+    return one, other
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
+
+
+def geometry(function: str, pairs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return stride, padding and dilation as they key a plan, however they were given."""
+    return {name: sides(function, value) if name == "padding" else pair(function, name, value) for name, value in pairs.items()}
+
+
+def parameters(*, stride: tuple[int, int], padding: Sides, dilation: tuple[int, int]) -> dict[str, list[int]]:
+    """Return what a node takes of a `geometry`."""
+    before, after = (list(side) for side in zip(*padding, strict=True))
+    how = {"padding": before} if before == after else {"pre_padding": before, "post_padding": after}
+    return {"stride": list(stride), "dilation": list(dilation), **how}
 
 
 def as_shape(function: str, shape: Any) -> Shape:
@@ -52,23 +91,48 @@ def as_shape(function: str, shape: Any) -> Shape:
     return extents
 
 
-def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple[str, Any]) -> None:
-    """Raise for another rank, a type that is not that of the first array, and for strides that cuDNN does not take."""
+def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple[str, Any], views: bool = False) -> None:
+    """Raise for another rank, a type that is not that of the first array, and for strides that are not taken.
+
+    With ``views``, a channels-last image may have gaps.
+    """
     if layout.ndim != rank:
         raise ArgumentError(f"{function}: {name} has {layout.ndim} axes, shape {layout.shape}; it must have {rank}")
-    if layout.dtype.name not in FLOATING_TYPES:
-        raise ArgumentError(f"{function}: {name} is {layout.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
-    if layout.dtype != like[1]:
-        raise ArgumentError(f"{function}: {name} is {layout.dtype} and {like[0]} is {like[1]}; convert one of them")
+    check_type(function, name, layout, like)
     strides = [stride // layout.dtype.itemsize for stride in layout.strides]
     order = axis_order(layout.shape, strides)
     dense = dense_strides(layout.shape, order)
     packed = all(extent == 1 or a == b for extent, a, b in zip(layout.shape, strides, dense, strict=True))
-    if not packed or order not in ((0, 1, 2, 3), (0, 2, 3, 1), (0,)):
-        raise ArgumentError(
-            f"{function}: {name} of shape {layout.shape} has strides {layout.strides} bytes; cuDNN takes arrays without gaps, "
-            f"contiguous or channels-last. Pass a contiguous copy, as from ascontiguousarray({name})"
-        )
+    if packed and order in ((0, 1, 2, 3), (0, 2, 3, 1)):
+        return
+    if not views or any(stride % layout.dtype.itemsize for stride in layout.strides):
+        taken = ""
+    elif spaced_channels_last(layout.shape, strides):
+        return
+    else:
+        taken = "; channels-last also with gaps between pixels, rows or images"
+    remedy = f"Pass a contiguous copy, as from ascontiguousarray({name})"
+    if name == "out":
+        remedy = f"Leave it out, and copy what is returned: out[...] = {function}(...)"
+    raise ArgumentError(
+        f"{function}: {name} of shape {layout.shape} has strides {layout.strides} bytes; cuDNN takes arrays without gaps, "
+        f"contiguous or channels-last{taken}. {remedy}"
+    )
+
+
+def check_type(function: str, name: str, layout: Layout, like: tuple[str, Any]) -> None:
+    """Raise for a type that is not that of the first array, or that cuDNN has no plans for."""
+    if layout.dtype.name not in FLOATING_TYPES:
+        raise ArgumentError(f"{function}: {name} is {layout.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
+    if layout.dtype != like[1]:
+        raise ArgumentError(f"{function}: {name} is {layout.dtype} and {like[0]} is {like[1]}; convert one of them")
+
+
+def check_vector(function: str, bias: Layout, extent: int, of: str, like: tuple[str, Any]) -> None:
+    """Raise for a bias that is no vector of so many elements."""
+    if bias.shape != (extent,):
+        raise ArgumentError(f"{function}: bias of shape {bias.shape} for {extent} {of}; it must be ({extent},)")
+    check_type(function, "bias", bias, like)
 
 
 def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, Shape], groups: int) -> None:
@@ -84,16 +148,23 @@ def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, S
         raise ArgumentError(f"{function}: {groups} groups, which do not divide {w_shape[0]} filters in {w} {w_shape}")
 
 
-def check_result(function: str, x: Shape, w: Shape, dy: Shape, pairs: Mapping[str, Pair]) -> None:
-    """Raise where images and filters do not lead to the result whose gradient was given."""
-    stride, padding, dilation = (pair(function, name, pairs[name]) for name in ("stride", "padding", "dilation"))
-    extents = tuple(
-        (x[axis + 2] + 2 * padding[axis] - (w[axis + 2] - 1) * dilation[axis] - 1) // stride[axis] + 1 for axis in (0, 1)
+def result_shape(
+    x: Shape, w: Shape, *, stride: tuple[int, int], padding: Sides, dilation: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """Return the shape that images and filters lead to; extents below 1 where nothing comes out."""
+    height, width = (
+        (x[axis + 2] + sum(padding[axis]) - (w[axis + 2] - 1) * dilation[axis] - 1) // stride[axis] + 1 for axis in (0, 1)
     )
-    if dy != (x[0], w[0], *extents):
+    return x[0], w[0], height, width
+
+
+def check_result(function: str, x: Shape, w: Shape, dy: Shape, how: Mapping[str, Any]) -> None:
+    """Raise where images and filters do not lead to the result whose gradient was given."""
+    shape = result_shape(x, w, **how)
+    if dy != shape:
         raise ArgumentError(
-            f"{function}: images {x} and filters {w} lead to {(x[0], w[0], *extents)}, and dy is {dy}; correct the shape, or "
-            f"stride, padding and dilation"
+            f"{function}: images {x} and filters {w} lead to {shape}, and dy is {dy}; correct the shape, or stride, padding and "
+            f"dilation"
         )
 
 
@@ -108,11 +179,12 @@ def conv2d(
     w: Any,
     *extra: Never,
     stride: Pair = 1,
-    padding: Pair = 0,
+    padding: Padding = 0,
     dilation: Pair = 1,
     groups: int = 1,
     mode: str = "cross_correlation",
     bias: Any = None,
+    add: Any = None,
     activation: str | None = None,
     out: Any = None,
     workspace_limit: int | None = None,
@@ -120,27 +192,33 @@ def conv2d(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Convolve images with filters, add a bias and apply an activation, on the current stream.
+    """Convolve images with filters, add a bias and a residual, and apply an activation, on the current stream.
 
     Parameters
     ----------
     x : array, shape (N, C, H, W)
         Images; float16, bfloat16 or float32; contiguous, or channels-last in memory (NHWC strides, which tensor cores prefer).
-        Of CuPy, torch or others (``docs/arrays.md``), or NumPy's on the host driver.
+        Channels-last, it may have gaps: a crop, a slice of channels, every second row, column or image. Of CuPy, torch or others
+        (``docs/arrays.md``), or NumPy's on the host driver.
     w : array, shape (K, C / groups, R, S)
-        Filters, of the same type.
-    stride, padding, dilation : int or (int, int)
-        Along height and width, in pixels; zeros are padded on both sides.
+        Filters, of the same type, without gaps.
+    stride, dilation : int or sequence of two
+        Along height and width, in pixels.
+    padding : int, or sequence of two, or of two pairs
+        Zeros around an image, in pixels: on all sides; above and below, left and right; or ((above, below), (left, right)).
     groups : int
         Groups of channels that are convolved apart.
     mode : {"cross_correlation", "convolution"}
         As neural networks mean it, or with the filters turned around, as mathematics does.
     bias : array, shape (K,), optional
-        Added to each channel.
+        Added to each channel; of any stride.
+    add : array, shape (N, K, P, Q), optional
+        A residual, added before the activation. It shares no memory with ``out``.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
-        Applied last, in the same launch where cuDNN can, else in one of its own; "gelu" is the exact one.
+        Applied last; "gelu" is the exact one.
     out : array, shape (N, K, P, Q), optional
-        Where the result goes. Its strides decide the layout; without it the result lies as ``x`` does.
+        Where the result goes. Its strides decide the layout, and may have gaps as those of ``x``; without it the result lies as
+        ``x`` does, without gaps.
     workspace_limit : int, optional
         Most bytes of scratch that the plan may need.
     allow_tf32 : bool
@@ -161,11 +239,20 @@ def conv2d(
         For shapes, types, strides or options that no plan could take.
     GraphNotSupportedError
         When cuDNN has no plan, as for a workspace limit that none meets.
+
+    Notes
+    -----
+    Bias, residual and activation are in the convolution's plan where cuDNN has one that is known to be right: a bias in any
+    layouts, all else where all arrays are channels-last without gaps. What is not is one launch more, and the result is rounded
+    to its type before it. A view with a bias, a residual or an activation is copied, up to 16 MiB, and so is what a padding that
+    differs from side to side leads to: see ``docs/graphs.md``, which says what that costs.
     """
     if extra:
         raise misplaced(conv2d, extra)
-    function = _conv2d if activation is None else _fused
     arrays = (x, w) if bias is None else (x, w, bias)
+    function = _plain
+    if add is not None:
+        arrays, function = (*arrays, add), _summed
     # What the tuple holds, `_prepare` takes apart. The type of ``groups``, since 1, True and 1.0 are equal.
     key = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
     begin = None
@@ -174,11 +261,13 @@ def conv2d(
     elif type(pool) is tuple:  # type: ignore[comparison-overlap]  # from a fork: see `hit_branch`
         chosen, begin = pool
         if begin is None:
-            return _prepare(chosen, arrays, out, key)  # what the fork launches
+            return _prepare(chosen, arrays, parts_of(bias, add, activation), out, key)  # what the fork launches
     else:
         chosen = chosen_pool("conv2d", pool)
     result = hit(function, chosen, begin, arrays, out, key)
-    return launch_new(chosen, _prepare(chosen, arrays, out, key)) if result is NOT_CACHED and begin is None else result
+    if result is not NOT_CACHED or begin is not None:
+        return result
+    return launch_new(chosen, _prepare(chosen, arrays, parts_of(bias, add, activation), out, key))
 
 
 @by_keyword
@@ -197,8 +286,8 @@ def conv2d_plan(x: Any, w: Any, *extra: Never, pool: HandlePool | None = None, *
     Returns
     -------
     Plan
-        Its ``engine``, ``workspace_size`` and ``candidates`` say what cuDNN chose. Where an activation is a launch of its own,
-        it is the convolution's plan.
+        Its ``engine``, ``workspace_size`` and ``candidates`` say what cuDNN chose. Where something is a launch of its own, it is
+        the convolution's plan.
 
     Raises
     ------
@@ -208,23 +297,33 @@ def conv2d_plan(x: Any, w: Any, *extra: Never, pool: HandlePool | None = None, *
     return prepare_branch(conv2d, chosen_pool("conv2d_plan", pool), (x, w, *extra), options).plan
 
 
-def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], out: Any, key: tuple[Any, ...]) -> GraphCall:
+def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], parts: tuple[str, ...], out: Any, key: tuple[Any, ...]) -> GraphCall:
     """Return the call for a key of `conv2d`."""
     stride, padding, dilation, groups, _, mode, activation, workspace_limit, allow_tf32, deterministic = key
-    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "activation": activation}
+    how = geometry("conv2d", {"stride": stride, "padding": padding, "dilation": dilation})
+    options = {**how, "groups": groups}
     if not isinstance(mode, str) or mode != "cross_correlation":  # a part of the plan's key where it says something
         options["mode"] = mode
     settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
-    if activation is None:
-        return _conv2d.prepare(pool, arrays, out, options, settings, key=key)
+
+    def fused(
+        some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None
+    ) -> GraphCall:
+        function = _copying if copies else _summed if "add" in some else _plain
+        applied = activation if "activation" in some else None
+        if "add" in some and applied in ACTIVATIONS and applied not in BEHIND_A_SUM:
+            raise GraphNotSupportedError(f"conv2d: {applied} behind a residual was not measured in one plan")
+        own = options | {"activation": applied} | ({} if "bias" in some or "add" not in some else {"bias": None})
+        known = shortened if some == parts and not copies else None
+        return function.prepare(pool, arrays, out, own, settings, converted, known)
+
     try:
-        return _fused.prepare(pool, arrays, out, options, settings, key=key)
-    except GraphNotSupportedError:
-        pass
-    # cuDNN fuses activations for arrays of one layout alone, and some for channels-last arrays: elsewhere the activation is a
-    # launch of its own.
-    plain = _conv2d.prepare(pool, arrays, out, options | {"activation": None}, settings)
-    return plain.then(lambda result: activation_call(pool, activation, result, result))
+        hash(key)
+        shortened: tuple[Any, ...] | None = key
+    except TypeError:  # of a list, say
+        shortened = None
+    uneven = any(one != other for one, other in how["padding"])
+    return Stages("conv2d", pool, parts, activation, fused, _finish, uneven).call(arrays, out)
 
 
 # In a fork the output is allocated before the branch starts, as for any graph function.
@@ -233,29 +332,23 @@ launchers[conv2d] = hit_branch, prepare_branch
 
 def _convolution(
     g: Any,
+    /,
     x: Any,
     w: Any,
     bias: Any = None,
+    add: Any = None,
     *,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
     groups: int,
     activation: str | None,
     mode: str = "cross_correlation",
+    **how: Any,
 ) -> Any:
     # The frontend reads the groups off the channels, which were checked to agree.
-    y = g.conv_fprop(
-        x,
-        w,
-        stride=pair("conv2d", "stride", stride),
-        padding=pair("conv2d", "padding", padding),
-        dilation=pair("conv2d", "dilation", dilation),
-        convolution_mode=frontend.convolution_mode(mode),
-    )
+    y = g.conv_fprop(x, w, **parameters(**how), convolution_mode=frontend.convolution_mode(mode))
     if bias is not None:
-        channels = bias.get_dim()[0]
-        y = g.bias(y, bias.set_dim([1, channels, 1, 1]).set_stride([channels, 1, channels, channels]))
+        y = g.bias(y, along(bias, 4, 1))
+    if add is not None:
+        y = g.add(y, add)
     if activation == "tanh":
         # cuDNN's engine for bias and tanh of contiguous arrays takes exp(2 x), and gives NaN from 44.4 on. It does not take this.
         y = g.relu(y, negative_slope=0.0, lower_clip=-SATURATED, upper_clip=SATURATED)
@@ -268,26 +361,29 @@ def _check(
     *,
     groups: int,
     activation: str | None,
+    bias: Any = True,
     mode: str = "cross_correlation",
-    **pairs: Pair,
+    **how: Any,
 ) -> None:
     """Raise for what no convolution could be made of; asked once for each geometry, before the plan is built."""
     x, w, *rest = layouts
-    named = [("x", x, 4), ("w", w, 4), *(("bias", bias, 1) for bias in rest), *(("out", out, 4) for out in outs)]
-    for name, layout, rank in named:
-        check_array("conv2d", name, layout, rank, ("x", x.dtype))
-    for name, value in pairs.items():
-        pair("conv2d", name, value)
+    like = ("x", x.dtype)
+    for name, layout in [("x", x), ("w", w), *(("out", out) for out in outs)]:
+        check_array("conv2d", name, layout, 4, like, name != "w")
     check_channels("conv2d", ("x", x.shape), ("w", w.shape), groups)
-    for bias in rest:
-        if bias.shape != w.shape[:1]:
-            raise ArgumentError(f"conv2d: bias of shape {bias.shape} for {w.shape[0]} filters; it must be ({w.shape[0]},)")
+    if rest and bias is not None:
+        check_vector("conv2d", rest.pop(0), w.shape[0], "filters", like)
+    for add in rest:
+        shape = result_shape(x.shape, w.shape, **how)
+        if add.shape != shape and min(shape) > 0:  # else nothing comes out, which is said elsewhere
+            raise ArgumentError(f"conv2d: add of shape {add.shape} for a result of {shape}; it must be of that shape")
+        check_type("conv2d", "add", add, like)
     if activation is not None and activation not in ACTIVATIONS:
         raise ArgumentError(f"conv2d: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)} or None")
     if mode not in MODES:
         raise ArgumentError(f"conv2d: mode={shown(mode)}; it can be {' or '.join(MODES)}")
 
 
-_conv2d = GraphFunction(_convolution, check=_check, name="conv2d")
-_fused = GraphFunction(_convolution, check=_check, name="conv2d", copies=False)
-"""With an activation: where that would take copies of the operands, it is a launch of its own instead."""
+_plain, _summed = (GraphFunction(_convolution, check=_check, name="conv2d", copies=False) for _ in range(2))
+_copying = GraphFunction(_convolution, check=_check, name="conv2d")
+_finish = finisher("conv2d", axis=1)

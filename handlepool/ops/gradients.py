@@ -7,7 +7,17 @@ from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import by_keyword, launch_new, misplaced, prepare_branch
 from handlepool.graphs.signature import Settings
-from handlepool.ops.convolution import Pair, Shape, as_shape, check_array, check_channels, check_result, pair
+from handlepool.ops.convolution import (
+    Padding,
+    Pair,
+    Shape,
+    as_shape,
+    check_array,
+    check_channels,
+    check_result,
+    geometry,
+    parameters,
+)
 from handlepool.pool.context import launchers
 from handlepool.pool.default import chosen_pool
 from handlepool.pool.pool import HandlePool
@@ -21,7 +31,7 @@ def conv2d_input_grad(
     shape: Sequence[int],
     *extra: Never,
     stride: Pair = 1,
-    padding: Pair = 0,
+    padding: Padding = 0,
     dilation: Pair = 1,
     groups: int = 1,
     out: Any = None,
@@ -67,7 +77,7 @@ def conv2d_weight_grad(
     shape: Sequence[int],
     *extra: Never,
     stride: Pair = 1,
-    padding: Pair = 0,
+    padding: Padding = 0,
     dilation: Pair = 1,
     groups: int = 1,
     out: Any = None,
@@ -120,7 +130,8 @@ def _run(
 ) -> Any:
     if extra:
         raise misplaced(function, extra)
-    options["shape"] = as_shape(function.__name__, shape)
+    groups = options.pop("groups")
+    options = {"shape": as_shape(function.__name__, shape), "groups": groups, **geometry(function.__name__, options)}
     if isinstance(pool, tuple):  # from a fork: see `hit_branch`
         return graph.prepare(pool[0], arrays, out, options, settings)
     chosen = chosen_pool(function.__name__, pool)
@@ -131,37 +142,33 @@ def _run(
 launchers[conv2d_input_grad] = launchers[conv2d_weight_grad] = None, prepare_branch
 
 
-def _build_input(g: Any, /, dy: Any, w: Any, *, shape: Shape, groups: int, **pairs: Pair) -> Any:
-    geometry = {name: pair("conv2d_input_grad", name, value) for name, value in pairs.items()}
+def _build_input(g: Any, /, dy: Any, w: Any, *, shape: Shape, groups: int, **how: Any) -> Any:
     # Declared: several shapes fit where the stride is not 1, and the frontend takes its own guess for granted.
-    return g.conv_dgrad(dy, w, **geometry).set_dim(list(shape))
+    return g.conv_dgrad(dy, w, **parameters(**how)).set_dim(list(shape))
 
 
-def _build_weight(g: Any, /, x: Any, dy: Any, *, shape: Shape, groups: int, **pairs: Pair) -> Any:
-    geometry = {name: pair("conv2d_weight_grad", name, value) for name, value in pairs.items()}
-    return g.conv_wgrad(x, dy, **geometry).set_dim(list(shape))  # which the two arrays leave open
+def _build_weight(g: Any, /, x: Any, dy: Any, *, shape: Shape, groups: int, **how: Any) -> Any:
+    return g.conv_wgrad(x, dy, **parameters(**how)).set_dim(list(shape))  # which the two arrays leave open
 
 
-def _check_input(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape: Shape, groups: int, **pairs: Pair) -> None:
+def _check_input(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape: Shape, groups: int, **how: Any) -> None:
     dy, w = layouts
-    _check("conv2d_input_grad", [("dy", dy), ("w", w)], outs, pairs)
+    _check("conv2d_input_grad", [("dy", dy), ("w", w)], outs)
     check_channels("conv2d_input_grad", ("shape", shape), ("w", w.shape), groups)
-    check_result("conv2d_input_grad", shape, w.shape, dy.shape, pairs)
+    check_result("conv2d_input_grad", shape, w.shape, dy.shape, how)
 
 
-def _check_weight(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape: Shape, groups: int, **pairs: Pair) -> None:
+def _check_weight(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape: Shape, groups: int, **how: Any) -> None:
     x, dy = layouts
-    _check("conv2d_weight_grad", [("x", x), ("dy", dy)], outs, pairs)
+    _check("conv2d_weight_grad", [("x", x), ("dy", dy)], outs)
     check_channels("conv2d_weight_grad", ("x", x.shape), ("shape", shape), groups)
-    check_result("conv2d_weight_grad", x.shape, shape, dy.shape, pairs)
+    check_result("conv2d_weight_grad", x.shape, shape, dy.shape, how)
 
 
-def _check(name: str, layouts: list[tuple[str, Layout]], outs: tuple[Layout, ...], pairs: dict[str, Pair]) -> None:
+def _check(name: str, layouts: list[tuple[str, Layout]], outs: tuple[Layout, ...]) -> None:
     first, layout = layouts[0]
     for argument, other in [*layouts, *(("out", out) for out in outs)]:
         check_array(name, argument, other, 4, (first, layout.dtype))
-    for argument, value in pairs.items():
-        pair(name, argument, value)
 
 
 _input_grad = GraphFunction(_build_input, check=_check_input, name="conv2d_input_grad")

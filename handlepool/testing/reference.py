@@ -1,9 +1,10 @@
-"""What results are judged by: convolution in float64 with SciPy, sharing nothing with the drivers.
+"""What results are judged by: convolutions and products in float64, sharing nothing with the drivers.
 
 Needs SciPy, which the extras ``demo`` and ``test`` bring.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +32,13 @@ def conv2d(
     x: npt.ArrayLike,
     w: npt.ArrayLike,
     *,
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
-    dilation: int | tuple[int, int] = 1,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | Sequence[Sequence[int]] = 0,
+    dilation: int | Sequence[int] = 1,
     groups: int = 1,
     mode: str = "cross_correlation",
     bias: npt.ArrayLike | None = None,
+    add: npt.ArrayLike | None = None,
     activation: str | None = None,
 ) -> Array:
     """Convolve images with filters in float64: one plane by one filter at a time, every tap a multiplication.
@@ -49,14 +51,18 @@ def conv2d(
         Images.
     w : array_like, shape (K, C / groups, R, S)
         Filters.
-    stride, padding, dilation : int or (int, int)
-        Along height and width, in pixels; zeros are padded on both sides.
+    stride, dilation : int or sequence of two
+        Along height and width, in pixels.
+    padding : int, or sequence of two, or of two pairs
+        Zeros on both sides, or ((above, below), (left, right)).
     groups : int
         Groups of channels that are convolved apart.
     mode : {"cross_correlation", "convolution"}
         As neural networks mean it, or with the filters turned around, as mathematics does.
     bias : array_like, shape (K,), optional
         Added to each channel.
+    add : array_like, shape (N, K, P, Q), optional
+        Added before the activation.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
         Applied last; "gelu" with the exact error function.
 
@@ -76,8 +82,9 @@ def conv2d(
         )
     images, filters = np.asarray(x, np.float64), np.asarray(w, np.float64)
     _check_shapes(images.shape, filters.shape, groups)
-    steps, margins, gaps = _pair(stride), _pair(padding), _pair(dilation)
-    images = np.pad(images, ((0, 0), (0, 0), *((margin, margin) for margin in margins)))
+    steps, gaps = _pair(stride), _pair(dilation)
+    margins = [_pair(entry) for entry in (padding if isinstance(padding, (Sequence, np.ndarray)) else _pair(padding))]
+    images = np.pad(images, ((0, 0), (0, 0), *margins))
     filters = _dilate(filters, gaps)
     if images.shape[2] < filters.shape[2] or images.shape[3] < filters.shape[3]:
         raise ArgumentError(f"reference conv2d: filters of {filters.shape[2:]} after dilation exceed {images.shape[2:]} pixels")
@@ -98,6 +105,39 @@ def conv2d(
             result[n, k] += slide(images[n, first + c], filters[k, c], mode="valid")[:: steps[0], :: steps[1]]
     if bias is not None:
         result += np.asarray(bias, np.float64).reshape(1, -1, 1, 1)
+    if add is not None:
+        result = result + np.asarray(add, np.float64)
+    return result if activation is None else ACTIVATIONS[activation](result)
+
+
+def matmul(a: npt.ArrayLike, b: npt.ArrayLike, *, bias: npt.ArrayLike | None = None, activation: str | None = None) -> Array:
+    """Multiply matrices in float64, one after the other where there are several.
+
+    Parameters
+    ----------
+    a : array_like, shape (..., M, K)
+    b : array_like, shape (..., K, N)
+        Its batch axes broadcast with those of ``a``.
+    bias : array_like, shape (N,), optional
+        Added to each row.
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+        Applied last.
+
+    Returns
+    -------
+    ndarray of float64, shape (..., M, N)
+
+    Raises
+    ------
+    ArgumentError
+        For an activation that is none of the above.
+    """
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ArgumentError(f"reference matmul: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)} or None")
+    first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    result = np.einsum("...mk,...kn->...mn", first, second)
+    if bias is not None:
+        result = result + np.asarray(bias, np.float64)
     return result if activation is None else ACTIVATIONS[activation](result)
 
 
@@ -116,8 +156,9 @@ def _dilate(filters: Array, gaps: tuple[int, int]) -> Array:
     return spread
 
 
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (int(value[0]), int(value[1])) if isinstance(value, (tuple, list)) else (int(value), int(value))
+def _pair(value: Any) -> tuple[int, int]:
+    one, other = (value, value) if np.ndim(value) == 0 else value
+    return int(one), int(other)
 
 
 def relative_error(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:

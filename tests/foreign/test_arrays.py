@@ -134,6 +134,22 @@ def test_a_fused_activation_and_a_bias(pool, x, w):
     assert error(pool.driver.asnumpy(y), np.maximum(convolve(x, w) + bias[:, None, None], 0)) < 1e-5
 
 
+@pytest.mark.parametrize("layout", [(0, 1, 2, 3), (0, 2, 3, 1)], ids=["apart", "fused"])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_residual_and_a_bias_in_one_launch_and_in_two(pool, x, w, layout, given):
+    x, w, z = (
+        np.ascontiguousarray(a.transpose(layout)).transpose(np.argsort(layout)) for a in (x, w, np.ones((2, 3, 4, 4), np.float32))
+    )
+    bias, out = np.arange(3, dtype=np.float32), np.zeros_like(z)
+    before = pool.driver.calls["launch"]
+    y = conv2d(
+        Namespaced(x), Producer(w), bias=Interface(bias), add=Producer(z), activation="relu", out=Producer(out) if given else None
+    )
+    assert pool.driver.calls["launch"] - before == (2 if layout[1] == 1 else 1)
+    assert type(y) is (Producer if given else Namespaced)
+    assert error(out if given else y.array, convolve(x, w, bias=bias, add=z, activation="relu")) < 1e-5
+
+
 def test_an_activation_and_gradients(pool, x, w):
     y = ops.relu(Namespaced(x))
     assert (y.array == np.maximum(x, 0)).all()

@@ -127,7 +127,8 @@ class CudaExecutable:
                     if copy.output is output:
                         array = operands[copy.operand]
                         theirs = self._at(array.data.ptr, copy.shape, copy.strides, array.dtype)
-                        ours = self._at(workspace + self._copies_at + copy.offset, copy.shape, None, array.dtype)
+                        start = workspace + self._copies_at + copy.offset + copy.first
+                        ours = self._at(start, copy.shape, copy.steps or None, array.dtype)
                         cupy.copyto(theirs, ours) if output else cupy.copyto(ours, theirs)
         finally:
             driver.pop_stream(stream, previous)

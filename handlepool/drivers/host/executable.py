@@ -99,7 +99,8 @@ class HostExecutable:
             def copy_all(output: bool) -> None:
                 for copy in self._copies:
                     if copy.output is output:
-                        ours = _strided(copied[copy.operand], copy.shape, None)
+                        scratch = copied[copy.operand]
+                        ours = _strided(scratch[copy.first // scratch.itemsize :], copy.shape, copy.steps or None)
                         theirs = _strided(views[copy.operand][0], copy.shape, copy.strides)
                         place = (copy.operand,)
                         if output:

@@ -1,0 +1,154 @@
+"""What comes behind a convolution or a product: bias, residual, activation. In its plan as far as that is known to be right.
+
+The rest is one launch more, over the result in place. An epilogue is fused from its begin on: with a bias and an activation that
+is both, or the bias alone, or neither. What may be fused is `handlepool.graphs.forms` to say, and cuDNN.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.graphs.arrays import ConvertedArguments
+from handlepool.graphs.function import GraphFunction
+from handlepool.graphs.launch import GraphCall
+from handlepool.ops.activations import activate
+from handlepool.pool.internals import PoolInternals
+from handlepool.tensors.layout import Layout
+
+Prepare = Callable[[tuple[str, ...], bool, tuple[Any, ...], Any, ConvertedArguments | None], GraphCall]
+"""Prepares a call with some parts of the epilogue fused: parts, whether operands may be copied, arrays, outs, converted."""
+
+
+def parts_of(bias: Any, add: Any, activation: Any) -> tuple[str, ...]:
+    """Return the parts of an epilogue that were given, in their order."""
+    given = {"bias": bias, "add": add, "activation": activation}
+    return tuple(part for part, value in given.items() if value is not None)
+
+
+def along(tensor: Any, rank: int, axis: int) -> Any:
+    """Declare a vector along one axis of several."""
+    ((extent,), (step,)) = tensor.get_dim(), tensor.get_stride()
+    dims, strides = [1] * rank, [max(extent * step, 1)] * rank
+    dims[axis], strides[axis] = extent, step
+    return tensor.set_dim(dims).set_stride(strides)
+
+
+def finisher(name: str, axis: int) -> GraphFunction[..., Any]:
+    """Make the graph function of a launch behind: of the result, a bias along an axis where there is one, and an addend."""
+
+    def finish(g: Any, y: Any, *rest: Any, biased: bool, activation: str | None) -> Any:
+        rank = len(y.get_dim())
+        for place, tensor in enumerate(rest):
+            y = g.add(y, along(tensor, rank, axis) if biased and not place else tensor)
+        return y if activation is None else activate(g, y, activation)
+
+    return GraphFunction(finish, name=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """An operation with its epilogue, in as few launches as are right.
+
+    Attributes
+    ----------
+    name : str
+        Of the operation, for messages.
+    pool : PoolInternals
+    parts : tuple of str
+        From `parts_of`.
+    activation : str or None
+    fused : callable
+        Raises `GraphNotSupportedError` for what cannot be fused.
+    finish : GraphFunction
+        From `finisher`.
+    copying : bool
+        Whether there is no form that is known to be right without copies.
+    """
+
+    name: str
+    pool: PoolInternals
+    parts: tuple[str, ...]
+    activation: str | None
+    fused: Prepare
+    finish: GraphFunction[..., Any]
+    copying: bool = False
+
+    def call(self, arrays: tuple[Any, ...], out: Any) -> GraphCall:
+        """Return the call for two factors, then the bias and the addend, as ``parts`` has them."""
+        outs = _outs(out)
+        try:
+            natives = self.pool.driver.array_types
+            if all(type(array) in natives for array in arrays + outs):
+                return self._prepare(arrays, out, None)
+            converted = ConvertedArguments(self.name, self.pool, arrays, outs)
+            return converted.prepare(lambda _pool, given, outs, _options, _settings, it: self._prepare(given, outs, it), out, {})
+        except Exception as error:
+            self.pool.status.diagnose(error)
+            raise
+
+    def _prepare(self, arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None) -> GraphCall:
+        parts = self.parts
+        for count in range(len(parts), -1, -1):
+            some = parts[:count]
+            first = 2 + sum(part != "activation" for part in some)
+            try:
+                call = self._attempt(some, arrays[:first], out, converted)
+            except GraphNotSupportedError as error:
+                if count:
+                    continue
+                advice = _advice(arrays[0], _outs(out))
+                if advice:
+                    raise GraphNotSupportedError(f"{error}{advice}") from error
+                raise
+            return call if count == len(parts) else self._finish(call, arrays, first, parts[count:], out)
+        raise AssertionError
+
+    def _attempt(
+        self, some: tuple[str, ...], arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None
+    ) -> GraphCall:
+        """Prepare without copies of operands; but a view is copied where all can be fused so, which takes fewer launches."""
+        if not self.copying:
+            try:
+                return self.fused(some, False, arrays, out, converted)
+            except GraphNotSupportedError:
+                if some != self.parts or not (_gaps(arrays[:2]) or _gaps(_outs(out))):
+                    raise
+        try:
+            return self.fused(some, True, arrays, out, converted)
+        except ArgumentError as error:  # too large to be copied
+            if not some or _gaps(_outs(out)):  # as it would be behind, too
+                raise
+            raise GraphNotSupportedError(str(error)) from error
+
+    def _finish(self, call: GraphCall, arrays: tuple[Any, ...], first: int, rest: tuple[str, ...], out: Any) -> GraphCall:
+        result, others = call.operands[-1], arrays[first:]
+        if out is not None:
+            self._check_apart(result, others, first)
+        options = {"biased": "bias" in rest, "activation": self.activation if "activation" in rest else None}
+        return call.then(lambda _: self.finish.prepare(self.pool, (result, *others), result, options))
+
+    def _check_apart(self, result: Any, others: Sequence[Any], first: int) -> None:
+        """Raise for an addend that the result lies over: it is written before that is read, while one plan would refuse it."""
+        pointer = self.pool.driver.array_pointer
+        start, stop, _ = Layout.of(result).piece(pointer(result))
+        for place, array in enumerate(others, first):
+            low, high, _ = Layout.of(array).piece(pointer(array))
+            if low < stop and start < high:
+                raise ArgumentError(f"out= of {self.name} shares memory with argument {place}; pass an array of its own")
+
+
+def _advice(x: Any, outs: tuple[Any, ...]) -> str:
+    """Say what to do about a view that cuDNN has no plan for."""
+    if _gaps(outs):
+        return ". out is a view with gaps; leave it out, and copy what is returned: out[...] = it"
+    return ". x is a view with gaps; pass a contiguous copy" if _gaps((x,)) else ""
+
+
+def _outs(out: Any) -> tuple[Any, ...]:
+    return () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def _gaps(arrays: Sequence[Any]) -> bool:
+    """Whether one of the arrays has gaps between its elements."""
+    return any(layout.reach > layout.size * layout.dtype.itemsize for layout in map(Layout.of, arrays))
