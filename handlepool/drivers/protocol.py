@@ -24,8 +24,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from handlepool._util import kind_of
+from handlepool.drivers.kernel import Kernel
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
-from handlepool.tensors.layout import Piece, View
+from handlepool.tensors.layout import Layout, Piece, View
 
 ALIGNMENT = 256
 """Bytes that scratch begins at multiples of."""
@@ -85,7 +86,7 @@ def scratch_of(copies: Iterable[Copy]) -> int:
 
 
 class Executable(Protocol):
-    """A compiled graph on one device. `launch` may be called by many threads, each with its own handle and workspace."""
+    """A compiled graph, or a kernel of our own, on one device. Many threads may launch it, each with a handle and workspace."""
 
     name: str
     titles: Sequence[str]
@@ -192,8 +193,8 @@ BeforePlain = Callable[[int, Sequence[Piece], Sequence[Piece]], None]
 LEGACY_STREAM = 0
 PER_THREAD_STREAM = 2
 TENSOR_ALIGNMENT = 16
-"""Bytes that every tensor's address is a multiple of, as cuDNN assumes where a graph does not say otherwise. An address that is
-not can end in a misaligned access, which no later call of the process survives."""
+"""Bytes that every tensor's address is a multiple of: our own kernels assume it, and cuDNN where a graph does not say otherwise.
+An address that is not can end in a misaligned access, which no later call of the process survives."""
 
 
 class Driver(Protocol):
@@ -424,6 +425,20 @@ class Driver(Protocol):
             With the backend's own words.
         """
 
+    def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> Executable:
+        """Make a kernel of our own for operands that lie so.
+
+        Parameters
+        ----------
+        kernel : Kernel
+            What it computes.
+        operands : sequence of Layout
+            Inputs, then the output, as `compile` has them: checked by the caller to fit the kernel, and each other. No stride is
+            negative, or falls between elements. Images have four axes.
+        name, titles
+            What messages call it and its operands.
+        """
+
 
 def abort_capture(driver: Driver, pointer: int) -> None:
     """Leave no capture open that began on a stream, also where an attempt to end it failed; raises no error of CUDA's."""
@@ -482,5 +497,5 @@ def check_operands(
         if address := driver.array_pointer(array) % TENSOR_ALIGNMENT:
             raise ArgumentError(
                 f"{name}: {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of "
-                f"{TENSOR_ALIGNMENT}, which cuDNN cannot take; pass a copy of it"
+                f"{TENSOR_ALIGNMENT}, which no launch takes; pass a copy of it"
             )

@@ -14,12 +14,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.protocol import Copy, Driver, Executable, Handle
 from handlepool.errors import ContractError, OwnershipError
 from handlepool.pool.context import BranchRegion, thread
 from handlepool.pool.slot import Slot
 from handlepool.pool.status import Status
 from handlepool.pool.workspace import DeviceScratch, Workspace
+from handlepool.tensors.layout import Layout
 
 
 @functools.cache
@@ -198,6 +200,11 @@ class CheckedDriver:
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
         """As `Driver.compile`; launches check their arrays."""
         executable: Executable = CheckedExecutable(self, self._driver.compile(graph, operands, copies=copies, **settings))
+        return executable
+
+    def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> Executable:
+        """As `Driver.kernel`; launches check their arrays."""
+        executable: Executable = CheckedExecutable(self, self._driver.kernel(kernel, operands, name=name, titles=titles))
         return executable
 
     def check_workspaces(self, executable: Executable, handle: Handle, operands: Sequence[Any]) -> None:

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.drivers.kernel import Add
 from handlepool.graphs import launch
 from handlepool.graphs.plan import Plan
+from handlepool.tensors.layout import Layout
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 cuda = pytest.importorskip("handlepool.drivers.cuda.driver", reason="the cuda driver's packages are not installed")
+from handlepool.drivers.cuda import fast_launch, kernel_executable, kernels  # noqa: E402
 
 
 class Handle:
@@ -95,6 +98,56 @@ def test_without_the_raw_entry_the_public_one_is_called_by_uid(executable):
     executable.graph, executable._raw = Graph(), None
     executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0)
     assert executable.graph.given == (dict(zip([1, 2, 3], ADDRESSES, strict=True)), None, 1234)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What `launchKernel` was called with: function, grid and block, stream, and what its arguments point to."""
+    found = []
+
+    def launch_kernel(function, *rest):
+        *grid, shared, stream, arguments, extra = rest
+        assert (shared, extra) == (0, 0)
+        addresses, geometry = (ctypes.c_uint64 * 2).from_address(arguments)
+        found.append((function, grid, stream, list((ctypes.c_uint64 * 3).from_address(addresses)), geometry))
+
+    monkeypatch.setattr(kernel_executable, "_function", lambda device, launch: SimpleNamespace(ptr=77))
+    monkeypatch.setattr(cupy.cuda, "driver", SimpleNamespace(launchKernel=launch_kernel))
+    return found
+
+
+def test_a_kernel_is_launched_on_the_handles_stream_with_the_addresses_in_order_and_its_geometry(launched):
+    layout = Layout((8,), (4,), np.dtype(np.float32))
+    driver = CountingEvents()
+    made = kernel_executable.KernelExecutable(driver, Add(), [layout] * 3, "add", ["argument 0", "argument 1", "out="])
+    handle = SimpleNamespace(backend_handle=1234, stream=0x77)
+    made.launch(handle, [array_at(address) for address in ADDRESSES], 0)
+    plan = kernels.plan(Add(), [layout] * 3)
+    ((function, grid, stream, addresses, geometry),) = launched
+    assert (function, stream, addresses) == (77, 0x77, ADDRESSES)
+    assert grid == [*plan.grid, 1, plan.threads, 1, 1]
+    assert ctypes.string_at(geometry, len(plan.geometry) * 4) == plan.geometry.tobytes()
+    seen = []
+    with pytest.raises(ArgumentError, match="argument 1, of shape"):
+        made.launch(handle, [array_at(0x10000), array_at(0x20004), array_at(0x30000)], 0, seen.append)
+    assert (len(launched), seen) == (1, [])
+
+
+def test_a_shortcut_to_a_kernel_launches_on_the_stream():
+    from harness.no_gpu import World
+
+    from handlepool import add
+
+    with World() as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast_launch, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))
+        x, z, out = (world.array(1, 4, 6, 6) for _ in range(3))
+        for given in (out, out, None, None):
+            y = add(x, z, out=given, pool=world.pool)
+            launch = world.driver.launches[-1]
+            assert launch.addresses == [x.data.ptr, z.data.ptr, y.data.ptr]
+            assert launch.handle == world.stream.ptr
+        (attempts,) = [made for (function, *_), made in world.pool.internals.plans.shortcuts.items()]
+        assert len(attempts) == 2
 
 
 def test_g10_a_launch_that_fails_leaves_the_slot_free(executable, make_pool):

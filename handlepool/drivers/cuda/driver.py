@@ -1,8 +1,8 @@
 """The driver for NVIDIA GPUs: CuPy, nvidia-cudnn-frontend and, for what CuPy lacks, ``cuda.bindings.driver``.
 
-With `executable`, `shortcuts`, `recorded` and `shared`, the only module that imports CuPy or launches with cuDNN's binding. The
-runtime half of cuda-bindings is never used: it needs a driver as new as itself. cuDNN's rule for threads is that a handle is used
-by one thread at a time; who keeps it is the pool.
+With `executable`, `kernel_executable`, `fast_launch`, `capture` and `shared`, the only module that imports CuPy or launches with
+cuDNN's binding. The runtime half of cuda-bindings is never used: it needs a driver as new as itself. cuDNN's rule for threads is
+that a handle is used by one thread at a time; who keeps it is the pool.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,11 +21,13 @@ from handlepool.drivers.cuda import capture as recorded
 from handlepool.drivers.cuda import shared
 from handlepool.drivers.cuda.edges import with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
+from handlepool.drivers.cuda.kernel_executable import KernelExecutable
 from handlepool.drivers.event_pool import Events
+from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, BeforePlain, Copy, Handle, Stream
 from handlepool.errors import ArrayTypeError, CaptureError
 from handlepool.tensors import frontend
-from handlepool.tensors.layout import HOST, UNKNOWN, View
+from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator  # noqa: SLF001
@@ -351,6 +353,9 @@ class CudaDriver:
 
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> CudaExecutable:
         return CudaExecutable(self, graph, operands, copies, **settings)
+
+    def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> KernelExecutable:
+        return KernelExecutable(self, kernel, operands, name, titles)
 
 
 def _check_all(result: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -60,7 +60,7 @@ def launch(begin, arrays, out, fresh=None):
             workspace = {workspace}
             buffer, location = slot.buffer
             {store}
-            raw(location, {count}, workspace, handle.backend_handle, index)
+            raw(location, {count}, workspace, handle.{bound}, index)
         finally:
             slot.busy = False
     except Exception as error:
@@ -93,6 +93,7 @@ def shortcut(
     workspace_size: int,
     device: int | None,
     names: dict[str, Any],
+    bound: str = "backend_handle",
 ) -> Callable[..., Any]:
     """Make the function; see `Executable.shortcut`.
 
@@ -106,6 +107,8 @@ def shortcut(
         The plan's, where there are several.
     names : dict
         As there, with ``raw``, the raw entry, and ``index``, its last argument.
+    bound : str
+        The attribute of the handle that ``raw`` takes.
     """
     xs, ys = [f"x{i}" for i in range(len(inputs))], [f"y{i}" for i in range(len(outputs))]
     given = alias_pairs is not None
@@ -140,6 +143,7 @@ def shortcut(
         workspace=f"slot.reserve({workspace_size})" if workspace_size else 0,
         store="; ".join(f"buffer[{i}] = p{a}" for i, a in enumerate(operands)),
         count=len(operands),
+        bound=bound,
         result="out" if given else ys[0] if single else f"({', '.join(ys)},)",
     )
     values = {f"dtype_{a}": layout.dtype for a, layout in layouts.items()}

@@ -25,10 +25,11 @@ from handlepool.drivers.host.limit import ADVICE, limit
 from handlepool.drivers.host.memory import Memory, Owner, RegionAllocator
 from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable
 from handlepool.drivers.host.testing import Controls
+from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, BeforePlain, Copy, check_operands, operand_name
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError
 from handlepool.tensors import frontend
-from handlepool.tensors.layout import HOST, View
+from handlepool.tensors.layout import HOST, Layout, View
 
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
 
@@ -438,9 +439,22 @@ class HostDriver(Controls):
         self._note("compile")
         self._forbid("compile")
         plan = evaluator.plan(graph, operands, workspace_limit=settings.get("workspace_limit"))
-        check = partial(check_operands, self)
         geometry = tuple((tuple(tensor.dim), tuple(tensor.stride)) for tensor in operands)
         name = settings.get("name", plan.engine)
         titles = settings.get("titles", [operand_name(index) for index in range(len(operands))])
+        return self._executable(plan, geometry, copies, name, titles)
+
+    def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> HostExecutable:
+        from handlepool.drivers.host import kernels  # needed by these alone
+
+        self._note("kernel")
+        self._forbid("kernel")
+        geometry = tuple((at.shape, tuple(step // at.dtype.itemsize for step in at.strides)) for at in operands)
+        return self._executable(kernels.evaluation(kernel, len(operands) - 1), geometry, (), name, titles)
+
+    def _executable(
+        self, plan: Any, geometry: Sequence[Any], copies: Sequence[Copy], name: str, titles: Sequence[str]
+    ) -> HostExecutable:
+        check = partial(check_operands, self)
         where = (self._thread.device, self._streams, self._memory)
         return HostExecutable(plan, geometry, copies, *where, self._note, check, self.checks, name, titles)

@@ -26,7 +26,8 @@ def _sigmoid(x: Array) -> Array:
 
 def _relu(p: Parameters, x: Array) -> Array:
     lower, slope = p.get("lower_clip", 0.0), p.get("negative_slope", 0.0)
-    return np.where(x > lower, np.minimum(x, p.get("upper_clip", math.inf)), lower + slope * (x - lower))
+    below = slope * (x - lower) if slope else np.where(np.isnan(x), x, 0)  # 0 times -inf would be NaN
+    return np.where(x > lower, np.minimum(x, p.get("upper_clip", math.inf)), lower + below)
 
 
 def _relu_backward(p: Parameters, loss: Array, x: Array) -> Array:

@@ -1,0 +1,90 @@
+"""A kernel of our own on the cuda driver, launched as a built graph is."""
+
+from array import array as buffer
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy
+
+from handlepool.drivers.cuda import fast_launch, kernels
+from handlepool.drivers.cuda.executable import new_buffer
+from handlepool.drivers.kernel import Kernel
+from handlepool.drivers.protocol import Driver, Handle, check_operands
+from handlepool.tensors.layout import Layout
+
+_functions: dict[tuple[int, str, tuple[tuple[str, str], ...]], Any] = {}
+"""CuPy's functions by device, entry and macros. None is ever let go of: a destructor would call CUDA (guarantee 10), and graphs
+that were captured launch them. Which of two threads stores one first does not matter."""
+
+
+def _function(device: int, launch: kernels.Launch) -> Any:
+    key = (device, launch.entry, launch.macros)
+    function = _functions.get(key)
+    if function is None:
+        options = ("--std=c++17", *(f"-D{name}={value}" for name, value in launch.macros))
+        module = cupy.RawModule(code=kernels.source(), options=options)
+        # Compiled, and loaded, here and not at the first launch, which may be inside a capture.
+        function = _functions.setdefault(key, module.get_function(launch.entry).kernel)
+    return function
+
+
+class KernelExecutable:
+    """See `handlepool.drivers.protocol.Executable`. Made inside `Driver.relaxed`."""
+
+    workspace_size = 0
+    candidates = 1
+
+    def __init__(self, driver: Driver, kernel: Kernel, operands: Sequence[Layout], name: str, titles: Sequence[str]) -> None:
+        launch = kernels.plan(kernel, operands)
+        self._driver = driver
+        self._device = driver.current_device()
+        self.name, self.titles = name, titles
+        self.engine = f"handlepool_{launch.entry}"
+        self._raw = self._entry(launch)
+
+    def _entry(self, launch: kernels.Launch) -> Callable[[int, int, int, int, int], None]:
+        """Return what launches at once, called as `fast_launch` calls the raw entry of a graph.
+
+        ``location`` is that of `new_buffer`, which has room for as many addresses as any variant takes. CUDA copies what the
+        arguments point to before the launch returns.
+        """
+        pointer, (across, down), threads = _function(self._device, launch).ptr, launch.grid, launch.threads
+        geometry = launch.geometry
+        where, _ = geometry.buffer_info()
+        launch_kernel = cupy.cuda.driver.launchKernel
+
+        def raw(location: int, count: int, workspace: int, stream: int, index: int, _: object = geometry) -> None:
+            arguments = buffer("Q", (location, where))
+            launch_kernel(pointer, across, down, 1, threads, 1, 1, 0, stream, arguments.buffer_info()[0], 0)
+
+        return raw
+
+    def launch(
+        self,
+        handle: Handle,
+        operands: Sequence[Any],
+        workspace: int,
+        check: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """As the protocol says."""
+        check_operands(self._driver, self.name, self._device, operands, self.titles.__getitem__)
+        addresses = new_buffer()
+        for place, array in enumerate(operands):
+            addresses[place] = array.data.ptr
+        if check is not None:
+            check(addresses)
+        assert handle.stream is not None
+        self._raw(addresses.buffer_info()[0], len(operands), 0, handle.stream, 0)
+
+    def shortcut(
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        alias_pairs: Sequence[tuple[int, int, int, int, bool]] | None,
+        single: bool,
+        names: dict[str, Any],
+    ) -> Callable[..., Any]:
+        """As the protocol says."""
+        device = self._device if self._driver.device_count() > 1 else None
+        names = names | {"raw": self._raw, "index": 0}
+        return fast_launch.shortcut(inputs, outputs, alias_pairs, single, 0, device, names, "stream")

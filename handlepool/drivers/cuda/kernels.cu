@@ -1,0 +1,270 @@
+// The kernels of our own. One variant is compiled at a time: macros say which, and `kernels.py` writes them, with the geometry.
+//
+// All kernels take two arguments by value: the operands' addresses, inputs before the output, and a geometry, whose members are all
+// of one integer type, so that Python can write it as an array. No header is needed. Every operand begins at a multiple of 16 bytes.
+// PACK elements are read and written at a time; strides, and extents of the innermost axis, are then counted in packs.
+
+#if WIDE  // some offset takes more than 32 bits
+typedef long long offset_t;
+typedef unsigned long long count_t;
+#else
+typedef int offset_t;
+typedef unsigned int count_t;
+#endif
+
+#ifndef ENTRY  // tests on a CPU have their own
+#define ENTRY extern "C" __global__
+#if __CUDA_ARCH__ >= 700
+#define BY_VALUE const __grid_constant__  // an index that varies costs no copy of the argument to local memory
+#else
+#define BY_VALUE const
+#endif
+
+[[maybe_unused]] static __device__ inline float half_to_float(unsigned short x) {
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x));
+    return result;
+}
+
+[[maybe_unused]] static __device__ inline unsigned short float_to_half(float x) {
+    unsigned short result;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(x));
+    return result;
+}
+#endif
+
+#define HELPER [[maybe_unused]] static __device__ inline
+
+struct alignas(PACK * sizeof(ELEMENT)) Pack {
+    ELEMENT of[PACK];
+};
+
+struct Pointers {
+    void* at[OPERANDS];
+};
+
+#define FOR_EACH_INDEX(i, count) \
+    for (count_t i = (count_t)blockIdx.x * blockDim.x + threadIdx.x; i < (count_t)(count); i += (count_t)gridDim.x * blockDim.x)
+
+#if HALF
+HELPER float widen(ELEMENT x) { return half_to_float(x); }
+HELPER ELEMENT narrow(float x) { return float_to_half(x); }
+#elif BFLOAT
+HELPER float widen(ELEMENT x) { return __uint_as_float((unsigned)x << 16); }
+HELPER ELEMENT narrow(float x) {
+    unsigned bits = __float_as_uint(x);
+    if (x != x) return (ELEMENT)(bits >> 16 | 64);  // a NaN stays one
+    return (ELEMENT)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to the nearest, and to even
+}
+#else
+HELPER float widen(ELEMENT x) { return x; }
+HELPER ELEMENT narrow(float x) { return (ELEMENT)x; }
+#endif
+
+#if ADD || CONCAT
+// Where the element of a number lies; axes begin with the innermost.
+HELPER void unravel(count_t number, const offset_t* extents, offset_t* places) {
+#pragma unroll
+    for (int axis = 0; axis < RANK - 1; ++axis) {
+        places[axis] = number % (count_t)extents[axis];
+        number /= (count_t)extents[axis];
+    }
+    places[RANK - 1] = number;
+}
+
+HELPER offset_t offset_of(const offset_t* places, const offset_t* steps) {
+    offset_t offset = 0;
+#pragma unroll
+    for (int axis = 0; axis < RANK; ++axis) offset += places[axis] * steps[axis];
+    return offset;
+}
+#endif
+
+#if ADD
+struct Sum {
+    offset_t inputs, count, tail;  // packs, and elements behind the last one, where there is one axis without gaps
+    offset_t extents[RANK], steps[OPERANDS][RANK];
+};
+
+HELPER float activated(float x) {
+#if RELU
+    return x < 0 ? 0 : x;  // NaN stays
+#elif SIGMOID
+    return 1 / (1 + expf(-x));
+#elif TANH
+    return tanhf(x);
+#elif GELU
+    return x * normcdff(x);
+#elif SWISH
+    return x / (1 + expf(-x));
+#else
+    return x;
+#endif
+}
+
+ENTRY void add(BY_VALUE Pointers operands, BY_VALUE Sum sum) {
+    constexpr int unrolled = EXACT ? OPERANDS - 1 : 4;
+    const int inputs = EXACT ? OPERANDS - 1 : sum.inputs;
+    FOR_EACH_INDEX(i, sum.count) {
+        offset_t places[RANK];
+        unravel(i, sum.extents, places);
+        float total[PACK];
+#pragma unroll unrolled
+        for (int k = 0; k < inputs; ++k) {
+            const Pack x = ((const Pack*)operands.at[k])[offset_of(places, sum.steps[k])];
+#pragma unroll
+            for (int e = 0; e < PACK; ++e) total[e] = k ? total[e] + widen(x.of[e]) : widen(x.of[e]);
+        }
+        Pack y;
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) y.of[e] = narrow(activated(total[e]));
+        ((Pack*)operands.at[inputs])[offset_of(places, sum.steps[inputs])] = y;
+    }
+    FOR_EACH_INDEX(i, sum.tail) {
+        const offset_t place = sum.count * PACK + i;
+        float total = widen(((const ELEMENT*)operands.at[0])[place]);
+        for (int k = 1; k < inputs; ++k) total += widen(((const ELEMENT*)operands.at[k])[place]);
+        ((ELEMENT*)operands.at[inputs])[place] = narrow(activated(total));
+    }
+}
+#endif
+
+#if CONCAT
+struct Part {  // of the output, which one input is copied to
+    offset_t count, start, extents[RANK], from[RANK], to[RANK];
+};
+
+struct Parts {
+    offset_t inputs;
+    Part of[OPERANDS - 1];
+};
+
+ENTRY void concat(BY_VALUE Pointers operands, BY_VALUE Parts parts) {
+    const Part& part = parts.of[blockIdx.y];
+    const Pack* x = (const Pack*)operands.at[blockIdx.y];
+    Pack* y = (Pack*)operands.at[parts.inputs] + part.start;
+    FOR_EACH_INDEX(i, part.count) {
+        offset_t places[RANK];
+        unravel(i, part.extents, places);
+        y[offset_of(places, part.to)] = x[offset_of(places, part.from)];
+    }
+}
+#endif
+
+#if WINDOWS || WHOLE
+#if MAXIMUM
+#define NOTHING (-__int_as_float(0x7f800000))
+HELPER float joined(float a, float b) { return b > a || b != b ? b : a; }  // NaN is the largest
+#else
+#define NOTHING 0.0f
+HELPER float joined(float a, float b) { return a + b; }
+#endif
+struct Images {  // steps from image to image, channel to channel, row to row and column to column
+    offset_t channels, height, width, from[4], to[4];  // channels are packs where they are innermost
+};
+#endif
+
+#if WINDOWS
+struct Windows {
+    Images images;
+    offset_t count, rows, columns, window[2], stride[2], padding[2], counted;
+};
+
+ENTRY void windows(BY_VALUE Pointers operands, BY_VALUE Windows g) {
+    constexpr int unrolled_rows = ROWS ? ROWS : 1, unrolled_columns = COLUMNS ? COLUMNS : 4;
+    const offset_t height = ROWS ? ROWS : g.window[0], width = COLUMNS ? COLUMNS : g.window[1];
+    FOR_EACH_INDEX(i, g.count) {
+        count_t rest = i;
+#if CHANNELS_INNERMOST
+        const offset_t c = rest % (count_t)g.images.channels;
+        rest /= (count_t)g.images.channels;
+#endif
+        const offset_t q = rest % (count_t)g.columns;
+        rest /= (count_t)g.columns;
+        const offset_t p = rest % (count_t)g.rows;
+        rest /= (count_t)g.rows;
+#if !CHANNELS_INNERMOST
+        const offset_t c = rest % (count_t)g.images.channels;
+        rest /= (count_t)g.images.channels;
+#endif
+        const offset_t n = rest, top = p * g.stride[0] - g.padding[0], left = q * g.stride[1] - g.padding[1];
+        const Pack* x = (const Pack*)operands.at[0] + (n * g.images.from[0] + c * g.images.from[1]);
+        float result[PACK];
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) result[e] = NOTHING;
+        offset_t pixels = 0;
+#pragma unroll unrolled_rows
+        for (offset_t r = 0; r < height; ++r) {
+            const offset_t row = top + r;
+            if (row < 0 || row >= g.images.height) continue;
+#pragma unroll unrolled_columns
+            for (offset_t s = 0; s < width; ++s) {
+                const offset_t column = left + s;
+                if (column < 0 || column >= g.images.width) continue;
+                const Pack pixel = x[row * g.images.from[2] + column * g.images.from[3]];
+#pragma unroll
+                for (int e = 0; e < PACK; ++e) result[e] = joined(result[e], widen(pixel.of[e]));
+                ++pixels;
+            }
+        }
+        const float area = MAXIMUM ? 1.0f : g.counted ? (float)height * width : (float)pixels;
+        Pack y;
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) y.of[e] = narrow(MAXIMUM ? result[e] : result[e] / area);
+        Pack* to = (Pack*)operands.at[1] + (n * g.images.to[0] + c * g.images.to[1]);
+        to[p * g.images.to[2] + q * g.images.to[3]] = y;
+    }
+}
+#endif
+
+#if WHOLE
+struct Whole {
+    Images images;
+    offset_t outputs;
+};
+
+// LANES outputs a block, each by SHARES threads, which have every so many pixels. Neighbours read neighbours in memory.
+ENTRY void whole(BY_VALUE Pointers operands, BY_VALUE Whole g) {
+    __shared__ float parts[SHARES][LANES][PACK];
+#if CHANNELS_INNERMOST
+    const int lane = threadIdx.x % LANES, share = threadIdx.x / LANES;
+#else
+    const int lane = threadIdx.x / SHARES, share = threadIdx.x % SHARES;
+#endif
+    const offset_t pixels = g.images.height * g.images.width;
+    for (count_t first = (count_t)blockIdx.x * LANES; first < (count_t)g.outputs; first += (count_t)gridDim.x * LANES) {
+        const count_t output = first + lane;
+        const offset_t n = output / (count_t)g.images.channels, c = output % (count_t)g.images.channels;
+        float result[PACK];
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) result[e] = NOTHING;
+        if (output < (count_t)g.outputs) {
+            const Pack* x = (const Pack*)operands.at[0] + (n * g.images.from[0] + c * g.images.from[1]);
+#pragma unroll 4
+            for (offset_t i = share; i < pixels; i += SHARES) {
+                const offset_t row = (count_t)i / (count_t)g.images.width, column = (count_t)i % (count_t)g.images.width;
+                const Pack pixel = x[row * g.images.from[2] + column * g.images.from[3]];
+#pragma unroll
+                for (int e = 0; e < PACK; ++e) result[e] = joined(result[e], widen(pixel.of[e]));
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) parts[share][lane][e] = result[e];
+        for (int half = SHARES / 2; half; half /= 2) {
+            __syncthreads();
+            if (share < half) {
+#pragma unroll
+                for (int e = 0; e < PACK; ++e)
+                    parts[share][lane][e] = joined(parts[share][lane][e], parts[share + half][lane][e]);
+            }
+        }
+        if (share == 0 && output < (count_t)g.outputs) {  // what this thread itself wrote last
+            Pack y;
+#pragma unroll
+            for (int e = 0; e < PACK; ++e) y.of[e] = narrow(MAXIMUM ? parts[0][lane][e] : parts[0][lane][e] / (float)pixels);
+            ((Pack*)operands.at[1])[n * g.images.to[0] + c * g.images.to[1]] = y;
+        }
+        __syncthreads();  // before the next ones overwrite what others still read
+    }
+}
+#endif

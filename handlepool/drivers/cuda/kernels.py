@@ -1,0 +1,230 @@
+"""How the kernels of our own (`handlepool.drivers.kernel`) are launched: their variant, geometry and grid. Needs no CUDA.
+
+The source is ``kernels.cu``. Axes are merged where all operands allow it, and elements are read in packs of up to 16 bytes where
+strides and extents do. Offsets have 64 bits where 32 are too few.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+from handlepool.drivers.kernel import Add, Concat, Kernel, Windows
+from handlepool.tensors.layout import Layout
+
+THREADS = 128
+"""Of a block."""
+MOST_BLOCKS = 1 << 20
+PLENTY = 1 << 15
+"""Threads that keep a large GPU busy: with fewer, packs are made smaller. To be measured."""
+LARGEST_PACK = 16
+"""Bytes."""
+CAPACITIES = (2, 3, 4, 5, 8, 16, 32, 64)
+"""How many operands variants are compiled for."""
+EXACT = 5
+"""Up to so many operands, a variant has just as many."""
+MOST_UNROLLED = 5
+"""Rows and columns of a window that a variant is compiled for; larger ones share one."""
+RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
+"""How many merged axes variants are compiled for; NumPy's arrays have up to 64."""
+LANES, SHARES = 32, 8
+"""Of a block that takes whole images: outputs, and threads for each; the other way round for contiguous images."""
+ELEMENTS = {"float16": ("unsigned short", "HALF"), "bfloat16": ("unsigned short", "BFLOAT"), "float32": ("float", "FLOAT")}
+
+Macros = dict[str, int | str]
+Axes = list[tuple[int, tuple[int, ...]]]
+"""Extents with a step for each operand, the innermost axis of the last operand first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of a kernel.
+
+    Attributes
+    ----------
+    entry : str
+        The function's name in the source.
+    macros : tuple of (str, str)
+        Which variant of it.
+    geometry : array
+        Its second argument.
+    grid : (int, int)
+        Blocks.
+    threads : int
+        Of a block.
+    """
+
+    entry: str
+    macros: tuple[tuple[str, str], ...]
+    geometry: "array[int]"
+    grid: tuple[int, int]
+    threads: int = THREADS
+
+
+@cache
+def source() -> str:
+    """Return the source of all kernels."""
+    return (Path(__file__).parent / "kernels.cu").read_text(encoding="utf-8")
+
+
+def plan(kernel: Kernel, operands: Sequence[Layout]) -> Launch:
+    """Return the launch of a kernel for operands that lie so: inputs, then the output."""
+    if isinstance(kernel, Add):
+        return _add(kernel, operands)
+    if isinstance(kernel, Concat):
+        return _concat(kernel, operands)
+    x, y = operands
+    whole = kernel.window == x.shape[2:] and kernel.padding == (0, 0)
+    return _whole(kernel, x, y) if whole else _windows(kernel, x, y)
+
+
+def merged(extents: Sequence[int], *steps: Sequence[int]) -> Axes:
+    """Bring axes into the order of the last operand's memory, and join those that no operand tells apart."""
+    axes = sorted(
+        ((extent, step) for extent, *step in zip(extents, *steps, strict=True) if extent > 1), key=lambda axis: axis[1][-1]
+    )
+    found: Axes = []
+    for extent, step in axes:
+        if found and all(here == inner * found[-1][0] for here, inner in zip(step, found[-1][1], strict=True)):
+            found[-1] = (found[-1][0] * extent, found[-1][1])
+        else:
+            found.append((extent, tuple(step)))
+    return found or [(1, (1,) * len(steps))]
+
+
+def _largest_pack(most: int, numbers: Iterable[int]) -> int:
+    """Return the most elements, a power of two, that divides numbers."""
+    return math.gcd(most, *numbers)
+
+
+def _packed(axes: Axes, most: int) -> int:
+    """Return how many elements a pack may have along the innermost axis, without a tail."""
+    (extent, inner), *outer = axes
+    if any(step != 1 for step in inner):
+        return 1
+    return _largest_pack(most, (extent, *chain.from_iterable(steps for _, steps in outer)))
+
+
+def _in_packs(axes: Axes, pack: int, rank: int) -> Axes:
+    """Count the innermost axis and the others' steps in packs, and add axes of extent 1."""
+    (extent, inner), *outer = axes
+    found = [(extent // pack, inner), *((extent, tuple(step // pack for step in steps)) for extent, steps in outer)]
+    return found + [(1, (0,) * len(inner))] * (rank - len(axes))
+
+
+def _thinned(pack: int, elements: int) -> int:
+    """Return a pack that leaves enough threads to do."""
+    while pack > 1 and elements // pack < PLENTY:
+        pack //= 2
+    return pack
+
+
+def _steps(layout: Layout) -> list[int]:
+    return [stride // layout.dtype.itemsize for stride in layout.strides]
+
+
+def _fitting(count: int, sizes: Sequence[int]) -> int:
+    return next(size for size in sizes if size >= count)
+
+
+def _launch(
+    entry: str,
+    macros: Macros,
+    operands: Sequence[Layout],
+    geometry: Iterable[int],
+    units: int,
+    *,
+    wide: bool = False,
+    parts: int = 1,
+    threads: int = THREADS,
+    a_block: int = THREADS,
+) -> Launch:
+    """Return a launch of so many units, ``a_block`` of which a block does, with a geometry for OPERANDS operands."""
+    wide = wide or any(max(layout.size, layout.reach // layout.dtype.itemsize) >= 1 << 31 for layout in operands)
+    values: Macros = {entry.upper(): 1, "WIDE": int(wide), "OPERANDS": 2, **macros}
+    blocks = min(max(-(-units // a_block), 1), MOST_BLOCKS)
+    written = tuple((name, str(value)) for name, value in values.items())
+    return Launch(entry, written, array("q" if wide else "i", geometry), (blocks, parts), threads)
+
+
+def _type(layout: Layout) -> Macros:
+    element, kind = ELEMENTS[layout.dtype.name]
+    return {"ELEMENT": element, kind: 1}
+
+
+def _add(kernel: Add, operands: Sequence[Layout]) -> Launch:
+    y = operands[-1]
+    axes = merged(y.shape, *map(_steps, operands))
+    most = LARGEST_PACK // y.dtype.itemsize
+    flat = len(axes) == 1 and all(step == 1 for step in axes[0][1])
+    pack = _thinned(most if flat else _packed(axes, most), y.size)
+    tail = y.size % pack
+    rank, capacity = _fitting(len(axes), RANKS), _fitting(len(operands), CAPACITIES)
+    axes = _in_packs(axes, pack, rank)
+    count = y.size // pack
+    steps = [each[operand] for operand in range(len(operands)) for _, each in axes]
+    steps += [0] * (capacity - len(operands)) * rank
+    macros: Macros = {"PACK": pack, "RANK": rank, "OPERANDS": capacity, "EXACT": int(len(operands) <= EXACT), **_type(y)}
+    if kernel.activation is not None:
+        macros[kernel.activation.upper()] = 1
+    geometry = (len(operands) - 1, count, tail, *(extent for extent, _ in axes), *steps)
+    return _launch("add", macros, operands, geometry, max(count, tail))
+
+
+def _concat(kernel: Concat, operands: Sequence[Layout]) -> Launch:
+    *xs, y = operands
+    itemsize = y.dtype.itemsize
+    starts, each, start = [], [], 0
+    for x in xs:  # bytes, so that one variant serves all types
+        each.append(merged((*x.shape, itemsize), (*x.strides, 1), (*y.strides, 1)))
+        starts.append(start)
+        start += x.shape[kernel.axis] * y.strides[kernel.axis]
+    pack = _largest_pack(LARGEST_PACK, (*(_packed(axes, LARGEST_PACK) for axes in each), *starts))
+    while pack > itemsize and sum(x.size for x in xs) * itemsize // pack < PLENTY:
+        pack //= 2
+    rank, capacity = _fitting(max(map(len, each)), RANKS[1:]), _fitting(len(operands), CAPACITIES)
+    geometry, units = [len(xs)], 0
+    for x, axes, first in zip(xs, each, starts, strict=True):
+        axes = _in_packs(axes, pack, rank)
+        count = x.size * itemsize // pack
+        units = max(units, count)
+        columns = ([extent for extent, _ in axes], [steps[0] for _, steps in axes], [steps[1] for _, steps in axes])
+        geometry += [count, first // pack, *chain(*columns)]
+    geometry += [0] * (capacity - len(operands)) * (2 + 3 * rank)
+    macros: Macros = {"PACK": pack, "RANK": rank, "OPERANDS": capacity, "ELEMENT": "unsigned char"}
+    wide = any(max(layout.reach, layout.size * itemsize) >= 1 << 31 for layout in operands)
+    return _launch("concat", macros, operands, geometry, units, wide=wide, parts=len(xs))
+
+
+def _images(x: Layout, y: Layout, units: int) -> tuple[Macros, list[int]]:
+    """Return the macros, and the geometry, of what goes over images."""
+    pack, last = 1, y.shape[1] > 1 and all(_steps(each)[1] == 1 for each in (x, y))
+    if last:
+        strides = [step for each in (x, y) for axis, step in enumerate(_steps(each)) if axis != 1 and each.shape[axis] > 1]
+        pack = _thinned(_largest_pack(LARGEST_PACK // x.dtype.itemsize, (x.shape[1], *strides)), units)
+    steps = [[step // pack if axis != 1 else step for axis, step in enumerate(_steps(each))] for each in (x, y)]
+    macros = {"PACK": pack, "CHANNELS_INNERMOST": int(last), **_type(x)}
+    return macros, [x.shape[1] // pack, *x.shape[2:], *chain(*steps)]
+
+
+def _windows(kernel: Windows, x: Layout, y: Layout) -> Launch:
+    macros, images = _images(x, y, y.size)
+    unrolled = max(kernel.window) <= MOST_UNROLLED
+    rows, columns = kernel.window if unrolled else (0, 0)
+    macros |= {"ROWS": rows, "COLUMNS": columns, "MAXIMUM": int(kernel.kind == "max")}
+    count = y.size // int(macros["PACK"])
+    most = [extent + 2 * padding for extent, padding in zip(x.shape[2:], kernel.padding, strict=True)]
+    stride = map(min, kernel.stride, most)  # what is further than the image leads nowhere
+    geometry = (*images, count, *y.shape[2:], *kernel.window, *stride, *kernel.padding, int(kernel.counted))
+    return _launch("windows", macros, (x, y), geometry, count, wide=max(most) >= 1 << 31)
+
+
+def _whole(kernel: Windows, x: Layout, y: Layout) -> Launch:
+    macros, images = _images(x, y, y.size * SHARES)
+    lanes, shares = (LANES, SHARES) if macros["CHANNELS_INNERMOST"] else (SHARES, LANES)
+    macros |= {"LANES": lanes, "SHARES": shares, "MAXIMUM": int(kernel.kind == "max")}
+    outputs = y.size // int(macros["PACK"])
+    return _launch("whole", macros, (x, y), (*images, outputs), outputs, threads=LANES * SHARES, a_block=lanes)

@@ -1,0 +1,61 @@
+"""The kernels of our own (`handlepool.drivers.kernel`) with NumPy: each is one step, and computes in float32."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from handlepool.drivers.host.convolution import Array
+from handlepool.drivers.host.evaluator import Evaluation, Step
+from handlepool.drivers.host.pointwise import OPERATIONS
+from handlepool.drivers.kernel import Add, Concat, Kernel, Windows
+
+
+def evaluation(kernel: Kernel, inputs: int) -> Evaluation:
+    """Plan a kernel of so many inputs and one output, in memory of its own."""
+    if isinstance(kernel, Add):
+        name, compute = "add", _add(kernel)
+    elif isinstance(kernel, Concat):
+        name, compute = "concat", _concat(kernel)
+    else:
+        name, compute = kernel.kind, _windows(kernel)
+    step = Step(name, tuple(range(inputs)), (inputs,), lambda arrays, _: compute(arrays[:-1], arrays[-1]))
+    return Evaluation(f"host_{name}", 0, (step,))
+
+
+def _add(kernel: Add) -> Callable[[Sequence[Array], Array], None]:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        total = xs[0].astype(np.float32)
+        for x in xs[1:]:
+            total += x.astype(np.float32)
+        y[...] = total if kernel.activation is None else OPERATIONS[kernel.activation]({}, total)
+
+    return compute
+
+
+def _concat(kernel: Concat) -> Callable[[Sequence[Array], Array], None]:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        ends = accumulate((x.shape[kernel.axis] for x in xs), initial=0)
+        for x, (start, stop) in zip(xs, pairwise(ends), strict=True):
+            y[(*(slice(None),) * kernel.axis, slice(start, stop))] = x
+
+    return compute
+
+
+def _windows(kernel: Windows) -> Callable[[Sequence[Array], Array], None]:
+    def slid(x: Array, outside: float) -> Array:
+        margins = ((0, 0),) * (x.ndim - 2) + tuple((padding, padding) for padding in kernel.padding)
+        padded = np.pad(x.astype(np.float32), margins, constant_values=outside)
+        rows, columns = kernel.stride
+        return sliding_window_view(padded, kernel.window, (-2, -1))[..., ::rows, ::columns, :, :]
+
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        (x,) = xs
+        if kernel.kind == "max":
+            y[...] = slid(x, -np.inf).max((-2, -1))
+            return
+        inside = np.ones(x.shape[-2:], np.float32)
+        y[...] = slid(x, 0).sum((-2, -1)) / slid(inside, kernel.counted).sum((-2, -1))
+
+    return compute

@@ -1,0 +1,109 @@
+"""Kernels of our own as functions of arrays: planned, launched, ordered and recorded as graph functions are."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from handlepool.drivers.kernel import Add, Kernel
+from handlepool.drivers.protocol import operand_name
+from handlepool.errors import ArgumentError
+from handlepool.graphs.function import GraphFunction
+from handlepool.graphs.launch import hit, launch_new, option_key
+from handlepool.graphs.plan import Plan
+from handlepool.graphs.trace import check_out
+from handlepool.pool.context import NOT_CACHED
+from handlepool.pool.default import chosen_pool, current_pool
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.pool import HandlePool
+from handlepool.tensors.inference import axis_order, dense_strides
+from handlepool.tensors.layout import Layout
+
+Described = tuple[Kernel, Layout]
+"""What is computed, and how a new output lies."""
+MOST_OPERANDS = 64
+"""Of a launch, the output among them: what a slot's buffer holds."""
+
+
+class KernelFunction(GraphFunction[..., Any]):
+    """A `GraphFunction` whose plans are a kernel's instead of a graph's. Each has one input or more, and one output.
+
+    Parameters
+    ----------
+    describe : callable
+        ``describe(layouts, **options)`` checks the inputs and returns a `Described`.
+    name : str
+        For messages.
+    """
+
+    def __init__(self, describe: Callable[..., Described], name: str) -> None:
+        super().__init__(describe, name=name)
+        self._describe = describe
+
+    def call(self, arrays: tuple[Any, ...], out: Any, pool: HandlePool | None, options: dict[str, Any]) -> Any:
+        """Launch for the public function that these are the arguments of; ``options`` can be hashed.
+
+        In a fork, ``pool`` is as `hit_branch` says.
+        """
+        key, begin = option_key(options), None
+        if pool is None:
+            chosen = current_pool()
+        elif type(pool) is tuple:  # type: ignore[comparison-overlap]
+            chosen, begin = pool
+            if begin is None:
+                return self.prepare(chosen, arrays, out, options, key=key)  # what the fork launches
+        else:
+            chosen = chosen_pool(self._name, pool)
+        result = hit(self, chosen, begin, arrays, out, key)
+        if result is NOT_CACHED and begin is None:
+            return launch_new(chosen, self.prepare(chosen, arrays, out, options, key=key))
+        return result
+
+    def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
+        name, driver = self._name, pool.driver
+        inputs, given = tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs))
+
+        def build() -> Plan:
+            if len(inputs) >= MOST_OPERANDS:
+                raise ArgumentError(f"{name}: {len(inputs)} arrays; at most {MOST_OPERANDS - 1} are taken at once")
+            if len(given) > 1:
+                raise ArgumentError(f"{name}: out= holds {len(given)} arrays, and there is one output")
+            kernel, output = self._describe(inputs, **options)
+            for out in given:
+                check_out(name, output, out)
+                check_strides(f"out= of {name}", out)
+                output = out
+            operands = (*inputs, _with_axes(output, inputs[0].ndim))
+            titles = [operand_name(place, len(inputs), len(given)) for place in range(len(operands))]
+            with pool.device(device).handles.build_lock, driver.relaxed():
+                executable = driver.kernel(kernel, operands, name=name, titles=titles)
+            # Each element of a sum depends on its own place alone, and so the output may be an input.
+            return Plan(name, device, executable, inputs, (output,), True, isinstance(kernel, Add))
+
+        return cast("Plan", pool.plans.get_or_build(device, key, build))
+
+
+def _with_axes(layout: Layout, rank: int) -> Layout:
+    """Return a layout with axes of extent 1 behind the others."""
+    more, itemsize = rank - layout.ndim, layout.dtype.itemsize
+    return Layout((*layout.shape, *(1,) * more), (*layout.strides, *(itemsize,) * more), layout.dtype) if more else layout
+
+
+def check_strides(title: str, layout: Layout) -> None:
+    """Raise for strides that no kernel of ours takes."""
+    itemsize = layout.dtype.itemsize
+    if any(stride < 0 or stride % itemsize for stride in layout.strides):
+        raise ArgumentError(
+            f"{title} has the strides {layout.strides} bytes for elements of {itemsize}: none that are negative or fall between "
+            f"elements are taken; pass a contiguous copy"
+        )
+
+
+def dense(shape: tuple[int, ...], dtype: np.dtype[Any], order: Sequence[int] | None = None) -> Layout:
+    """Return the layout of a new array without gaps; its axes from the outermost to the innermost, row-major by default."""
+    return Layout(shape, tuple(stride * dtype.itemsize for stride in dense_strides(shape, order)), dtype)
+
+
+def lying_as(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """Return the layout of a new array that is contiguous or channels-last as another one of as many axes is."""
+    return dense(shape, layout.dtype, axis_order(layout.shape, layout.strides))

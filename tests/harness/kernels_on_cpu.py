@@ -1,0 +1,112 @@
+"""Runs the CUDA kernels' own source on the CPU: compiled as C++, each thread of each block in turn, or as a thread of its own."""
+
+import ctypes
+import shutil
+import subprocess
+
+import numpy as np
+
+from handlepool.drivers.cuda import kernels
+
+COMPILER = shutil.which("g++")
+SHIM = r"""
+#include <barrier>
+#include <cmath>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+struct Dim { unsigned x, y; };
+static Dim gridDim, blockDim, blockIdx;
+static thread_local Dim threadIdx;
+static std::barrier<>* together;
+#define __device__
+#define __shared__ static
+#define __syncthreads() together->arrive_and_wait()
+#define ENTRY static
+#define BY_VALUE const
+
+static float half_to_float(unsigned short x) { _Float16 value; memcpy(&value, &x, 2); return value; }
+static unsigned short float_to_half(float x) { _Float16 value = x; unsigned short bits; memcpy(&bits, &value, 2); return bits; }
+static float __uint_as_float(unsigned x) { float value; memcpy(&value, &x, 4); return value; }
+static float __int_as_float(int x) { return __uint_as_float(x); }
+static unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
+static float normcdff(float x) { return erfcf(-x * 0.70710678f) / 2; }
+
+template <class Run> static void launch(unsigned across, unsigned down, unsigned threads, bool in_step, Run run) {
+    gridDim = {across, down};
+    blockDim = {threads, 1};
+    std::barrier<> barrier(threads);
+    together = &barrier;
+    for (unsigned y = 0; y < down; ++y)
+        for (unsigned x = 0; x < across; ++x) {
+            blockIdx = {x, y};
+            std::vector<std::thread> running;
+            for (unsigned t = 0; t < threads; ++t) {
+                auto one = [&run, t] { threadIdx = {t, 0}; run(); };
+                if (in_step) running.emplace_back(one); else one();
+            }
+            for (auto& each : running) each.join();
+        }
+}
+"""
+GEOMETRIES = {"add": "Sum", "concat": "Parts", "windows": "Windows", "whole": "Whole"}
+OWN_MACROS = ("FOR_EACH_INDEX", "HELPER", "NOTHING")
+
+
+def _variant(number, launch):
+    names = [name for name, _ in launch.macros]
+    geometry = GEOMETRIES[launch.entry]
+    return "\n".join(
+        [
+            f"namespace variant_{number} {{",
+            *(f"#define {name} {value}" for name, value in launch.macros),
+            kernels.source(),
+            *(f"#undef {name}" for name in (*names, *OWN_MACROS)),
+            "}",
+            f'extern "C" long run_{number}',
+            "(void* at, void* geometry, long bytes, unsigned across, unsigned down, unsigned threads) {",
+            f"    using namespace variant_{number};",
+            f"    Pointers p; {geometry} g;",
+            "    if (bytes != sizeof g) return sizeof g;",
+            "    memcpy(&p, at, sizeof p); memcpy(&g, geometry, sizeof g);",
+            f"    launch(across, down, threads, {int(launch.entry == 'whole')}, [&] {{ {launch.entry}(p, g); }});",
+            "    return 0;",
+            "}",
+        ]
+    )
+
+
+class Compiled:
+    """The variants that some launches need, in one library."""
+
+    def __init__(self, launches, folder):
+        self._numbers = {key: number for number, key in enumerate(dict.fromkeys((each.entry, each.macros) for each in launches))}
+        of = {(each.entry, each.macros): each for each in launches}
+        text = "\n".join([SHIM, *(_variant(number, of[key]) for key, number in self._numbers.items())])
+        source, library = folder / "variants.cpp", folder / "variants.so"
+        source.write_text(text, encoding="utf-8")
+        flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w", "-ffp-contract=off"]
+        subprocess.run([COMPILER, *flags, str(source), "-o", str(library)], check=True)
+        self._library = ctypes.CDLL(str(library))
+
+    def run(self, launch, arrays):
+        """Launch over NumPy's arrays: inputs, then the output."""
+        addresses = (ctypes.c_uint64 * 64)(*(array.__array_interface__["data"][0] for array in arrays))
+        where, count = launch.geometry.buffer_info()
+        entry = self._library[f"run_{self._numbers[launch.entry, launch.macros]}"]
+        entry.restype = ctypes.c_long
+        of_geometry = ctypes.c_void_p(where), ctypes.c_long(count * launch.geometry.itemsize)
+        expected = entry(addresses, *of_geometry, *launch.grid, launch.threads)
+        assert not expected, f"the geometry of {launch.entry} has {expected} bytes, and was given {of_geometry[1].value}"
+
+
+def placed(layout, values=None, margin=64):
+    """An array that lies so, at a multiple of 16 bytes, in memory that is NaN, and that memory."""
+    itemsize = layout.dtype.itemsize
+    memory = np.full(layout.reach // itemsize + 2 * margin + 16, np.nan if layout.dtype.kind in "fV" else 119, layout.dtype)
+    first = margin + -(memory.ctypes.data + margin * itemsize) % 16 // itemsize
+    array = np.lib.stride_tricks.as_strided(memory[first:], layout.shape, layout.strides)
+    if values is not None:
+        array[...] = values
+    return array, memory
