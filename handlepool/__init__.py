@@ -26,7 +26,7 @@ from handlepool.errors import (
 )
 from handlepool.graphs.annotations import Array
 from handlepool.graphs.function import GraphFunction, graph
-from handlepool.ops import conv2d, conv2d_input_grad, conv2d_weight_grad
+from handlepool.ops import add, avg_pool2d, concat, conv2d, conv2d_input_grad, conv2d_weight_grad, max_pool2d, mean2d
 from handlepool.pool.default import close, default_pool, get_handle, get_workspace, prewarm, set_default_pool, stats, trim
 from handlepool.pool.pool import HandlePool
 from handlepool.recording.program import Program
@@ -68,7 +68,10 @@ __all__ = [
     "StateIndexError",
     "StreamError",
     "StreamFuture",
+    "add",
+    "avg_pool2d",
     "close",
+    "concat",
     "conv2d",
     "conv2d_input_grad",
     "conv2d_weight_grad",
@@ -76,6 +79,8 @@ __all__ = [
     "get_handle",
     "get_workspace",
     "graph",
+    "max_pool2d",
+    "mean2d",
     "operation",
     "prewarm",
     "record",

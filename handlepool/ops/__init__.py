@@ -1,16 +1,23 @@
-"""Ready-made graph functions: convolution with bias and activation, its gradients, and activations of their own."""
+"""Ready-made operations: convolution with bias and activation, its gradients, activations; sums, concatenation, pooling."""
 
 from handlepool.ops.activations import ACTIVATIONS, gelu, relu, sigmoid, swish, tanh
+from handlepool.ops.combining import add, concat
 from handlepool.ops.convolution import conv2d, conv2d_plan
 from handlepool.ops.gradients import conv2d_input_grad, conv2d_weight_grad
+from handlepool.ops.pooling import avg_pool2d, max_pool2d, mean2d
 
 __all__ = [
     "ACTIVATIONS",
+    "add",
+    "avg_pool2d",
+    "concat",
     "conv2d",
     "conv2d_input_grad",
     "conv2d_plan",
     "conv2d_weight_grad",
     "gelu",
+    "max_pool2d",
+    "mean2d",
     "relu",
     "sigmoid",
     "swish",

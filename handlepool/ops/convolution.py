@@ -29,15 +29,15 @@ Shape = tuple[int, ...]
 Sides = tuple[tuple[int, int], ...]
 
 
-def pair(function: str, name: str, value: Any) -> tuple[int, int]:
+def pair(function: str, name: str, value: Any, least: int = 1) -> tuple[int, int]:
     """Return stride or dilation along height and width."""
     try:
         entries = _two(value)
-        if min(entries) >= 1:
+        if min(entries) >= least:
             return entries
     except TypeError:
         pass
-    raise ArgumentError(f"{function}: {name}={shown(value)}; it must be an integer, or two, each 1 or more")
+    raise ArgumentError(f"{function}: {name}={shown(value)}; it must be an integer, or two, each {least} or more")
 
 
 def sides(function: str, value: Any) -> Sides:

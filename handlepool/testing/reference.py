@@ -1,4 +1,4 @@
-"""What results are judged by: convolutions and products in float64, sharing nothing with the drivers.
+"""What results are judged by: convolutions, products and pooling in float64, sharing nothing with the drivers.
 
 Needs SciPy, which the extras ``demo`` and ``test`` bring.
 """
@@ -139,6 +139,76 @@ def matmul(a: npt.ArrayLike, b: npt.ArrayLike, *, bias: npt.ArrayLike | None = N
     if bias is not None:
         result = result + np.asarray(bias, np.float64)
     return result if activation is None else ACTIVATIONS[activation](result)
+
+
+def max_pool2d(
+    x: npt.ArrayLike,
+    window: int | tuple[int, int],
+    *,
+    stride: int | tuple[int, int] | None = None,
+    padding: int | tuple[int, int] = 0,
+) -> Array:
+    """Take the largest element of each window of images, in float64; NaN is the largest.
+
+    Parameters
+    ----------
+    x : array_like, shape (N, C, H, W)
+        Images.
+    window, stride, padding
+        As in `handlepool.max_pool2d`.
+
+    Returns
+    -------
+    ndarray of float64, shape (N, C, P, Q)
+    """
+    return _pooled(x, window, stride, padding, lambda pixels, _: pixels.max((2, 3)))
+
+
+def avg_pool2d(
+    x: npt.ArrayLike,
+    window: int | tuple[int, int],
+    *,
+    stride: int | tuple[int, int] | None = None,
+    padding: int | tuple[int, int] = 0,
+    count_include_pad: bool = True,
+) -> Array:
+    """Take the mean of each window of images, in float64.
+
+    Parameters
+    ----------
+    x : array_like, shape (N, C, H, W)
+        Images.
+    window, stride, padding, count_include_pad
+        As in `handlepool.avg_pool2d`.
+
+    Returns
+    -------
+    ndarray of float64, shape (N, C, P, Q)
+    """
+    return _pooled(
+        x, window, stride, padding, lambda pixels, area: pixels.sum((2, 3)) / (area if count_include_pad else pixels[0, 0].size)
+    )
+
+
+def _pooled(
+    x: npt.ArrayLike,
+    window: int | tuple[int, int],
+    stride: int | tuple[int, int] | None,
+    padding: int | tuple[int, int],
+    take: Callable[[Array, int], Array],
+) -> Array:
+    """Take each window's pixels that are of the image, one window after the other."""
+    images = np.asarray(x, np.float64)
+    (rows, columns), (top, left) = _pair(window), _pair(padding)
+    down, right = (rows, columns) if stride is None else _pair(stride)
+    height, width = images.shape[2:]
+    corners = [
+        [(p, q) for q in range(-left, width + left - columns + 1, right)] for p in range(-top, height + top - rows + 1, down)
+    ]
+    found = [
+        [take(images[:, :, max(p, 0) : p + rows, max(q, 0) : q + columns], rows * columns) for p, q in line] for line in corners
+    ]
+    return np.moveaxis(np.array(found), (0, 1), (2, 3))
 
 
 def _check_shapes(x: tuple[int, ...], w: tuple[int, ...], groups: int) -> None:

@@ -39,6 +39,22 @@ def test_the_examples_run(make_driver, monkeypatch, capsys):
     assert "host_im2col" in capsys.readouterr().out
 
 
+def test_the_examples_of_pooling_run(make_driver, monkeypatch):
+    with HandlePool(driver=make_driver()) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        arrays = Arrays(pool, layout="NHWC")
+        x, shortcut = arrays.random(2, 16, 14, 14), arrays.random(2, 16, 14, 14)
+        names = {"x": x, "shortcut": shortcut, "handlepool": handlepool, "states": handlepool.ParallelStates(2, pool=pool)}
+        total = np.maximum(arrays.take(x) + arrays.take(shortcut), 0)
+        small = reference.max_pool2d(np.concatenate([arrays.take(x), total], 1), 3, stride=2, padding=1)
+        first, second = blocks_of("pooling.md")
+        exec(first, names)
+        assert arrays.error(names["means"], small.mean((2, 3))) < 1e-5
+        exec(second, names)
+        whole = reference.max_pool2d(arrays.take(x), 3, stride=1, padding=1), arrays.take(x) + arrays.take(shortcut)
+        assert arrays.error(names["means"], np.concatenate(whole, 1).mean((2, 3))) < 1e-5
+
+
 def test_the_example_of_recording_runs(make_driver, monkeypatch):
     with HandlePool(driver=make_driver()) as pool:
         monkeypatch.setattr("handlepool.pool.default._default", pool)

@@ -14,7 +14,7 @@ from harness.graphs import double
 from harness.scenes import TIMEOUT, Thread
 from harness.uses import assert_usable
 
-from handlepool import HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, conv2d, record
+from handlepool import HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, add, conv2d, max_pool2d, record
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
 
@@ -129,6 +129,17 @@ def a_convolution(world):
     return convolve
 
 
+def a_kernel(world):
+    x = world.array((1, 2, 4, 4))
+
+    def pool():
+        with world.states.fork() as fork:
+            y = fork.run(add, x, fork.run(max_pool2d, x, 1))
+        world.read(y)
+
+    return pool
+
+
 def a_state(world):
     x = world.array()
     return lambda: world.read(world.states.with_state(1, lambda state: (state.workspace(300), world.branch(x))[1]))
@@ -226,6 +237,7 @@ SCENARIOS = [
     a_fork_in_a_fork,
     a_map_of_graph_functions,
     a_convolution,
+    a_kernel,
     a_state,
     a_task,
     a_captured_fork,

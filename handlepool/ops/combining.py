@@ -1,0 +1,135 @@
+"""Several arrays to one: their sum, and one behind the other, by kernels of our own."""
+
+from collections.abc import Sequence
+from typing import Any, Never
+
+from handlepool._util import as_integer, shown
+from handlepool.drivers.kernel import Add, Concat
+from handlepool.errors import ArgumentError
+from handlepool.graphs.annotations import ArrayT
+from handlepool.graphs.kernels import Described, KernelFunction, check_strides, lying_as
+from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
+from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES
+from handlepool.pool.context import launchers
+from handlepool.pool.pool import HandlePool
+from handlepool.tensors.layout import Layout
+
+
+def add(*arrays: ArrayT, activation: str | None = None, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+    """Add arrays of one shape and apply an activation, on the current stream.
+
+    Parameters
+    ----------
+    *arrays : array
+        One or more, at most 63, of one shape and type: float16, bfloat16 or float32. They are quickest where all of them lie
+        alike and without gaps.
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+        Of the sum; "gelu" is the exact one.
+    out : array, optional
+        Where the result goes; it may be one of the arrays. Its strides decide the layout; without it the result lies as the first
+        array does, without gaps.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array
+        ``out``, or a new array of the kind and type of the first one. The sum is made in float32, from the first array to the
+        last, and rounded once.
+
+    Raises
+    ------
+    ArgumentError
+        For shapes, types or strides that cannot be taken, and an activation that there is not.
+    """
+    return _add.call(arrays, out, pool, {"activation": activation})
+
+
+@by_keyword
+def concat(arrays: Sequence[ArrayT], axis: int, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+    """Lay arrays one behind the other along an axis, on the current stream.
+
+    Parameters
+    ----------
+    arrays : list or tuple of array
+        One or more, at most 63, of one type, whichever it is, and with equal extents but along the axis.
+    axis : int
+        1 is the channels of (N, C, H, W); below zero it counts from the last one.
+    out : array, optional
+        Where the result goes. Its strides decide the layout; without it the result lies as the first array does, without gaps.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array
+        ``out``, or a new array of the kind and type of the first one.
+
+    Raises
+    ------
+    ArgumentError
+        For arrays that do not fit each other, and an axis that they do not have.
+
+    Notes
+    -----
+    What writes into slices of one array needs no concatenation: ``max_pool2d(x, 3, out=y[:, :64])``. In a fork, writers of
+    several slices of channels run beside each other.
+    """
+    if extra:
+        raise misplaced(concat, extra)
+    if type(arrays) not in (list, tuple):
+        raise ArgumentError(f"concat takes a list or a tuple of arrays, not {shown(arrays)}")
+    return _concat.call(tuple(arrays), out, pool, {"axis": axis})
+
+
+def _check(name: str, layouts: tuple[Layout, ...]) -> None:
+    first = layouts[0]
+    for place, layout in enumerate(layouts):
+        if layout.dtype != first.dtype:
+            raise ArgumentError(
+                f"{name}: argument {place} is {layout.dtype} and argument 0 is {first.dtype}; convert one of them"
+            )
+        check_strides(f"argument {place} of {name}", layout)
+
+
+def _describe_add(layouts: tuple[Layout, ...], *, activation: str | None) -> Described:
+    _check("add", layouts)
+    first = layouts[0]
+    if first.dtype.name not in FLOATING_TYPES:
+        raise ArgumentError(f"add: argument 0 is {first.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
+    for place, layout in enumerate(layouts):
+        if layout.shape != first.shape:
+            raise ArgumentError(
+                f"add: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they must be of one shape"
+            )
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ArgumentError(f"add: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)}, or None")
+    return Add(activation), lying_as(first, first.shape)
+
+
+def _describe_concat(layouts: tuple[Layout, ...], *, axis: int) -> Described:
+    _check("concat", layouts)
+    first = layouts[0]
+    rank = first.ndim
+    number = as_integer(axis, rank)
+    if not -rank <= number < rank:
+        raise ArgumentError(f"concat: axis={shown(axis)}; it must be an integer from {-rank} to {rank - 1} for {rank} axes")
+    number %= rank
+    for place, layout in enumerate(layouts):
+        if layout.ndim != rank or _beside(layout, number) != _beside(first, number):
+            raise ArgumentError(
+                f"concat: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they may differ along "
+                f"axis {number} alone"
+            )
+    extent = sum(layout.shape[number] for layout in layouts)
+    return Concat(number), lying_as(first, (*first.shape[:number], extent, *first.shape[number + 1 :]))
+
+
+def _beside(layout: Layout, axis: int) -> tuple[int, ...]:
+    return layout.shape[:axis] + layout.shape[axis + 1 :]
+
+
+_add = KernelFunction(_describe_add, "add")
+_concat = KernelFunction(_describe_concat, "concat")
+# In a fork the output is allocated before the branch starts, as for any graph function.
+launchers |= dict.fromkeys((add, concat), (hit_branch, prepare_branch))

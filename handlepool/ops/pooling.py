@@ -1,0 +1,197 @@
+"""The largest element or the mean of windows of images, and of whole images, by kernels of our own."""
+
+from typing import Any, Literal, Never
+
+from handlepool._util import flag, shown
+from handlepool.drivers.kernel import Windows
+from handlepool.errors import ArgumentError
+from handlepool.graphs.annotations import ArrayT
+from handlepool.graphs.kernels import Described, KernelFunction, check_strides, dense, lying_as
+from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
+from handlepool.ops.activations import FLOATING_TYPES
+from handlepool.ops.convolution import Pair, pair
+from handlepool.pool.context import launchers
+from handlepool.pool.pool import HandlePool
+from handlepool.tensors.layout import Layout
+
+
+@by_keyword
+def max_pool2d(
+    x: ArrayT,
+    window: Pair,
+    *extra: Never,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    out: Any = None,
+    pool: HandlePool | None = None,
+) -> ArrayT:
+    """Take the largest element of each window of images, on the current stream.
+
+    Parameters
+    ----------
+    x : array, shape (N, C, H, W)
+        Images; float16, bfloat16 or float32. Contiguous or channels-last, and any view of such: channels-last is the quickest,
+        with channels by the eight.
+    window : int or (int, int)
+        Height and width, in pixels.
+    stride : int or (int, int), optional
+        From window to window; the window's own height and width by default, as in torch.
+    padding : int or (int, int)
+        Pixels on both sides, which are never the largest; at most half of the window.
+    out : array, shape (N, C, P, Q), optional
+        Where the result goes, which lies as it likes: it may be a slice of the channels of a larger array. Without it the result
+        lies as ``x`` does, contiguous or channels-last.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array, shape (N, C, P, Q)
+        ``out``, or a new array of the kind and type of ``x``. P is (H + 2 padding - window) // stride + 1, and Q likewise. Where
+        a window has a NaN, the result is NaN.
+
+    Raises
+    ------
+    ArgumentError
+        For a window that exceeds the padded image, and for types, strides and numbers that cannot be taken.
+    """
+    if extra:
+        raise misplaced(max_pool2d, extra)
+    return _max.call((x,), out, pool, {"window": _plain(window), "stride": _plain(stride), "padding": _plain(padding)})
+
+
+@by_keyword
+def avg_pool2d(
+    x: ArrayT,
+    window: Pair,
+    *extra: Never,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    count_include_pad: bool = True,
+    out: Any = None,
+    pool: HandlePool | None = None,
+) -> ArrayT:
+    """Take the mean of each window of images, on the current stream; it is computed in float32.
+
+    Parameters
+    ----------
+    x : array, shape (N, C, H, W)
+        Images, as in `handlepool.max_pool2d`.
+    window, stride, out, pool
+        As there.
+    padding : int or (int, int)
+        Pixels on both sides, which are 0; at most half of the window.
+    count_include_pad : bool
+        Whether a sum is divided by all pixels of its window, as in torch by default, or by those that are of the image.
+
+    Returns
+    -------
+    array, shape (N, C, P, Q)
+        As in `handlepool.max_pool2d`.
+
+    Raises
+    ------
+    ArgumentError
+        As there.
+    """
+    if extra:
+        raise misplaced(avg_pool2d, extra)
+    pairs = {"window": _plain(window), "stride": _plain(stride), "padding": _plain(padding)}
+    return _mean_of_windows.call((x,), out, pool, {**pairs, "count_include_pad": count_include_pad})
+
+
+@by_keyword
+def mean2d(x: ArrayT, *extra: Never, keepdims: bool = False, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+    """Take the mean of each channel of each image, on the current stream; it is computed in float32.
+
+    Parameters
+    ----------
+    x : array, shape (N, C, H, W)
+        Images, as in `handlepool.max_pool2d`.
+    keepdims : bool
+        Whether the result has two axes of extent 1 behind the channels.
+    out : array, shape (N, C) or (N, C, 1, 1), optional
+        Where the result goes.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array, shape (N, C) or (N, C, 1, 1)
+        ``out``, or a new contiguous array of the kind and type of ``x``.
+
+    Raises
+    ------
+    ArgumentError
+        For types and strides that cannot be taken.
+    """
+    if extra:
+        raise misplaced(mean2d, extra)
+    return _mean.call((x,), out, pool, {"keepdims": keepdims})
+
+
+def _plain(value: Any) -> Any:
+    """Return a list as a tuple, which can be hashed."""
+    return tuple(value) if type(value) is list else value
+
+
+def _check(name: str, layouts: tuple[Layout, ...]) -> Layout:
+    if len(layouts) != 1 or layouts[0].ndim != 4:
+        shapes = ", ".join(str(layout.shape) for layout in layouts)
+        raise ArgumentError(f"{name} takes one array of images (N, C, H, W), not {shapes}")
+    (x,) = layouts
+    if x.dtype.name not in FLOATING_TYPES:
+        raise ArgumentError(f"{name}: x is {x.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
+    check_strides(f"x of {name}", x)
+    return x
+
+
+def _describe(
+    name: str,
+    kind: Literal["max", "mean"],
+    layouts: tuple[Layout, ...],
+    window: Any,
+    stride: Any,
+    padding: Any,
+    counted: bool = True,
+) -> Described:
+    x = _check(name, layouts)
+    rows, columns = pair(name, "window", window)
+    steps = (rows, columns) if stride is None else pair(name, "stride", stride)
+    margins = pair(name, "padding", padding, 0)
+    if margins[0] * 2 > rows or margins[1] * 2 > columns:
+        raise ArgumentError(
+            f"{name}: padding={shown(padding)} is more than half of a window of {rows} x {columns} pixels, so that some windows "
+            f"would lie outside of the image; pad less, or pad the image itself"
+        )
+    kernel = Windows(kind, (rows, columns), steps, margins, counted)
+    count = kernel.count(*x.shape[2:])
+    if min(count) < 1:
+        raise ArgumentError(
+            f"{name}: a window of {rows} x {columns} pixels exceeds images of {x.shape[2]} x {x.shape[3]} with a padding of "
+            f"{margins[0]} and {margins[1]} on both sides; take a smaller one"
+        )
+    return kernel, lying_as(x, (*x.shape[:2], *count))
+
+
+def _describe_max(layouts: tuple[Layout, ...], *, window: Any, stride: Any, padding: Any) -> Described:
+    return _describe("max_pool2d", "max", layouts, window, stride, padding)
+
+
+def _describe_mean(layouts: tuple[Layout, ...], *, window: Any, stride: Any, padding: Any, count_include_pad: bool) -> Described:
+    counted = flag("avg_pool2d: count_include_pad", count_include_pad)
+    return _describe("avg_pool2d", "mean", layouts, window, stride, padding, counted)
+
+
+def _describe_whole(layouts: tuple[Layout, ...], *, keepdims: bool) -> Described:
+    x = _check("mean2d", layouts)
+    images, channels, height, width = x.shape
+    shape = (images, channels, 1, 1) if flag("mean2d: keepdims", keepdims) else (images, channels)
+    return Windows("mean", (height, width)), dense(shape, x.dtype)
+
+
+_max = KernelFunction(_describe_max, "max_pool2d")
+_mean_of_windows = KernelFunction(_describe_mean, "avg_pool2d")
+_mean = KernelFunction(_describe_whole, "mean2d")
+# In a fork the output is allocated before the branch starts, as for any graph function.
+launchers |= dict.fromkeys((max_pool2d, avg_pool2d, mean2d), (hit_branch, prepare_branch))
