@@ -13,11 +13,13 @@ import pytest
 Image = pytest.importorskip("PIL.Image", reason="the demo's extra is not installed: pip install 'handlepool[demo]'")
 pytest.importorskip("matplotlib", reason="the demo's extra is not installed: pip install 'handlepool[demo]'")
 
-from handlepool import drivers  # noqa: E402
+from handlepool import ContractError, HandlePool, drivers  # noqa: E402
 from handlepool.cli import demo  # noqa: E402
-from handlepool.cli.demo.filters import builtin_filters, load_filters  # noqa: E402
+from handlepool.cli.demo import measure  # noqa: E402
+from handlepool.cli.demo.filters import Filter, builtin_filters, chain_of, load_filters  # noqa: E402
 from handlepool.cli.demo.images import load_photograph, sample_photograph  # noqa: E402
 from handlepool.cli.demo.measure import Report, Span, Times  # noqa: E402
+from handlepool.drivers.host.driver import HostDriver  # noqa: E402
 from handlepool.errors import ArgumentError, DriverNotAvailableError  # noqa: E402
 
 RNG = np.random.default_rng(7)
@@ -223,9 +225,43 @@ def test_a_bad_filter_file_is_named_with_its_value_and_the_remedy(tmp_path, cont
 
 
 def test_overlap_counts_the_branches_that_ran_at_a_time():
-    spans = (Span("a", 1, 0.0, 2.0), Span("b", 2, 0.0, 2.0), Span("c", 1, 3.0, 4.0))
+    spans = (Span("a", 0, 1, 0.0, 2.0), Span("b", 1, 2, 0.0, 2.0), Span("c", 2, 1, 3.0, 4.0))
     report = Report("host", 2, (), spans, 4.0, 0, Times(1, 1, 1, 1, 1))
     assert report.overlap == pytest.approx(5 / 3)
+
+
+# The chain
+
+
+def measured():
+    """What the demo finds over a schedule that means harm, with the order of accesses checked."""
+    with HandlePool(driver=HostDriver(scheduler="adversarial", check_order=True)) as pool:
+        return measure.measure(COLOURS[:12, :16] / np.float32(255), builtin_filters()[:2], states=3, pool=pool)
+
+
+def test_g17_the_chain_of_the_demo_is_in_order_and_compared(monkeypatch):
+    monkeypatch.setattr(measure, "_BUDGET", 0.0)
+    report = measured()
+    assert [result.name for result in report.results] == ["edges", "sobel x", "edges, then edges"]
+    assert all(result.right for result in report.results)
+    *_, first, then = report.spans
+    assert first.result == then.result == 2
+    assert first.end <= then.start
+
+
+def test_g17_control_without_order_the_chain_of_the_demo_reads_too_early(monkeypatch):
+    monkeypatch.setattr(measure, "_BUDGET", 0.0)
+    fork = measure.ParallelStates.fork
+    monkeypatch.setattr(measure.ParallelStates, "fork", lambda states: fork(states, ordered=False))
+    with pytest.raises(ContractError, match="not ordered"):
+        measured()
+
+
+def test_the_chain_is_a_blur_and_the_edges_or_what_a_file_has_first_and_last():
+    assert [filter.name for filter in chain_of(builtin_filters())] == ["box blur", "edges"]
+    a, b, c = (Filter(name, np.ones((1, 1), np.float32)) for name in "abc")
+    assert chain_of([a, b, c]) == (a, c)
+    assert chain_of([a]) == (a, a)
 
 
 # The driver
@@ -261,7 +297,7 @@ def test_the_demo_runs_on_the_host_driver_and_draws(tmp_path):
     assert done.stderr == ""
     assert "driver   host (asked for by name)" in done.stdout
     assert "say nothing about a GPU" in done.stdout
-    for name in filters:
+    for name in (*filters, "shift, then one", "the last is a chain, fork.run(g, fork.run(f, x))"):
         assert name in done.stdout
     with Image.open(out) as image:
         assert image.format == "PNG"
@@ -274,8 +310,8 @@ def test_the_demo_without_an_image_uses_the_sample_and_the_built_in_filters(tmp_
     done = run_demo("--out", tmp_path / "out.png", "--size", 48, "--driver", "host")
     assert done.returncode == 0, done.stderr
     assert "grace_hopper.jpg, 41 x 48 pixels" in done.stdout
-    for filter in builtin_filters():
-        assert filter.name in done.stdout
+    for name in (*(filter.name for filter in builtin_filters()), "box blur, then edges"):
+        assert name in done.stdout
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
@@ -338,14 +374,12 @@ def test_cuda_without_a_gpu_is_one_line_and_exit_status_2(tmp_path, monkeypatch)
 
 
 def test_a_result_that_is_wrong_is_named_and_exit_status_1(tmp_path, monkeypatch, capsys):
-    import handlepool.cli.demo.measure as measure
-
     monkeypatch.setattr(measure, "reference_conv2d", lambda x, w, **_: np.full(x.shape, 1e3))
     options = Namespace(image=None, out=tmp_path / "out.png", states=2, size=32, driver="host", filters=_one_filter(tmp_path))
     assert demo.main(options) == 1
     output = capsys.readouterr()
     assert "WRONG" in output.out
-    assert "further than 2e-3 from the float64 reference: same" in output.err
+    assert "further than 2e-3 from the float64 reference: same, same, then same" in output.err
 
 
 def _one_filter(folder: Path) -> Path:

@@ -84,7 +84,7 @@ def _run(options: Namespace) -> int:
     height, width = photograph.shape[:2]
     device = info.device_name() if driver == "cuda" else "NumPy on the CPU"
     print(f"driver   {driver} ({reason}), {device}")
-    print(f"picture  {path.name}, {width} x {height} pixels; {len(filters)} filters over {options.states} states")
+    print(f"picture  {path.name}, {width} x {height} pixels; {len(filters)} filters and a chain over {options.states} states")
 
     pool = HandlePool(driver=driver)
     try:

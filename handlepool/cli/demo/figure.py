@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from handlepool.cli.demo.measure import DRAWN, Report, Result, Span, counted, milliseconds
+from handlepool.cli.demo.measure import CHAIN, DRAWN, Report, Result, Span, counted, milliseconds
 from handlepool.errors import ArgumentError
 
 _WIDTH, _MARGIN, _GAP, _CAPTION, _HEADER, _ROW, _DPI = 16.0, 0.35, 0.14, 0.46, 0.85, 0.4, 120  # inches, dots an inch
@@ -52,7 +52,7 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
     tile_height = tile_width * aspect
     streams = list(dict.fromkeys(span.stream for span in report.spans))
     line_height = _ROW * len(streams)
-    total = _HEADER + rows * (tile_height + _CAPTION + _GAP) + 0.45 + line_height + 0.62
+    total = _HEADER + rows * (tile_height + _CAPTION + _GAP) + 0.65 + line_height + 0.62
 
     figure = Figure(figsize=(_WIDTH, total), dpi=_DPI, facecolor=_PAPER)
     FigureCanvasAgg(figure)
@@ -71,7 +71,7 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
         else:
             result = report.results[index - 1]
             shown, note = _displayable(result)
-            note = _by(result.size, result.size) + note
+            note = ", ".join(_by(size, size) for size in result.sizes) + note
             _tile(figure, box, shown, f"{index}  {result.name}", note, colours[index - 1])
     axes = _axes(figure, (1.55, 0.62, _WIDTH - 1.55 - _MARGIN, line_height))
     _time_line(axes, report, streams, colours)
@@ -151,11 +151,11 @@ def _write(
 def _time_line(axes: Axes, report: Report, streams: Sequence[int], colours: Sequence[_Colour]) -> None:
     end = max(report.region, max(span.end for span in report.spans))
     points = axes.get_position().width * _WIDTH * 72
-    for index, span in enumerate(report.spans):
-        row = streams.index(span.stream)
-        axes.barh(row, span.end - span.start, left=span.start, height=0.72, color=colours[index], linewidth=0)
-        label = _fitting_label(span, index + 1, (span.end - span.start) / end * points)
-        ink = _INK if sum(np.multiply(colours[index], (0.299, 0.587, 0.114))) > 0.55 else "white"
+    for span in report.spans:
+        row, colour = streams.index(span.stream), colours[span.result]
+        axes.barh(row, span.end - span.start, left=span.start, height=0.72, color=colour, edgecolor=_PAPER, linewidth=0.8)
+        label = _fitting_label(span, span.result + 1, (span.end - span.start) / end * points)
+        ink = _INK if sum(np.multiply(colour, (0.299, 0.587, 0.114))) > 0.55 else "white"
         text = axes.text((span.start + span.end) / 2, row, label, size=9, color=ink, ha="center", va="center")
         text.set(parse_math=False, clip_on=True)
     axes.set_xlim(0, end * 1.005)
@@ -169,6 +169,7 @@ def _time_line(axes: Axes, report: Report, streams: Sequence[int], colours: Sequ
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_title(
+        f"{len(report.results)} is a chain, {CHAIN}\n"
         f"which branch ran when: {counted(len(report.spans), 'branch', 'branches')} over "
         f"{counted(len(streams), 'stream')}, {report.overlap:.1f} at a time on average",
         loc="left",
@@ -199,7 +200,7 @@ def _stream_name(stream: int, report: Report, streams: Sequence[int]) -> str:
 def _subtitle(report: Report) -> str:
     times = report.times
     parts = (
-        f"{counted(len(report.results), 'convolution')} forked over {counted(report.states, 'state')}: "
+        f"{counted(len(report.spans), 'convolution')} forked over {counted(report.states, 'state')}: "
         f"{milliseconds(times.forked)}",
         f"on one stream: {milliseconds(times.single)}",
         f"same-size filters as one convolution: {milliseconds(times.stacked)}",

@@ -1,7 +1,7 @@
 """The filters of the demo: eleven built in, or those of a JSON file."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as _short
@@ -66,6 +66,12 @@ def builtin_filters() -> tuple[Filter, ...]:
         "diagonal gradient": np.outer([1, 2, 4, 2, 1], [1, 2, 4, 2, 1]) * np.add.outer(range(-2, 3), range(-2, 3)) / 64,
     }
     return tuple(Filter(name, np.asarray(kernel, dtype=np.float32)) for name, kernel in kernels.items())
+
+
+def chain_of(filters: Sequence[Filter]) -> tuple[Filter, Filter]:
+    """Return two filters of which the second is given what the first made: a blur and the edges, or the first and the last."""
+    named = {filter.name: filter for filter in filters}
+    return named.get("box blur", filters[0]), named.get("edges", filters[-1])
 
 
 def load_filters(path: Path) -> tuple[Filter, ...]:

@@ -1,5 +1,6 @@
-"""Runs the filters over the states, checks what they give, times how, and says it as text."""
+"""Runs the filters and a chain of two over the states, checks what they give, times how, and says it as text."""
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from handlepool.cli.demo.filters import Filter
+from handlepool.cli.demo.filters import Filter, chain_of
 from handlepool.drivers.protocol import Driver
 from handlepool.graphs.plan import Plan
 from handlepool.ops import conv2d, conv2d_plan
@@ -17,6 +18,7 @@ from handlepool.regions.states import ParallelStates
 from handlepool.testing.reference import conv2d as reference_conv2d
 
 TOLERANCE = 2e-3
+CHAIN = "fork.run(g, fork.run(f, x)): its second branch reads what its first makes, and so starts after it"
 DRAWN = 2048
 """Most pixels of a side that are kept of a result for the picture."""
 _BUDGET, _FEWEST, _MOST = 4000.0, 3, 31  # milliseconds that all repeats should take together; repeats
@@ -25,24 +27,26 @@ _ENDURED = 10 * _BUDGET  # milliseconds of warm-up past which nothing is repeate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """What one filter gave.
+    """What one filter gave, or two of which the second was given what the first made.
 
     Attributes
     ----------
+    sizes : tuple of int
+        Of the kernels.
     pixels : ndarray of float32, shape (height, width, 3)
         Of a large picture every second, third, ... in each direction: as many as the drawing has room for.
     weight, absolute_weight : float
-        The sums of the kernel's numbers and of their magnitudes.
+        The sums of the kernel's numbers and of their magnitudes; of two kernels, their products.
     largest, relative : float
         The largest absolute error against float64, and the norm of the error divided by the norm of the reference.
     engine : str
-        cuDNN's name for the plan.
+        cuDNN's name for the last plan.
     workspace : int
-        Bytes.
+        Bytes, at most.
     """
 
     name: str
-    size: int
+    sizes: tuple[int, ...]
     pixels: NDArray[np.float32]
     weight: float
     absolute_weight: float
@@ -59,9 +63,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a branch ran, in milliseconds after the fork, and the pointer of the stream that it ran on."""
+    """When a branch ran, in milliseconds after the fork, and the pointer of the stream that it ran on; of which result it is."""
 
     name: str
+    result: int
     stream: int
     start: float
     end: float
@@ -115,6 +120,7 @@ class _Work:
         self.workspace_limit = max(free, 0) // (2 * (states + 1))
         self.x = self._channels_last(photograph[np.newaxis].transpose(0, 3, 1, 2))
         self.weights = [self._channels_last(filter.weights()) for filter in filters]
+        self.chain = [self._channels_last(filter.weights()) for filter in chain_of(filters)]
         by_size: dict[int, list[NDArray[np.float32]]] = {}
         for filter in filters:
             by_size.setdefault(filter.size, []).append(filter.weights())
@@ -137,21 +143,29 @@ class _Work:
             "pool": self.pool,
         }
 
-    def convolve(self, w: Any) -> Any:
-        return conv2d(self.x, w, **self.options(w))
+    def convolve(self, x: Any, w: Any) -> Any:
+        return conv2d(x, w, **self.options(w))
 
     def plan(self, w: Any) -> Plan:
         return conv2d_plan(self.x, w, **self.options(w))
 
     def forked(self) -> list[Any]:
+        """Run each filter as a branch, and a chain: its second branch reads what the first makes."""
+        blur, edges = self.chain
         with self.states.fork() as fork:
-            return [fork.run(conv2d, self.x, w, **self.options(w)) for w in self.weights]
+            made = [fork.run(conv2d, self.x, w, **self.options(w)) for w in self.weights]
+            chained = fork.run(conv2d, fork.run(conv2d, self.x, blur, **self.options(blur)), edges, **self.options(edges))
+        return [*made, chained]
 
     def single(self) -> list[Any]:
-        return [self.convolve(w) for w in self.weights]
+        return self._one_by_one(self.weights)
 
     def stacked(self) -> list[Any]:
-        return [self.convolve(w) for w in self.stacks]
+        return self._one_by_one(self.stacks)
+
+    def _one_by_one(self, weights: Sequence[Any]) -> list[Any]:
+        blur, edges = self.chain
+        return [*(self.convolve(self.x, w) for w in weights), self.convolve(self.convolve(self.x, blur), edges)]
 
     def timing_events(self, count: int) -> list[Any]:
         with self.driver.relaxed():
@@ -175,27 +189,35 @@ class _Work:
         return elapsed
 
     def trace(self, names: Sequence[str]) -> tuple[float, list[Span]]:
-        """Run the region once with an event at the start and at the end of every branch."""
+        """Run the region once with an event at the start and at the end of every branch; the last two are the chain's."""
         driver, count = self.driver, len(names)
         events = self.timing_events(2 * count + 2)
         starts, ends = events[:count], events[count : 2 * count]
         fork_event, join_event = events[2 * count :]
         caller = driver.current_stream().ptr
 
-        def branch(w: Any, start: Any, end: Any) -> int:
+        streams: list[int] = []
+
+        def branch(x: Any, w: Any, start: Any, end: Any) -> Any:
             stream = driver.current_stream().ptr
+            streams.append(stream)
             driver.record_event(start, stream)
-            self.convolve(w)
+            y = self.convolve(x, w)
             driver.record_event(end, stream)
-            return stream
+            return y
 
         driver.record_event(fork_event, caller)
-        streams = self.states.map(branch, self.weights, starts, ends)
+        with self.states.fork() as fork:
+            *calls, first, then = zip([*self.weights, *self.chain], starts, ends, strict=True)
+            for call in calls:
+                fork.run(branch, self.x, *call)
+            fork.run(branch, fork.run(branch, self.x, *first), *then)
         driver.record_event(join_event, caller)
         driver.synchronize_stream(caller)
+        results = [*range(count - 1), count - 2]
         spans = [
-            Span(name, stream, driver.elapsed(fork_event, start), driver.elapsed(fork_event, end))
-            for name, stream, start, end in zip(names, streams, starts, ends, strict=True)
+            Span(name, result, stream, driver.elapsed(fork_event, start), driver.elapsed(fork_event, end))
+            for name, result, stream, start, end in zip(names, results, streams, starts, ends, strict=True)
         ]
         region = driver.elapsed(fork_event, join_event)
         self.destroy(events)
@@ -203,14 +225,14 @@ class _Work:
 
 
 def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, states: int, pool: HandlePool) -> Report:
-    """Apply every filter to all three channels, concurrently; check, trace and time it.
+    """Apply every filter to all three channels, and two one after the other, concurrently; check, trace and time it.
 
     Parameters
     ----------
     photograph : ndarray of float32, shape (height, width, 3)
         Red, green and blue from 0 to 1.
     filters : sequence of Filter
-        Each becomes one branch of the region.
+        Each becomes one branch of the region, and two of them a chain of two more.
     states : int
         How many side streams to run on.
     pool : HandlePool
@@ -218,11 +240,13 @@ def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, state
     """
     work = _Work(photograph, filters, states, pool)
     # The first run builds the plans and loads the kernels, which may wait for the device, so it is not timed.
-    outputs = zip(filters, work.weights, work.forked(), strict=True)
-    results = tuple(_check(photograph, filter, w, work.driver.asnumpy(y), work) for filter, w, y in outputs)
+    chain = chain_of(filters)
+    given: list[tuple[Sequence[Filter], Sequence[Any]]] = [((f,), (w,)) for f, w in zip(filters, work.weights, strict=True)]
+    outputs = zip([*given, (chain, work.chain)], work.forked(), strict=True)
+    results = tuple(_check(photograph, *each, work.driver.asnumpy(y), work) for each, y in outputs)
     del outputs
     times = _times(work)
-    names = [filter.name for filter in filters]
+    names = [filter.name for filter in (*filters, *chain)]
     count = 5 if 5 * times.forked < _BUDGET else 1
     traces = sorted((work.trace(names) for _ in range(count)), key=lambda trace: trace[0])
     region, spans = traces[count // 2]
@@ -237,26 +261,30 @@ def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, state
     )
 
 
-def _check(photograph: NDArray[np.float32], filter: Filter, w: Any, y: NDArray[Any], work: _Work) -> Result:
-    plan = work.plan(w)
+def _check(
+    photograph: NDArray[np.float32], filters: Sequence[Filter], weights: Sequence[Any], y: NDArray[Any], work: _Work
+) -> Result:
+    """Compare what filters gave, one after the other, with the reference."""
+    plans = [work.plan(w) for w in weights]
     # The reference is told the same in other words: three groups of one channel, in float64.
-    x = photograph[np.newaxis].transpose(0, 3, 1, 2)
-    kernels = np.broadcast_to(filter.kernel, (3, 1, filter.size, filter.size))
-    expected = reference_conv2d(x, kernels, padding=filter.size // 2, groups=3)
+    expected: NDArray[Any] = photograph[np.newaxis].transpose(0, 3, 1, 2)
+    for filter in filters:
+        kernels = np.broadcast_to(filter.kernel, (3, 1, filter.size, filter.size))
+        expected = reference_conv2d(expected, kernels, padding=filter.size // 2, groups=3)
     norm = float(np.linalg.norm(expected))
     error = np.subtract(y, expected, out=expected)
     wrong = float(np.linalg.norm(error))
     step = -(-max(y.shape) // DRAWN)
     return Result(
-        name=filter.name,
-        size=filter.size,
+        name=", then ".join(filter.name for filter in filters),
+        sizes=tuple([filter.size for filter in filters]),
         pixels=np.array(y[0, :, ::step, ::step].transpose(1, 2, 0), dtype=np.float32, order="C"),
-        weight=float(filter.kernel.sum(dtype=np.float64)),
-        absolute_weight=float(np.abs(filter.kernel).sum(dtype=np.float64)),
+        weight=math.prod(float(filter.kernel.sum(dtype=np.float64)) for filter in filters),
+        absolute_weight=math.prod(float(np.abs(filter.kernel).sum(dtype=np.float64)) for filter in filters),
         largest=float(max(error.max(), -error.min())),
         relative=wrong / norm if norm else (np.inf if wrong else 0.0),
-        engine=plan.engine,
-        workspace=plan.workspace_size,
+        engine=plans[-1].engine,
+        workspace=max(plan.workspace_size for plan in plans),
     )
 
 
@@ -266,9 +294,10 @@ def _times(work: _Work) -> Times:
     Where the warm-up took too long for even the fewest repeats, it is what counts.
     """
     ways = (work.forked, work.single, work.stacked)
+    convolutions = len(work.stacks) + len(work.chain)
     warm_up = [work.time(way) for way in ways]
     if sum(warm_up) > _ENDURED:
-        return Times(warm_up[0], warm_up[1], warm_up[2], len(work.stacks), 0)
+        return Times(warm_up[0], warm_up[1], warm_up[2], convolutions, 0)
     repeats = int(min(max(_BUDGET / max(sum(warm_up), 1e-3), _FEWEST), _MOST))
     samples: list[list[float]] = [[], [], []]
     for repeat in range(repeats):
@@ -276,7 +305,7 @@ def _times(work: _Work) -> Times:
             way = (index + repeat) % 3  # none is always the first
             samples[way].append(work.time(ways[way]))
     forked, single, stacked = (statistics.median(sample) for sample in samples)
-    return Times(forked, single, stacked, len(work.stacks), repeats)
+    return Times(forked, single, stacked, convolutions, repeats)
 
 
 def render(report: Report) -> str:
@@ -285,7 +314,7 @@ def render(report: Report) -> str:
     rows += [
         (
             result.name,
-            f"{result.size} x {result.size}",
+            ", ".join(f"{size} x {size}" for size in result.sizes),
             f"{result.largest:.1e}",
             f"{result.relative:.1e}",
             "" if result.right else "WRONG",
@@ -307,6 +336,7 @@ def render(report: Report) -> str:
     lines = [
         *_columns(rows, right=(2, 3, 5)),
         f"errors are against SciPy in float64, pixels from 0 to 1; the relative one may be {TOLERANCE:g}",
+        f"the last is a chain, {CHAIN}",
         "",
         *_columns(clock, right=(1,)),
         f"{samples}, from events on the caller's stream; {report.overlap:.1f} branches at a time",
