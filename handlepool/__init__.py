@@ -26,7 +26,18 @@ from handlepool.errors import (
 )
 from handlepool.graphs.annotations import Array
 from handlepool.graphs.function import GraphFunction, graph
-from handlepool.ops import add, avg_pool2d, concat, conv2d, conv2d_input_grad, conv2d_weight_grad, max_pool2d, mean2d
+from handlepool.ops import (
+    add,
+    avg_pool2d,
+    concat,
+    conv2d,
+    conv2d_input_grad,
+    conv2d_weight_grad,
+    linear,
+    matmul,
+    max_pool2d,
+    mean2d,
+)
 from handlepool.pool.default import close, default_pool, get_handle, get_workspace, prewarm, set_default_pool, stats, trim
 from handlepool.pool.pool import HandlePool
 from handlepool.recording.program import Program
@@ -79,6 +90,8 @@ __all__ = [
     "get_handle",
     "get_workspace",
     "graph",
+    "linear",
+    "matmul",
     "max_pool2d",
     "mean2d",
     "operation",

@@ -82,6 +82,7 @@ def cases(pool):
     """By name, a call of each public function with good arguments, all of them given."""
     asarray = pool.driver.asarray
     x, w, b = (asarray(np.ones(shape, np.float32)) for shape in ((1, 4, 6, 6), (4, 4, 3, 3), (1, 4, 1, 1)))
+    square = asarray(np.ones((4, 4), np.float32))
     plain = handlepool.graph(conv)
     y = plain(x, w)
     plan = plain.plan_for(x, w)
@@ -139,6 +140,8 @@ def cases(pool):
         "max_pool2d": case(handlepool.max_pool2d, x, 2, stride=1, padding=1, out=None, pool=None),
         "avg_pool2d": case(handlepool.avg_pool2d, x, 2, stride=1, padding=1, count_include_pad=True, out=None, pool=None),
         "mean2d": case(handlepool.mean2d, x, keepdims=True, out=None, pool=None),
+        "matmul": case(handlepool.matmul, square, square, bias=square[0], activation=None, **COMMON),
+        "linear": case(handlepool.linear, square, square, bias=square[0], activation="relu", **COMMON),
         "ops.conv2d_plan": case(ops.conv2d_plan, x, w, **CONVOLUTION),
         **{f"ops.{kind}": case(getattr(ops, kind), x, out=None, pool=None) for kind in ops.ACTIVATIONS},
         "ArraySpec": case(ArraySpec, (1, 4, 6, 6), "float32", layout="NCHW"),

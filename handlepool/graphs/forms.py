@@ -24,6 +24,7 @@ An operand in another form is copied into scratch before the launch, or out of i
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from handlepool.drivers.protocol import Copy, scratch_of
@@ -36,6 +37,8 @@ MOST_COPIED = 16 << 20
 _UNMEASURED = ("RESHAPE", "TRANSPOSE", "CONCATENATE")
 BEHIND_A_SUM = (None, "relu")
 """Activations that were measured behind a convolution and an addend as large as the output, in one plan."""
+BEHIND_A_PRODUCT = (None, "relu", "sigmoid", "gelu", "swish")
+"""And behind a matrix product. Of tanh far from zero, which an engine for convolutions gets wrong, nothing was measured."""
 _CONVOLUTIONS = {"CONV_FPROP": ("image", "weight"), "CONV_DGRAD": ("loss", "filter"), "CONV_WGRAD": ("image", "loss")}
 
 
@@ -173,8 +176,10 @@ class _Forms:
         self.copies.append(Copy(place, place >= self.inputs, tuple(shape), strides, offset, nbytes, first, within))
 
     def _advice(self) -> str:
-        convolution = any(node.node_type.name in _CONVOLUTIONS for node in self.graph.nodes)
-        return "channels-last without gaps" if convolution else "without gaps, of the output's shape and layout"
+        kinds = {node.node_type.name for node in self.graph.nodes}
+        if kinds & _CONVOLUTIONS.keys():
+            return "channels-last without gaps"
+        return "contiguous, with all its batch axes" if "MATMUL" in kinds else "without gaps, of the output's shape and layout"
 
     def require(self, place: int, forms: Sequence[str]) -> None:
         """Take an operand in the first of the forms that it has, or copy it into the last; a vector also where none is copied."""
@@ -458,6 +463,7 @@ def _nested(axes: Iterable[tuple[int, int]]) -> bool:
 
 
 def _matmul(forms: _Forms, node: Any) -> None:
+    _one_matrix(forms, node)
     _three_axes(forms)
     full = tuple(forms.operands[forms.inputs].dim)
     alone = len(forms.graph.nodes) == 1
@@ -480,6 +486,26 @@ def _matmul(forms: _Forms, node: Any) -> None:
             forms.expand(place, full, "contiguous")
         else:
             forms.require(place, ("contiguous",))
+
+
+def _one_matrix(forms: _Forms, node: Any) -> None:
+    """Where the second factor is one for all, make one product of all rows; as far as memory allows, fewer and larger parts."""
+    full = tuple(forms.operands[forms.inputs].dim)
+    rows = []
+    for tensor in forms.operands:
+        dim = tuple(tensor.dim)
+        if tensor.uid != node.inputs["B"].uid and dim[:-1] == full[:-1]:
+            axes = [(extent, step) for extent, step in zip(dim, tensor.stride[:-1], strict=False) if extent > 1]
+            if any(step != extent * inner for (_, step), (extent, inner) in pairwise(axes)):
+                return
+            rows.append((tensor, axes[-1][1] if axes else dim[-1]))
+        elif math.prod(dim[:-2]) > 1 or (tensor.uid != node.inputs["B"].uid and dim[-2] > 1):
+            return
+    every = (*[1] * (len(full) - 2), math.prod(full[:-1]))
+    for tensor, step in rows:
+        outer = [every[-1] * step] * (len(full) - 2)
+        tensor.set_dim([*every, tensor.dim[-1]]).set_stride([*outer, step, tensor.stride[-1]])
+    forms.shapes = {uid: (*every, shape[-1]) if shape[:-1] == full[:-1] else shape for uid, shape in forms.shapes.items()}
 
 
 def _three_axes(forms: _Forms) -> None:

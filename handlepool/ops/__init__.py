@@ -1,10 +1,11 @@
-"""Ready-made operations: convolution with bias and activation, its gradients, activations; sums, concatenation, pooling."""
+"""Ready-made operations: convolutions, products and what comes behind them, gradients, activations, sums, pooling."""
 
 from handlepool.ops.activations import ACTIVATIONS, gelu, relu, sigmoid, swish, tanh
 from handlepool.ops.combining import add, concat
 from handlepool.ops.convolution import conv2d, conv2d_plan
 from handlepool.ops.gradients import conv2d_input_grad, conv2d_weight_grad
 from handlepool.ops.pooling import avg_pool2d, max_pool2d, mean2d
+from handlepool.ops.product import linear, matmul
 
 __all__ = [
     "ACTIVATIONS",
@@ -16,6 +17,8 @@ __all__ = [
     "conv2d_plan",
     "conv2d_weight_grad",
     "gelu",
+    "linear",
+    "matmul",
     "max_pool2d",
     "mean2d",
     "relu",

@@ -107,12 +107,12 @@ class Stages:
     def _attempt(
         self, some: tuple[str, ...], arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None
     ) -> GraphCall:
-        """Prepare without copies of operands; but a view is copied where all can be fused so, which takes fewer launches."""
+        """Prepare without copies of operands, but where all can be fused with copies of views, or where nothing else is left."""
         if not self.copying:
             try:
                 return self.fused(some, False, arrays, out, converted)
             except GraphNotSupportedError:
-                if some != self.parts or not (_gaps(arrays[:2]) or _gaps(_outs(out))):
+                if some and (some != self.parts or not _gaps((*arrays[:2], *_outs(out)))):
                     raise
         try:
             return self.fused(some, True, arrays, out, converted)

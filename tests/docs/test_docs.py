@@ -25,7 +25,7 @@ def test_the_examples_run(make_driver, monkeypatch, capsys):
         arrays = Arrays(pool)
         names = {"x": arrays.random(2, 16, 14, 14), "w": arrays.random(8, 16, 3, 3)}
         expected = reference.conv2d(arrays.take(names["x"]), arrays.take(names["w"]), padding=1, activation="relu")
-        *blocks, residual = blocks_of("graphs.md")
+        *blocks, residual, products = blocks_of("graphs.md")
         for block in blocks:
             exec(block, names)
             if "result" in block:
@@ -35,6 +35,10 @@ def test_the_examples_run(make_driver, monkeypatch, capsys):
         exec(residual, names)
         x, w, b, z = (arrays.take(names[name]) for name in "xwbz")
         assert arrays.error(names["y"], reference.conv2d(x, w, padding=1, bias=b, add=z, activation="relu")) < 1e-5
+        exec(products, names)
+        rows, weights = (arrays.take(names[name]) for name in ("rows", "weights"))
+        assert arrays.error(names["scores"], reference.matmul(rows, rows.T, activation="relu")) < 1e-5
+        assert arrays.error(names["features"], reference.matmul(weights, weights.T)) < 1e-5
     assert len(blocks) == 5
     assert "host_im2col" in capsys.readouterr().out
 

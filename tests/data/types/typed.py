@@ -114,6 +114,9 @@ def ready_made(x: Half, w: Half) -> None:
     assert_type(handlepool.conv2d(x, w, padding=1, activation="relu"), Half)
     assert_type(handlepool.conv2d_input_grad(x, w, x.shape), Half)
     assert_type(handlepool.conv2d_weight_grad(x, w, w.shape), Half)
+    assert_type(handlepool.conv2d(x, w, add=x, stride=[1, 2], padding=((0, 1), [1, 0])), Half)
+    assert_type(handlepool.matmul(x, w), Half)
+    assert_type(handlepool.linear(x, w, bias=w, activation="gelu"), Half)
     assert_type(handlepool.ops.gelu(x), Half)
     handlepool.conv2d(x, w, pading=1)  # expect: error
 

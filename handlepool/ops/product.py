@@ -1,0 +1,225 @@
+"""Matrix products with bias and activation, as graph functions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Never
+
+from handlepool._util import shown
+from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.graphs.annotations import ArrayT
+from handlepool.graphs.arrays import ConvertedArguments
+from handlepool.graphs.forms import BEHIND_A_PRODUCT
+from handlepool.graphs.function import GraphFunction
+from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch
+from handlepool.ops.activations import ACTIVATIONS, activate
+from handlepool.ops.convolution import check_type, check_vector
+from handlepool.ops.epilogue import Stages, along, finisher, parts_of
+from handlepool.pool.context import NOT_CACHED, launchers
+from handlepool.pool.default import chosen_pool, current_pool
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.pool import HandlePool
+from handlepool.tensors.layout import Layout
+
+
+@by_keyword
+def matmul(
+    a: ArrayT,
+    b: Any,
+    *extra: Never,
+    bias: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    workspace_limit: int | None = None,
+    allow_tf32: bool = True,
+    deterministic: bool = False,
+    pool: HandlePool | None = None,
+) -> ArrayT:
+    """Multiply matrices, add a bias and apply an activation, on the current stream.
+
+    Parameters
+    ----------
+    a : array, shape (..., M, K)
+        float16, bfloat16 or float32; its matrices contiguous or transposed, also with gaps. Of CuPy, torch or others
+        (``docs/arrays.md``), or NumPy's on the host driver.
+    b : array, shape (..., K, N)
+        Of the same type. Batch axes are equal or 1, and the array with fewer of them has 1 for those that it lacks.
+    bias : array, shape (N,), optional
+        Added to each row; of any stride.
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+        Applied last; "gelu" is the exact one.
+    out : array, shape (..., M, N), optional
+        Where the result goes. Without it the result is contiguous.
+    workspace_limit, allow_tf32, deterministic, pool
+        As in `handlepool.conv2d`.
+
+    Returns
+    -------
+    array, shape (..., M, N)
+        ``out``, or a new array of the kind and type of ``a``.
+
+    Raises
+    ------
+    ArgumentError
+        For shapes, types, strides or options that no plan could take.
+    GraphNotSupportedError
+        When cuDNN has no plan, as for a workspace limit that none meets.
+
+    Notes
+    -----
+    Bias and activation are in the product's plan where that is known to be right, else in one launch behind it; tanh always is.
+    An array that repeats along some batch axes and not along others is copied, up to 16 MiB, as is one of any other layout.
+    """
+    if extra:
+        raise misplaced(matmul, extra)
+    return _matmul(a, b, bias, out, (activation, workspace_limit, allow_tf32, deterministic), pool)
+
+
+@by_keyword
+def linear(
+    x: ArrayT,
+    w: Any,
+    *extra: Never,
+    bias: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    workspace_limit: int | None = None,
+    allow_tf32: bool = True,
+    deterministic: bool = False,
+    pool: HandlePool | None = None,
+) -> ArrayT:
+    """Multiply rows by a layer's weights, add a bias and apply an activation, on the current stream.
+
+    Parameters
+    ----------
+    x : array, shape (..., M, I)
+        Rows of I features; float16, bfloat16 or float32.
+    w : array, shape (O, I)
+        Weights, of the same type, as torch has them.
+    bias : array, shape (O,), optional
+    activation, workspace_limit, allow_tf32, deterministic, pool
+        As in `handlepool.matmul`.
+    out : array, shape (..., M, O), optional
+        Where the result goes. Without it the result is contiguous.
+
+    Returns
+    -------
+    array, shape (..., M, O)
+        ``out``, or a new array of the kind and type of ``x``.
+
+    Raises
+    ------
+    ArgumentError, GraphNotSupportedError
+        As in `handlepool.matmul`.
+    """
+    if extra:
+        raise misplaced(linear, extra)
+    return _linear(x, w, bias, out, (activation, workspace_limit, allow_tf32, deterministic), pool)
+
+
+# In a fork the output is allocated before the branch starts, as for any graph function.
+launchers[matmul] = launchers[linear] = hit_branch, prepare_branch
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """One of the two functions: by its name, what it calls its arrays, and whether the second is transposed."""
+
+    name: str
+    names: tuple[str, str]
+    transposed: bool
+    plain: GraphFunction[..., Any]
+    copying: GraphFunction[..., Any]
+    finish: GraphFunction[..., Any]
+
+    @classmethod
+    def of(cls, name: str, names: tuple[str, str], transposed: bool) -> "_Product":
+        build, check = _builder(names, transposed), _checker(name, names, transposed)
+        plain, copying = (GraphFunction(build, check=check, name=name, copies=copies) for copies in (False, True))
+        return cls(name, names, transposed, plain, copying, finisher(name, axis=-1))
+
+    def __call__(self, a: Any, b: Any, bias: Any, out: Any, key: tuple[Any, ...], pool: Any) -> Any:
+        arrays = (a, b) if bias is None else (a, b, bias)
+        begin = None
+        if pool is None:
+            chosen = current_pool()
+        elif type(pool) is tuple:  # from a fork: see `hit_branch`
+            chosen, begin = pool
+            if begin is None:
+                return self.prepare(chosen, arrays, out, key)  # what the fork launches
+        else:
+            chosen = chosen_pool(self.name, pool)
+        result = hit(self.plain, chosen, begin, arrays, out, key)
+        if result is not NOT_CACHED or begin is not None:
+            return result
+        return launch_new(chosen, self.prepare(chosen, arrays, out, key))
+
+    def prepare(self, pool: PoolInternals, arrays: tuple[Any, ...], out: Any, key: tuple[Any, ...]) -> GraphCall:
+        activation, workspace_limit, allow_tf32, deterministic = key
+        settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
+        parts = parts_of(arrays[2] if len(arrays) > 2 else None, None, activation)
+
+        def fused(
+            some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None
+        ) -> GraphCall:
+            applied = activation if "activation" in some else None
+            if applied in ACTIVATIONS and applied not in BEHIND_A_PRODUCT:
+                raise GraphNotSupportedError(f"{self.name}: {applied} behind a product was not measured in one plan")
+            function = self.copying if copies else self.plain
+            known = key if some == parts and not copies else None
+            return function.prepare(pool, arrays, out, {"activation": applied}, settings, converted, known)
+
+        return Stages(self.name, pool, parts, activation, fused, self.finish).call(arrays, out)
+
+
+def _builder(names: tuple[str, str], transposed: bool) -> Callable[..., Any]:
+    def product(g: Any, a: Any, b: Any, bias: Any = None, *, activation: str | None) -> Any:
+        rank = max(len(a.get_dim()), len(b.get_dim()))
+        y = g.matmul(_of_rank(a, rank), _of_rank(b, rank, transposed))
+        if bias is not None:
+            y = g.add(y, along(bias, rank, -1))
+        return y if activation is None else activate(g, y, activation)
+
+    return product
+
+
+def _of_rank(tensor: Any, rank: int, transposed: bool = False) -> Any:
+    """Declare a matrix, or several, with so many axes, and transposed if need be."""
+    dims, strides = list(tensor.get_dim()), list(tensor.get_stride())
+    if transposed:
+        dims[-2:], strides[-2:] = dims[:-3:-1], strides[:-3:-1]
+    more = rank - len(dims)
+    return tensor.set_dim([1] * more + dims).set_stride([max(map(int.__mul__, dims, strides))] * more + strides)
+
+
+def _checker(name: str, names: tuple[str, str], transposed: bool) -> Callable[..., None]:
+    def check(layouts: tuple[Layout, ...], outs: Sequence[Layout], *, activation: str | None) -> None:
+        a, b, *rest = layouts
+        one, other = names
+        for title, layout in ((one, a), (other, b), *(("out", out) for out in outs)):
+            if layout.ndim < 2 or (transposed and layout is b and layout.ndim > 2):
+                many = "2" if transposed and layout is b else "2 or more"
+                raise ArgumentError(f"{name}: {title} has {layout.ndim} axes, shape {layout.shape}; it must have {many}")
+            check_type(name, title, layout, (one, a.dtype))
+        summed, columns = (b.shape[-1], b.shape[-2]) if transposed else (b.shape[-2], b.shape[-1])
+        if a.shape[-1] != summed:
+            form = "(O, I)" if transposed else "(..., K, N)"
+            raise ArgumentError(
+                f"{name}: {a.shape[-1]} columns in {one} {a.shape} and {summed} {'columns' if transposed else 'rows'} in {other} "
+                f"{b.shape}; {other} must be {form} for {one} {'(..., M, I)' if transposed else '(..., M, K)'}"
+            )
+        for x, y in zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False):
+            if x != y and 1 not in (x, y):
+                raise ArgumentError(
+                    f"{name}: batch axes {a.shape[:-2]} of {one} and {b.shape[:-2]} of {other} do not broadcast; from the last "
+                    f"on, each two must be equal, or one of them 1"
+                )
+        for bias in rest:
+            check_vector(name, bias, columns, "columns", (one, a.dtype))
+        if activation is not None and activation not in ACTIVATIONS:
+            raise ArgumentError(f"{name}: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)} or None")
+
+    return check
+
+
+_matmul = _Product.of("matmul", ("a", "b"), False)
+_linear = _Product.of("linear", ("x", "w"), True)
