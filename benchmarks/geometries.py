@@ -139,7 +139,7 @@ def pointwise_case(rng):
     }
 
 
-EPILOGUES = ("", "b", "a", "A", "ba", "bA", "z", "za", "bz", "bza", "s", "oa", "boa", "pa", "pb")
+EPILOGUES = ("", "b", "a", "A", "ba", "bA", "z", "za", "zA", "bz", "bza", "bzA", "s", "oa", "boa", "pa", "pb")
 """b: bias, z: a residual, a: relu, A: another activation, s: times a row of channels, c: plus a column; o: what was made up to
 here is an output, too; p, at the begin: relu of the first operand before the product."""
 
@@ -152,9 +152,11 @@ def conv_case(rng):
     n = rng.choice((1, 2, 3, 5))
     taps = [rng.choice((1, 1, 2, 3, 3, 5)) for _ in range(spatial)]
     stride, pad, dil = ([rng.choice(options) for _ in range(spatial)] for options in ((1, 1, 2, 3), (0, 0, 1, 2), (1, 1, 1, 2)))
+    after = [rng.choice((0, 1, 2, 3)) for _ in range(spatial)] if rng.random() < 0.2 else pad
     cover = [(tap - 1) * d + 1 for tap, d in zip(taps, dil, strict=True)]
-    image = [max(rng.choice((3, 4, 7, 8, 14)), cov - 2 * p) for cov, p in zip(cover, pad, strict=True)]
-    result = [(i + 2 * p - cov) // s + 1 for i, p, cov, s in zip(image, pad, cover, stride, strict=True)]
+    both = [p + q for p, q in zip(pad, after, strict=True)]
+    image = [max(rng.choice((3, 4, 7, 8, 14)), cov - margins) for cov, margins in zip(cover, both, strict=True)]
+    result = [(i + margins - cov) // s + 1 for i, margins, cov, s in zip(image, both, cover, stride, strict=True)]
     xs, ws, ys = [n, c, *image], [k, c // groups, *taps], [n, k, *result]
     sub = rng.choice(("fprop", "fprop", "fprop", "fprop", "dgrad", "wgrad"))
     epilogue = rng.choice(EPILOGUES) if sub == "fprop" else ""
@@ -184,9 +186,8 @@ def conv_case(rng):
     out = {"fprop": y, "dgrad": x, "wgrad": w}[sub]
     if 0 in out[1]:
         return conv_case(rng)
-    label = f"conv{spatial}d {sub} {'groups ' if groups > 1 else ''}+{epilogue} " + " ".join(
-        f"{a}={b}" for a, b in sorted(words.items())
-    )
+    marks = "groups " * (groups > 1) + "uneven " * (after != pad)
+    label = f"conv{spatial}d {sub} {marks}+{epilogue} " + " ".join(f"{a}={b}" for a, b in sorted(words.items()))
     return {
         "kind": "conv",
         "sub": sub,
@@ -194,6 +195,7 @@ def conv_case(rng):
         "activation": rng.choice(UNARY[1:]),
         "stride": stride,
         "padding": pad,
+        "after": after,
         "dilation": dil,
         "in": operands,
         "out": [out] * (1 + epilogue.count("o")),
@@ -236,9 +238,11 @@ def matmul_case(rng):
     layout, mode = rng.choice(("row", "row", "row", "col")), rng.choices(MODES[:5], (6, 1, 2, 1, 1))[0] if odd else "dense"
     out = _matrix(rng, shape, layout, mode)
     words["out"] = f"{layout}:{mode}"
-    label = f"matmul{rank} +{epilogue} " + " ".join(f"{a}={b}" for a, b in sorted(words.items()))
+    far = rng.random() < 0.2  # sums in the hundreds, where exp overflows
+    label = f"matmul{rank} {'far ' * far}+{epilogue} " + " ".join(f"{a}={b}" for a, b in sorted(words.items()))
     return {
         "kind": "matmul",
+        "scale": 30 if far else 1,
         "epilogue": epilogue,
         "activation": rng.choice(UNARY[1:]),
         "in": operands,
@@ -326,8 +330,8 @@ def _taps(case, x, w, y):
 
 def convolve(case, x, w, y):
     """Fill in whichever of image, filters and result is None-like zeros: ``y`` for fprop, ``x`` for dgrad, ``w`` for wgrad."""
-    widths = [(0, 0), (0, 0), *((p, p) for p in case["padding"])]
-    padded = np.pad(x, widths)
+    after = case.get("after", case["padding"])
+    padded = np.pad(x, [(0, 0), (0, 0), *zip(case["padding"], after, strict=True)])
     groups = x.shape[1] // w.shape[1]
     per, filters = w.shape[1], w.shape[0] // groups
     for window, tap in _taps(case, padded, w, y):
@@ -440,6 +444,8 @@ def build(case, handle):
             y = g.matmul(first, xs[1])
         else:
             how = {name: case[name] for name in ("stride", "padding", "dilation")}
+            if case.get("after", case["padding"]) != case["padding"]:
+                how |= {"pre_padding": how.pop("padding"), "post_padding": case["after"]}
             y = getattr(g, "conv_" + case["sub"])(first, xs[1], **how)
         rest, ys = iter(xs[2:]), []
         for letter in case["epilogue"]:
@@ -498,14 +504,14 @@ def run_case(case, handle, most_plans, ruled):
         for place, (shape, strides) in enumerate(case["in"] + case["out"])
     ]
     for _, view in views[:inputs]:
-        view[...] = rng.uniform(-1, 1, view.shape).astype(dtype)
+        view[...] = (case.get("scale", 1) * rng.uniform(-1, 1, view.shape)).astype(dtype)
     wanted, bounds = reference(case, [view.astype(np.float64) for _, view in views[:inputs]])
     memories = [memory for memory, _ in views]
     copied = {copy.operand: copy for copy in copies}
     for place, copy in copied.items():
         memory = np.full(copy.nbytes // dtype.itemsize + 2 * PAD, 777).astype(dtype)
         if place < inputs:
-            memory[PAD:-PAD] = np.lib.stride_tricks.as_strided(views[place][1], copy.shape, copy.strides).ravel()
+            _ours(memory, copy)[...] = np.lib.stride_tricks.as_strided(views[place][1], copy.shape, copy.strides)
         memories[place] = memory
     arrays = [cupy.asarray(memory) for memory in memories]
     pack = {tensor.get_uid(): array.data.ptr + PAD * dtype.itemsize for tensor, array in zip(operands, arrays, strict=True)}
@@ -537,7 +543,7 @@ def run_case(case, handle, most_plans, ruled):
             got, memory, like = arrays[place].get(), memories[place], views[place][1]
             if place in copied:
                 copy = copied[place]
-                dense = got[PAD : PAD + int(np.prod(copy.shape))].reshape(copy.shape)
+                dense = _ours(got, copy)
                 its = np.full(like.shape, np.nan)
                 np.lib.stride_tricks.as_strided(its, copy.shape, _along(copy, like, its))[...] = dense
             else:
@@ -560,6 +566,12 @@ def _view(shape, strides, dtype, fill):
     """Memory with a margin, and the view of it that an operand is."""
     memory = np.full(sum((e - 1) * s for e, s in zip(shape, strides, strict=True)) + 1 + 2 * PAD, fill).astype(dtype)
     return memory, np.lib.stride_tricks.as_strided(memory[PAD:], shape, [s * dtype.itemsize for s in strides])
+
+
+def _ours(memory, copy):
+    """The elements of a copy that are the operand's, in memory with a margin."""
+    steps = copy.steps or [step * memory.itemsize for step in dense(copy.shape)]
+    return np.lib.stride_tricks.as_strided(memory[PAD + copy.first // memory.itemsize :], copy.shape, steps)
 
 
 def _along(copy, like, dense):
@@ -602,11 +614,34 @@ def family(label):
         return f"{graph} {odd}"
     epilogue = next(word for word in words if word[0] == "+")
     if graph.startswith("matmul"):
-        return f"{graph} {epilogue} {odd}"
+        return f"{graph} {'far ' * ('far' in words)}{epilogue} {odd}"
     layouts = {word[2:].partition(":")[0] for word in words if word[:2] in ("x=", "w=", "y=")}
     layout = {"row": "contiguous", "cl": "channels-last"}[layouts.pop()] if len(layouts) == 1 else "mixed"
     addend = " repeats" if any(word.startswith("z=") and not word.endswith(":b") for word in words) else ""
-    return f"{graph} {words[0]} {epilogue} {layout} {odd}{addend}"
+    return f"{graph} {words[0]} {'uneven ' * ('uneven' in words)}{epilogue} {layout} {odd}{addend}"
+
+
+QUESTIONS = {
+    "a residual and another activation than relu, channels-last": ("fprop", "zA", "channels-last dense"),
+    "a padding that differs from side to side": ("uneven",),
+    "a product and an activation, far from zero": ("matmul", "far", "A "),
+    "a product, a bias and an activation": ("matmul", "+bA"),
+    "a convolution, a residual and relu, channels-last": ("fprop", "za ", "channels-last dense"),
+    "a convolution alone over channels-last views": ("conv", " + ", "channels-last odd"),
+}
+"""What `handlepool.graphs.forms` keeps apart as long as nobody knows, and what it lets through; by words in a family's name."""
+
+
+def answers(table):
+    """For each question how many cases came out how; addends that repeat are another matter."""
+    found = {}
+    for question, words in QUESTIONS.items():
+        counts = Counter()
+        for name, counter in table.items():
+            if all(word in name for word in words) and "repeats" not in name:
+                counts.update(counter)
+        found[question] = dict(counts)
+    return found
 
 
 class Results:
@@ -706,6 +741,8 @@ def main():
     versions = {"cudnn": cudnn.backend_version(), "frontend": cudnn.__version__, "gpu": gpu, "date": date}
     for name, results in outcome.items():
         print(name, results.summary())
+        for question, counts in answers(results.table).items():
+            print(f"  {question}: {counts or 'not met'}")
     tables = {name: {k: dict(v) for k, v in sorted(results.table.items())} for name, results in outcome.items()}
     bad = {f"{name} bad": results.bad for name, results in outcome.items()}
     summaries = {f"{name} summary": results.summary() for name, results in outcome.items()}

@@ -250,9 +250,9 @@ def conv2d(
     if extra:
         raise misplaced(conv2d, extra)
     arrays = (x, w) if bias is None else (x, w, bias)
-    function = _plain
-    if add is not None:
-        arrays, function = (*arrays, add), _summed
+    function, copying = _plain
+    if add is not None:  # of functions of its own: by position it might be taken for a bias
+        arrays, (function, copying) = (*arrays, add), _summed
     # What the tuple holds, `_prepare` takes apart. The type of ``groups``, since 1, True and 1.0 are equal.
     key = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
     begin = None
@@ -265,6 +265,8 @@ def conv2d(
     else:
         chosen = chosen_pool("conv2d", pool)
     result = hit(function, chosen, begin, arrays, out, key)
+    if result is NOT_CACHED:
+        result = hit(copying, chosen, begin, arrays, out, key)
     if result is not NOT_CACHED or begin is not None:
         return result
     return launch_new(chosen, _prepare(chosen, arrays, parts_of(bias, add, activation), out, key))
@@ -309,12 +311,12 @@ def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], parts: tuple[str, ...
     def fused(
         some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None
     ) -> GraphCall:
-        function = _copying if copies else _summed if "add" in some else _plain
+        function = (_summed if "add" in some else _plain)[copies]
         applied = activation if "activation" in some else None
         if "add" in some and applied in ACTIVATIONS and applied not in BEHIND_A_SUM:
             raise GraphNotSupportedError(f"conv2d: {applied} behind a residual was not measured in one plan")
         own = options | {"activation": applied} | ({} if "bias" in some or "add" not in some else {"bias": None})
-        known = shortened if some == parts and not copies else None
+        known = shortened if some == parts else None
         return function.prepare(pool, arrays, out, own, settings, converted, known)
 
     try:
@@ -384,6 +386,8 @@ def _check(
         raise ArgumentError(f"conv2d: mode={shown(mode)}; it can be {' or '.join(MODES)}")
 
 
-_plain, _summed = (GraphFunction(_convolution, check=_check, name="conv2d", copies=False) for _ in range(2))
-_copying = GraphFunction(_convolution, check=_check, name="conv2d")
+_plain, _summed = (
+    tuple(GraphFunction(_convolution, check=_check, name="conv2d", copies=copies) for copies in (False, True)) for _ in range(2)
+)
+"""Without a residual and with one, each without copies of operands and with them."""
 _finish = finisher("conv2d", axis=1)

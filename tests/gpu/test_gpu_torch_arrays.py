@@ -580,3 +580,17 @@ def test_the_lines_for_torch_of_readme_and_docs(default, torch, integers, monkey
     assert names["scratch"].nbytes == 1 << 20
     assert exact(names["y"], names["x"], names["w"], padding=1)
     assert all(isinstance(y, torch.Tensor) for y in names["outputs"])
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "contiguous_format"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_residual_and_a_layer_are_what_torch_makes_of_them(default, torch, theirs, integers, dtype, layout):
+    functional = torch.nn.functional
+    x, w, add = (integers(*shape, seed=i, dtype=dtype) for i, shape in enumerate(((2, 16, 8, 8), (16, 16, 3, 3), (2, 16, 8, 8))))
+    x, w, add = (tensor.contiguous(memory_format=getattr(torch, layout)) for tensor in (x, w, add))
+    y = conv2d(x, w, padding=1, add=add, activation="relu")
+    assert torch.allclose(y, torch.relu(functional.conv2d(x, w, padding=1) + add), rtol=1e-2)
+    rows, weights, bias = integers(4, 64, dtype=dtype), integers(32, 64, dtype=dtype), integers(32, dtype=dtype)
+    y = handlepool.linear(rows, weights, bias=bias, activation="relu")
+    assert torch.allclose(y, torch.relu(functional.linear(rows, weights, bias)), rtol=1e-2)
+    assert torch.allclose(handlepool.matmul(weights, rows.T), weights @ rows.T, rtol=1e-2)

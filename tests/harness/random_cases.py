@@ -117,6 +117,7 @@ def _finished(y, bound, rest, epilogue, activation):
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function for function in (unary, binary, chain, two, fprop, dgrad, wgrad, matmul)
 }
+FUNCTIONS |= {"ops.matmul": ops.matmul, "linear": ops.linear}
 FUNCTIONS |= {name: getattr(ops, name) for name in ("conv2d", "conv2d_input_grad", "conv2d_weight_grad", *ops.ACTIVATIONS)}
 """What cases call, by name; here a test can plant a fault."""
 
@@ -401,6 +402,8 @@ class _Convolution:
     x: tuple[int, ...]
     w: tuple[int, ...]
     y: tuple[int, ...]
+    after: tuple[int, ...] = ()
+    """Padding on the other side, where that differs."""
 
     @classmethod
     def random(cls, rng: random.Random, spatial: int, alias: bool) -> "_Convolution":
@@ -444,7 +447,7 @@ class _Convolution:
         return array[(slice(None),) * axis + (slice(group * size, (group + 1) * size),)]
 
     def _padded(self, x: np.ndarray) -> np.ndarray:
-        return np.pad(x, [(0, 0), (0, 0), *((margin, margin) for margin in self.padding)])
+        return np.pad(x, [(0, 0), (0, 0), *zip(self.padding, self.after or self.padding, strict=True)])
 
     def forward(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
         y = np.zeros(self.y)
@@ -511,6 +514,16 @@ def _conv_grad(rng: random.Random, alias: bool) -> Operation:
     return Operation("wgrad", (it.x, it.y), (it.w,), it.gradient(it.weight_grad), it.geometry | {"shape": it.w})
 
 
+def _uneven(rng: random.Random, it: _Convolution) -> _Convolution:
+    """The same with another padding on the other side."""
+    after = tuple(margin + rng.choice((0, 1, 1, 2)) for margin in it.padding)
+    cover = [(tap - 1) * gap + 1 for tap, gap in zip(it.w[2:], it.dilation, strict=True)]
+    sides = zip(it.x[2:], it.padding, after, cover, it.stride, strict=True)
+    result = [(extent + low + high - covered) // step + 1 for extent, low, high, covered, step in sides]
+    before, after = (after, it.padding) if rng.random() < 0.5 else (it.padding, after)
+    return replace(it, padding=before, after=after, y=(*it.y[:2], *result))
+
+
 def _pairs(rng: random.Random, it: _Convolution) -> dict[str, Any]:
     options = {name: value[0] if len(set(value)) == 1 and rng.random() < 0.5 else value for name, value in it.geometry.items()}
     if it.groups > 1:
@@ -524,7 +537,10 @@ def _conv2d(rng: random.Random, alias: bool) -> Operation:
     """`handlepool.conv2d`."""
     it = _Convolution.random(rng, 2, alias)
     options = _pairs(rng, it)
-    biased, activation = rng.random() < 0.5, rng.choice((None, *ACTIVATIONS))
+    if rng.random() < 0.15:
+        it = _uneven(rng, it)
+        options["padding"] = list(zip(it.padding, it.after, strict=True))
+    biased, added, activation = rng.random() < 0.5, rng.random() < 0.3, rng.choice((None, *ACTIVATIONS))
     if activation or rng.random() < 0.2:
         options["activation"] = activation
     turned = rng.random() < 0.1
@@ -532,14 +548,14 @@ def _conv2d(rng: random.Random, alias: bool) -> Operation:
         options["mode"] = "convolution"
 
     def expected(values: Values) -> tuple[Values, float]:
-        x, w, *bias = values
+        x, w, *others = values
         w = w[:, :, ::-1, ::-1] if turned else w
-        epilogue = "b" * biased + "a" * (activation is not None)
-        others = [array.reshape(1, -1, 1, 1) for array in bias]
+        epilogue = "b" * biased + "z" * added + "a" * (activation is not None)
+        others = [array.reshape(1, -1, 1, 1) if array.ndim == 1 else array for array in others]
         return _finished(it.forward(x, w), _largest(it.forward, x, w), others, epilogue, activation)
 
-    inputs = (it.x, it.w, (it.y[1],)) if biased else (it.x, it.w)
-    return Operation("conv2d", inputs, (it.y,), expected, options, names=("bias",) * biased)
+    inputs = (it.x, it.w, *((it.y[1],),) * biased, *(it.y,) * added)
+    return Operation("conv2d", inputs, (it.y,), expected, options, names=("bias",) * biased + ("add",) * added)
 
 
 def _conv2d_grad(rng: random.Random, alias: bool) -> Operation:
@@ -574,4 +590,26 @@ def _matmul(rng: random.Random, alias: bool) -> Operation:
     return Operation("matmul", (*shapes, *rest), (result,), expected, options)
 
 
-MAKERS = {_pointwise: 26, _conv: 26, _conv2d: 20, _matmul: 12, _conv2d_grad: 6, _conv_grad: 5, _activation: 5}
+def _product(rng: random.Random, alias: bool) -> Operation:
+    """`handlepool.matmul` and `handlepool.linear`."""
+    batch = tuple(rng.choice((1, 2, 3)) for _ in range(rng.choices((0, 1, 2), (3, 4, 2))[0]))
+    m, k, n = (rng.choice((1, 3, 8, 16, 17, 24, 32, 64)) for _ in range(3))
+    if alias and rng.random() < 0.6:
+        m = k = n = rng.choice((4, 8, 16))
+    name = rng.choice(("ops.matmul", "linear"))
+    fewer = [tuple(extent if rng.random() < 0.8 else 1 for extent in batch)[rng.choice((0, 0, 1)) :] for _ in range(2)]
+    shapes = [(*batch, m, k), (n, k)] if name == "linear" else [(*fewer[0], m, k), (*fewer[1], k, n)]
+    result = (*np.broadcast_shapes(*(shape[:-2] for shape in shapes)), m, n)
+    biased, activation = rng.random() < 0.5, rng.choice((None, *ACTIVATIONS))
+    epilogue = "c" * biased + "a" * (activation is not None)
+
+    def expected(values: Values) -> tuple[Values, float]:
+        a, b, *others = values
+        b = b.T if name == "linear" else b
+        return _finished(a @ b, _largest(np.matmul, a, b), others, epilogue, activation)
+
+    inputs = (*shapes, *((n,),) * biased)
+    return Operation(name, inputs, (result,), expected, {"activation": activation}, names=("bias",) * biased)
+
+
+MAKERS = {_pointwise: 24, _conv: 24, _conv2d: 20, _matmul: 10, _product: 8, _conv2d_grad: 6, _conv_grad: 5, _activation: 5}
