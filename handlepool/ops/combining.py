@@ -15,34 +15,34 @@ from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
 
-def add(*arrays: ArrayT, activation: str | None = None, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+def add(x: ArrayT, *others: Any, activation: str | None = None, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Add arrays of one shape and apply an activation, on the current stream.
 
     Parameters
     ----------
-    *arrays : array
-        One or more, at most 63, of one shape and type: float16, bfloat16 or float32. They are quickest where all of them lie
-        alike and without gaps.
+    x, *others : array
+        At most 63, of one shape and type: float16, bfloat16 or float32. They are quickest where all of them lie alike and without
+        gaps.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
         Of the sum; "gelu" is the exact one.
     out : array, optional
-        Where the result goes; it may be one of the arrays. Its strides decide the layout; without it the result lies as the first
-        array does, without gaps.
+        Where the result goes; it may be one of the arrays. Its strides decide the layout; without it the result lies as ``x``
+        does, without gaps.
     pool : HandlePool, optional
         The default pool, or a branch's own, where none is given.
 
     Returns
     -------
     array
-        ``out``, or a new array of the kind and type of the first one. The sum is made in float32, from the first array to the
-        last, and rounded once.
+        ``out``, or a new array of the kind and type of ``x``. The sum is made in float32, from the first array to the last, and
+        rounded once.
 
     Raises
     ------
     ArgumentError
         For shapes, types or strides that cannot be taken, and an activation that there is not.
     """
-    return _add.call(arrays, out, pool, {"activation": activation})
+    return _add.call((x, *others), out, pool, {"activation": activation})
 
 
 @by_keyword

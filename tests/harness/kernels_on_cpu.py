@@ -4,8 +4,6 @@ import ctypes
 import shutil
 import subprocess
 
-import numpy as np
-
 from handlepool.drivers.cuda import kernels
 
 COMPILER = shutil.which("g++")
@@ -86,7 +84,7 @@ class Compiled:
         text = "\n".join([SHIM, *(_variant(number, of[key]) for key, number in self._numbers.items())])
         source, library = folder / "variants.cpp", folder / "variants.so"
         source.write_text(text, encoding="utf-8")
-        flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w", "-ffp-contract=off"]
+        flags = ["-std=c++20", "-shared", "-fPIC", "-pthread", "-w", "-ffp-contract=off"]
         subprocess.run([COMPILER, *flags, str(source), "-o", str(library)], check=True)
         self._library = ctypes.CDLL(str(library))
 
@@ -99,14 +97,3 @@ class Compiled:
         of_geometry = ctypes.c_void_p(where), ctypes.c_long(count * launch.geometry.itemsize)
         expected = entry(addresses, *of_geometry, *launch.grid, launch.threads)
         assert not expected, f"the geometry of {launch.entry} has {expected} bytes, and was given {of_geometry[1].value}"
-
-
-def placed(layout, values=None, margin=64):
-    """An array that lies so, at a multiple of 16 bytes, in memory that is NaN, and that memory."""
-    itemsize = layout.dtype.itemsize
-    memory = np.full(layout.reach // itemsize + 2 * margin + 16, np.nan if layout.dtype.kind in "fV" else 119, layout.dtype)
-    first = margin + -(memory.ctypes.data + margin * itemsize) % 16 // itemsize
-    array = np.lib.stride_tricks.as_strided(memory[first:], layout.shape, layout.strides)
-    if values is not None:
-        array[...] = values
-    return array, memory

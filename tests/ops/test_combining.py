@@ -124,7 +124,6 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
         "add: argument 0 is int32; it must be one of": lambda: add(asarray(np.ones(8, np.int32))),
         "add: activation='rely'; it can be relu": lambda: add(x, activation="rely"),
         "add: activation=3": lambda: add(x, activation=3),
-        "add was called without arrays": lambda: add(),
         "add: argument 1 is empty": lambda: add(x, x[:0]),
         "concat was called without arrays": lambda: concat([], 1),
         r"concat: argument 1 is of shape \(2, 8, 6, 4\) .* along axis 1 alone": lambda: concat([x, y], 1),
@@ -150,5 +149,6 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
             call()
     with pytest.raises(ArrayTypeError, match="add: argument 1 is a list"):
         add(x, [x])
-    with pytest.raises(TypeError):
-        concat([x, x])
+    for incomplete in (add, lambda: concat([x, x])):
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            incomplete()

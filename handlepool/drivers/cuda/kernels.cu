@@ -170,6 +170,9 @@ struct Windows {
     offset_t count, rows, columns, window[2], stride[2], padding[2], counted;
 };
 
+// The nearest pixel of the image. Every window has one, so for a maximum no other one is met, and loads need no branches.
+HELPER offset_t nearest(offset_t place, offset_t extent) { return place < 0 ? 0 : place < extent ? place : extent - 1; }
+
 ENTRY void windows(BY_VALUE Pointers operands, BY_VALUE Windows g) {
     constexpr int unrolled_rows = ROWS ? ROWS : 1, unrolled_columns = COLUMNS ? COLUMNS : 4;
     const offset_t height = ROWS ? ROWS : g.window[0], width = COLUMNS ? COLUMNS : g.window[1];
@@ -195,16 +198,18 @@ ENTRY void windows(BY_VALUE Pointers operands, BY_VALUE Windows g) {
         offset_t pixels = 0;
 #pragma unroll unrolled_rows
         for (offset_t r = 0; r < height; ++r) {
-            const offset_t row = top + r;
-            if (row < 0 || row >= g.images.height) continue;
+            const offset_t row = nearest(top + r, g.images.height);
 #pragma unroll unrolled_columns
             for (offset_t s = 0; s < width; ++s) {
-                const offset_t column = left + s;
-                if (column < 0 || column >= g.images.width) continue;
+                const offset_t column = nearest(left + s, g.images.width);
+                const bool inside = row == top + r && column == left + s;
                 const Pack pixel = x[row * g.images.from[2] + column * g.images.from[3]];
 #pragma unroll
-                for (int e = 0; e < PACK; ++e) result[e] = joined(result[e], widen(pixel.of[e]));
-                ++pixels;
+                for (int e = 0; e < PACK; ++e) {
+                    const float value = widen(pixel.of[e]);
+                    result[e] = joined(result[e], MAXIMUM || inside ? value : 0);
+                }
+                pixels += inside;
             }
         }
         const float area = MAXIMUM ? 1.0f : g.counted ? (float)height * width : (float)pixels;

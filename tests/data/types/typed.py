@@ -119,6 +119,12 @@ def ready_made(x: Half, w: Half) -> None:
     assert_type(handlepool.linear(x, w, bias=w, activation="gelu"), Half)
     assert_type(handlepool.ops.gelu(x), Half)
     handlepool.conv2d(x, w, pading=1)  # expect: error
+    assert_type(handlepool.add(x, w, activation="relu"), Half)
+    assert_type(handlepool.concat([x, w], 1), Half)
+    assert_type(handlepool.max_pool2d(x, [3, 3], stride=2), Half)
+    assert_type(handlepool.mean2d(x), Half)
+    handlepool.concat([x, w])  # expect: error
+    handlepool.avg_pool2d(x, 3, count_include_padding=True)  # expect: error
 
 
 def elsewhere(x: Half, w: Half, cupys: Any) -> None:
