@@ -79,7 +79,7 @@ class Stages:
         outs = _outs(out)
         try:
             natives = self.pool.driver.array_types
-            if all(type(array) in natives for array in arrays + outs):
+            if (out is not None and not outs) or all(type(array) in natives for array in arrays + outs):
                 return self._prepare(arrays, out, None)
             converted = ConvertedArguments(self.name, self.pool, arrays, outs)
             return converted.prepare(lambda _pool, given, outs, _options, _settings, it: self._prepare(given, outs, it), out, {})

@@ -66,7 +66,7 @@ def matmul(
 
     Notes
     -----
-    Bias and activation are in the product's plan where that is known to be right, else in one launch behind it; tanh always is.
+    Bias and activation are in the product's plan where that is known to be right, else in one launch behind it. Tanh always is.
     An array that repeats along some batch axes and not along others is copied, up to 16 MiB, as is one of any other layout.
     """
     if extra:

@@ -150,6 +150,13 @@ def test_a_residual_and_a_bias_in_one_launch_and_in_two(pool, x, w, layout, give
     assert error(out if given else y.array, convolve(x, w, bias=bias, add=z, activation="relu")) < 1e-5
 
 
+def test_no_outs_and_two_are_refused(pool, x, w):
+    for out, match in (((), "holds no array"), ((x, x), "has 1 outputs")):
+        for activation in (None, "relu"):
+            with pytest.raises(ArgumentError, match=match):
+                conv2d(Producer(x), w, activation=activation, out=out)
+
+
 def test_an_activation_and_gradients(pool, x, w):
     y = ops.relu(Namespaced(x))
     assert (y.array == np.maximum(x, 0)).all()

@@ -305,3 +305,46 @@ def test_products_of_one_row_and_one_column_have_nothing_behind(arrays):
     assert arrays.error(product(a, b), arrays.take(a) @ arrays.take(b)) < 1e-2
     with pytest.raises(GraphNotSupportedError, match="makes one element of each pair"):
         product_added(a, b, z)
+
+
+@handlepool.graph
+def uneven(g, x, w, *rest, before, after, activation):
+    spatial = len(before)
+    y = g.conv_fprop(x, w, pre_padding=list(before), post_padding=list(after), stride=[2] * spatial, dilation=[1] * spatial)
+    for tensor in rest:
+        y = g.add(y, tensor)
+    return g.relu(y) if activation else y
+
+
+def along_each_axis(x, w, before, after):
+    """A convolution of one image with filters for one channel, each with stride 2."""
+    x = np.pad(x, [(0, 0), (0, 0), *zip(before, after, strict=True)])
+    size = [(extent - taps) // 2 + 1 for extent, taps in zip(x.shape[2:], w.shape[2:], strict=True)]
+    y = np.zeros((x.shape[0], w.shape[0], *size))
+    for tap in np.ndindex(*w.shape[2:]):
+        seen = x[(slice(None), 0, *[slice(t, t + 2 * (n - 1) + 1, 2) for t, n in zip(tap, size, strict=True)])]
+        y += np.einsum("n...,k->nk...", seen, w[(slice(None), 0, *tap)])
+    return y
+
+
+@pytest.mark.parametrize("sides", [((0, 1, 2), (1, 1, 0)), ((2, 0, 1), (0, 3, 1)), ((0, 0, 0), (1, 2, 1))], ids=str)
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("spatial", [1, 2, 3])
+def test_g18_padding_that_differs_from_side_to_side_becomes_the_same(arrays, spatial, layout, sides):
+    before, after = (side[:spatial] for side in sides)
+    x = arrays.random(2, 1, *[6, 5, 4][:spatial], layout=layout)
+    w = arrays.random(8, 1, *[3] * spatial, layout=layout)
+    expected = along_each_axis(arrays.take(x), arrays.take(w), before, after)
+    z, row = arrays.random(*expected.shape, layout=layout), arrays.random(1, 8, *[1] * spatial)
+    options = {"before": before, "after": after, "activation": True}
+    assert arrays.error(uneven(x, w, **options | {"activation": False}), expected) < 1e-2
+    y = uneven(x, w, row, z, **options)
+    assert arrays.error(y, np.maximum(expected + arrays.take(row) + arrays.take(z), 0)) < 1e-2
+    assert "pre_padding" not in uneven.plan_for(x, w, row, z, **options).graph
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 2), (2, 1, 2, 1)])
+def test_g18_uneven_padding_with_an_addend_that_repeats_is_refused(arrays, shape):
+    x, w = arrays.random(2, 1, 5, 5), arrays.random(1, 1, 3, 3)
+    with pytest.raises(GraphNotSupportedError, match=r"padding of \(1, 0\) before and \(0, 0\) after was not measured"):
+        uneven(x, w, arrays.random(*shape), before=(1, 0), after=(0, 0), activation=False)

@@ -144,6 +144,7 @@ UNFIT = {
     "no layout": ("contiguous or channels-last", lambda scene: {"x": given(scene, "x", (8, 8, 4, 2)).transpose()}),
     "out": (r"out=.*\(2, 6, 8, 8\).*\(2, 6, 6, 6\)", of("out", (2, 6, 8, 8))),
     "out over x": ("shares memory", square),
+    "no outs": ("out=.. holds no array", {"out": ()}),
     "two outs": ("out", lambda scene: {"out": (given(scene, "out"), given(scene, "out"))}),
 }
 
