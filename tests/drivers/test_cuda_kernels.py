@@ -6,6 +6,7 @@ from harness.kernels_on_cpu import COMPILER, Compiled
 
 from handlepool.drivers.cuda import kernels
 from handlepool.drivers.kernel import Add, Concat, Windows
+from handlepool.tensors.layout import Layout
 
 pytest.importorskip("ml_dtypes")
 
@@ -64,6 +65,13 @@ def test_offsets_have_64_bits_where_32_are_too_few():
     half, byte = lying((1, 64, 1 << 12, 1 << 12), "float16"), lying((1, 64, 1 << 12, 4095), "int8")
     assert macros_of(Concat(1), half, half)["WIDE"] == "1"  # it counts bytes
     assert macros_of(Concat(1), byte, byte)["WIDE"] == "0"
+
+
+def test_strides_of_axes_of_extent_1_may_be_anything():
+    x, y = lying((1, 64, 9, 8), "float16"), lying((1, 64, 1, 1), "float16")
+    far = Layout(x.shape, (1 << 50, *x.strides[1:]), x.dtype)
+    for kernel, result in ((Add(), x), (Concat(1), x), (Windows("max", (1, 1)), x), (Windows("mean", (9, 8)), y)):
+        assert kernels.plan(kernel, [far, result]) == kernels.plan(kernel, [x, result])
 
 
 def test_packs_are_as_large_as_operands_allow():

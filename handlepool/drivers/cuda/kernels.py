@@ -95,17 +95,12 @@ def merged(extents: Sequence[int], *steps: Sequence[int]) -> Axes:
     return found or [(1, (1,) * len(steps))]
 
 
-def _largest_pack(most: int, numbers: Iterable[int]) -> int:
-    """Return the most elements, a power of two, that divides numbers."""
-    return math.gcd(most, *numbers)
-
-
 def _packed(axes: Axes, most: int) -> int:
-    """Return how many elements a pack may have along the innermost axis, without a tail."""
+    """Return how many elements a pack may have along the innermost axis: a power of two that divides all, up to ``most``."""
     (extent, inner), *outer = axes
     if any(step != 1 for step in inner):
         return 1
-    return _largest_pack(most, (extent, *chain.from_iterable(steps for _, steps in outer)))
+    return math.gcd(most, extent, *chain.from_iterable(steps for _, steps in outer))
 
 
 def _in_packs(axes: Axes, pack: int, rank: int) -> Axes:
@@ -123,7 +118,9 @@ def _thinned(pack: int, elements: int) -> int:
 
 
 def _steps(layout: Layout) -> list[int]:
-    return [stride // layout.dtype.itemsize for stride in layout.strides]
+    """Return strides in elements; 0 where the extent is 1, since they may be anything there."""
+    sizes = zip(layout.shape, layout.strides, strict=True)
+    return [stride // layout.dtype.itemsize if extent > 1 else 0 for extent, stride in sizes]
 
 
 def _fitting(count: int, sizes: Sequence[int]) -> int:
@@ -182,7 +179,7 @@ def _concat(kernel: Concat, operands: Sequence[Layout]) -> Launch:
         each.append(merged((*x.shape, itemsize), (*x.strides, 1), (*y.strides, 1)))
         starts.append(start)
         start += x.shape[kernel.axis] * y.strides[kernel.axis]
-    pack = _largest_pack(LARGEST_PACK, (*(_packed(axes, LARGEST_PACK) for axes in each), *starts))
+    pack = math.gcd(*(_packed(axes, LARGEST_PACK) for axes in each), *starts)
     while pack > itemsize and sum(x.size for x in xs) * itemsize // pack < PLENTY:
         pack //= 2
     rank, capacity = _fitting(max(map(len, each)), RANKS[1:]), _fitting(len(operands), CAPACITIES)
@@ -203,8 +200,8 @@ def _images(x: Layout, y: Layout, units: int) -> tuple[Macros, list[int]]:
     """Return the macros, and the geometry, of what goes over images."""
     pack, last = 1, y.shape[1] > 1 and all(_steps(each)[1] == 1 for each in (x, y))
     if last:
-        strides = [step for each in (x, y) for axis, step in enumerate(_steps(each)) if axis != 1 and each.shape[axis] > 1]
-        pack = _thinned(_largest_pack(LARGEST_PACK // x.dtype.itemsize, (x.shape[1], *strides)), units)
+        strides = [step for each in (x, y) for axis, step in enumerate(_steps(each)) if axis != 1]
+        pack = _thinned(math.gcd(LARGEST_PACK // x.dtype.itemsize, x.shape[1], *strides), units)
     steps = [[step // pack if axis != 1 else step for axis, step in enumerate(_steps(each))] for each in (x, y)]
     macros = {"PACK": pack, "CHANNELS_INNERMOST": int(last), **_type(x)}
     return macros, [x.shape[1] // pack, *x.shape[2:], *chain(*steps)]
