@@ -37,7 +37,7 @@ def max_pool2d(
     stride : int or (int, int), optional
         From window to window; the window's own height and width by default, as in torch.
     padding : int or (int, int)
-        Pixels on both sides, which are never the largest; at most half of the window.
+        Pixels on both sides, which are never the largest; at most half of the window, and no more than the image has.
     out : array, shape (N, C, P, Q), optional
         Where the result goes, which lies as it likes: it may be a slice of the channels of a larger array. Without it the result
         lies as ``x`` does, contiguous or channels-last.
@@ -80,7 +80,7 @@ def avg_pool2d(
     window, stride, out, pool
         As there.
     padding : int or (int, int)
-        Pixels on both sides, which are 0; at most half of the window.
+        Pixels on both sides, which are 0; at most half of the window, and no more than the image has.
     count_include_pad : bool
         Whether a sum is divided by all pixels of its window, as in torch by default, or by those that are of the image.
 
@@ -163,6 +163,10 @@ def _describe(
         raise ArgumentError(
             f"{name}: padding={shown(padding)} is more than half of a window of {rows} x {columns} pixels, so that some windows "
             f"would lie outside of the image; pad less, or pad the image itself"
+        )
+    if margins[0] > x.shape[2] or margins[1] > x.shape[3]:
+        raise ArgumentError(
+            f"{name}: padding={shown(padding)} is more than images of {x.shape[2]} x {x.shape[3]} have pixels; pad less"
         )
     kernel = Windows(kind, (rows, columns), steps, margins, counted)
     count = kernel.count(*x.shape[2:])

@@ -56,6 +56,7 @@ def test_mean2d_is_the_mean_of_each_channel(each_pool, shape, dtype, layout):
 @hypothesis.settings(max_examples=80, deadline=None, derandomize=True)
 def test_generated_geometries(shape, window, stride, padding, counted, layouts, dtype, nan):
     padding = tuple(min(pad, extent // 2) for pad, extent in zip(padding, window, strict=True))
+    padding = tuple(map(min, padding, shape[2:]))
     hypothesis.assume(all(e + 2 * p >= w for e, p, w in zip(shape[2:], padding, window, strict=True)))
     with Scene(seed=1) as scene:
         arrays = Arrays(scene.pool, dtype, layouts[0])
@@ -107,6 +108,8 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool, function):
         r"stride=\(1, -1\)": lambda: function(x, 2, stride=(1, -1)),
         "padding=-1": lambda: function(x, 2, padding=-1),
         "padding=2 is more than half of a window of 3 x 3": lambda: function(x, 3, padding=2),
+        "padding=1000000 is more than images of 6 x 8 have pixels": lambda: function(x, 2 * 10**6, padding=10**6),
+        "a window of 1180591620717411303424 x 1180": lambda: function(x, 2**70),
         "window=0": lambda: function(x, 0),
         r"window=\(1, 2, 3\)": lambda: function(x, (1, 2, 3)),
         "window=True": lambda: function(x, True),
@@ -127,6 +130,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool, function):
         with pytest.raises(ArgumentError, match=match):
             call()
     assert function(x, np.int64(2), stride=(np.int8(2), 2)).shape == (2, 8, 3, 4)
+    assert function(x, 2, stride=2**70).shape == (2, 8, 1, 1)
 
 
 def test_bad_flags_are_typed_errors(each_pool):
