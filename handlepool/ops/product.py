@@ -122,20 +122,18 @@ launchers[matmul] = launchers[linear] = hit_branch, prepare_branch
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """One of the two functions: by its name, what it calls its arrays, and whether the second is transposed."""
+    """One of the two functions."""
 
     name: str
-    names: tuple[str, str]
-    transposed: bool
     plain: GraphFunction[..., Any]
     copying: GraphFunction[..., Any]
     finish: GraphFunction[..., Any]
 
     @classmethod
     def of(cls, name: str, names: tuple[str, str], transposed: bool) -> "_Product":
-        build, check = _builder(names, transposed), _checker(name, names, transposed)
+        build, check = _builder(transposed), _checker(name, names, transposed)
         plain, copying = (GraphFunction(build, check=check, name=name, copies=copies) for copies in (False, True))
-        return cls(name, names, transposed, plain, copying, finisher(name, axis=-1))
+        return cls(name, plain, copying, finisher(name, axis=-1))
 
     def __call__(self, a: Any, b: Any, bias: Any, out: Any, key: tuple[Any, ...], pool: Any) -> Any:
         arrays = (a, b) if bias is None else (a, b, bias)
@@ -171,7 +169,7 @@ class _Product:
         return Stages(self.name, pool, parts, activation, fused, self.finish).call(arrays, out)
 
 
-def _builder(names: tuple[str, str], transposed: bool) -> Callable[..., Any]:
+def _builder(transposed: bool) -> Callable[..., Any]:
     def product(g: Any, a: Any, b: Any, bias: Any = None, *, activation: str | None) -> Any:
         rank = max(len(a.get_dim()), len(b.get_dim()))
         y = g.matmul(_of_rank(a, rank), _of_rank(b, rank, transposed))

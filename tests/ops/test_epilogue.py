@@ -291,6 +291,36 @@ def test_g18_cudnn_is_given_the_same_padding_on_both_sides(make_pool):
     assert plan.outputs[0].shape == (2, 24, 3, 4)
 
 
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+def test_padding_that_differs_is_one_launch_with_a_copy_of_the_result(make_pool, layout):
+    pool = make_pool()
+    arrays = Arrays(pool, layout=layout)
+    x, w, rest = given(arrays, True, False)
+    for count in (1, 2):
+        y = conv2d(x, w, padding=((1, 0), (2, 0)), activation="relu", pool=pool, **rest)
+        assert (pool.driver.calls["launch"], pool.stats()["operands_copied"]) == (count, count)
+    assert arrays.error(y, expected(arrays, x, w, rest, padding=((1, 0), (2, 0)), activation="relu")) < TOLERANCE["float32"]
+
+
+def test_padding_that_differs_writes_no_more_than_a_view(arrays):
+    whole = arrays.put(np.full((4, 48, 20, 20), 7.0))
+    out = whole[::2, :24, 4:11:1, 4:9]
+    x, w, _ = given(arrays, False, False)
+    right = expected(arrays, x, w, {}, padding=((2, 0), (0, 1)))
+    assert conv2d(x, w, padding=((2, 0), (0, 1)), out=out) is out
+    assert arrays.error(out, right) < TOLERANCE["float32"]
+    out[...] = 7
+    assert (arrays.take(whole) == 7).all()
+
+
+def test_a_residual_is_no_bias_once_its_geometry_is_known(arrays):
+    for layout in ("NHWC", "NCHW"):
+        x, w, rest = given(arrays, False, True, layout)
+        conv2d(x, w, padding=1, **rest)
+        with pytest.raises(ArgumentError, match=r"bias of shape \(2, 24, 7, 6\) for 24 filters"):
+            conv2d(x, w, padding=1, bias=rest["add"])
+
+
 def test_padding_that_differs_is_refused_where_it_would_take_too_large_a_copy_and_for_gradients(arrays, monkeypatch):
     x, w, _ = given(arrays, False, False)
     for call in (
