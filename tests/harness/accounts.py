@@ -1,10 +1,14 @@
 """What a pool must be able to account for at any time between two calls, on the host driver."""
 
+import gc
 from collections import Counter
 
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.pool import deferred
+from handlepool.regions import data_order
 from handlepool.regions.fork import Fork
+from handlepool.regions.future import Task
+from handlepool.regions.memory import underneath
 
 RESTORES = {"set_device", "swap_allocator", "use_stream", "pop_stream"}
 """Calls that make current what was current before; they fail in no context that lives, and nothing could be done then."""
@@ -40,6 +44,27 @@ def forgotten(pool):
     """Forks of a pool that nobody left, and that nobody has settled yet."""
     forks = [fork for step in list(deferred.deferred) if isinstance(fork := step.__self__, Fork)]
     return [fork for fork in forks if fork._pool is pool.internals]
+
+
+def books_of(driver):
+    """The books of a driver's forks that are open, in whatever thread."""
+    return [order for order in data_order.opened if underneath(order.driver) is underneath(driver)]
+
+
+def left_tasks():
+    """Tasks whose executors are gone, and whose ends the GPU has not passed."""
+    return [step.__self__ for step in list(deferred.deferred) if isinstance(step.__self__, Task)]
+
+
+def events_of_tasks():
+    """How many events those have."""
+    return sum(event is not None for task in left_tasks() for event in (task._start, task._end))
+
+
+def streams_of_books(driver):
+    """Streams that open books keep, since they may record on them: also of a state that was joined, as long as it is in them."""
+    kinds = {type(order.root) for order in books_of(driver)}
+    return [track.stream for track in gc.get_objects() if type(track) in kinds] if kinds else []
 
 
 def waiting(pool):
@@ -131,6 +156,8 @@ class Accounts:
         events = sum(event is not None for slot in self.sides + self.late for event in (slot.start_event, slot.end_event))
         events += sum(event is not None for device in self.devices + self.closed for event, _ in device.scratch.retired)
         events += sum(len(device.edges.free) for device in self.devices + self.closed)
+        events += sum(len(track.marks) for order in books_of(self.pool.driver) for track in order.tracks.values())
+        events += events_of_tasks()
         assert self.pool.driver.alive()["events"] == events
         assert all(len(device.idle) <= device.idle_limit for device in self.devices)
 

@@ -5,24 +5,34 @@ import queue
 import threading
 import weakref
 
-import numpy as np
-from harness.accounts import RESTORES, Accounts, CostlyDriver, forgotten, waiting
-from harness.graphs import double
+from harness.accounts import (
+    RESTORES,
+    Accounts,
+    CostlyDriver,
+    books_of,
+    events_of_tasks,
+    forgotten,
+    left_tasks,
+    streams_of_books,
+    waiting,
+)
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from lifetime_forks import INDEX, SIZES, TIMEOUT, Forks, Oops
 
 from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.pool import deferred
-from handlepool.regions import data_order
+from handlepool.pool import default as defaults
+from handlepool.pool import deferred, side_streams
+from handlepool.regions import data_order, plain_calls
+from handlepool.regions.memory import branch_regions
 
-TIMEOUT = 60
 DEVICES = 2
 MEMORY = 1 << 19
-INDEX = st.integers(0, 7)
-SIZES = st.sampled_from([0, 1, 256, 300, 1000, 5000])
 FORMS = st.sampled_from(["current", "object", "pointer", "wrapper"])
 MODES = st.sampled_from(["global", "thread_local", "relaxed"])
+SPARED = RESTORES | {"array_pointer"}
+"""An array's address is an attribute of it on a GPU."""
 
 
 class Driver(CostlyDriver, HostDriver):
@@ -33,15 +43,13 @@ class Injected(RuntimeError):
     """What an armed driver call raises."""
 
 
-class Oops(Exception):
-    """What a branch raises."""
-
-
 class Actor:
     """A thread that runs one function at a time, while whoever asked waits."""
 
     def __init__(self):
         self.forks = []  # open ones; changed by the thread alone
+        self.values = {}  # by device, what they may have
+        self.later = {}  # by fork, what others may have once it was left
         self.captures = 0
         self._asked, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -76,6 +84,11 @@ class Actor:
         assert not self._thread.is_alive()
 
 
+def count_streams(streams):
+    """How many of them there are and are not destroyed."""
+    return len({id(stream) for stream in streams if stream is not None and stream._queue is not None})
+
+
 class Recording:
     """A capture under way, and what it must keep."""
 
@@ -87,9 +100,19 @@ class Recording:
         self.foreign = False  # whether its stream was passed as something that cannot be asked later
 
 
-class Lifetimes(RuleBasedStateMachine):
-    @initialize(schedule=st.integers(0, 1 << 16), idle=st.sampled_from([32, 32, 1, 0]), limit=st.sampled_from([None, None, 8192]))
-    def begin(self, schedule, idle, limit):
+class Lifetimes(Forks):
+    @initialize(
+        schedule=st.integers(0, 1 << 16),
+        idle=st.sampled_from([32, 32, 1, 0]),
+        limit=st.sampled_from([None, None, 8192]),
+        sides=st.sampled_from([32, 32, 32, 32, 2, 1, 0]),
+    )
+    def begin(self, schedule, idle, limit, sides=32):
+        self.former = defaults._default, side_streams.MOST_SIDE_SLOTS
+        side_streams.MOST_SIDE_SLOTS = sides
+        for left in (data_order.opened, deferred.deferred, deferred._abandoned, branch_regions):  # by an example that failed
+            left.clear()
+        plain_calls._may_write.clear()  # of a function's first call more is ordered
         self.driver = Driver(devices=DEVICES, scheduler="adversarial", seed=schedule, memory=MEMORY, check_order=True)
         self.options = {"idle_limit": idle, "scratch_limit": limit}
         self.actors = [Actor(), Actor()]
@@ -100,6 +123,8 @@ class Lifetimes(RuleBasedStateMachine):
         self.old = []
         self.squeezed = [0] * DEVICES
         self.kept = []
+        self.held = []  # what streams had that knew nothing of each other
+        self.wrong = []  # what was read, and what should have been
         self.forked = False
         self.fails_next = 0
         self.serial = 0
@@ -107,6 +132,7 @@ class Lifetimes(RuleBasedStateMachine):
 
     def open_pool(self):
         self.pool = HandlePool(driver=self.driver, **self.options)
+        defaults._default = self.pool  # graph functions in the body of a fork ask for that
         self.states = [ParallelStates(count, pool=self.pool) for count in (1, 2, 3, 6)]
         self.keys = {}  # (actor, identity): device, weak reference to the stream or None. No `id`, which Python gives out again
         self.most_keys, self.most_sides = [0] * DEVICES, [0] * DEVICES
@@ -132,7 +158,7 @@ class Lifetimes(RuleBasedStateMachine):
 
         def call():
             if self.fails_next:
-                self.driver.fail_at(self.fails_next, None, injected, RESTORES)
+                self.driver.fail_at(self.fails_next, None, injected, SPARED)
             try:
                 return function()
             finally:
@@ -228,6 +254,8 @@ class Lifetimes(RuleBasedStateMachine):
             for device in range(DEVICES):
                 actor.do(lambda device=device: (self.driver.set_device(device), self.wait(self.driver.per_thread_stream)))
             actor.forks.clear() if not actor.forks else actor.do(actor.forks.clear)
+            for values in actor.values.values():
+                self.forget(values, list(values))
             actor.end()
 
     @precondition(lambda self: len(self.streams) < 5)
@@ -354,114 +382,6 @@ class Lifetimes(RuleBasedStateMachine):
         if other == device and self.recording(stream, device) is None:
             self.on(self.actor(a), device, stream, lambda: graph.launch(stream))
 
-    # Forks
-
-    def wait(self, stream):
-        with self.driver.relaxed():
-            stream.synchronize()
-
-    def array(self, value):
-        self.driver.current_stream()._arrays = True
-        with self.driver.relaxed():  # an allocation of a user's own, which harms the captures of others
-            array = self.driver.empty((16,), (8,), np.dtype(np.float64))
-        if self.driver.capture_id(pointer := self.driver.current_stream().ptr):
-            self.kept.append(array)
-        self.driver.enqueue(pointer, lambda out: out.fill(value), writes=[array], label="into an array")
-        return array
-
-    def branch(self, value, nbytes, nested, fails, x):
-        handle = self.pool.get_handle()
-        self.driver.use_handle(handle, int)
-        self.use_scratch(nbytes)
-        pointer = self.driver.current_stream().ptr
-        made = [self.array(value)]
-        self.driver.enqueue(pointer, lambda out, x: np.add(x, 1, out=out), writes=made, reads=[x], label="a branch's work")
-        if nested:
-            made += self.region(nested, made[0])
-        if fails:
-            raise Oops
-        return made
-
-    def region(self, plan, x):
-        (width, early, late, branches), rest = plan[0], plan[1:]
-        made = []
-        with self.states[width % 4].fork(ordered=False) as fork:
-            made += self.double(fork, early, together=early % 2 == 1)
-            for number, (nbytes, fails) in enumerate(branches):
-                made += fork.run(self.branch, number, nbytes, rest, fails, x)
-            made += self.double(fork, late, together=True)
-        return made
-
-    def double(self, fork, count, *, together):
-        """Branches of a graph function over what the caller's stream is just given."""
-        xs, outs = ([self.array(number) for number in range(count)] for _ in range(2))
-        return fork.map(double, xs, out=outs) if together else [fork.run(double, x, out=y) for x, y in zip(xs, outs, strict=True)]
-
-    @rule(
-        a=INDEX,
-        s=INDEX,
-        plan=st.lists(
-            st.tuples(
-                *(INDEX, st.integers(0, 4), st.integers(0, 4)),
-                st.lists(st.tuples(SIZES, st.integers(0, 9).map(lambda n: n == 9)), max_size=4),
-            ),
-            min_size=1,
-            max_size=2,
-        ),
-    )
-    def a_fork_runs(self, a, s, plan):
-        actor, (stream, device) = self.actor(a), self.stream(s)
-        self.watch_sides(device)
-        self.asked(actor, stream, device, "current")  # where no side slot is to be had, branches run here
-        recording = self.recording(stream, device)
-
-        def run():
-            x = self.array(1)
-            for array in [x, *self.region(plan, x)]:  # after the join; the next allocation may be one of their blocks
-                self.driver.enqueue(stream.ptr, lambda y: y + 0, reads=[array], label="after the fork")
-
-        # What a graph of the user's own writes to must live as long as the graph: that is the user's to see to.
-        self.kept = [] if recording is None else recording.kept
-        self.on(actor, device, stream, run, Oops)
-        self.kept = []
-
-    @rule(a=INDEX, s=INDEX, width=INDEX)
-    def a_fork_is_entered(self, a, s, width):
-        actor, (stream, device) = self.actor(a), self.stream(s)
-        if len(actor.forks) < 2 and self.recording(stream, device) is None:
-            self.watch_sides(device)
-            self.asked(actor, stream, device, "current")
-
-            def enter():
-                fork = self.states[width % 4].fork(ordered=False)
-                fork.__enter__()
-                actor.forks.append(fork)
-
-            self.on(actor, device, stream, enter)
-
-    def open_fork(self, f):
-        forks = [(actor, fork) for actor in self.actors for fork in actor.forks]
-        return forks[f % len(forks)]
-
-    @precondition(lambda self: any(actor.forks for actor in self.actors))
-    @rule(f=INDEX, nbytes=SIZES)
-    def a_branch_runs(self, f, nbytes):
-        actor, fork = self.open_fork(f)
-        self.on(actor, fork._ordinal, fork._stream, lambda: fork.run(self.branch, 1, nbytes, [], False, self.array(1)))
-
-    @precondition(lambda self: any(actor.forks for actor in self.actors))
-    @rule(f=INDEX, count=st.integers(1, 4), together=st.booleans())
-    def a_graph_function_branches(self, f, count, together):
-        actor, fork = self.open_fork(f)
-        self.on(actor, fork._ordinal, fork._stream, lambda: self.double(fork, count, together=together))
-
-    @precondition(lambda self: any(actor.forks for actor in self.actors))
-    @rule(f=INDEX)
-    def a_fork_is_left(self, f):
-        actor, fork = self.open_fork(f)
-        actor.forks.remove(fork)
-        self.do(actor, lambda: fork.__exit__(None, None, None))
-
     # Bad luck
 
     @rule(device=st.integers(0, DEVICES - 1), left=st.sampled_from([0, 300, 2048, 6000]))
@@ -527,7 +447,7 @@ class Lifetimes(RuleBasedStateMachine):
         assert all(fork._stream.is_capturing() for old in self.old for fork in forgotten(old))  # or it would have been joined
         held = [slot for old in self.old for slot in waiting(old)]
         scratch = sum(slot.scratch_bytes for slot in held)
-        expected = {"handles": len(held), "events": 2 * len(held), "scratch_bytes": scratch}
+        expected = {"handles": len(held), "events": 2 * len(held) + events_of_tasks(), "scratch_bytes": scratch}
         alive = self.driver.alive()
         assert {name: alive[name] for name in expected} == expected, "something survives close"
 
@@ -548,15 +468,25 @@ class Lifetimes(RuleBasedStateMachine):
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
+    def close_books_of_nobody(self):
+        """Close what nobody will: a fork that had leased no state leaves its books open for good where its end fails."""
+        forks = [fork for actor in self.actors for fork in actor.forks]
+        forks += [fork for pool in (self.pool, *self.old) for fork in forgotten(pool)]
+        for order in books_of(self.driver):
+            if not any(fork._order is order for fork in forks):
+                order.close()
+
     # What holds after every step
 
     @invariant()
     def all_is_accounted_for(self):
+        self.close_books_of_nobody()
         self.count_keys()
         forks = [fork for actor in self.actors for fork in actor.forks]
         accounts = Accounts(self.pool, forks, self.old)
         accounts.check()
         assert not self.driver.order.found
+        assert not self.wrong
         for recording in self.recordings:
             capture = recording.stream._queue.capture
             assert recording.broken or not capture.spoiled, capture.spoiled
@@ -566,15 +496,18 @@ class Lifetimes(RuleBasedStateMachine):
             assert handles <= most, f"{handles} handles on device {device.device}, and at most {most} were in use at once"
         streams = [watch() for watch in self.watches] + [slot.side_stream for slot in accounts.sides + accounts.late]
         streams += [fork._stream for fork in forgotten(self.pool)]  # of an inner one, a side stream that may have been given back
-        # What an open fork's books may record on, where another fork was over it.
-        streams += [track.stream for order in data_order.opened for track in order.tracks.values()]
-        owned = {id(stream) for stream in streams if stream is not None and stream._queue is not None}
-        assert self.driver.alive()["streams"] == len(owned)
+        streams += [task.stream for task in left_tasks()]
+        count = self.driver.alive()["streams"]
+        if count != count_streams(streams):  # to look for books is slow
+            streams += streams_of_books(self.driver)
+        assert count == count_streams(streams)
 
     def teardown(self):
         if not hasattr(self, "driver"):
             return
+        defaults._default, side_streams.MOST_SIDE_SLOTS = self.former
         for actor in self.actors:
+            actor.later.clear()
             while actor.forks:
                 fork = actor.forks.pop()
                 actor.do(lambda fork=fork: fork.__exit__(None, None, None))
@@ -586,4 +519,10 @@ class Lifetimes(RuleBasedStateMachine):
         deferred.settle(most=1000)
         self.closed(self.pool)
         assert self.driver.alive()["handles"] == 0
+        assert not data_order.opened
+        streams = self.driver._streams
+        for work in [work for work in streams._queues.values() if work.alive and not work.tail.done]:
+            streams.wait_on_host(work.tail, "the end of an example")
+        assert not self.wrong
+        assert not self.driver.order.found
         deferred._abandoned.clear()
