@@ -14,7 +14,8 @@ from handlepool.pool.default import chosen_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_cache import Entry, Shortcut
 from handlepool.pool.slot import Slot
-from handlepool.regions.data_order import Operands, before, opened
+from handlepool.regions.accesses import Operands
+from handlepool.regions.data_order import before, opened
 from handlepool.tensors.layout import Layout, Piece
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -17,7 +17,7 @@ from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.workspace import DeviceScratch
-from handlepool.regions.data_order import Memory
+from handlepool.regions.accesses import Memory
 from handlepool.regions.memory import underneath
 from handlepool.regions.plain_calls import piece_of, pieces_of
 from handlepool.regions.stream_order import in_torch, torch_among

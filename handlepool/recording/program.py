@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from threading import get_ident
@@ -17,7 +17,8 @@ from handlepool.pool.context import on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording.update import Inputs, copy_all
-from handlepool.regions.data_order import Memory, before, opened
+from handlepool.regions.accesses import Memory
+from handlepool.regions.data_order import before, opened
 from handlepool.regions.memory import branch_regions
 from handlepool.regions.plain_calls import exact, pieces_of
 from handlepool.tensors.layout import Piece, Token
@@ -268,7 +269,7 @@ class Program:
     # Order
 
     def _after_branches(
-        self, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token], stream: Any, keep: object = None
+        self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], stream: Any, keep: object = None
     ) -> None:
         """Let a stream wait for the branches of this thread's forks that a use conflicts with (guarantee 17)."""
         recording = self._recording

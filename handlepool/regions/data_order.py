@@ -8,243 +8,38 @@ A wait is one event on the stream of the earlier call. It is recorded when a bra
 others may follow the same call; else not before somebody has to wait, who then waits for all that the stream was given by then.
 Each stream knows which calls of the others it waits for already, also by way of third streams, and does not wait again.
 
-Nothing here takes a lock: books belong to one thread, and regions of different threads are not ordered with each other.
+Nothing here takes a lock: books belong to one thread, and regions of different threads are not ordered with each other. A
+finaliser, which Python runs wherever it likes, may find its own thread in the middle of the books. Its calls are refused there.
 """
 
 import os
 import threading
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from operator import sub
-from typing import Any
 
 from handlepool.drivers.protocol import Driver
+from handlepool.errors import OwnershipError
 from handlepool.pool.context import UnderWay, thread
 from handlepool.pool.internals import PoolInternals
-from handlepool.pool.slot import Slot
+from handlepool.regions.accesses import Memory, Operands
 from handlepool.regions.memory import underneath
-from handlepool.tensors.layout import Layout, Piece, Token, share
+from handlepool.regions.recent import Recent
+from handlepool.regions.track import Needs, Track, last
+from handlepool.regions.uses import UNREAD, Use, Uses, needs_of
+from handlepool.tensors.layout import Piece, Token
 
 MOST_MARKS = 64
 """Events that are kept for one stream. Whoever follows an older call waits for the first that is left."""
-MOST_NEIGHBOURS = 64
-"""Pieces of one stretch of memory that are told apart. More count as one."""
 
-Needs = dict["Track", int]
-"""By stream, the last call on it that is to be waited for."""
-
-
-class Operands:
-    """What the launches of one plan read and write, whatever the arrays are: the inputs come first.
-
-    Attributes
-    ----------
-    layouts : tuple of Layout
-    reaches : tuple of int, or None
-        Bytes of each, where none has gaps.
-    inputs : int
-        How many are read.
-    longest, longest_written : int
-        Of the reaches.
-    fresh : bool
-        Whether the outputs are allocated for the launch.
-    met, made : tuple of int
-        The reaches of what may be known already, and of what is new.
-    """
-
-    __slots__ = ("fresh", "inputs", "layouts", "longest", "longest_written", "made", "met", "reaches")
-
-    def __init__(self, layouts: Sequence[Layout], inputs: int, fresh: bool) -> None:
-        self.layouts = tuple(layouts)
-        pieces = [layout.piece(0) for layout in layouts]
-        self.reaches = None if any(start or strided for start, _, strided in pieces) else tuple([stop for _, stop, _ in pieces])
-        reaches = self.reaches or (0,)
-        self.longest, self.longest_written = max(reaches), max(reaches[inputs:], default=0)
-        self.met = reaches[:inputs] if fresh else reaches
-        self.made = reaches[inputs:] if fresh and self.reaches else ()
-        self.inputs = inputs
-        self.fresh = fresh
-
-    def are_apart(self, read: Sequence[int], written: Sequence[int]) -> bool:
-        """Whether no launch of many writes what another one reads or writes, by the addresses of all; each writes one array."""
-        if self.reaches is None or len(self.reaches) != self.inputs + 1:
-            return False
-        length, longest = self.longest_written, self.longest
-        starts = sorted(written)
-        if min(map(sub, starts[1:], starts), default=length) < length:
-            return False
-        if max(read) + longest <= starts[0] or min(read) >= starts[-1] + length:
-            return True
-        for address in set(read):
-            index = bisect_left(starts, address + longest)
-            if index and starts[index - 1] + length > address:
-                return False
-        return True
-
-    def pieces(self, addresses: Sequence[int]) -> list[Piece]:
-        """Return the memory of arrays that begin at these addresses."""
-        return [layout.piece(address) for layout, address in zip(self.layouts, addresses, strict=True)]
-
-
-class Memory:
-    """What a call reads and overwrites, where that is known before it starts.
-
-    Attributes
-    ----------
-    reads, writes : list of Piece or Token
-    guessed : list of Piece
-        What it may write besides: it waits as if it did, and who it is says afterwards whether it has.
-    name : str
-        The function's, for messages.
-    waited : bool
-        Whether it waits for something for what it may write alone.
-    met : tuple of (list of Use)
-        What it reads and what it overwrites, as the books have it.
-    """
-
-    __slots__ = ("guessed", "met", "name", "reads", "waited", "writes")
-
-    def __init__(
-        self,
-        reads: Sequence[Piece | Token],
-        writes: Sequence[Piece | Token],
-        guessed: Sequence[Piece] = (),
-        name: str = "",
-    ) -> None:
-        self.reads = reads
-        self.writes = writes
-        self.guessed = guessed
-        self.name = name
-        self.waited = False
-        self.met: tuple[list[Use], list[Use]] = [], []
-
-
-_NOTHING: Needs = {}
-"""Everybody's until there is something to note, so it is never written to: who writes looks at a name of its own before, since a
-finaliser that runs in between could put this in its place."""
-
-
-class Track:
-    """A stream of a region: what it was given, and what it waits for.
-
-    Attributes
-    ----------
-    pointer : int
-        The stream.
-    home : Track or None
-        Of the caller that its fork is of, which gives it nothing new while a branch runs.
-    slot, fork : Slot, object
-        Of a side stream, and what stands for the fork that has it.
-    count : int
-        How many calls it was given.
-    known : dict
-        By other track, up to which call this stream waits for it. Replaced, never changed, so that a mark can have it.
-    seen : dict
-        What ``home`` knew when a branch last started here.
-    marked : int
-        The last call that an event stands behind.
-    marks : list of (int, event, dict)
-        Such calls, ascending, the event, and what was known there.
-    """
-
-    __slots__ = ("count", "fork", "home", "into", "known", "marked", "marks", "pointer", "seen", "slot", "stream")
-
-    def __init__(self, pointer: int, home: "Track | None" = None, fork: object = None, slot: Slot | None = None) -> None:
-        self.pointer = pointer
-        self.home = home
-        self.fork = fork
-        self.slot = slot
-        self.stream: object = None  # kept once no fork has it: nobody may record on a stream that was destroyed
-        self.count = 0
-        self.known = self.seen = _NOTHING
-        self.marked = -1
-        self.marks: list[tuple[int, Any, Needs]] = []
-        self.into: tuple[Track, int] | None = None  # once it was joined: where, and by which call
-
-    def passed(self, call: int) -> tuple[int, Any, Needs]:
-        """Return the first mark behind a call."""
-        return self.marks[bisect_left(self.marks, (call,))]
-
-    def learn(self, more: Needs) -> None:
-        """Know what another track knows that this one waits for now."""
-        if more:
-            known = dict(self.known)
-            for track, call in more.items():
-                if known.get(track, 0) < call:
-                    known[track] = call
-            self.known = known
-
-    def covers(self, track: "Track") -> bool:
-        """Whether what another track was given comes before all that this one is: it is the caller's, or that one's caller's."""
-        home = self.home
-        while home is not None:
-            if home is track:
-                return True
-            home = home.home
-        return False
-
-
-NOBODYS = Track(0)
-"""Stands for the track of a fork that has no branches."""
-
-
-class Use:
-    """A piece of memory, or a token, and who used it last.
-
-    Attributes
-    ----------
-    writer, call : Track or None, int
-        Of the last write.
-    readers : dict
-        By track, the last read since.
-    others : sequence of Use
-        Pieces that share elements with this one.
-    """
-
-    __slots__ = ("call", "others", "piece", "readers", "start", "stop", "writer")
-
-    def __init__(self, start: int, stop: int, writer: Track | None = None, call: int = 0, piece: Any = None) -> None:
-        self.start = start
-        self.stop = stop
-        self.writer = writer
-        self.call = call
-        self.piece = piece
-        self.readers = _NOTHING
-        self.others: Sequence[Use] = ()
-
-    def wrote(self, track: Track, call: int) -> None:
-        """Note a write, behind all that was noted before."""
-        self.writer = track
-        self.call = call
-        if self.readers:
-            self.readers = _NOTHING
-
-
-class _Whole(Use):
-    """A stretch that counts as one piece; the others are those that it was, for what they were used for until then."""
-
-    __slots__ = ()
-
-    def wrote(self, track: Track, call: int) -> None:
-        """Note a write, which comes after all that was before."""
-        super().wrote(track, call)
-        self.others = ()
-
-
-class _Stretch:
-    """Memory without a gap between the pieces that are known in it, where there are several."""
-
-    __slots__ = ("coarse", "stop", "uses")
-
-    def __init__(self, stop: int, uses: list[Use], coarse: bool) -> None:
-        self.stop = stop
-        self.uses = uses
-        self.coarse = coarse  # whether all of it counts as one piece
+Orders = dict[tuple[Driver, int, UnderWay | None], "DataOrder"]
+"""Of one thread, by driver and device; and by recording, since what is captured waits for nothing outside of that."""
 
 
 class DataOrder:
     """The books of a thread's outermost region on one device.
+
+    Whoever reads or changes them does so inside ``with order``, or sets `busy` meanwhile: that raises OwnershipError in a
+    finaliser which found its thread there.
 
     Parameters
     ----------
@@ -257,217 +52,187 @@ class DataOrder:
 
     Attributes
     ----------
+    busy : bool
+        Whether somebody is in the middle of the books, or they are closed.
     forks : int
         How many use them; the last that is left closes them.
     running : Track or None
         Of the branch that runs Python just now, the innermost.
+    elsewhere : list
+        What that branch gave to streams of its own choice.
+    recent : Recent or None
+        The first launches, as long as nothing has to be looked up.
+    tracks : dict
+        By pointer, the streams.
+    guesses : dict
+        Calls that may have written what they were given, by name.
+    kept : list
+        Whatever has memory in the books: what is freed could be given out as something else.
     """
 
     __slots__ = (
-        "_end",
         "_events",
-        "_found",
+        "_free",
         "_key",
-        "_linked",
-        "_reads_from",
-        "_reads_to",
+        "_known",
+        "_orders",
         "_record",
-        "_spare",
-        "_starts",
-        "_stretches",
-        "_unplaced",
         "_uses",
-        "_writes_from",
-        "_writes_to",
+        "busy",
         "closed",
         "device",
         "driver",
+        "elsewhere",
         "forks",
         "guesses",
         "kept",
-        "log",
         "pool",
+        "recent",
         "root",
         "running",
         "tracks",
     )
 
     def __init__(self, pool: PoolInternals, device: int, root: Track) -> None:
-        driver = pool.driver
-        events = pool.device(device).edges
         self.pool = pool
-        self.driver = driver
-        self._record = driver.record_event
-        self._events = events
-        self._spare = events.free
-        self._key = underneath(driver), device, thread.recording
+        self.driver = pool.driver
         self.device = device
         self.root = root
         self.forks = 1
+        self.busy = self.closed = False
         self.running: Track | None = None
-        self.closed = False
+        self.elsewhere: list[tuple[Sequence[Piece | Token], Sequence[Piece | Token]]] = []
         self.tracks: dict[int, Track] = {root.pointer: root}
-        self._uses: dict[Any, Use] = {}  # by address, by piece where several begin at one address, by token
-        self._starts: list[int] = []  # of stretches, ascending
-        self._stretches: dict[int, _Stretch] = {}  # where there is more in one than what `_uses` has at its address
-        self._end = 0  # of the last piece
-        self._linked: list[Use] = []  # pieces that have others
-        self._unplaced: list[Use] = []  # new memory that no stretch has yet
-        self._found: list[Use] = []  # what the launch that comes next reads and overwrites
-        self.log: list[tuple[tuple[int, ...], Operands, Track, int]] | None = []  # as long as no two calls come near each other
-        self._reads_from = self._writes_from = 1 << 63  # the first byte of what is in the log, and the last
-        self._reads_to = self._writes_to = -1
-        self.guesses: dict[tuple[Track, int], str] = {}  # calls that may have written what they were given, by name
-        self.kept: list[object] = []  # whatever has memory in the books: what is freed could be given out as something else
+        self.guesses: dict[tuple[Track, int], str] = {}
+        self.kept: list[object] = []
+        self._events = pool.device(device).edges
+        self._free = self._events.free
+        self._record = self.driver.record_event
+        self.recent: Recent | None = Recent()
+        self._uses = Uses()
+        self._known = self._uses.known
+        self._orders = _thread.orders
+        self._key = underneath(self.driver), device, thread.recording
 
     def open(self) -> None:
         """Be this thread's books."""
-        _thread.orders[self._key] = self
+        self._orders[self._key] = self
         opened.append(self)  # after: a launch that sees it asks the thread
         self.driver.order_plain(partial(_before_plain, self.driver))
 
+    def __enter__(self) -> None:
+        if self.busy:
+            raise in_the_middle()
+        self.busy = True
+
+    def __exit__(self, *_: object) -> None:
+        self.busy = False
+
     # What a call meets
 
-    def apart(self, addresses: tuple[int, ...], operands: Operands) -> bool:
-        """Whether a launch is far from all calls in the log: then it needs nothing, and there is nothing to look up.
+    def meet(self, addresses: Sequence[int], operands: Operands) -> tuple[list[Use], list[Use], Needs]:
+        """Look up what a launch reads, and what it overwrites that may be known already; and what it waits for."""
+        if self.recent is not None:
+            self._look_up()
+        reads: list[Use] = []
+        writes: list[Use] = []
+        needs: Needs = {}
+        known, index, alone = self._known, 0, operands.dense
+        for reach in operands.read:  # counted by hand: a `zip` takes as long as two look-ups
+            address = addresses[index]
+            index += 1
+            use = known.get(address)
+            if use is None or use.reach != reach:
+                use = self._uses.dense(address, reach)
+                if use.reach < 0:
+                    alone = False
+            elif (writer := use.writer) is not None and (writer not in needs or needs[writer] < use.call):
+                needs[writer] = use.call
+            reads.append(use)
+        for reach in operands.written:
+            address = addresses[index]
+            index += 1
+            use = known.get(address)
+            if use is None or use.reach != reach:
+                use = self._uses.dense(address, reach)
+                if use.reach < 0:
+                    alone = False
+            else:
+                if (writer := use.writer) is not None and (writer not in needs or needs[writer] < use.call):
+                    needs[writer] = use.call
+                for reader, call in use.readers.items():
+                    if reader not in needs or needs[reader] < call:
+                        needs[reader] = call
+            writes.append(use)
+        if alone:
+            return reads, writes, needs
+        if not operands.dense:
+            pieces = operands.pieces(addresses)
+            reads, writes = self.entries(pieces[: operands.inputs]), self.entries(pieces[operands.inputs :])
+        return reads, writes, needs_of(reads, writes)
 
-        From the first byte that they read to the last, and the same of what they write. New outputs are apart from everything.
-        """
-        if operands.reaches is None:
-            return False
-        inputs, longest = operands.inputs, operands.longest
-        first, last = self._writes_from, self._writes_to
-        low, high = self._reads_from, self._reads_to
-        for address in addresses[:inputs]:
-            if first < address + longest and address < last:
-                return False
-            if address < low:
-                low = address
-            if address + longest > high:
-                high = address + longest
-        former_low, former_high = self._reads_from, self._reads_to
-        longest, fresh = operands.longest_written, operands.fresh
-        start, stop = first, last
-        for address in addresses[inputs:]:
-            end = address + longest
-            if not fresh and ((former_low < end and address < former_high) or (first < end and address < last)):
-                return False
-            if address < start:
-                start = address
-            if end > stop:
-                stop = end
-        self._reads_from, self._reads_to, self._writes_from, self._writes_to = low, high, start, stop
-        return True
+    def meet_any(self, memory: Memory) -> tuple[list[Use], list[Use], Needs]:
+        """Look up what any call reads and what it writes; and what it waits for."""
+        reads, writes = self.entries(memory.reads), self.entries(memory.writes)
+        needs = needs_of(reads, [*writes, *self.entries(memory.guessed)])
+        if memory.guessed:
+            memory.waited = needs != needs_of(reads, writes)
+        return reads, writes, needs
 
     def _look_up(self) -> None:
-        """Write the log into the books: two calls have come near each other."""
-        log, self.log = self.log, None
-        for addresses, operands, track, call in log or ():
-            self.meet(addresses, operands)
-            count, track.count = track.count, call - 1
-            self.write(track, addresses, operands)
-            track.count = count
-
-    def meet(self, addresses: Sequence[int], operands: Operands) -> Needs:
-        """Look up what a launch reads and overwrites, for `write`, which is to come next; what it waits for."""
-        if self.log is not None:
-            self._look_up()
-        if operands.reaches is None:
-            found = self._found = self.entries(operands.pieces(addresses))
-            return self.needs(found[: operands.inputs], found[operands.inputs :])
-        uses = self._uses
-        found = self._found = []
-        needs: Needs = {}
-        plain = True
-        for address, reach in zip(addresses, operands.met, strict=False):
-            use = uses.get(address)
-            if use is None:
-                if address >= self._end:  # past all that is known
-                    use = uses[address] = Use(address, address + reach)
-                    self._starts.append(address)
-                    self._end = use.stop
-                else:
-                    use = self._use((address, address + reach, None))
-            elif use.stop != address + reach:
-                use = self._use((address, address + reach, None))
-            found.append(use)
-            writer = use.writer
-            if writer is not None:
-                needs[writer] = max(use.call, needs[writer]) if writer in needs else use.call
-            if use.others:
-                plain = False
-        if not plain:
-            return self.needs(found[: operands.inputs], found[operands.inputs :])
-        if not operands.fresh:
-            for use in found[operands.inputs :]:
-                if use.readers:
-                    for reader, call in use.readers.items():
-                        if needs.get(reader, 0) < call:
-                            needs[reader] = call
-        return needs
-
-    def write(self, track: Track, addresses: Sequence[int], operands: Operands) -> None:
-        """Write down the launch that was looked up, as the next call of a stream."""
-        call = track.count = track.count + 1
-        inputs = operands.inputs
-        for use in self._found:
-            if inputs:
-                inputs -= 1
-                if readers := use.readers:
-                    readers[track] = call
-                else:
-                    use.readers = {track: call}
-            else:
-                use.wrote(track, call)
-        if operands.made:
-            for address, reach in zip(addresses[operands.inputs :], operands.made, strict=True):
-                use = self._uses[address] = Use(address, address + reach, track, call)
-                self._unplaced.append(use)
-                if use.stop > self._end:
-                    self._end = use.stop
+        """Make entries of all that the first launches were given."""
+        recent, self.recent = self.recent, None
+        for addresses, operands, track, call in recent or ():
+            reads, writes, _ = self.meet(addresses, operands)
+            self._write_down(track, call, reads, writes)
+            self._write_down_new(track, call, addresses, operands)
 
     def entries(self, pieces: Iterable[Piece | Token]) -> list[Use]:
         """Return the books' entries of any arrays, and tokens."""
-        if self.log is not None:
+        if self.recent is not None:
             self._look_up()
-        return [self._use(piece) for piece in pieces]
-
-    @staticmethod
-    def needs(reads: Iterable[Use], writes: Iterable[Use]) -> Needs:
-        """Return what a call waits for."""
-        needs: Needs = {}
-        for use in reads:
-            for each in (use, *use.others) if use.others else (use,):
-                writer = each.writer
-                if writer is not None and needs.get(writer, 0) < each.call:
-                    needs[writer] = each.call
-        for use in writes:
-            for each in (use, *use.others) if use.others else (use,):
-                writer = each.writer
-                if writer is not None and needs.get(writer, 0) < each.call:
-                    needs[writer] = each.call
-                for reader, call in each.readers.items():
-                    if needs.get(reader, 0) < call:
-                        needs[reader] = call
-        return needs
+        return [self._uses.piece(piece) for piece in pieces]
 
     def conflicts(self, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token]) -> Needs:
         """Return what a call waits for that is not written down itself."""
-        if self.log is not None:
+        if self.recent is not None:
             self._look_up()
-        found = [[use for piece in pieces for use in self._meeting(piece)] for pieces in (reads, writes)]
-        return self.needs(*found)
+        meeting = self._uses.meeting
+        return needs_of(*[[use for piece in pieces for use in meeting(piece)] for pieces in (reads, writes)])
 
-    def note(self, track: Track, reads: Iterable[Use], writes: Iterable[Use]) -> None:
-        """Write down the next call of a stream."""
+    def note_launch(
+        self, track: Track, reads: Sequence[Use], writes: Sequence[Use], addresses: Sequence[int], operands: Operands
+    ) -> None:
+        """Write down a launch that was looked up, as the next call of a stream."""
         call = track.count = track.count + 1
+        self._write_down(track, call, reads, writes)
+        if operands.made:
+            self._write_down_new(track, call, addresses, operands)
+
+    def note(self, track: Track, reads: Sequence[Use], writes: Sequence[Use]) -> None:
+        """Write down the next call of a stream."""
+        track.count += 1
+        self._write_down(track, track.count, reads, writes)
+
+    @staticmethod
+    def _write_down(track: Track, call: int, reads: Sequence[Use], writes: Sequence[Use]) -> None:
         for use in reads:
-            if readers := use.readers:
-                readers[track] = call
-            else:
+            if use.readers is UNREAD:
                 use.readers = {track: call}
+            else:
+                use.readers[track] = call
         for use in writes:
-            use.wrote(track, call)
+            use.writer, use.call, use.readers = track, call, UNREAD
+            if use.others:
+                use.overwritten()
+
+    def _write_down_new(self, track: Track, call: int, addresses: Sequence[int], operands: Operands) -> None:
+        for address, reach in zip(addresses[operands.inputs :], operands.made, strict=False):
+            self._uses.new(address, reach, track, call)
+
+    def note_again(self, track: Track, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token]) -> None:
+        """Write down, at the end of a branch, what it was given before: an event may stand behind less than all of it."""
+        self.note(track, self.entries(reads), self.entries(writes))
 
     # Waits
 
@@ -475,8 +240,8 @@ class DataOrder:
         """Let an event stand for all that a stream was given by now: a branch goes on there, and others may follow the same."""
         marks = track.marks
         try:
-            # Of an old mark: a wait holds on to the record that it was given.
-            event = self._spare.pop() if len(marks) < MOST_MARKS else marks.pop(0)[1]
+            # The event of an old mark will do: a wait holds on to the record that it was given.
+            event = self._free.pop() if len(marks) < MOST_MARKS else marks.pop(0)[1]
         except IndexError:
             event = self._events.take()
         try:
@@ -489,26 +254,14 @@ class DataOrder:
 
     def follow(self, track: Track, needs: Needs) -> None:
         """Let a stream wait for calls, where it does not yet."""
-        for other, call in self._missing(track, needs):
-            if other.marked < call:
-                self.mark(other)
-            reached, event, known = other.passed(call)
-            self.driver.wait_event(track.pointer, event)
-            track.learn({**known, other: reached})
-
-    @staticmethod
-    def _missing(track: Track, needs: Needs) -> Iterator[tuple[Track, int]]:
-        """Yield the calls that a stream does not wait for, nor by what it was made to wait for meanwhile."""
-        for each, last in needs.items():
-            other, call = each, last
-            while other.into is not None:
-                other, call = other.into
-            if not (other is track or track.known.get(other, 0) >= call or track.covers(other)):
-                yield other, call
-
-    def follows(self, track: Track, needs: Needs) -> bool:
-        """Whether a stream waits for calls already."""
-        return not any(True for _ in self._missing(track, needs))
+        for needed, given in needs.items():
+            other, call = last(needed, given)
+            if not track.waits_for(other, call):
+                if other.marked < call:
+                    self.mark(other)
+                reached, event, known = other.passed(call)
+                self.driver.wait_event(track.pointer, event)
+                track.learn({**known, other: reached})
 
     def joined(self, tracks: Iterable[Track], home: Track) -> None:
         """Note that a stream waits for all that others were given, which are nobody's from now on."""
@@ -521,16 +274,15 @@ class DataOrder:
 
     def close(self) -> None:
         """Forget everything: the join was made, or never will be. By any thread, where their own has ended."""
-        self.closed = True
-        if _thread.orders.get(self._key) is self:
-            _thread.orders.pop(self._key, None)
+        self.closed = self.busy = True
+        if self._orders.get(self._key) is self:
+            self._orders.pop(self._key, None)
         if self in opened:  # or an interrupt came before it was
             opened.remove(self)
         for track in self.tracks.values():
             self._end_track(track)
             track.home = track.stream = None
-        for use in self._linked:
-            use.others = ()
+        self._uses.close()
         self.kept.clear()
 
     def forget(self, pointer: int) -> None:
@@ -542,146 +294,29 @@ class DataOrder:
     def _end_track(self, track: Track) -> None:
         """Give the events back, and let go of what leads from track to track."""
         if track.marks:
-            self._spare += [event for _, event, _ in track.marks]
+            self._events.free.extend([event for _, event, _ in track.marks])
             self._events.returned()
             track.marks.clear()
-        track.known = track.seen = _NOTHING
-        track.slot = track.fork = None
-
-    # Memory
-
-    def _use(self, piece: Any) -> Use:
-        """Return the books' entry of a piece, new where there is none."""
-        if type(piece) is Token:
-            use = self._uses.get(piece)
-            if use is None:
-                use = self._uses[piece] = Use(0, 0, piece=piece)
-            return use
-        start, stop, strided = piece
-        if strided is None:
-            use = self._uses.get(start)
-            if use is not None and use.stop == stop:
-                return use
-        use = self._uses.get(piece)
-        if use is not None:
-            return use
-        self._place_all()
-        return self._place(Use(start, stop, piece=strided))
-
-    def _meeting(self, piece: Any) -> Iterable[Use]:
-        """Return the entries that share elements with a piece, which is not written down."""
-        if type(piece) is Token:
-            use = self._uses.get(piece)
-            return () if use is None else (use,)
-        self._place_all()
-        return [use for at in self._between(*piece[:2]) for use in self._at(at) if _meet(use, piece)]
-
-    def _between(self, start: int, stop: int) -> list[int]:
-        """Return where the stretches begin that a piece of memory touches."""
-        if start >= self._end:
-            return []
-        starts = self._starts
-        first = bisect_right(starts, start)
-        if first and self._stop(starts[first - 1]) > start:
-            first -= 1
-        return starts[first : bisect_left(starts, stop, first)]
-
-    def _place(self, use: Use) -> Use:
-        """Give a new piece its place among the others, and find those that share elements with it."""
-        start, stop = use.start, use.stop
-        if stop <= start:
-            return use  # nothing can share an element with it
-        near = self._between(start, stop)
-        if near:
-            known = [each for at in near for each in self._at(at)]
-            stretches = [self._stretches.pop(at) for at in near if at in self._stretches]
-            at = min(start, near[0])
-            first = bisect_left(self._starts, near[0])
-            self._starts[first : first + len(near)] = [at]
-            coarse = any(stretch.coarse for stretch in stretches)
-            merged = self._stretches[at] = _Stretch(max(stop, *[each.stop for each in known]), known, coarse)
-            self._end = max(self._end, merged.stop)
-            if coarse or len(known) >= MOST_NEIGHBOURS:
-                return self._coarsen(at, merged)
-            piece = (start, stop, use.piece)
-            for each in known:
-                if _meet(each, piece):
-                    self._link(each, use)
-            merged.uses.append(use)
-        dense = use.piece is None and start not in self._uses
-        self._uses[start if dense else (start, stop, use.piece)] = use
-        if not near:
-            self._put(use)
-        return use
-
-    def _link(self, one: Use, other: Use) -> None:
-        for use, neighbour in ((one, other), (other, one)):
-            if not use.others:
-                self._linked.append(use)
-            use.others = (*use.others, neighbour)
-
-    def _put(self, use: Use) -> None:
-        """Give a piece a stretch of its own."""
-        start, starts = use.start, self._starts
-        if not starts or start > starts[-1]:
-            starts.append(start)
-        else:
-            insort(starts, start)
-        if use.stop > self._end:
-            self._end = use.stop
-        if use.piece is not None or self._uses.get(start) is not use:
-            self._stretches[start] = _Stretch(use.stop, [use], False)
-
-    def _at(self, start: int) -> Sequence[Use]:
-        """Return what is known in the stretch that begins at an address."""
-        stretch = self._stretches.get(start)
-        return (self._uses[start],) if stretch is None else stretch.uses
-
-    def _stop(self, start: int) -> int:
-        stretch = self._stretches.get(start)
-        return self._uses[start].stop if stretch is None else stretch.stop
-
-    def _coarsen(self, start: int, stretch: _Stretch) -> Use:
-        """Take all of a stretch as one piece from now on: too many are in it to tell them apart quickly."""
-        former = stretch.uses
-        if len(former) == 1 and (former[0].start, former[0].stop) == (start, stretch.stop):
-            return former[0]
-        for use in former:
-            for key in (use.start, (use.start, use.stop, use.piece)):
-                if self._uses.get(key) is use:
-                    del self._uses[key]
-        whole = _Whole(start, stretch.stop)
-        whole.others = tuple({id(each): each for use in former for each in (use, *use.others)}.values())
-        self._linked.append(whole)
-        stretch.uses, stretch.coarse = [whole], True
-        self._uses[start] = whole
-        return whole
-
-    def _place_all(self) -> None:
-        """Give new memory its place."""
-        for use in self._unplaced:
-            self._put(use)
-        self._unplaced.clear()
-
-
-def _meet(use: Use, piece: Piece) -> bool:
-    """Whether two pieces share an element, as far as that can be told quickly."""
-    start, stop, strided = piece
-    if use.stop <= start or stop <= use.start:
-        return False
-    return (use.piece is None and strided is None) or share((use.start, use.stop, use.piece), piece)
+        track.end()
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # By driver and device; and by recording, since what is captured waits for nothing outside of that.
-        self.orders: dict[tuple[Driver, int, UnderWay | None], DataOrder] = {}
+        self.orders: Orders = {}
 
 
 _thread = _Thread()
 
 opened: list[DataOrder] = []
 """The books that are open, in whatever thread: where there are none, launches need not ask for their thread's."""
+
+
+def in_the_middle() -> OwnershipError:
+    """Return the error for a call by a finaliser that found its thread in the middle of the books."""
+    return OwnershipError(
+        "a finaliser that Python ran while its thread was starting a branch, or ending one, used a fork, a graph function, an "
+        "operation or a program: what orders the branches was in the middle of a change. Do it later, outside of finalisers"
+    )
 
 
 def open_order(driver: Driver, device: int) -> DataOrder | None:
@@ -700,8 +335,8 @@ def ordering_pool() -> PoolInternals | None:
 
 def before(
     pool: PoolInternals,
-    reads: Iterable[Piece | Token],
-    writes: Iterable[Piece | Token],
+    reads: Sequence[Piece | Token],
+    writes: Sequence[Piece | Token],
     keep: object,
     pointer: int | None = None,
 ) -> None:
@@ -710,7 +345,7 @@ def before(
     Parameters
     ----------
     pool : PoolInternals
-    reads, writes : iterable of Piece or Token
+    reads, writes : sequence of Piece or Token
         What the call reads, and what it overwrites.
     keep : object
         Whose memory that is.
@@ -721,34 +356,40 @@ def before(
     order = open_order(pool.driver, device)
     if order is None:
         return
-    if pointer is None:
-        pointer = pool.driver.current_stream(device).ptr
-    track = order.tracks.get(pointer) or Track(pointer)  # or one of the caller's own choice, who orders it with its own
-    noted = track if pointer in order.tracks else order.running
-    if noted is None or noted is order.root:
-        order.follow(track, order.conflicts(reads, writes))
-    else:
+    with order:
+        if pointer is None:
+            pointer = pool.driver.current_stream(device).ptr
+        track = order.tracks.get(pointer) or Track(pointer)  # or one of the caller's own choice, who orders it with its own
+        noted = track if pointer in order.tracks else order.running
+        if noted is None or noted is order.root:
+            order.follow(track, order.conflicts(reads, writes))
+            return
         order.kept.append(keep)
         met, changed = order.entries(reads), order.entries(writes)
-        order.follow(track, order.needs(met, changed))
+        order.follow(track, needs_of(met, changed))
         order.note(noted, met, changed)
+        if noted is not track:
+            order.elsewhere.append((reads, writes))
 
 
 def _before_plain(driver: Driver, pointer: int, reads: Sequence[Piece], writes: Sequence[Piece]) -> None:
     """Let plain code in a fork's body wait for the branches that it conflicts with, where the driver sees it."""
     order = open_order(driver, driver.current_device())
     if order is not None and order.running is None and (track := order.tracks.get(pointer)) is not None:
-        order.follow(track, order.conflicts(reads, writes))
+        with order:
+            order.follow(track, order.conflicts(reads, writes))
 
 
-def beside(pool: PoolInternals, writes: Iterable[Piece | Token]) -> bool:
+def beside(pool: PoolInternals, writes: Sequence[Piece | Token]) -> bool:
     """Whether branches that the current stream does not wait for were given what a call on it was found to write."""
     device = pool.current_device()
     order = open_order(pool.driver, device)
     if order is None:
         return False
     pointer = pool.driver.current_stream(device).ptr
-    return not order.follows(order.tracks.get(pointer) or Track(pointer), order.conflicts((), writes))
+    track = order.tracks.get(pointer) or Track(pointer)
+    with order:
+        return not all(track.waits_for(*last(*each)) for each in order.conflicts((), writes).items())
 
 
 def _after_fork() -> None:

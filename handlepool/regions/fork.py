@@ -21,30 +21,19 @@ from handlepool.pool.deferred import abandon, defer, deferred, settle
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.stream import check_foreign, resolve
-from handlepool.regions.data_order import (
-    NOBODYS,
-    DataOrder,
-    Memory,
-    Needs,
-    Operands,
-    Track,
-    Use,
-    open_order,
-    opened,
-)
+from handlepool.regions.accesses import Memory, Operands
+from handlepool.regions.data_order import DataOrder, in_the_middle, open_order, opened
 from handlepool.regions.memory import Region, branch_regions, held_by, inherited
 from handlepool.regions.operation import OperationCall, operation_of
 from handlepool.regions.plain_calls import PlainCall, pieces_of, warn_of_guess
 from handlepool.regions.stream_order import in_torch, torch_among
 from handlepool.regions.stream_order import order as order_streams
+from handlepool.regions.track import NOBODYS, Needs, Track
 from handlepool.regions.undeclared import run_watched
 
 T = TypeVar("T")
 
 _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
-
-Met = tuple[list[Use], list[Use]] | None
-"""What a branch reads and writes, as the books have it."""
 
 _NOT_ENTERED, _LEFT = 0, -1
 """What stands for the thread of a fork that is not open."""
@@ -58,12 +47,13 @@ class Fork:
 
     __slots__ = (
         "_callers",
+        "_checked",
         "_count",
         "_counted",
         "_driver",
-        "_free",
         "_home",
         "_inherited",
+        "_keep",
         "_kept",
         "_leased",
         "_mark",
@@ -91,15 +81,15 @@ class Fork:
         self._home = NOBODYS  # the caller's track
         self._counted = False  # whether the books are kept open for it: a fork in a branch is over with that
         self._mark = object()  # stands for this fork where that must not be kept
-        self._free = False  # whether branches are started that need no order
         self._tracks: list[Track] = []  # of the leased states
         self._thread = _NOT_ENTERED  # or the thread that entered it, or `_LEFT`
         self._pool = pool
         self._status = pool.status
+        self._checked = pool.checked
         self._count = count
         self._stream = stream
         self._leased: list[Slot] = []
-        self._kept: list[object] = []  # to the join, as long as there is no region
+        self._kept: list[object] = []  # to the join; the region's, too, once there is one
         self._callers: tuple[int, ...] = ()  # further streams that branches start after, and that wait at the join
         self._next = 0
         self._started = False  # whether branches have been started ahead, all states together
@@ -128,6 +118,8 @@ class Fork:
         self._inherited = outer is not None
         if outer is not None:
             outer.enter(self._leased)
+            self._kept = outer.kept
+        self._keep = self._kept.append
         # Of whose Python this is the body: of a branch, where that is known, or of none.
         self._within = order.running if opened and (order := open_order(driver, ordinal)) is not None else None
         self._thread = get_ident()
@@ -182,7 +174,7 @@ class Fork:
         kind = type(function)
         hit, prepare = launchers.get(function if kind is FunctionType else kind, NO_LAUNCHER)
         if hit is not None and driver.current_stream(ordinal) is self._stream:
-            result: T = hit(function, pool, self._begin, args, kwargs)
+            result: T = hit(function, pool, self._begin if self._ordered else self._begin_unordered, args, kwargs)
             if result is not NOT_CACHED:
                 return result
         if recordings and thread.recording is not None:
@@ -197,8 +189,7 @@ class Fork:
             call = self._on_caller(prepare, (function, pool, args, kwargs), {})
         if call.callers:
             self._follow(call.callers)
-        memory = Memory(*call.pieces()) if self._ordered else None
-        slot = self._begin((args, kwargs, call.operands), memory=memory, owned=True)
+        slot = self._begin_any((args, kwargs, call.operands), Memory(*call.pieces()) if self._ordered else None)
         result = call.enqueue(slot)
         return result
 
@@ -215,8 +206,7 @@ class Fork:
             call = OperationCall(self._driver, operation, args, kwargs)
         elif self._ordered or pool.checked:
             call = PlainCall(self._driver, function, args, kwargs)
-        memory = call if self._ordered else None
-        slot = self._begin((function, args, kwargs, held_by(function)), owned=True, memory=memory)
+        slot = self._begin_any((function, args, kwargs, held_by(function)), call if self._ordered else None)
         known = len(region.allocated)
         if isinstance(call, OperationCall):
             function, args, kwargs = call.run, (pool,), {}
@@ -225,30 +215,38 @@ class Fork:
         if torch is not None:
             function, args, kwargs = in_torch(torch, slot.pointer, theirs, ordinal, function, args, kwargs)
         order = self._order
-        # What the outermost caller's stream is given comes before all that starts later.
-        track = None if order is None or slot.pointer == order.root.pointer else order.tracks[slot.pointer]
-        former = None if order is None else order.running
+        if call is None or order is None:
+            return self._call(slot, region, function, args, kwargs)
+        track, former, elsewhere = order.tracks[slot.pointer], order.running, order.elsewhere
+        noted = track is not order.root  # what that is given comes before all that starts later
+        order.running, order.elsewhere = track, []
+        ended = None
         try:
-            if order is not None:
-                order.running = order.tracks[slot.pointer]
-            if self._leased:
-                branch_regions[slot.pointer] = region
-                result = run_on(pool, slot.side_stream, ordinal, region, function, args, kwargs)
-            else:
-                result = self._on_caller(function, args, kwargs)
-        except BaseException:
-            if call is not None and order is not None and track is not None:
-                order.note(track, *call.met)
-                call.failed(order, track)
-            raise
+            result = self._call(slot, region, function, args, kwargs)
+            ended = region.allocated[known:], result
         finally:
-            if order is not None:
-                order.running = former
-        if call is not None and order is not None and track is not None:
-            order.note(track, *call.met)  # again, since an event may stand behind what the branch had been given till then
-            region.keep(result)  # it is in the books, also where its memory is another library's
-            call.ended(order, track, region.allocated[known:], result)
+            given, order.running, order.elsewhere = order.elsewhere, former, elsewhere
+            if former is track:  # no state was left for a fork in a branch
+                elsewhere += given
+            if noted and not order.closed:
+                with order:
+                    for reads, writes in ((call.reads, call.writes), *given):
+                        order.note_again(track, reads, writes)
+                    if ended is None:
+                        call.failed(order, track)
+                    else:
+                        order.kept.append(result)  # it is in the books, also where its memory is another library's
+                        call.ended(order, track, *ended)
         return result
+
+    def _call(
+        self, slot: Slot, region: Region, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call what a branch runs, on its stream."""
+        if not self._leased:
+            return self._on_caller(function, args, kwargs)
+        branch_regions[slot.pointer] = region
+        return run_on(self._pool, slot.side_stream, self._ordinal, region, function, args, kwargs)
 
     def wait(self, *arrays: Any) -> Any:
         """Let the caller's stream wait for the branches that wrote arrays, and for those alone.
@@ -286,7 +284,9 @@ class Fork:
             raise OwnershipError("fork.wait was called inside a branch: it is for the body of the fork")
         if order is not None:
             home = order.tracks.get(self._pointer) or Track(self._pointer)
-            order.follow(home, order.conflicts(pieces_of(driver, *arrays), ()))
+            pieces = pieces_of(driver, *arrays)
+            with order:
+                order.follow(home, order.conflicts(pieces, ()))
             current = driver.current_stream(self._ordinal).ptr
             if current != self._pointer:
                 self._pool.device(self._ordinal).edges.order(self._pointer, current)
@@ -359,6 +359,7 @@ class Fork:
             self._refuse()
         if pool.current_device() != self._ordinal or self._driver.current_stream(self._ordinal) is not self._stream:
             return None
+        ordered = self._ordered
         attempt: Any = None  # what the first branch launches by
         fresh: list[Any] = []
 
@@ -366,9 +367,8 @@ class Fork:
             nonlocal attempt
             attempt = launch
             # Nothing comes after these, nothing that is open came before, and what they write is new.
-            self._free = self._ordered and self._once and open_order(self._driver, self._ordinal) is None
-            if self._free and not launch.operands.fresh:
-                self._free = self._apart(launch.operands, fixed, sources)
+            if self._once and open_order(self._driver, self._ordinal) is None:
+                self._ordered = ordered and not (launch.operands.fresh or self._apart(launch.operands, fixed, sources))
             if not given:
                 fresh.extend(launch.allocate(len(others)))
             elif first[-1] is None:  # or it launches for nobody without an output
@@ -377,7 +377,8 @@ class Fork:
                 fresh.extend([None] * len(others))
             self._start(self._next + len(calls))
             self._started = True
-            return self._begin(operands, launch, addresses)
+            begin = self._begin if self._ordered else self._begin_unordered
+            return begin(operands, launch, addresses)
 
         first, *others = calls
         arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, keywords)
@@ -385,14 +386,14 @@ class Fork:
             results = [hit(bare, pool, start, fixed + arrays, options)]
             if results[0] is NOT_CACHED:
                 return None
-            begin = self._begin_unordered if self._free else self._begin
+            begin = self._begin if self._ordered else self._begin_unordered
             for call, made in zip(others, fresh, strict=True):
                 arrays, out = (call[:-1], call[-1]) if given else (call, None)
                 result = attempt(begin, fixed + arrays, out, made)
                 if result is NOT_CACHED:  # another geometry, say
                     together, self._started = self._started, False
-                    if self._free and given:  # of which nobody knows whether it is apart from the others
-                        together = self._free = False
+                    if given and self._ordered is not ordered:  # nobody knows whether it is apart from the others
+                        together, self._ordered = False, ordered
                         begin = self._begin
                         self._wait_for_all()
                     result = self._run(function, call, given)
@@ -400,7 +401,7 @@ class Fork:
                 results.append(result)
             return results
         finally:
-            self._started = self._free = False
+            self._started, self._ordered = False, ordered
 
     def _apart(self, operands: Operands, fixed: tuple[Any, ...], sources: Sequence[Iterable[Any]]) -> bool:
         """Whether no call of a map into outputs, the last of the sources, comes near what another one writes."""
@@ -454,7 +455,7 @@ class Fork:
 
     def _begin(
         self,
-        operands: object,
+        kept: object,
         launch: Any = None,
         addresses: tuple[int, ...] = (),
         *,
@@ -469,70 +470,76 @@ class Fork:
         what ``launch`` says of ``addresses``. Where Python runs in it (``owned``), or a pool checks, the slot is this thread's: a
         hit of `get_handle` finds it.
         """
-        if not self._ordered or self._free:
-            return self._begin_unordered(operands, owned=owned)
-        (self._kept if self._region is None else self._region.kept).append(operands)
+        self._keep(kept)
         order = self._order
-        if order is None or order.closed:
+        if order is None or order.busy:
             order = self._open_order()
-        needs: Needs | None = None
-        spec: Operands | None = None
-        met: Met = None
+        known = index = -1
         track: Track | None = None
-        if launch is not None:
-            spec = launch.operands
-            if order.log is None or not order.apart(addresses, spec):
-                needs = order.meet(addresses, spec)
+        slot: Slot | None = None
+        try:
+            order.busy = True
+            operands, recent, needs = launch and launch.operands, order.recent, None
+            if memory is not None:
+                reads, writes, needs = order.meet_any(memory)
+            elif recent is None or (needs := recent.meet(addresses, operands)) is None:
+                recent = None
+                reads, writes, needs = order.meet(addresses, operands)
+            if needs:
                 if order.guesses:
                     self._warn(order, needs)
-        else:
-            met, needs = self._meet(order, memory)
-        if needs:
-            for track, call in needs.items():
-                if track.count == call and track.fork is self._mark:
-                    if track.marked != call:
-                        order.mark(track)  # others may follow the same
-                    break
-            else:
-                track = None
-        known, index = len(self._leased), self._next
-        if track is None:
-            track = self._tracks[index] if index < len(self._tracks) else self._next_track(order, index)
-            if track is None:
-                home = self._home
-                if needs:
-                    order.follow(home, needs)
-                if home is not order.root:  # what that is given comes before all that starts later
-                    self._note(order, home, addresses, spec, met)
-                return self._pool.slot(self._stream)
-            self._next = index + 1 if index + 1 < self._count else 0
-        slot: Slot = track.slot  # type: ignore[assignment]
-        try:
-            if slot.owner is None and (owned or self._pool.checked):
-                bind_to_thread(self._pool.sound(slot))
-            if not self._started:
-                driver = self._driver
-                driver.record_event(slot.start_event, self._pointer)
-                driver.wait_event(slot.pointer, slot.start_event)
+                mark = self._mark
+                for each, call in needs.items():
+                    if each.count == call and each.fork is mark:
+                        track = each
+                        if track.marked != call:
+                            order.mark(track)  # others may follow the same
+                        break
             home = self._home
-            if home.known is not track.seen:
-                track.learn(home.known)
-                track.seen = home.known
+            if track is None:
+                known, index = len(self._leased), self._next
+                track = self._tracks[index] if index < len(self._tracks) else self._lease_track(order, index)
+                self._next = index + 1 if index + 1 < self._count else 0
+                if track is home:
+                    slot = self._pool.slot(self._stream)
+            if slot is None:
+                slot = track.slot
+                assert slot is not None
+                if (owned or self._checked) and slot.owner is None:
+                    bind_to_thread(self._pool.sound(slot))
+                if not self._started:
+                    driver = self._driver
+                    driver.record_event(slot.start_event, self._pointer)
+                    driver.wait_event(slot.pointer, slot.start_event)
+                if home.known is not track.seen:
+                    track.learn(home.known)
+                    track.seen = home.known
             if needs and (len(needs) > 1 or track not in needs):
                 order.follow(track, needs)
+            if memory is not None:
+                order.note(track, reads, writes)
+            elif recent is None:
+                order.note_launch(track, reads, writes, addresses, operands)
+            else:
+                recent.note(addresses, operands, track)
         except BaseException:
-            self._release_from(known)
-            self._next = index
+            if known >= 0:
+                self._release_from(known)
+                self._next = index
             raise
-        if needs is not None and spec is not None:
-            order.write(track, addresses, spec)
-        else:
-            self._note(order, track, addresses, spec, met)
+        finally:
+            order.busy = False
         return slot
+
+    def _begin_any(self, operands: object, memory: Memory | None) -> Slot:
+        """Start the next branch, where it is no launch of one known plan, on a slot that is this thread's."""
+        if memory is None:
+            return self._begin_unordered(operands, owned=True)
+        return self._begin(operands, memory=memory, owned=True)
 
     def _begin_unordered(self, operands: object, _: object = None, __: object = None, *, owned: bool = False) -> Slot:
         """Start the next branch on the next state, whatever it reads and writes."""
-        (self._kept if self._region is None else self._region.kept).append(operands)
+        self._keep(operands)
         pool, leased, index = self._pool, self._leased, self._next
         known = len(leased)
         if index >= known and (self._started or not self._lease()):
@@ -554,28 +561,18 @@ class Fork:
             raise
         return slot
 
-    def _next_track(self, order: DataOrder, index: int) -> Track | None:
-        """Return the track of the state whose turn it is; None where there is no state."""
+    def _lease_track(self, order: DataOrder, index: int) -> Track:
+        """Return the track of the state whose turn it is; the caller's where there is no state."""
         leased, tracks = self._leased, self._tracks
         if index >= len(leased) and (self._started or not self._lease()):
             if not leased:
-                return None
+                return self._home
             index = 0
         while len(tracks) <= index:
             slot = leased[len(tracks)]
             track = order.tracks[slot.pointer] = Track(slot.pointer, self._home, self._mark, slot)
             tracks.append(track)
         return tracks[index]
-
-    def _note(self, order: DataOrder, track: Track, addresses: tuple[int, ...], spec: Operands | None, met: Met) -> None:
-        """Write down a branch that is no launch which was looked up."""
-        if met is not None:
-            order.note(track, *met)
-        elif spec is not None and order.log is not None:
-            track.count += 1
-            order.log.append((addresses, spec, track, track.count))
-        elif spec is not None:
-            order.write(track, addresses, spec)
 
     def _open_order(self) -> DataOrder:
         """Return the books of the region: the thread's that are open, or else ones that this fork opens."""
@@ -585,6 +582,8 @@ class Fork:
             order = self._order = DataOrder(self._pool, self._ordinal, Track(self._pointer))
             self._counted = True
             order.open()
+        elif order.busy:
+            raise in_the_middle()
         else:
             self._counted = not self._inherited
             order.forks += self._counted
@@ -594,17 +593,6 @@ class Fork:
             home = order.tracks[self._pointer] = Track(self._pointer)
         self._home, self._order = home, order
         return order
-
-    def _meet(self, order: DataOrder, memory: Memory | None) -> tuple[tuple[list[Use], list[Use]], Needs]:
-        """Return the books' entries of what a branch reads and writes, and what it waits for."""
-        assert memory is not None
-        met = memory.met = order.entries(memory.reads), order.entries(memory.writes)
-        needs = order.needs(met[0], [*met[1], *order.entries(memory.guessed)])
-        if memory.guessed:
-            memory.waited = needs != order.needs(*met)
-        if order.guesses:
-            self._warn(order, needs)
-        return met, needs
 
     def _warn(self, order: DataOrder, needs: Needs) -> None:
         """Warn where a branch waits for one that may have written what it was given."""
@@ -680,6 +668,8 @@ class Fork:
                 with self._driver.device(self._ordinal):
                     self._join()
         except BaseException:
+            if self._order is not None:
+                self._order.busy = self._order.closed  # after an interrupt
             if self._leased:  # it did not come to the join, or not to its end
                 if self._inherited:
                     region = self._own_region()
@@ -751,6 +741,7 @@ class Fork:
         order = self._order
         if order is None:
             return
+        order.busy = True  # it may be so already, after an interrupt
         order.forks -= self._counted
         self._counted = False
         if not joined:  # branches may still use it
@@ -762,6 +753,7 @@ class Fork:
             self._home.stream = self._stream
             if not self._inherited:
                 order.kept.append((self._region.kept if self._region is not None else self._kept)[:])
+        order.busy = order.closed
         self._order, self._home = None, NOBODYS
         self._tracks = []
 
@@ -838,6 +830,8 @@ class Fork:
     def _settle(self) -> bool:
         """Leave a fork that nobody left; called later, by any thread."""
         self._thread = _LEFT
+        if self._order is not None and self._order.busy and not self._order.closed:
+            return False  # in a finaliser that found its thread in the middle of the books, or by another thread
         if self._given_up():
             return True
         try:

@@ -99,9 +99,9 @@ class Region:
 
     def abandon(self) -> None:
         """Let go of nothing, ever: a join failed, so branches may read what is kept, and nobody waits for them."""
-        abandon(self.kept)
-        self.kept = []
-        self.keep = self.kept.append
+        kept = self.kept[:]
+        abandon(kept)
+        del self.kept[: len(kept)]  # another thread may have kept more meanwhile
         self._allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
 
 

@@ -13,9 +13,11 @@ from handlepool.errors import ArgumentError, ContractError
 from handlepool.pool.context import recordings, thread
 from handlepool.pool.default import pool_so_far
 from handlepool.pool.internals import PoolInternals
-from handlepool.regions.data_order import DataOrder, Memory, Track, before, open_order, opened, ordering_pool
+from handlepool.regions.accesses import Memory
+from handlepool.regions.data_order import DataOrder, before, open_order, opened, ordering_pool
 from handlepool.regions.plain_calls import exact, piece_of, pieces_of
 from handlepool.regions.stream_order import order, torch_among
+from handlepool.regions.track import Track
 from handlepool.regions.undeclared import Call, Watch, name_of
 from handlepool.tensors.layout import Piece, Token, share
 
@@ -389,7 +391,8 @@ def follow_branches(pool: PoolInternals, function: Callable[..., Any], args: tup
     pointer = driver.current_stream(device).ptr
     track = books.tracks.get(pointer) or Track(pointer)
     if getattr(function, "__func__", None) in exact:  # what it reads and writes is its own to know
-        books.follow(track, {each: each.count for each in books.tracks.values()})
+        with books:
+            books.follow(track, {each: each.count for each in books.tracks.values()})
         return
     declared = operation_of(function, args)
     if declared is None:
@@ -397,4 +400,5 @@ def follow_branches(pool: PoolInternals, function: Callable[..., Any], args: tup
         writes = reads
     else:
         reads, writes = declared[0].accesses(driver, declared[1], kwargs)
-    books.follow(track, books.conflicts(reads, writes))
+    with books:
+        books.follow(track, books.conflicts(reads, writes))

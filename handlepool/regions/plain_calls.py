@@ -16,7 +16,9 @@ import numpy as np
 
 from handlepool._util import bound_call, content, frames_inside, has, kind_of, leaves
 from handlepool.drivers.protocol import Driver
-from handlepool.regions.data_order import DataOrder, Memory, Track
+from handlepool.regions.accesses import Memory
+from handlepool.regions.data_order import DataOrder
+from handlepool.regions.track import Track
 from handlepool.tensors.layout import Piece, piece, share
 
 _may_write: dict[tuple[CodeType, ...], bool] = {}

@@ -16,7 +16,7 @@ from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import default as defaults
 from handlepool.pool import deferred
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
-from handlepool.regions import data_order
+from handlepool.regions import data_order, uses
 
 
 class BlindDriver(HostDriver):
@@ -165,13 +165,13 @@ def default_pool(pool: HandlePool) -> Iterator[None]:
 @contextlib.contextmanager
 def books_of(case: Case) -> Iterator[None]:
     """Let the books be as they are, or, where the case says so, keep so little that they soon count several as one."""
-    former = data_order.MOST_MARKS, data_order.MOST_NEIGHBOURS
+    former = data_order.MOST_MARKS, uses.MOST_NEIGHBOURS
     if case.small:
-        data_order.MOST_MARKS, data_order.MOST_NEIGHBOURS = 2, 4
+        data_order.MOST_MARKS, uses.MOST_NEIGHBOURS = 2, 4
     try:
         yield
     finally:
-        data_order.MOST_MARKS, data_order.MOST_NEIGHBOURS = former
+        data_order.MOST_MARKS, uses.MOST_NEIGHBOURS = former
 
 
 def expected_of(case: Case) -> Values:

@@ -149,13 +149,14 @@ def uses_a_workspace(world):
 
 def launches(world):
     """With more scratch, where that is not refused, and lets go of what was replaced."""
-    with contextlib.suppress(OwnershipError):  # this thread makes a launch on the same slot
+    with contextlib.suppress(OwnershipError):  # this thread makes a launch on the same slot, or starts a branch
         world.kept.append(world.convolve(world.large))
     world.pool.trim()
 
 
 def forks(world):
-    world.kept += world.states.map(world.convolve, [world.large])
+    with contextlib.suppress(OwnershipError):  # this thread starts a branch, or ends one
+        world.kept += world.states.map(world.convolve, [world.large])
 
 
 def asks_for_a_state(world):

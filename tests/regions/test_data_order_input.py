@@ -340,3 +340,43 @@ def test_g17_the_books_grow_with_arrays_and_not_with_branches(make_driver):
         assert counts[1] == counts[0] <= 8
     assert world.usable()
     world.pool.close()
+
+
+# A finaliser finds its thread in the middle of the books
+
+
+@pytest.mark.parametrize("use", ["a call", "a branch", "a map", "an operation", "a replay", "a wait"])
+def test_g17_a_finaliser_that_finds_its_thread_in_the_middle_of_the_books_is_refused(world, monkeypatch, use):
+    monkeypatch.setattr("handlepool.pool.default._default", world.pool)
+    x, y = world.array(1), world.array(2)
+    program = handlepool.record(double, y, pool=world.pool) if use == "a replay" else None
+    refused = []
+
+    def finaliser(fork):
+        uses = {
+            "a call": lambda: plus(x, y),
+            "a branch": lambda: fork.run(double, y),
+            "a map": lambda: world.states.map(double, [x, y]),
+            "an operation": lambda: added(x, y),
+            "a replay": lambda: program.replay(),
+            "a wait": lambda: fork.wait(y),
+        }
+        with pytest.raises(OwnershipError, match="in the middle of a change"):
+            uses[use]()
+        refused.append(use)
+
+    meet = data_order.DataOrder.meet_any
+
+    with world.states.fork() as fork:
+        fork.run(lambda a: a * 2, x)
+
+        def interrupted(order, memory):
+            monkeypatch.setattr(data_order.DataOrder, "meet_any", meet)
+            finaliser(fork)
+            return meet(order, memory)
+
+        monkeypatch.setattr(data_order.DataOrder, "meet_any", interrupted)
+        z = fork.run(lambda a: a + 1, x)
+        w = fork.run(double, z)
+    assert refused == [use]
+    assert (w.get() == 4).all()

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -536,7 +535,7 @@ def arguments_are_dropped(scene, keeps=True):
     scene.states.map(double, arrays(scene, range(6)), out=outs)
     with scene.states.fork() as fork:
         if not keeps:
-            fork._kept = SimpleNamespace(append=lambda _: None, clear=lambda: None)
+            fork._keep = lambda _: None
         fork.map(double, arrays(scene, range(6)), out=outs)
         arrays(scene, [100] * 6)
     return tuple(read(scene, outs))
