@@ -29,10 +29,10 @@ _warned: set[str] = set()
 
 def piece_of(driver: Driver, value: Any) -> Piece | None:
     """Return the memory of an array of any library; None for what has none that is known."""
+    if isinstance(value, driver.array_types):  # outside of the below: an error here must not hide an array
+        array: Any = value
+        return piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)
     try:
-        if isinstance(value, driver.array_types):
-            array: Any = value
-            return piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)
         tensor = getattr(sys.modules.get("torch"), "Tensor", None)
         if tensor is not None and isinstance(value, tensor):
             size = value.element_size()

@@ -380,3 +380,16 @@ def test_g17_a_finaliser_that_finds_its_thread_in_the_middle_of_the_books_is_ref
         w = fork.run(double, z)
     assert refused == [use]
     assert (w.get() == 4).all()
+
+
+# What cannot be seen
+
+
+def test_g17_an_array_that_does_not_say_where_it_lies_is_an_error_and_not_left_out(world):
+    with world.states.fork() as fork:
+        y = fork.run(double, world.array(2))
+        world.driver.fail_at(1, "array_pointer", RuntimeError("no address"))
+        with pytest.raises(RuntimeError, match="no address"):
+            fork.run(lambda y: y + 1, y)
+        z = fork.run(lambda y: y + 1, y)
+    assert (z.get() == 5).all()
