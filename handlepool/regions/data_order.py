@@ -281,7 +281,7 @@ class DataOrder:
             opened.remove(self)
         for track in self.tracks.values():
             self._end_track(track)
-            track.home = track.stream = None
+            track.home = None
         self._uses.close()
         self.kept.clear()
 

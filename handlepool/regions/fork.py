@@ -218,7 +218,6 @@ class Fork:
         if call is None or order is None:
             return self._call(slot, region, function, args, kwargs)
         track, former, elsewhere = order.tracks[slot.pointer], order.running, order.elsewhere
-        noted = track is not order.root  # what that is given comes before all that starts later
         order.running, order.elsewhere = track, []
         ended = None
         try:
@@ -228,7 +227,7 @@ class Fork:
             given, order.running, order.elsewhere = order.elsewhere, former, elsewhere
             if former is track:  # no state was left for a fork in a branch
                 elsewhere += given
-            if noted and not order.closed:
+            if not order.closed:
                 with order:
                     for reads, writes in ((call.reads, call.writes), *given):
                         order.note_again(track, reads, writes)
@@ -670,7 +669,7 @@ class Fork:
         except BaseException:
             if self._order is not None:
                 self._order.busy = self._order.closed  # after an interrupt
-            if self._leased:  # it did not come to the join, or not to its end
+            if self._leased or self._order is not None:  # it did not come to the join, or not to its end
                 if self._inherited:
                     region = self._own_region()
                     region.abandon()  # or the outer fork would let go of it
@@ -740,6 +739,8 @@ class Fork:
         """Close the books, or note where another fork goes on with them that the caller's stream waits for the branches."""
         order = self._order
         if order is None:
+            if opened and self._leased and not self._ordered:
+                self._leave_order_of_others(joined)
             return
         order.busy = True  # it may be so already, after an interrupt
         order.forks -= self._counted
@@ -756,6 +757,13 @@ class Fork:
         order.busy = order.closed
         self._order, self._home = None, NOBODYS
         self._tracks = []
+
+    def _leave_order_of_others(self, joined: bool) -> None:
+        """Note in the books of an outer fork that states were joined in which ordered forks had their bodies."""
+        order = open_order(self._driver, self._ordinal)
+        inside = [] if order is None else [order.tracks[slot.pointer] for slot in self._leased if slot.pointer in order.tracks]
+        if order is not None and inside and joined:
+            order.joined(inside, order.tracks.setdefault(self._pointer, Track(self._pointer)))
 
     def _finish(self, failure: BaseException | None) -> BaseException | None:
         """End a join of which there is more to say; what went wrong too late to matter to it is returned."""
@@ -822,7 +830,7 @@ class Fork:
     def __del__(self, _defer: Callable[[Any], None] = defer) -> None:
         # Nobody left it: its thread ended inside, or an interrupt came while it was left.
         try:
-            if self._thread > 0 or self._leased:
+            if self._thread > 0 or self._leased or self._order is not None:
                 _defer(self._settle)
         except AttributeError:  # an interrupt came while it was made
             pass

@@ -85,7 +85,7 @@ class Track:
     def end(self) -> None:
         """Let go of what leads from track to track."""
         self.known = self.seen = NOTHING
-        self.slot = self.fork = None
+        self.slot = self.fork = self.stream = None
 
 
 def last(track: Track, call: int) -> tuple[Track, int]:
