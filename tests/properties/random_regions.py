@@ -140,7 +140,7 @@ def survey(seeds: Iterable[int]) -> Summary:
     return judge.summary
 
 
-def survey_all(seeds: range, workers: int, report: Callable[[Summary], None] = lambda summary: None) -> Summary:
+def survey_all(seeds: range, workers: int, report: Callable[[Summary, list[str]], None]) -> Summary:
     """Judge the programs of seeds in some processes."""
     summary = Summary()
     chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
@@ -150,11 +150,14 @@ def survey_all(seeds: range, workers: int, report: Callable[[Summary], None] = l
         results = multiprocessing.get_context("spawn").Pool(workers).imap_unordered(survey, chunks)
     for found in results:
         summary.add(found)
-        report(summary)
+        report(summary, found.faults)
     return summary
 
 
-def report(summary: Summary) -> None:
+def report(summary: Summary, faults: list[str]) -> None:
+    """Say how far it is, and what was found just now."""
+    for fault in faults:
+        print(fault, end="\n\n", flush=True)
     print(f"\r{summary.programs} programs, {len(summary.faults)} faults", end="", file=sys.stderr)
 
 
@@ -169,11 +172,10 @@ def main() -> int:
     if options.only is not None:
         print(told(make_case(options.only).steps), flush=True)
         summary = survey([options.only])
+        report(summary, summary.faults)
     else:
         summary = survey_all(seeds_of(options.seed, options.programs), options.workers, report)
-        print(file=sys.stderr)
-    for fault in summary.faults:
-        print(fault, end="\n\n")
+    print(file=sys.stderr)
     print(json.dumps({**vars(summary), "faults": len(summary.faults), "seconds": round(time.monotonic() - begun)}))
     return bool(summary.faults)
 
