@@ -1,6 +1,5 @@
 """What a pool must be able to account for at any time between two calls, on the host driver."""
 
-import gc
 from collections import Counter
 
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
@@ -62,9 +61,8 @@ def events_of_tasks():
 
 
 def streams_of_books(driver):
-    """Streams that open books keep, since they may record on them: also of a state that was joined, as long as it is in them."""
-    kinds = {type(order.root) for order in books_of(driver)}
-    return [track.stream for track in gc.get_objects() if type(track) in kinds] if kinds else []
+    """Streams that open books keep, since they may record on them."""
+    return [track.stream for order in books_of(driver) for track in order.tracks.values()]
 
 
 def waiting(pool):

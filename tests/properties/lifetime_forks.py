@@ -9,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 import handlepool
 from handlepool import ParallelStateExecutor
-from handlepool.regions import data_order
 
 INDEX = st.integers(0, 7)
 SIZES = st.sampled_from([0, 1, 256, 300, 1000, 5000])
@@ -223,8 +222,7 @@ class Body:
             made.extend(machine.region(rest, given, hidden, key))
             return [value.array for value in made]
 
-        # Not yet where books are open that know nothing of this branch: they lose its stream's events where that is leased again.
-        if self.rest and (self.ordered or not data_order.opened):
+        if self.rest:
             self.fork.run(branch, [] if hidden else [value.array for value in given])
             for value in made:  # the branch's, whatever happened to it there
                 value.wrote = None
@@ -380,10 +378,6 @@ class Forks(RuleBasedStateMachine):
             return body
 
         body, done = self.on(actor, device, fork._stream, go_on, Oops)
-        # Not yet: what the outermost caller's stream is given where no state is free, forks over other streams do not wait for.
-        for value in [*values, *(body.made if done else ())] if not fork._leased else ():
-            if fork._mark in value.forks:
-                value.wrote = fork._pointer
         if not done:
             for value in values:
                 value.expected = None
