@@ -33,7 +33,7 @@ BOUNDS = {
     "kernel of our own, out given": (23, 3),
     "fork, 4 graph functions, join": (260, 150),
     "fork, 4 conv2d, join": (270, 150),
-    "fork, 4 Python functions, join": (490, 720),
+    "fork, 4 Python functions, join": (505, 720),
     "map of a graph function over 4": (136, 54),
     "replay": (4, 2),
 }
@@ -45,7 +45,7 @@ CUDA_BOUNDS = {
     "kernel of our own, out given": (8, 2),
     "fork, 4 graph functions, join": (180, 150),
     "fork, 4 conv2d, join": (190, 150),
-    "fork, 4 Python functions, join": (500, 720),
+    "fork, 4 Python functions, join": (515, 720),
     "map of a graph function over 4": (64, 54),
     "replay": (4, 2),
 }

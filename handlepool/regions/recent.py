@@ -30,6 +30,8 @@ class Recent:
 
     def meet(self, addresses: Sequence[int], operands: Operands) -> Needs | None:
         """Return what a launch waits for; None for one that has to be looked up, and so all of these."""
+        if not operands.dense:
+            return None
         longest, written_from, written_to = operands.longest, self._written_from, self._written_to
         needs = NOTHING
         inputs = addresses[: operands.inputs]

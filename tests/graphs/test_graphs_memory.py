@@ -1,11 +1,8 @@
 """Guarantee 8 for graph functions: outputs are known beforehand, and cost a branch no allocator. Controls must go wrong."""
 
-from types import SimpleNamespace
-
 from harness.graphs import double
 from harness.scenes import Scene, over_seeds
 
-from handlepool.regions import memory
 from handlepool.regions.fork import Fork
 
 
@@ -56,21 +53,14 @@ def test_g8_the_arguments_of_a_graph_function_are_kept():
     assert set(over_seeds(a_graph_functions_argument_is_dropped, seeds=range(50))) == {2}
 
 
-def with_a_region(fork, enter=Fork.__enter__):
-    """Enter a fork that keeps what it keeps in a region from the start."""
-    enter(fork)._own_region()
+def forgetful(fork, enter=Fork.__enter__):
+    """Enter a fork that keeps nothing."""
+    enter(fork)._keep = lambda _: None
     return fork
 
 
 def test_g8_control_a_graph_function_whose_arguments_are_not_kept(monkeypatch):
-    class Forgetful(memory.Region):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.keep = lambda _: None
-            self.kept = SimpleNamespace(append=self.keep, clear=lambda: None)
-
-    monkeypatch.setattr("handlepool.regions.fork.Region", Forgetful)
-    monkeypatch.setattr(Fork, "__enter__", with_a_region)
+    monkeypatch.setattr(Fork, "__enter__", forgetful)
     assert 200 in over_seeds(a_graph_functions_argument_is_dropped, seeds=range(50), control=True)
 
 

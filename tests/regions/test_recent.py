@@ -1,0 +1,112 @@
+"""The first launches of a region: what is looked up nowhere, and what has to be."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from handlepool.regions.accesses import Operands
+from handlepool.regions.recent import Recent
+from handlepool.regions.track import Track
+from handlepool.tensors.layout import Layout
+
+SIZE = 64
+BYTES = 4 * SIZE
+
+
+def operands(inputs, fresh=False, outputs=1, strides=(4,)):
+    layout = Layout((SIZE,), strides, np.dtype(np.float32))
+    return Operands([layout] * (inputs + outputs), inputs, fresh)
+
+
+def at(*numbers):
+    """Addresses of arrays that lie one behind the other."""
+    return tuple((1 << 40) + int(BYTES * number) for number in numbers)
+
+
+def given(recent, track, addresses, spec):
+    needs = recent.meet(addresses, spec)
+    assert needs is not None
+    recent.note(addresses, spec, track)
+    return needs
+
+
+def test_g17_what_reads_an_output_waits_for_it_and_what_reads_others_for_nothing():
+    recent, one, two = Recent(), Track(1), Track(2)
+    assert given(recent, one, at(0, 5), operands(1)) == {}
+    assert given(recent, two, at(0, 6), operands(1)) == {}
+    assert given(recent, one, at(1, 7), operands(1)) == {}
+    assert given(recent, two, at(5, 6, 8), operands(2)) == {one: 1, two: 1}
+    assert given(recent, two, at(7, 5, 9), operands(2)) == {one: 2}
+    assert [call for *_, call in recent] == [1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "spec", "why"),
+    [
+        (at(3, 5), operands(1), "writes what was written"),
+        (at(3, 0), operands(1), "writes what was read"),
+        (at(3, 1), operands(1), "writes between what was used"),
+        (at(5.5, 8), operands(1), "reads a part of an output, and more"),
+        (at(4.5, 8), operands(1), "reads what ends in an output"),
+        (at(6, 8), operands(1), "reads between what was written"),
+        (at(3, 6.5), operands(1), "writes what begins in what was written"),
+        (at(3, 8), operands(1, strides=(8,)), "has gaps"),
+        (at(5, 9), Operands([Layout((SIZE // 2,), (4,), np.dtype(np.float32))] * 2, 1, True), "reads half an output"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_g17_what_comes_near_others_is_looked_up(addresses, spec, why):
+    recent = Recent()
+    given(recent, Track(1), at(0, 5), operands(1))
+    given(recent, Track(1), at(2, 7), operands(1))
+    assert recent.meet(addresses, spec) is None
+
+
+def test_g17_new_outputs_may_lie_anywhere():
+    recent, track = Recent(), Track(1)
+    given(recent, track, at(0, 9), operands(1))
+    assert given(recent, track, at(0, 4), operands(1, fresh=True)) == {}
+    assert given(recent, track, at(4, 3), operands(1, fresh=True)) == {track: 2}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_g17_what_is_not_looked_up_needs_what_each_pair_of_calls_says(seed):
+    """Random launches, whole arrays and halves: the needs are the last conflict on each stream, and none is missing."""
+    rng = random.Random(seed)
+    recent, tracks = Recent(), [Track(1), Track(2), Track(3)]
+    half = Operands([Layout((SIZE // 2,), (4,), np.dtype(np.float32))] * 2, 1, False)
+    calls, taken = [], 0
+    for _ in range(200):
+        spec = rng.choice([operands(1), operands(2), operands(1, fresh=True), operands(1, outputs=2), half])
+        count = len(spec.layouts)
+        known = [start for *_, written in calls for start, _ in written] or [at(0)[0]]
+        addresses = [rng.choice([rng.choice(known), at(rng.randrange(8))[0]]) for _ in range(spec.inputs)]
+        addresses += at(*[rng.choice([len(calls) * 2 + 20, rng.randrange(60)]) + each for each in range(count - spec.inputs)])
+        addresses = [start + rng.choice([0] * 9 + [BYTES // 2]) for start in addresses]
+        if spec.fresh:
+            addresses[-1] = at(1000 + len(calls))[0]
+        reaches = [layout.reach for layout in spec.layouts]
+        spans = [(start, start + reach) for start, reach in zip(addresses, reaches, strict=True)]
+        reads, writes = spans[: spec.inputs], spans[spec.inputs :]
+        if any(meets(one, other) for one, other in itertools.combinations(writes, 2)):
+            continue
+        expected = {}
+        for track, call, read, written in calls:
+            near = [(reads, written), (writes, written), (writes, read)]
+            if any(meets(one, other) for mine, theirs in near for one in mine for other in theirs):
+                expected[track] = max(call, expected.get(track, 0))
+        needs = recent.meet(tuple(addresses), spec)
+        if needs is None:  # of such a region everything is looked up from now on; here it goes on without that launch
+            continue
+        taken += 1
+        assert needs == expected
+        track = rng.choice(tracks)
+        recent.note(tuple(addresses), spec, track)
+        calls.append((track, track.count, reads, writes))
+    assert taken > 10
+
+
+def meets(one, other):
+    return one[0] < other[1] and other[0] < one[1]
