@@ -17,7 +17,8 @@ from common import print_table
 from options import DRIVER_HELP, loaded
 
 GPU_ALONE = ("captures", "tune")
-SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory", "lifetimes", "exits", *GPU_ALONE)
+SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory", "operations", "networks")
+SCRIPTS += ("lifetimes", "exits", *GPU_ALONE)
 VERDICTS = {True: "kept", False: "NOT KEPT", None: "not judged"}
 HERE = Path(__file__).resolve().parent
 

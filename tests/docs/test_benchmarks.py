@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from handlepool import drivers
@@ -16,6 +17,7 @@ from handlepool import drivers
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory")
 """Those whose results are drawn."""
+NETWORKS = ("operations", "networks")
 
 
 def run(name, *arguments, folder=FOLDER, **environment):
@@ -62,7 +64,7 @@ def written(tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", SCRIPTS + NETWORKS)
 def test_a_script_runs_without_a_gpu_and_writes_what_it_found(name, written):
     _, results = written(name)
     assert results["benchmark"] == name
@@ -148,6 +150,60 @@ def test_all_says_what_failed_and_goes_on(tmp_path):
 @pytest.mark.parametrize(("name", "says"), [("captures", "a capture of a GPU's stream is needed"), ("tune", "on a GPU alone")])
 def test_a_script_for_gpus_alone_says_so(name, says):
     refused(run(name, "--quick", "--driver", "host"), says)
+
+
+def test_operations_are_those_of_the_networks(written):
+    _, results = written("operations")
+    assert {name.split()[0] for name in results["counts"]["googlenet"]} == {
+        "add", "avg_pool2d", "concat", "conv2d", "linear", "max_pool2d", "mean2d"
+    }  # fmt: skip
+    assert {name.split()[0] for name in results["counts"]["mobilenet_v3_large"]} == {"add", "conv2d", "mean2d"}
+    assert len(results["times"]) == sum(map(len, results["counts"].values()))
+
+
+def test_own_kernels_are_bounded_on_the_sizes_of_googlenet_and_their_sum_by_how_often_they_occur(module):
+    operations = module("operations")
+    options = SimpleNamespace(batch=1, side=224, thin=1, dtype="float16", repeats=1, most=None)
+    options.operation = [*operations.OWN_KERNELS, "conv2d", "linear"]
+
+    def bounds(network, **given):
+        ratios = module("common").Ratios()
+        found = {}
+        for operation, count, ours, torchs in (("concat", 3, 1.0, 2.0), ("mean2d", 1, 9.0, 4.0), ("conv2d", 5, 7.0, 7.0)):
+            call = operations.Call(operation, (), {}, count)
+            found[operation] = call, {operations.OURS: [ours], operations.TORCH_GRAPH: [torchs]}
+        operations.compare(ratios, network, found, SimpleNamespace(**{**vars(options), **given}))
+        return {name.rpartition(", ")[2]: (round(values[0], 3), bound) for name, (values, bound) in ratios.found.items()}
+
+    assert bounds("googlenet") == {
+        "concat": (0.5, 1.0),
+        "mean2d": (2.25, 1.0),
+        "conv2d": (1.0, None),
+        "the sum of own kernels": (1.2, 0.9),
+    }
+    assert bounds("mobilenet_v3_large")["conv2d"] == (1.0, 1.0)
+    assert {bound for _, bound in bounds("googlenet", side=40).values()} == {None}
+    assert bounds("googlenet", most=1)["the sum of own kernels"] == (1.2, None)
+
+
+def test_a_network_with_a_fork_is_compared_with_one_stream(written):
+    _, results = written("networks")
+    assert "one fork, 2 states / one stream, googlenet, wall" in results["ratios"]
+    assert "recorded, one fork, 2 states / recorded, one stream, resnet18, device" in results["ratios"]
+
+
+@pytest.mark.parametrize("name", ["googlenet", "resnet18", "squeezenet1_1"])
+def test_control_a_network_with_other_weights_is_stopped(name, module, make_pool, monkeypatch):
+    pool = make_pool()
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    options = SimpleNamespace(dtype="float32", thin=32, batch=1, side=33)
+    network = module("networks").Network(pool.driver, name, options)
+    network.checked("right", lambda: network.run(network.p, network.x))
+    w, _ = network.p.values["1"]
+    network.p.values["1"] = w, np.full(len(w), 9, w.dtype)
+    network.p = network.p.elsewhere(pool.driver.asarray)
+    with pytest.raises(SystemExit, match="wrong: relative error"):
+        network.checked("wrong", lambda: network.run(network.p, network.x))
 
 
 def test_a_recording_is_compared_at_every_number_of_states(written):

@@ -1,0 +1,14 @@
+"""Networks as a user would write them: plain functions of parameters and images, on the library's operations.
+
+Each takes ``ops``, where its operations come from: the library's by default; those of a fork (`forked`), so that each call is a
+branch; NumPy's in float64 (`reference`) or torch's, for comparison. Weights are random, with batch norm folded into them.
+"""
+
+from nets.googlenet import googlenet
+from nets.parameters import Parameters
+from nets.resnet18 import resnet18
+from nets.squeezenet import squeezenet
+
+NETWORKS = {"googlenet": googlenet, "resnet18": resnet18, "squeezenet1_1": squeezenet}
+
+__all__ = ["NETWORKS", "Parameters", "googlenet", "resnet18", "squeezenet"]

@@ -1,0 +1,53 @@
+"""googlenet (Inception v1), as torchvision has it; its pooling pads on all sides where torchvision's rounds sizes up."""
+
+from typing import Any
+
+from handlepool import ops as library
+
+MODULES = {
+    "3a": (64, 96, 128, 16, 32, 32),
+    "3b": (128, 128, 192, 32, 96, 64),
+    "4a": (192, 96, 208, 16, 48, 64),
+    "4b": (160, 112, 224, 24, 64, 64),
+    "4c": (128, 128, 256, 24, 64, 64),
+    "4d": (112, 144, 288, 32, 64, 64),
+    "4e": (256, 160, 320, 32, 128, 128),
+    "5a": (256, 160, 320, 32, 128, 128),
+    "5b": (384, 192, 384, 48, 128, 128),
+}
+
+
+def googlenet(p: Any, x: Any, ops: Any = library) -> Any:
+    """Scores (N, 1000) of images (N, 3, H, W)."""
+    x = conv(p, "1", x, 64, 7, ops, stride=2)
+    x = ops.max_pool2d(x, 3, stride=2, padding=1)
+    x = conv(p, "2", x, 64, 1, ops)
+    x = conv(p, "3", x, 192, 3, ops)
+    x = ops.max_pool2d(x, 3, stride=2, padding=1)
+    for name, sizes in MODULES.items():
+        if name == "4a":
+            x = ops.max_pool2d(x, 3, stride=2, padding=1)
+        if name == "5a":
+            x = ops.max_pool2d(x, 2, stride=2)
+        x = inception(p, name, x, sizes, ops)
+    w, b = p.linear("fc", x, 1000)
+    return ops.linear(ops.mean2d(x), w, bias=b)
+
+
+def inception(p: Any, name: str, x: Any, sizes: tuple[int, ...], ops: Any) -> Any:
+    """Four chains over the same images, side by side in the result's channels."""
+    one, narrow3, three, narrow5, five, pooled = sizes
+    a = conv(p, f"{name}.1", x, one, 1, ops)
+    b = conv(p, f"{name}.2.0", x, narrow3, 1, ops)
+    b = conv(p, f"{name}.2.1", b, three, 3, ops)
+    c = conv(p, f"{name}.3.0", x, narrow5, 1, ops)
+    c = conv(p, f"{name}.3.1", c, five, 3, ops)
+    d = ops.max_pool2d(x, 3, stride=1, padding=1)
+    d = conv(p, f"{name}.4", d, pooled, 1, ops)
+    return ops.concat([a, b, c, d], 1)
+
+
+def conv(p: Any, name: str, x: Any, filters: int, kernel: int, ops: Any, stride: int = 1) -> Any:
+    """Convolve with bias and relu."""
+    w, b = p.conv(name, x, filters, kernel)
+    return ops.conv2d(x, w, bias=b, stride=stride, padding=kernel // 2, activation="relu")

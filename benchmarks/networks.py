@@ -1,0 +1,113 @@
+"""Whole networks, plainly written on the library's operations (`nets`): eagerly on one stream and with one fork, in which each
+call is a branch; recorded, the same two; and torch, eagerly and in a CUDA graph.
+
+Every output is compared with float64's before it is timed. Batch norm is folded into the weights, which are random.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from common import CLOCKS, Ratios, pool_on_a_stream, publish, regions, summary
+from nets import NETWORKS, Parameters
+from nets.kinds import Reference, Torch, forked
+from nets.parameters import channels_last
+from options import arguments, parse, positive, side_streams
+from peers import array_of, graph_of, tensor, torch_beside
+from work import check
+
+import handlepool
+
+ONE, RECORDED_ONE = "one stream", "recorded, one stream"
+MOST_OF_ONE_STREAM = 1.3
+"""What googlenet with one fork may take of one stream, run eagerly at batch 1 with 4 states."""
+
+
+class Network:
+    """A network, its images, and its right scores."""
+
+    def __init__(self, driver: Any, name: str, options: Any) -> None:
+        self.driver = driver
+        self.run = NETWORKS[name]
+        self.p = Parameters(driver.asarray, options.dtype, options.thin)
+        shape = options.batch, 3, options.side, options.side
+        images = np.random.default_rng(1).standard_normal(shape, np.float32).astype(options.dtype)
+        self.x = driver.asarray(channels_last(images))
+        self.run(self.p, self.x)  # which makes the parameters
+        self.right = self.run(self.p.elsewhere(np.float64), np.float64(images), Reference())
+
+    def checked(self, name: str, case: Callable[[], Any], scores: Callable[[], Any] | None = None) -> Callable[[], Any]:
+        """The case, after its scores were right."""
+        y = case() if scores is None else (case(), scores())[1]
+        check(self.driver, name, array_of(y), self.right)
+        return case
+
+    def cases(self, states: list[int]) -> dict[str, Callable[[], Any]]:
+        """One stream and forks, eagerly and recorded."""
+        found: dict[str, Callable[[], Any]] = {}
+        for count in (None, *states):
+            at = ONE if count is None else f"one fork, {count} states"
+            case = partial(self.run, self.p, self.x)
+            if count is not None:
+                case = partial(forked, handlepool.ParallelStates(count), self.run, self.p, self.x)
+            found[at] = self.checked(at, case)
+            program = handlepool.record(case)
+            at = f"recorded, {at}"
+            found[at] = self.checked(at, program.replay, lambda program=program: program.outputs)
+        return found
+
+    def torch_cases(self, torch: Any) -> dict[str, Callable[[], Any]]:
+        """The same in torch."""
+        place = partial(tensor, torch)
+        p = self.p.elsewhere(lambda values: place(self.driver.asarray(values)))
+        eager = partial(self.run, p, place(self.x), Torch(torch))
+        return {"torch": self.checked("torch", eager), "torch graph": graph_of(torch, eager)}
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--calls", type=positive, default=5, help="runs in one sample (default: %(default)s)")
+    parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="(default: all)")
+    parser.add_argument("--states", type=side_streams, nargs="+", default=[2, 4, 8], help="(default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=1, help="images (default: %(default)s)")
+    parser.add_argument("--side", type=positive, default=224, help="pixels, 33 or more (default: %(default)s)")
+    parser.add_argument("--thin", type=positive, default=1, help="divides the numbers of channels (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="(default: %(default)s)")
+    small = {"thin": 16, "side": 40, "dtype": "float32"}
+    options = parse(parser, small, calls=1, states=[2], network=["googlenet", "resnet18"])
+    if options.side < 33:
+        parser.error(f"--side {options.side}: nothing would be left of images of less than 33 pixels")
+    times: dict[str, Any] = {}
+    ratios = Ratios()
+    skipped: list[str] = []
+    with pool_on_a_stream(options.driver) as (pool, stream):
+        driver = pool.driver
+        torch, why = torch_beside(driver, stream)
+        if torch is None:
+            skipped.append(why)
+        for name in options.network:
+            network = Network(driver, name, options)
+            cases = network.cases(options.states)
+            if torch is not None:
+                cases |= network.torch_cases(torch)
+            samples = regions(cases, options.repeats, options.calls, driver, stream)
+            for clock in CLOCKS:
+                times[f"{name}, microseconds, {clock}"] = {case: summary(values) for case, values in samples[clock].items()}
+            bounded = name == "googlenet" and (options.batch, options.side, options.thin) == (1, 224, 1)
+            for count in options.states:
+                most = MOST_OF_ONE_STREAM if bounded and count == 4 else None
+                ratios.compare(samples["wall"], f"one fork, {count} states", ONE, most, f", {name}, wall")
+                recorded = f"recorded, one fork, {count} states"
+                for peer in (RECORDED_ONE, "torch graph"):
+                    ratios.compare(samples["device"], recorded, peer, None, f", {name}, device")
+            for mine, peer in ((ONE, "torch"), (RECORDED_ONE, "torch graph")):
+                ratios.compare(samples["wall"], mine, peer, None, f", {name}, wall")
+        sizes = {key: getattr(options, key) for key in ("batch", "side", "thin", "dtype", "states")}
+        publish(options, "networks", driver.name, times, ratios, skipped, **sizes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
