@@ -71,7 +71,7 @@ def build(
     request: Request,
     device: DeviceSlots,
     driver: Driver,
-    choose: Callable[[int, bool], Plan],
+    choose: Callable[[int | Plan, bool], Plan],
     index: int | None = None,
     compare: Callable[[Plan, Any, list[Any]], None] | None = None,
 ) -> Plan:

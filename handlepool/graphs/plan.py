@@ -55,7 +55,7 @@ class Plan:
     _graph: Any = field(repr=False, default=None)
     keys: tuple[str | int, ...] = ()
     places: tuple[int, ...] = ()
-    _choose: "Callable[[int, bool], Plan] | None" = field(repr=False, compare=False, default=None)
+    _choose: "Callable[[int | Plan, bool], Plan] | None" = field(repr=False, compare=False, default=None)
     copies: tuple[Copy, ...] = ()
     alias_pairs: tuple[tuple[int, int, int, int, bool], ...] = field(init=False, repr=False, compare=False)
 
@@ -149,11 +149,24 @@ class Plan:
         """
         return self._other(index, False)
 
+    def keep(self) -> None:
+        """Make this plan, as `build` returned it, the one that these arguments get from now on: `select` without a second build.
+
+        Raises
+        ------
+        ArgumentError
+            For a plan that no graph function built.
+        """
+        self._chooser()(self, True)
+
     def _other(self, index: int, keep: bool) -> "Plan":
         number = as_integer(index, -1)
         if not 0 <= number < self.candidates:
             last = self.candidates - 1
             raise ArgumentError(f"{self.name}: plan {shown(index)} of {self.candidates}; the index must be 0 to {last}")
+        return self._chooser()(number, keep)
+
+    def _chooser(self) -> "Callable[[int | Plan, bool], Plan]":
         if self._choose is None:
             raise ArgumentError(f"{self.name}: this plan was not built by a graph function, so there is none to select from")
-        return self._choose(number, keep)
+        return self._choose

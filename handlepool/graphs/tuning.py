@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from time import monotonic
 from typing import Any
 
 from handlepool._util import do_all, shown
@@ -37,11 +38,17 @@ ROUNDS = 9
 """Samples of each candidate, taken in turns, of which the median counts."""
 MOST_LAUNCHES = 16
 """Launches of each state in one sample, of plans that are quick."""
-ENOUGH = 2000.0
+ENOUGH = 500.0
 """Microseconds that the launches of one state in a sample need not exceed."""
 TOO_SLOW = 4
 """A plan that takes more than so many times as long as the quickest, or more than as many times as there are states, is not timed
 further: launches of the quickest are done sooner one after the other."""
+SCREENING = 3
+"""Samples of each, after which those that are far behind get no more."""
+FAR_BEHIND = 1.5
+"""More than so many times the median of the quickest."""
+GAIN = 1.03
+"""How many times as long as the quickest plan the one that was used before must take to be replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +163,8 @@ class TimingRig:
         self._skipped: list[Candidate] = []
         self._graphs: list[RecordedGraph] = []
         self._events: list[Any] = []  # before and after what is timed
+        self._start = monotonic()
+        self.building = 0.0  # seconds
 
     def close(self) -> None:
         """Give graphs and events back."""
@@ -164,20 +173,31 @@ class TimingRig:
             wait = partial(self._driver.synchronize_stream, self._pointer)
             do_all([wait, *(graph.destroy for graph in self._graphs), *(partial(destroy, event) for event in self._events)])
 
-    def time(self, plan: Plan) -> list[Candidate]:
-        """Every candidate of a plan in cuDNN's order, with its times, or with the reason why it has none."""
+    def time(self, plan: Plan) -> tuple[list[Candidate], dict[int, Plan]]:
+        """Return every candidate of a plan in cuDNN's order, with times or the reason for none; and by index the plans timed."""
         for _ in range(2):
             self._events.append(self._driver.create_event(timing=True))
-        trials = self._reserved(self._built(plan))
+        trials = self._built(plan)
+        self.building = monotonic() - self._start
+        trials = self._reserved(trials)
         trials = self._worthwhile(self._tried(trials, self._warm))
         trials = self._tried(trials, self._capture_all)
+        self._sample(trials)
+        results = {trial.index: trial.result() for trial in trials}
+        plans = {trial.index: trial.plan for trial in trials}
+        return sorted([*self._skipped, *results.values()], key=lambda candidate: candidate.index), plans
+
+    def _sample(self, trials: list[_Trial]) -> None:
+        """Time graphs in turns: all of them first, and then those that may yet be the quickest."""
         for turn in range(ROUNDS + 1):
             for trial in trials:
                 for samples, graph in zip(trial.samples, trial.graphs, strict=True):
                     sample = self._time(graph.launch, self._pointer) / self._launches
                     if turn:  # the first one warms up
                         samples.append(sample)
-        return sorted([*self._skipped, *(trial.result() for trial in trials)], key=lambda candidate: candidate.index)
+            if turn == SCREENING:
+                most = FAR_BEHIND * min((median(trial.samples[-1]) for trial in trials), default=0.0)
+                trials = [trial for trial in trials if median(trial.samples[-1]) <= most]
 
     # What can be timed
 
@@ -299,7 +319,9 @@ class Tuning:
     winner : Candidate
         The plan that these arguments get from now on.
     previous : Candidate or None
-        The plan that they got before, where it is among the candidates.
+        The plan that they got before, where it is among the candidates. It stays the winner unless another one is quicker by 3 %.
+    seconds, building : float
+        How long all of it took, and the part of it that plans were built in.
     """
 
     name: str
@@ -307,6 +329,8 @@ class Tuning:
     candidates: tuple[Candidate, ...]
     winner: Candidate
     previous: Candidate | None
+    seconds: float = 0.0
+    building: float = 0.0
 
     def __str__(self) -> str:
         timed = sorted((each for each in self.candidates if not each.skipped), key=lambda each: each.time)
@@ -325,7 +349,7 @@ class Tuning:
 
 
 def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find: Callable[[PoolInternals], Plan]) -> Tuning:
-    """Time the candidates of the plan that ``find`` gives for these arrays, and make the quickest the one to use.
+    """Time the candidates of the plan that ``find`` gives for these arrays, and use the quickest if it is worth the change.
 
     See `GraphFunction.tune`.
     """
@@ -335,6 +359,7 @@ def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find
     pool.status.check()
     driver = pool.driver
     pointer = _check(pool, name)
+    start = monotonic()
     try:
         with driver.relaxed():
             plan = find(pool)
@@ -348,19 +373,23 @@ def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find
                 driver.synchronize_stream(pointer)  # the copies are there
                 rig = TimingRig(pool, slots, operands, concurrent=states is not None)
                 try:
-                    candidates = tuple(rig.time(plan))
+                    candidates, plans = rig.time(plan)
                 finally:
                     rig.close()
     except Exception as error:
         pool.status.diagnose(error)
         raise
     winner = min(candidates, key=lambda each: each.time)
+    previous = next((each for each in candidates if each.engine == plan.engine), None)
     if winner.skipped:
         reasons = "; ".join(f"plan {each.index}: {each.skipped}" for each in candidates[:3])
         raise GraphNotSupportedError(f"{name}: none of {len(candidates)} plans could be timed: {reasons}")
-    plan.select(winner.index)
-    previous = next((each for each in candidates if each.engine == plan.engine), None)
-    return Tuning(name, 1 if states is None else states.count, candidates, winner, previous)
+    if previous is not None and previous.time < GAIN * winner.time:
+        winner = previous
+    else:
+        plans[winner.index].keep()
+    count = 1 if states is None else states.count
+    return Tuning(name, count, tuple(candidates), winner, previous, monotonic() - start, rig.building)
 
 
 def _check(pool: PoolInternals, name: str) -> int:

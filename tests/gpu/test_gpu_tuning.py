@@ -5,6 +5,7 @@ import pytest
 
 import handlepool
 from handlepool import ArraySpec, CaptureError, HandlePool, ParallelStates
+from handlepool.graphs.tuning import GAIN
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -50,7 +51,9 @@ def test_a_plan_is_chosen_and_is_right(default_pool, stream, x, w, count):
     assert len(timed) >= 2
     assert all(0.2 < each.alone < 1e5 for each in timed)
     assert all((each.concurrent is None) == (count is None) for each in timed)
-    assert tuning.winner.time == min(each.time for each in timed)
+    assert tuning.winner.time < GAIN * min(each.time for each in timed)
+    assert tuning.winner is tuning.previous or GAIN * tuning.winner.time <= tuning.previous.time
+    assert 0 < tuning.building < tuning.seconds < 2  # of 58 geometries in 20 s one may take a third of a second
     assert conv.plan_for(x, w).engine == tuning.winner.engine
     assert (x == given[0]).all()
     assert (w == given[1]).all()

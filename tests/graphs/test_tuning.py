@@ -1,6 +1,8 @@
 """Tuning, on a host driver that proposes several plans and whose clock is told how long each takes, alone and side by side."""
 
 import threading
+import traceback
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +30,7 @@ from handlepool import (
     drivers,
 )
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.graphs.tuning import ROUNDS
+from handlepool.graphs.tuning import ROUNDS, SCREENING
 from handlepool.pool.context import thread
 from handlepool.pool.deferred import settle
 
@@ -137,7 +139,7 @@ def make(monkeypatch):
         assert not scene.driver.order.found
 
 
-def in_order(scene):
+def in_order(scene, complete=True):
     assert scene.driver._streams.captures.active == ()
     assert scene.driver.current_stream() is scene.stream
     assert (thread.recording, thread.region, thread.pool) == (None, None, None)
@@ -145,7 +147,8 @@ def in_order(scene):
     assert stats["handles_captured"] == stats["handles_leased"] == 0
     settle()
     scene.pool.internals.drain()
-    Accounts(scene.pool).check()
+    if complete:
+        Accounts(scene.pool).check()
     assert_usable(scene.pool)
 
 
@@ -184,6 +187,20 @@ def test_what_was_used_before_is_told(make):
     x, w = arrays_of(scene.driver)
     first, second = (conv.tune(x, w, states=scene.states) for _ in range(2))
     assert (first.previous.index, second.previous.index) == (0, 1)
+
+
+@pytest.mark.parametrize(("quicker", "chosen"), [(99, 0), (97.2, 0), (97, 1)])
+@pytest.mark.parametrize("together", [False, True])
+def test_another_plan_is_worth_the_change_if_it_is_quicker_by_three_percent(make, quicker, chosen, together):
+    alike = {"alone": 100} if together else {"concurrent": 100}
+    which = "concurrent" if together else "alone"
+    scene = make(*(Fake(**alike, **{which: time}) for time in (100, quicker)))
+    x, w = arrays_of(scene.driver)
+    plan = conv.plan_for(x, w)
+    tuning = conv.tune(x, w, states=scene.states if together else None)
+    assert (tuning.winner.index, tuning.previous.index) == (chosen, 0)
+    assert (conv.plan_for(x, w) is plan) == (chosen == 0)
+    assert conv.plan_for(x, w).engine == f"engine {chosen}"
 
 
 def test_a_plan_is_kept_for_calls_of_the_same_form(make):
@@ -252,7 +269,7 @@ def test_the_chains_of_a_graph_have_no_order_between_them(make):
         assert all({before.lane for before in node.after} <= {node.lane} for node in nodes)
 
 
-def test_candidates_take_turns(make):
+def test_candidates_take_turns_and_those_far_behind_have_fewer(make):
     scene = make(GREEDY, SOCIABLE)
     order = []
     end_capture = scene.driver.end_capture
@@ -265,7 +282,28 @@ def test_candidates_take_turns(make):
 
     scene.driver.end_capture = noted
     conv.tune(*arrays_of(scene.driver), states=scene.states)
-    assert order == [1, 1, 2, 2, 3, 3, 4, 4] * (ROUNDS + 1)
+    assert order == [1, 1, 2, 2, 3, 3, 4, 4] * (SCREENING + 1) + [3, 3, 4, 4] * (ROUNDS - SCREENING)
+
+
+def test_a_candidate_is_built_once_and_costs_so_many_launches_and_waits(make):
+    scene = make(Fake(alone=10), Fake(alone=11), Fake(alone=14), Fake(alone=16))
+    driver = scene.driver
+    x, w = arrays_of(driver)
+    conv.plan_for(x, w)
+    built = []
+    compile_graph = driver.compile
+    driver.compile = lambda *args, **settings: (built.append(settings["plan_index"]), compile_graph(*args, **settings))[1]
+    driver.eager.clear()
+    driver.calls.clear()
+    tuning = conv.tune(x, w)
+    assert built == [0, 1, 2, 3]
+    assert Counter(index for index, _ in driver.eager) == dict.fromkeys(range(4), 7)  # one warms up, three pairs are timed
+    assert [len(streams) for _, streams, _ in driver.graphs] == [16] * 4
+    samples = 3 * (ROUNDS + 1) + (SCREENING + 1)  # the last one takes more than half as long again as the first
+    assert driver.calls["synchronize_event"] == 4 * 3 + samples
+    assert driver.calls["synchronize_stream"] == 4 + 3  # the copies of the arrays, the end, and the end of the slot
+    assert (tuning.winner.index, tuning.candidates[3].alone) == (0, 16)
+    assert 0 < tuning.building < tuning.seconds
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -414,10 +452,10 @@ def test_what_is_far_too_slow_is_not_timed_further(make):
 
 
 def test_long_launches_are_repeated_less(make):
-    scene = make(Fake(alone=900), Fake(alone=1000))
+    scene = make(Fake(alone=200), Fake(alone=240))
     tuning = conv.tune(*arrays_of(scene.driver))
     assert [streams.count(streams[0]) for _, streams, _ in scene.driver.graphs] == [2, 2]
-    assert [each.alone for each in tuning.candidates] == [900, 1000]
+    assert [each.alone for each in tuning.candidates] == [200, 240]
 
 
 # The report
@@ -582,10 +620,13 @@ def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, i
             except (interrupt, HandlePoolError):
                 pass
             scene.driver.fail_at(0)
-            failed = error.__traceback__ is not None
+            frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+            failed = bool(frames)
             error = None
             scene.pool.trim()
-            in_order(scene)
+            # An event or a block that an interrupt meets in its end may be gone or not; it is not destroyed again, and lost.
+            lost = interrupt is KeyboardInterrupt and not {"destroy_event", "free"}.isdisjoint(frames)
+            in_order(scene, complete=not lost)
             assert scene.pool.stats()["plans_cached"] == 1
         k += 1
     assert k > 5
