@@ -14,7 +14,8 @@ from handlepool.pool import default as defaults
 from handlepool.regions import data_order
 
 for name in list(os.environ):
-    if name.startswith("HANDLEPOOL_") and name not in ("HANDLEPOOL_EXAMPLES", "HANDLEPOOL_SEED", "HANDLEPOOL_TEST_SANITIZER"):
+    ours = ("HANDLEPOOL_EVERY_LINE", "HANDLEPOOL_EXAMPLES", "HANDLEPOOL_SEED", "HANDLEPOOL_TEST_SANITIZER")
+    if name.startswith("HANDLEPOOL_") and name not in ours:
         del os.environ[name]  # a test sets what it is about
 
 TIMEOUT = 60

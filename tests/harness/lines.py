@@ -1,13 +1,26 @@
 """Something happens at a line of the package, as the collector or an interrupt may make it happen at any."""
 
+import itertools
 import linecache
 import os
+import random
 import sys
 
 import handlepool
 
 PACKAGE = os.path.dirname(handlepool.__file__) + os.sep
 DRIVERS = os.path.join(PACKAGE, "drivers")
+
+
+EVERY_LINE = bool(os.environ.get("HANDLEPOOL_EVERY_LINE"))
+
+
+def some_lines(step):
+    """The numbers of lines for `at_line`: each ``step``-th from one at random on, so that several runs meet them all.
+
+    With ``HANDLEPOOL_EVERY_LINE`` one run does.
+    """
+    return itertools.count(1) if EVERY_LINE else itertools.count(random.randint(1, step), step)
 
 
 def at_line(k, function, happens, modules=None):

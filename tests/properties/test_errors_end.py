@@ -161,19 +161,28 @@ def test_control_a_frame_that_names_its_error_keeps_what_its_callers_have(scene)
 
 
 def test_what_waited_for_a_build_goes_with_the_error(scene, monkeypatch):
-    class Watched(threading.Event):
-        def wait(self, timeout=None):
-            asked.set()
-            return super().wait(timeout)
+    class Watched:
+        """A build's lock, which says that another thread asks for it."""
+
+        def __init__(self, lock):
+            self.lock, self.thread = lock, threading.get_ident()
+
+        def __enter__(self):
+            if threading.get_ident() != self.thread:
+                asked.set()
+            return self.lock.__enter__()
+
+        def __exit__(self, *error):
+            return self.lock.__exit__(*error)
 
     def watched(build):
         make(build)
-        build.done = Watched()
+        build.lock = Watched(build.lock)
 
     @handlepool.graph
     def slow(g, x):
         others.append(Thread(waits))
-        assert asked.wait(TIMEOUT)
+        waited.append(asked.wait(TIMEOUT))
         raise ValueError("wrong by itself")
 
     def call(scene):
@@ -190,6 +199,7 @@ def test_what_waited_for_a_build_goes_with_the_error(scene, monkeypatch):
             (other,) = others  # built once; while it waits it has the error that it waits for
             assert not other.finish()
 
-    make, asked, others = _Build.__init__, threading.Event(), []
+    make, asked, others, waited = _Build.__init__, threading.Event(), [], []
     monkeypatch.setattr(_Build, "__init__", watched)
     assert not survives(scene, builds)
+    assert waited == [True]
