@@ -180,6 +180,9 @@ class RecordingMemory(Protocol):
     def nbytes(self) -> int:
         """Bytes taken from the device."""
 
+    def tell(self, of: Callable[[object], None] | None) -> None:
+        """Pass each block that is allocated from now on to a function; None ends that. See `Driver.block_range`."""
+
     def holds(self, value: object) -> bool:
         """Whether a value is an array in this memory, or what stands for a block of it."""
 
@@ -320,7 +323,7 @@ class Driver(Protocol):
         """
 
     def block_range(self, block: Any) -> tuple[int, int]:
-        """Return where memory begins and ends that a region's allocator passed to ``keep``."""
+        """Return where memory begins and ends that a region's allocator, or a recording's, told of."""
 
     def swap_allocator(self, allocator: Any) -> Any:
         """Make an allocator this thread's; returns the one before, None for the default."""
@@ -338,6 +341,19 @@ class Driver(Protocol):
         Raises `MemoryError` where the device has no memory for the graph.
         """
 
+    def dependencies(self, pointer: int) -> tuple[Any, ...] | None:
+        """Return the nodes of its capture that whatever a capturing stream is given next will run after.
+
+        They are opaque, have a hash, and compare by identity of the node. None where the driver has no such call.
+        """
+
+    def set_dependencies(self, pointer: int, nodes: Sequence[Any]) -> None:
+        """Let whatever a capturing stream is given next run after these nodes of its capture alone, each to its end.
+
+        The first stream of the capture must come to be behind all nodes by its end. CUDA does not say so of a stream that was
+        moved away from its last node; the host driver does.
+        """
+
     def capture_failure(self, error: BaseException) -> str | None:
         """Say what in an error, or in what it came from, a capture could not take; None where it was something else."""
 
@@ -351,8 +367,10 @@ class Driver(Protocol):
         Looked for in ``error`` and what it came from; where they say nothing and ``ask`` is true, by a call that is refused then.
         """
 
-    def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
-        """Have ``report(name)`` called before this thread uses something of the array library's that all its streams share.
+    def watch_shared(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
+        """Have ``report(name)`` called before a thread uses something of the array library's that all its streams share.
+
+        With ``check`` a driver that can do so checks the order of all accesses to memory meanwhile.
 
         Returns
         -------

@@ -85,6 +85,7 @@ class CudaRecordingMemory:
     def __init__(self, relaxed: Callable[[], AbstractContextManager[Any]]) -> None:
         self._pool = cupy.cuda.MemoryPool()
         self._relaxed = relaxed
+        self._tell: Callable[[object], None] | None = None
         self._devices: set[int] = set()
         self._addresses: set[int] = set()  # of what was given: no other pool has them as long as this one has not given them back
 
@@ -97,7 +98,12 @@ class CudaRecordingMemory:
                 cupy.get_default_memory_pool().free_all_blocks()
                 memory = self._pool.malloc(nbytes)
             self._addresses.add(memory.mem.ptr)
+            if self._tell is not None:
+                self._tell(memory.mem)
             return memory
+
+    def tell(self, of: Callable[[object], None] | None) -> None:
+        self._tell = of
 
     @property
     def nbytes(self) -> int:

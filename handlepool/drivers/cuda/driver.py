@@ -19,7 +19,7 @@ from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers.cuda import capture as recorded
 from handlepool.drivers.cuda import shared
-from handlepool.drivers.cuda.edges import with_edge_data
+from handlepool.drivers.cuda.edges import Dependencies, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
 from handlepool.drivers.event_pool import Events
@@ -33,6 +33,9 @@ from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator  # noqa: SLF001
 _set_allocator: Callable[[Any], None] = cupy.cuda.memory._set_thread_local_allocator  # noqa: SLF001
 _capture_info = with_edge_data(cu, "cuStreamGetCaptureInfo")
+_dependencies = Dependencies(cu)
+MEASURED = False
+"""Whether nodes of a capture are put behind others by choice, which no GPU has shown yet: until then there is one lane."""
 _RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _STICKY = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
@@ -270,6 +273,12 @@ class CudaDriver:
     def end_capture(self, pointer: int) -> recorded.CudaGraph:
         return recorded.CudaGraph(int(runtime.streamEndCapture(pointer)))
 
+    def dependencies(self, pointer: int) -> tuple[int, ...] | None:
+        return _dependencies.read(pointer) if MEASURED else None
+
+    def set_dependencies(self, pointer: int, nodes: Sequence[int]) -> None:
+        _dependencies.put(pointer, nodes)
+
     def capture_failure(self, error: BaseException) -> str | None:
         return recorded.failure(error)
 
@@ -295,7 +304,7 @@ class CudaDriver:
     def order_plain(self, before: BeforePlain) -> None:
         pass  # CuPy tells nobody
 
-    def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
+    def watch_shared(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
         return shared.watch(report)
 
     # Arrays and graphs

@@ -38,7 +38,7 @@ class Node:
         self.accesses = accesses
         self.after = after
         self.lane = lane
-        """What it was recorded on: nodes of one lane run one after the other."""
+        """Nodes of one lane run one after the other."""
 
 
 class Capture:
@@ -52,8 +52,20 @@ class Capture:
         self.origin = origin
         self.members = [origin]
         self.nodes: list[Node] = []
+        self.last: dict[object, Node] = {}
+        """By lane, its last node."""
         self.spoiled: str | None = None
         self.ended = False
+
+    def lane_behind(self, nodes: "Sequence[Node]") -> object:
+        """Return the lane that a node behind these goes on with: of one that nothing on its lane follows yet, or a new one."""
+        return next((node.lane for node in nodes if self.last[node.lane] is node), None) or object()
+
+    def add(self, node: Node) -> Node:
+        """Take a node in, as the last of its lane."""
+        self.nodes.append(node)
+        self.last[node.lane] = node
+        return node
 
     def __repr__(self) -> str:
         return f"<capture {self.id}, {self.mode}, begun by thread {self.thread_name!r} on {self.origin!r}>"
@@ -184,9 +196,8 @@ class Captures:
             if capture is None:
                 return False
             capture.check()
-            node = Node(function, label, accesses, queue.frontier, queue)
-            capture.nodes.append(node)
-            queue.frontier = (node,)
+            after = queue.frontier
+            queue.frontier = (capture.add(Node(function, label, accesses, after, capture.lane_behind(after))),)
             return True
 
     def embed(self, queue: "Queue", nodes: Sequence[Node]) -> bool:
@@ -201,10 +212,30 @@ class Captures:
             for node in nodes:
                 after = tuple(copies[earlier] for earlier in node.after) or queue.frontier
                 lane = lanes.setdefault(node.lane, object())
-                copies[node] = Node(node.function, node.label, node.accesses, after, lane)
-            capture.nodes += copies.values()
+                copies[node] = capture.add(Node(node.function, node.label, node.accesses, after, lane))
             queue.frontier = tuple(copies.values()) or queue.frontier
             return True
+
+    def dependencies(self, queue: "Queue") -> tuple[Node, ...]:
+        """Return the nodes that whatever the stream is given next will run after."""
+        with self._lock:
+            return self._of(queue).frontier
+
+    def set_dependencies(self, queue: "Queue", nodes: Sequence[Node]) -> None:
+        """Let whatever the stream is given next run after these nodes alone."""
+        with self._lock:
+            capture = self._of(queue).capture
+            for node in nodes:
+                if capture is None or capture.last.get(node.lane) is None:
+                    raise ContractError(f"{queue!r} cannot be put behind a node of another capture than {capture!r}")
+            queue.frontier = tuple(dict.fromkeys(nodes))
+
+    @staticmethod
+    def _of(queue: "Queue") -> "Queue":
+        if queue.capture is None:
+            raise CaptureError(f"{queue!r} is not capturing")
+        queue.capture.check()
+        return queue
 
     def mark(self, queue: "Queue") -> Mark | None:
         """Return what an event stands for that is recorded now; None if the stream is not capturing after all."""

@@ -274,8 +274,10 @@ class HostDriver(Controls):
     def order_plain(self, before: BeforePlain) -> None:
         self._work.before = before
 
-    def watch_shared(self, report: Callable[[str], None]) -> Callable[[], None]:
+    def watch_shared(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
         """Check the order of accesses from now on, on all streams of the driver; NumPy shares nothing else between streams."""
+        if not check:
+            return lambda: None
         scheduler = self._streams.scheduler
         scheduler.watch()
         ends = [scheduler.unwatch]  # taken by the first call; whoever closes twice ends it once
@@ -345,6 +347,14 @@ class HostDriver(Controls):
         self._note("end_capture")
         nodes = self._streams.captures.end(self._streams.resolve(pointer))
         return RecordedGraph(HostGraph(self._streams, nodes), self._streams, self._note)
+
+    def dependencies(self, pointer: int) -> tuple[Any, ...]:
+        self._note("dependencies")
+        return self._streams.captures.dependencies(self._streams.resolve(pointer))
+
+    def set_dependencies(self, pointer: int, nodes: Sequence[Any]) -> None:
+        self._note("set_dependencies")
+        self._streams.captures.set_dependencies(self._streams.resolve(pointer), nodes)
 
     def capture_failure(self, error: BaseException) -> str | None:
         cause: BaseException | None = error

@@ -47,6 +47,7 @@ class RecordingMemory:
         self._blocks: set[Block] = set()
         self.allocator = self
         self.nbytes = 0
+        self._tell: Callable[[object], None] | None = None
 
     def take(self, device: DeviceMemory, key: object, nbytes: int) -> Owner:
         """Return a block; take care of captures by itself, as an allocator must."""
@@ -57,7 +58,14 @@ class RecordingMemory:
             block.generation += 1
         except IndexError:
             block = self._fresh(device, size)
-        return Owner(block, home)
+        owner = Owner(block, home)
+        if self._tell is not None:
+            self._tell(owner)
+        return owner
+
+    def tell(self, of: Callable[[object], None] | None) -> None:
+        """Pass each block that is allocated from now on to a function."""
+        self._tell = of
 
     def _fresh(self, device: DeviceMemory, size: int) -> Block:
         thread = self._table.thread
