@@ -16,13 +16,13 @@ Launch = tuple[Sequence[int], Operands, Track, int]
 class Recent:
     """Launches of which none wrote what another one used, other than to be read."""
 
-    __slots__ = ("_launches", "_outputs", "_used_from", "_used_to", "_written_from", "_written_to")
+    __slots__ = ("_launches", "_outputs", "_read_from", "_read_to", "_written_from", "_written_to")
 
     def __init__(self) -> None:
         self._launches: list[Launch] = []
-        self._outputs: dict[int, tuple[int, Track, int]] = {}  # by address: bytes, and the call that wrote them
-        self._used_from = self._written_from = 1 << 63
-        self._used_to = self._written_to = -1
+        self._outputs: dict[int, Launch] = {}  # by address
+        self._read_from = self._written_from = 1 << 63  # the first byte of what was read, and the last; the same of the outputs
+        self._read_to = self._written_to = -1
 
     def __iter__(self) -> Iterator[Launch]:
         """Give the launches in the order in which they were given to streams."""
@@ -32,37 +32,50 @@ class Recent:
         """Return what a launch waits for; None for one that has to be looked up, and so all of these."""
         if not operands.dense:
             return None
-        longest, written_from, written_to = operands.longest, self._written_from, self._written_to
         needs = NOTHING
-        inputs = addresses[: operands.inputs]
-        for start in inputs:
-            if written_from < start + longest and start < written_to:
+        longest, inputs = operands.longest, operands.inputs
+        first, last = self._written_from, self._written_to
+        low, high = self._read_from, self._read_to
+        for start in addresses[:inputs]:
+            end = start + longest
+            if first < end and start < last:
                 output = self._outputs.get(start)
-                if output is None or output[0] != operands.read[inputs.index(start)]:
+                if output is None or _bytes(output, start) != operands.read[addresses.index(start)]:
                     return None
-                _, track, call = output
-                if needs is NOTHING:
+                track, call = output[2:]
+                if not needs:
                     needs = {track: call}
                 elif needs.get(track, 0) < call:
                     needs[track] = call
-        used_from, used_to = min(addresses), max(addresses) + longest
-        if operands.written:
-            for start in addresses[operands.inputs :]:
-                if self._used_from < start + longest and start < self._used_to:
-                    return None
-        if used_from < self._used_from:
-            self._used_from = used_from
-        if used_to > self._used_to:
-            self._used_to = used_to
+            if start < low:
+                low = start
+            if end > high:
+                high = end
+        outputs_from, outputs_to = first, last
+        for start in addresses[inputs:]:
+            end = start + longest
+            if operands.written and ((first < end and start < last) or (self._read_from < end and start < self._read_to)):
+                return None
+            if start < outputs_from:
+                outputs_from = start
+            if end > outputs_to:
+                outputs_to = end
+        self._read_from, self._read_to, self._written_from, self._written_to = low, high, outputs_from, outputs_to
         return needs
 
     def note(self, addresses: Sequence[int], operands: Operands, track: Track) -> None:
         """Write down a launch that was met, as the next call of a stream."""
         call = track.count = track.count + 1
-        self._launches.append((addresses, operands, track, call))
-        for start, reach in zip(addresses[operands.inputs :], operands.outputs):  # noqa: B905 (it doubles what this takes)
-            self._outputs[start] = reach, track, call
-            if start < self._written_from:
-                self._written_from = start
-            if start + reach > self._written_to:
-                self._written_to = start + reach
+        launch = addresses, operands, track, call
+        self._launches.append(launch)
+        if operands.single:
+            self._outputs[addresses[-1]] = launch
+        else:
+            for start in addresses[operands.inputs :]:
+                self._outputs[start] = launch
+
+
+def _bytes(launch: Launch, output: int) -> int:
+    """Return how many bytes an output of a launch has, by its address."""
+    addresses, operands, _, _ = launch
+    return operands.outputs[addresses[operands.inputs :].index(output)]
