@@ -15,7 +15,7 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_cache import Entry, Shortcut
 from handlepool.pool.slot import Slot
 from handlepool.regions.accesses import Operands
-from handlepool.regions.data_order import before, opened
+from handlepool.regions.data_order import before, lanes_for, opened
 from handlepool.tensors.layout import Layout, Piece
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -216,6 +216,8 @@ class GraphCall:
 
     def launch(self, slot: Slot) -> Any:
         """Enqueue on the slot's stream, in order with the callers and with branches, and return the outputs."""
+        if recordings and (lanes := lanes_for(self._pool, slot.pointer)) is not None:
+            return lanes.run(self.plan.name, *self.pieces(), self.operands, self.enqueue)
         if opened:
             before(self._pool, *self.pieces(), self.operands, slot.pointer)
         return self.enqueue(slot)

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -35,12 +35,34 @@ class Keeper(Protocol):
         """Keep what can be reached from values."""
 
 
+class NodesByData(Protocol):
+    """The lanes of a recording, as far as what stands below recordings knows them."""
+
+    def takes(self, pool: object, pointer: int) -> bool:
+        """Whether a call of a pool on a stream becomes a node."""
+
+    def run(
+        self,
+        name: str,
+        reads: Sequence[Any],
+        writes: Sequence[Any],
+        keep: object,
+        call: Callable[[Any], T],
+        new: Callable[[T], Iterable[Any]] | None = None,
+    ) -> T:
+        """Record ``call(slot)`` as a node that reads and writes this memory, and what ``new`` says of its value; the value."""
+
+
 class UnderWay(Protocol):
     """A recording under way, as far as what stands below recordings knows it."""
 
     @property
     def scratch(self) -> set[Any]:
         """Where slots were given scratch under its capture."""
+
+    @property
+    def lanes(self) -> NodesByData | None:
+        """Where calls become nodes that are ordered by their data."""
 
     @property
     def kept(self) -> Keeper:

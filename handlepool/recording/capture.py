@@ -17,6 +17,7 @@ from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.workspace import DeviceScratch
+from handlepool.recording.lanes import Lanes
 from handlepool.regions.accesses import Memory
 from handlepool.regions.memory import underneath
 from handlepool.regions.plain_calls import piece_of, pieces_of
@@ -77,13 +78,16 @@ class Recording:
         Of the program that was made of it; None once that cannot be used any more.
     kept : Kept
         What the graph reads.
+    lanes : Lanes or None
+        Where calls are nodes that are ordered by their data.
     reads, writes : set of Piece or Token
         What it is known to read and write, by its graph functions and operations.
     """
 
-    def __init__(self, pool: PoolInternals, name: str) -> None:
+    def __init__(self, pool: PoolInternals, name: str, lanes: int | None = None) -> None:
         self.pool = pool
         self.device = pool.driver.current_device()
+        self.lanes = None if lanes is None else Lanes(pool, self.device, lanes)
         self.graph: RecordedGraph | None = None
         self.scratch: set[DeviceScratch] = set()
         self.reads: set[Piece | Token] = set()
@@ -113,6 +117,8 @@ class Recording:
                 f"{what} on stream {pointer:#x} inside the recording of {self._name}, of which that stream is no part, so that "
                 f"replays would go without it: use the current stream there, and open forks inside the function that is recorded"
             )
+        if self.lanes is not None:
+            self.lanes.other(what)
 
     def memory(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Memory:
         """Return what a replay reads and writes. A function that returned new arrays alone wrote what it is known to.
@@ -158,6 +164,8 @@ class Recording:
             bind_to_thread(self.pool.sound(slot))
             value = self._captured(slot, function, args, kwargs)
         finally:
+            if self.lanes is not None:
+                self.lanes.release()
             unbind(slot)
             sides.release(slot, captured=True)
             sides.release_captured()
@@ -177,7 +185,7 @@ class Recording:
         try:
             driver.begin_capture(slot.pointer)
             self._capture = driver.capture_id(slot.pointer)
-            value = self._call(slot, function, args, kwargs)
+            value = self._in_lanes(slot, function, args, kwargs)
         except BaseException as trouble:
             error = trouble
         try:
@@ -194,6 +202,20 @@ class Recording:
         finally:
             del error, ending  # or the error, its traceback and this frame would keep each other
         return value
+
+    def _in_lanes(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        lanes = self.lanes
+        if lanes is None:
+            return self._call(slot, function, args, kwargs)
+        end = lanes.begin(slot)
+        self._memory.tell(lanes.blocks.append)
+        try:
+            value = self._call(slot, function, args, kwargs)
+            lanes.join()
+            return value
+        finally:
+            self._memory.tell(None)
+            end()
 
     def _call(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         driver = self.pool.driver

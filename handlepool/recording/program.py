@@ -8,7 +8,7 @@ from itertools import count
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Stream
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
@@ -16,6 +16,7 @@ from handlepool.pool import deferred as leftovers
 from handlepool.pool.context import on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
+from handlepool.recording.explain import Explanation
 from handlepool.recording.update import Inputs, copy_all
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import before, opened
@@ -107,6 +108,28 @@ class Program:
         """Bytes of device memory that were allocated while recording, scratch included; 0 once it was closed."""
         recording = self._recording
         return 0 if recording is None else recording.nbytes
+
+    def explain(self) -> Explanation:
+        """Return how it was recorded: nodes, edges, lanes, memory, and which calls stood in the way.
+
+        Returns
+        -------
+        Explanation
+            It can be printed, and has ``to_dict()`` and, for Graphviz, ``to_dot()``.
+
+        Raises
+        ------
+        PoolClosedError
+            After the program was closed.
+        """
+        recording = self._recording
+        if recording is None:
+            self._refuse()
+        lanes = recording.lanes
+        if lanes is None:
+            return Explanation(self._name, self.nodes, self.nbytes)
+        known = lanes.limit, lanes.wanted, lanes.got, lanes.exact, tuple(lanes.steps)
+        return Explanation(self._name, self.nodes, self.nbytes, *known)
 
     @property
     def closed(self) -> bool:
@@ -261,7 +284,7 @@ class Program:
         if not isinstance(error, HandlePoolError) and (cause := self._driver.capture_failure(error)):
             raise CaptureError(f"{self._name} cannot be used on a stream that is being captured: {cause}") from error
 
-    def _refuse(self) -> None:
+    def _refuse(self) -> NoReturn:
         if leftovers.ending:
             raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
         raise PoolClosedError(f"the program {self._name} was closed; record it again")

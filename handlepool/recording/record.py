@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from handlepool._util import leaves, shown
+from handlepool._util import as_integer, leaves, shown
 from handlepool.drivers.protocol import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.context import run_on, thread
@@ -11,6 +11,7 @@ from handlepool.pool.default import chosen_pool
 from handlepool.pool.deferred import defer, deferred, settle
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
+from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording.capture import Recording
 from handlepool.recording.program import Program
@@ -18,7 +19,9 @@ from handlepool.recording.update import Inputs
 from handlepool.regions.states import ParallelStates
 
 
-def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None = None, **kwargs: Any) -> Program:
+def record(
+    function: Callable[..., Any], /, *args: Any, pool: HandlePool | None = None, lanes: int | None = None, **kwargs: Any
+) -> Program:
     """Record what a function gives to streams, to be replayed with one launch.
 
     ``function(*args, **kwargs)`` is called twice. The first call is for real, on the current stream, so that plans are built and
@@ -39,6 +42,11 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
     pool : HandlePool, optional
         What is given no pool in the function uses this one. By default it is that of the states for a method of
         `ParallelStates`, else the default pool. To give the function itself a parameter of this name, use `functools.partial`.
+    lanes : int, optional
+        1 to 32. The outermost calls of graph functions and operations become nodes that are ordered by their data alone, and at
+        most so many of them run at once. Forks, operations on torch tensors, and whatever else is launched stand after all before
+        them, and before all after them; `Program.explain` says where. All memory that is allocated meanwhile is kept. By default
+        the order of streams and forks is recorded.
 
     Returns
     -------
@@ -50,7 +58,8 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
     CaptureError
         For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded.
     ArgumentError
-        For a function that returns nothing, and for iterators as arguments, which the first call would use up.
+        For ``lanes`` that are no integer from 1 to 32, for a function that returns nothing, and for iterators as arguments, which
+        the first call would use up.
     OutOfMemoryError
         When there is no memory for the graph.
     StateBusyError
@@ -59,6 +68,8 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
     if pool is None:
         owner = getattr(function, "__self__", None)
         pool = owner.pool if isinstance(owner, ParallelStates) else None
+    if lanes is not None and not 1 <= as_integer(lanes, 0) <= MOST_SIDE_SLOTS:
+        raise ArgumentError(f"record(lanes={shown(lanes)}); it must be an integer from 1 to {MOST_SIDE_SLOTS}, or left out")
     chosen = chosen_pool("record", pool)
     chosen.status.check()
     names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None)]
@@ -69,7 +80,7 @@ def record(function: Callable[..., Any], /, *args: Any, pool: HandlePool | None 
     inputs = Inputs(driver, args, kwargs)
     if run_on(chosen, stream, home.device, None, function, args, kwargs) is None:
         raise _nothing(name)
-    recording = Recording(chosen, name)
+    recording = Recording(chosen, name, None if lanes is None else as_integer(lanes))
     try:
         recording.kept.add(function, args, kwargs)
         outputs = recording.capture(function, args, kwargs)

@@ -19,13 +19,13 @@ from functools import partial
 
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import OwnershipError
-from handlepool.pool.context import UnderWay, thread
+from handlepool.pool.context import NodesByData, UnderWay, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.regions.accesses import Memory, Operands
 from handlepool.regions.memory import underneath
 from handlepool.regions.recent import Recent
 from handlepool.regions.track import Needs, Track, last
-from handlepool.regions.uses import UNREAD, Use, Uses, needs_of
+from handlepool.regions.uses import Use, Uses, needs_of, write_down
 from handlepool.tensors.layout import Piece, Token
 
 MOST_MARKS = 64
@@ -184,7 +184,7 @@ class DataOrder:
         recent, self.recent = self.recent, None
         for addresses, operands, track, call in recent or ():
             reads, writes, _ = self.meet(addresses, operands)
-            self._write_down(track, call, reads, writes)
+            write_down(track, call, reads, writes)
             self._write_down_new(track, call, addresses, operands)
 
     def entries(self, pieces: Iterable[Piece | Token]) -> list[Use]:
@@ -205,26 +205,14 @@ class DataOrder:
     ) -> None:
         """Write down a launch that was looked up, as the next call of a stream."""
         call = track.count = track.count + 1
-        self._write_down(track, call, reads, writes)
+        write_down(track, call, reads, writes)
         if operands.made:
             self._write_down_new(track, call, addresses, operands)
 
     def note(self, track: Track, reads: Sequence[Use], writes: Sequence[Use]) -> None:
         """Write down the next call of a stream."""
         track.count += 1
-        self._write_down(track, track.count, reads, writes)
-
-    @staticmethod
-    def _write_down(track: Track, call: int, reads: Sequence[Use], writes: Sequence[Use]) -> None:
-        for use in reads:
-            if use.readers is UNREAD:
-                use.readers = {track: call}
-            else:
-                use.readers[track] = call
-        for use in writes:
-            use.writer, use.call, use.readers = track, call, UNREAD
-            if use.others:
-                use.overwritten()
+        write_down(track, track.count, reads, writes)
 
     def _write_down_new(self, track: Track, call: int, addresses: Sequence[int], operands: Operands) -> None:
         for address, reach in zip(addresses[operands.inputs :], operands.made, strict=False):
@@ -323,6 +311,14 @@ def open_order(driver: Driver, device: int) -> DataOrder | None:
     """Return this thread's books of a device, where an ordered fork is open."""
     order = _thread.orders.get((underneath(driver), device, thread.recording)) if opened else None
     return None if order is None or order.closed else order
+
+
+def lanes_for(pool: PoolInternals, pointer: int) -> NodesByData | None:
+    """Return the lanes of this thread's recording where a call on a stream is to be a node: outside of regions and nodes."""
+    lanes = None if thread.recording is None else thread.recording.lanes
+    if lanes is None or thread.region is not None or not lanes.takes(pool, pointer):
+        return None
+    return lanes if open_order(pool.driver, pool.current_device()) is None else None
 
 
 def ordering_pool() -> PoolInternals | None:

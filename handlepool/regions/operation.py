@@ -10,11 +10,11 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 from handlepool._util import bound_call, leaves, shown
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ContractError
-from handlepool.pool.context import recordings, thread
+from handlepool.pool.context import recordings, run_on, thread
 from handlepool.pool.default import pool_so_far
 from handlepool.pool.internals import PoolInternals
 from handlepool.regions.accesses import Memory
-from handlepool.regions.data_order import DataOrder, before, open_order, opened, ordering_pool
+from handlepool.regions.data_order import DataOrder, before, lanes_for, open_order, opened, ordering_pool
 from handlepool.regions.plain_calls import exact, piece_of, pieces_of
 from handlepool.regions.stream_order import order, torch_among
 from handlepool.regions.track import Track
@@ -91,12 +91,23 @@ class Operation(Generic[P, R_co]):
     def _in_order(self, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R_co:
         driver = pool.driver
         reads, writes = self.accesses(driver, args, kwargs)
+        device = pool.current_device()
+        lanes = lanes_for(pool, driver.current_stream(device).ptr) if recordings else None
+        if lanes is not None and torch_among(self.function, args, kwargs) is None:  # torch's memory goes by torch's own streams
+            known = (*reads, *writes)
+            return lanes.run(
+                self._name,
+                reads,
+                writes,
+                (args, kwargs),
+                lambda slot: run_on(pool, slot.side_stream, device, None, self.run, (pool, args, kwargs, writes), {}),
+                partial(_new_beside, driver, known),
+            )
         before(pool, reads, writes, (args, kwargs))
         torch = None if thread.recording is not None else torch_among(self.function, args, kwargs)
         if torch is None:
             result = self.run(pool, args, kwargs, writes)
         else:  # in a fork's body it may have another current stream than CuPy, and the operation may launch on both
-            device = driver.current_device()
             here, theirs = driver.current_stream(device).ptr, torch.current_stream(device)
             order(pool, device, here, theirs)
             try:
@@ -234,6 +245,10 @@ def new_among(driver: Driver, result: object, known: Sequence[Piece | Token]) ->
     """Return the memory of the arrays in a result that is none of what is known."""
     there = [memory for memory in known if not isinstance(memory, Token)]
     return [memory for memory in pieces_of(driver, result) if not any(share(memory, each) for each in there)]
+
+
+def _new_beside(driver: Driver, known: Sequence[Piece | Token], result: object) -> list[Piece]:
+    return new_among(driver, result, known)
 
 
 def pieces_or_tokens(driver: Driver, value: object) -> Pieces:

@@ -249,6 +249,19 @@ def needs_of(reads: Iterable[Use], writes: Iterable[Use]) -> Needs:
     return needs
 
 
+def write_down(track: Track, call: int, reads: Iterable[Use], writes: Iterable[Use]) -> None:
+    """Note a call as the last that used what it reads and what it writes."""
+    for use in reads:
+        if use.readers is UNREAD:
+            use.readers = {track: call}
+        else:
+            use.readers[track] = call
+    for use in writes:
+        use.writer, use.call, use.readers = track, call, UNREAD
+        if use.others:
+            use.overwritten()
+
+
 def _meet(use: Use, piece: Piece) -> bool:
     """Whether two pieces share an element, as far as that can be told quickly."""
     start, stop, strided = piece

@@ -1,0 +1,105 @@
+"""What `Program.explain` returns: which calls became nodes, what they wait for, and what stood in the way."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A call that was recorded as a node, or, on no lane, other work between nodes.
+
+    Attributes
+    ----------
+    name : str
+    place : str
+        File and line of the call; of other work that could not be seen, the last call before it and the first after it.
+    lane : int or None
+    after : tuple of int
+        The steps that it waits for, by their places; others follow from these.
+    """
+
+    name: str
+    place: str
+    lane: int | None
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How a program was recorded. It can be printed.
+
+    Attributes
+    ----------
+    name : str
+        Of the program.
+    operations : int
+        Nodes of the graph: a call may give it none, or several.
+    nbytes : int
+        Device memory of arrays and scratch.
+    limit : int or None
+        The ``lanes`` that `record` was given.
+    wanted, got : int
+        Lanes that the calls could have used, up to the limit, and those that there were.
+    exact : bool
+        Whether the driver can put a node behind its producers alone. Where it cannot there is one lane.
+    steps : tuple of Step
+    """
+
+    name: str
+    operations: int
+    nbytes: int
+    limit: int | None = None
+    wanted: int = 1
+    got: int = 1
+    exact: bool = True
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def nodes(self) -> list[Step]:
+        """The calls that became nodes."""
+        return [step for step in self.steps if step.lane is not None]
+
+    @property
+    def serial(self) -> list[Step]:
+        """What stands after all before it, and before all after it."""
+        return [step for step in self.steps if step.lane is None]
+
+    @property
+    def edges(self) -> int:
+        """How many waits there are between steps."""
+        return sum(len(step.after) for step in self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it in dictionaries, lists, numbers and strings, as JSON takes them."""
+        known = asdict(self)
+        known["steps"] = [{**step, "after": [*step["after"]]} for step in known["steps"]]
+        return {**known, "nodes": len(self.nodes), "edges": self.edges, "serial": len(self.serial)}
+
+    def to_dot(self) -> str:
+        """Return the graph of the steps in the language of Graphviz: a box for what is no node."""
+        lines = [f"digraph {_quoted(self.name)} {{"]
+        for number, step in enumerate(self.steps):
+            where = "shape=box" if step.lane is None else "shape=ellipse"
+            lane = "" if step.lane is None else f"\nlane {step.lane}"
+            lines.append(f"  {number} [{where}, label={_quoted(f'{step.name}{lane}')}, tooltip={_quoted(step.place)}];")
+            lines += [f"  {before} -> {number};" for before in step.after]
+        return "\n".join([*lines, "}"])
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.operations} operations, {self.nbytes:,} bytes"]
+        if self.limit is None:
+            return f"{lines[0]}. Recorded in the order of streams and forks; record(lanes=...) orders calls by their data"
+        lines.append(f"{len(self.nodes)} nodes, {self.edges} edges, {self.got} of {self.limit} lanes")
+        if not self.exact:
+            lines.append("The driver cannot put a node behind others by choice, so all run one after the other")
+        elif self.wanted > self.got:
+            lines.append(f"Up to {self.wanted} lanes were wanted: no more side streams of the device were free")
+        if self.serial:
+            lines.append("After all before it, and before all after it:")
+            lines += [f"  {step.name}, {step.place}" for step in self.serial]
+        return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

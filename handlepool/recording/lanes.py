@@ -1,0 +1,361 @@
+"""Lanes: the calls of a sequential function, recorded as nodes that wait for what their data asks for alone (guarantee 17).
+
+A lane is a leased side slot whose stream takes part in the capture. A node goes on one lane, which is first put behind exactly
+the nodes that it follows by its data, and behind the lane's last: what other libraries keep by stream, and the slot's scratch,
+is used by one node at a time. The books are a region's, with a track for each lane.
+
+Outside of nodes the main stream is behind all leaves. So whatever is launched there unseen stands after all before it; that it
+was is seen at the next node, which starts new books behind it.
+
+Memory that was allocated while recording is kept to the end of the recording. Freed, it could be given to a node that its last
+reader has no order with.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from handlepool.errors import CaptureError
+from handlepool.pool.context import thread
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.slot import Slot, bind_to_thread, unbind
+from handlepool.recording.explain import Step
+from handlepool.regions.data_order import in_the_middle
+from handlepool.regions.track import NOTHING, Needs, Track
+from handlepool.regions.uses import Uses, needs_of, write_down
+from handlepool.tensors.layout import Piece, Token
+
+T = TypeVar("T")
+Pieces = Sequence[Piece | Token]
+
+MOST_NODES = 20_000
+"""Of one recording."""
+
+
+class _Node:
+    """A call as the books know it.
+
+    Attributes
+    ----------
+    track, call : Track, int
+        Its lane's, and its place there.
+    known : dict
+        By track, the last call that it comes after, itself included.
+    ends : tuple
+        The nodes of the capture that whatever follows it waits for.
+    step : int
+        Its place among all steps.
+    """
+
+    __slots__ = ("call", "ends", "known", "step", "track")
+
+    def __init__(self, track: Track, step: int) -> None:
+        self.track = track
+        self.call = track.count
+        self.known: Needs = NOTHING
+        self.ends: tuple[Any, ...] = ()
+        self.step = step
+
+    def follows(self, track: Track, call: int) -> bool:
+        """Whether it is a call of a track, or comes after that."""
+        return self.known.get(track, 0) >= call
+
+
+class _Lane:
+    """A slot that nodes are recorded on, with what it was given since the last work that was no node."""
+
+    def __init__(self, slot: Slot, number: int) -> None:
+        self.slot = slot
+        self.number = number
+        self.begin()
+
+    def begin(self) -> None:
+        """Start anew, behind all that was before."""
+        self.track = Track(self.slot.pointer)
+        self.nodes: list[_Node] = []
+
+
+class Lanes:
+    """The nodes of one recording, and the lanes that it has. Made and used with its device current, by its thread.
+
+    Parameters
+    ----------
+    pool : PoolInternals
+    device : int
+    limit : int
+        How many lanes there may be.
+
+    Attributes
+    ----------
+    blocks : list
+        Of memory that was allocated while recording.
+    steps : list of Step
+    wanted, got : int
+        Lanes.
+    exact : bool
+        Whether the driver can put a stream behind nodes by choice.
+    """
+
+    def __init__(self, pool: PoolInternals, device: int, limit: int) -> None:
+        self.limit = limit
+        self.blocks: list[Any] = []
+        self.steps: list[Step] = []
+        self.wanted = self.got = 0
+        self.exact = True
+        self._pool = pool
+        self._driver = pool.driver
+        self._device = device
+        self._sides = pool.device(device).sides
+        self._lanes: list[_Lane] = []
+        self._of: dict[Track, _Lane] = {}
+        self._uses = Uses()
+        self._kept: list[object] = []
+        self._leaves: list[_Node] = []
+        self._base: tuple[Any, ...] = ()  # what every node comes after
+        self._base_step: tuple[int, ...] = ()
+        self._put: tuple[Any, ...] = ()  # what the main stream was left behind
+        self._others: list[tuple[str, str]] = []  # work since the last node that said what it is, and its place
+        self._last_place = "the beginning"
+        self._nodes = 0
+        self._inside = self._busy = False
+        self._alone = False  # whether the node that is recorded uses what all streams share
+        self._current: _Lane | None = None
+
+    def begin(self, slot: Slot) -> Callable[[], None]:
+        """Record from now on what is given to a capturing slot, which is the main stream's; what is returned ends the watch."""
+        self._main = slot
+        base = self._driver.dependencies(slot.pointer)
+        self.exact = base is not None
+        self._base = self._put = base or ()
+        return self._driver.watch_shared(self._shared, check=False)
+
+    def takes(self, pool: object, pointer: int) -> bool:
+        """Whether a call of a pool on a stream becomes a node: the outermost, on the main stream."""
+        return not self._inside and pool is self._pool and pointer == self._main.pointer
+
+    def other(self, what: str) -> None:
+        """Be told of work that is no node."""
+        if not self._inside:
+            self._others.append((what, _place()))
+
+    def run(
+        self,
+        name: str,
+        reads: Pieces,
+        writes: Pieces,
+        keep: object,
+        call: Callable[[Slot], T],
+        new: Callable[[T], Iterable[Piece | Token]] | None = None,
+    ) -> T:
+        """Record a call as a node; its value.
+
+        Parameters
+        ----------
+        name : str
+        reads, writes : sequence of Piece or Token
+            What it reads, and what it overwrites.
+        keep : object
+            Whose memory that is.
+        call : callable
+            Given the slot to launch on.
+        new : callable, optional
+            Returns, of the value, what it wrote besides. What the call allocated is known.
+
+        Raises
+        ------
+        CaptureError
+            For more nodes than a recording may have.
+        OwnershipError
+            In a finaliser that found its thread in the middle of the books.
+        """
+        if self._busy:
+            raise in_the_middle()
+        if self._nodes >= MOST_NODES:
+            raise CaptureError(f"{name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}")
+        self._busy = True
+        try:
+            place = _place()
+            self._see_others(place)
+            self._kept.append(keep)
+            met, changed = [*map(self._uses.piece, reads)], [*map(self._uses.piece, writes)]
+            lane, node = self._start(needs_of(met, changed), name, place)
+            known = len(self.blocks)
+            self._inside, self._current, self._alone = True, lane, False
+        finally:
+            self._busy = False
+        try:
+            result = call(lane.slot)
+            written = [] if new is None else [*new(result)]
+            self._kept.append(result)
+        except BaseException:
+            try:
+                self._end(lane, node, place, alone=True)
+            except Exception:  # the capture was invalidated, and the first error says by what
+                self._inside = False
+            raise
+        self._busy = True
+        try:
+            ranges = map(self._driver.block_range, self.blocks[known:])
+            changed += map(self._uses.piece, [*((start, stop, None) for start, stop in ranges if stop > start), *written])
+            write_down(lane.track, node.call, met, changed)
+            self._end(lane, node, place, alone=self._alone)
+        finally:
+            self._busy = False
+        return result
+
+    def join(self) -> None:
+        """Let the main stream come after all lanes, as a capture's end asks for."""
+        if not self.exact:
+            return
+        driver, pointer = self._driver, self._main.pointer
+        self._see_others("the end")
+        for lane in self._leased():
+            driver.set_dependencies(lane.slot.pointer, self._put)  # adds nothing to what the main stream is behind
+            driver.record_event(lane.slot.end_event, lane.slot.pointer)
+            driver.wait_event(pointer, lane.slot.end_event)
+
+    def release(self) -> None:
+        """Give the lanes back, and let go of what was kept."""
+        self.got = len(self._lanes)
+        for lane in self._leased():
+            unbind(lane.slot)
+            self._sides.release(lane.slot, captured=True)
+        self._uses.close()
+        for each in (self._lanes, self._of, self._leaves, self._kept, self.blocks):
+            each.clear()
+        self._base = self._put = ()
+        self._current = None
+
+    def _leased(self) -> list[_Lane]:
+        return [lane for lane in self._lanes if lane.slot is not self._main]
+
+    # One node
+
+    def _start(self, needs: Needs, name: str, place: str) -> tuple[_Lane, _Node]:
+        """Choose a lane, and put it behind what its next node follows."""
+        producers = [self._of[track].nodes[call - 1] for track, call in needs.items()]
+        lane = self._choose(producers)
+        if lane.nodes and lane.nodes[-1] not in producers:
+            producers.append(lane.nodes[-1])
+        # What another one of them comes after is waited for with that.
+        direct = [
+            each
+            for each in producers
+            if not any(other is not each and other.follows(each.track, each.call) for other in producers)
+        ]
+        track = lane.track
+        for each in direct:
+            track.learn(each.known)
+        track.count += 1
+        node = _Node(track, len(self.steps))
+        node.known = track.known = {**track.known, track: node.call}
+        after = tuple(dict.fromkeys(end for each in direct for end in each.ends)) if direct else self._base
+        if self.exact:
+            self._driver.set_dependencies(lane.slot.pointer, after)
+        self.steps.append(Step(name, place, lane.number, tuple(sorted(each.step for each in direct)) or self._base_step))
+        lane.nodes.append(node)
+        self._nodes += 1
+        return lane, node
+
+    def _choose(self, producers: Sequence[_Node]) -> _Lane:
+        """Return a lane for a node: that of a producer, one that is free for it, a new one, or the one idle for longest."""
+        lanes = self._lanes
+        going_on = [lane for each in producers if (lane := self._of[each.track]).nodes[-1] is each]
+        if going_on:
+            return max(going_on, key=lambda lane: lane.nodes[-1].step)
+        for lane in lanes:
+            if not lane.nodes or any(each.follows(lane.track, lane.track.count) for each in producers):
+                return lane
+        return self._new_lane() or min(lanes, key=lambda lane: lane.nodes[-1].step)
+
+    def _new_lane(self) -> _Lane | None:
+        """Lease one lane more; the main stream where there is none at all, and None where others have to do."""
+        lanes = self._lanes
+        if len(lanes) >= (self.limit if self.exact else 1):
+            return None
+        slot = self._sides.lease() if self.exact and self.wanted <= len(lanes) else None
+        self.wanted = max(self.wanted, len(lanes) + 1)
+        if slot is None:
+            if lanes:
+                return None
+            slot = self._main
+        lane = _Lane(slot, len(lanes))
+        lanes.append(lane)
+        self._of[lane.track] = lane
+        if slot is not self._main:
+            bind_to_thread(self._pool.sound(slot))
+            self._driver.record_event(slot.start_event, self._main.pointer)
+            self._driver.wait_event(slot.pointer, slot.start_event)
+        return lane
+
+    def _end(self, lane: _Lane, node: _Node, place: str, *, alone: bool) -> None:
+        """Take a node in that was captured, and put the main stream behind all leaves again."""
+        self._inside = False
+        self._last_place = place
+        self._leaves = [leaf for leaf in self._leaves if not node.follows(leaf.track, leaf.call)]
+        self._leaves.append(node)
+        if not self.exact:
+            return
+        node.ends = self._dependencies(lane.slot.pointer)
+        if lane.slot is not self._main and {*(found := self._dependencies(self._main.pointer))} != {*self._put}:
+            node.ends = tuple(dict.fromkeys(node.ends + found))  # it gave the main stream work, too, which is after all before it
+            alone = True
+        self._put = tuple(dict.fromkeys(end for leaf in self._leaves for end in leaf.ends)) or self._base
+        self._driver.set_dependencies(self._main.pointer, self._put)
+        if alone:
+            self._start_anew(tuple(leaf.step for leaf in self._leaves))
+
+    # What is no node
+
+    def _dependencies(self, pointer: int) -> tuple[Any, ...]:
+        found = self._driver.dependencies(pointer)
+        assert found is not None
+        return found
+
+    def _see_others(self, place: str) -> None:
+        """Start new books where the main stream was given something since the last node."""
+        others, self._others = self._others, []
+        if not self.exact or {*(found := self._dependencies(self._main.pointer))} == {*self._put}:
+            return
+        self._put = found
+        after = tuple(sorted(leaf.step for leaf in self._leaves)) or self._base_step
+        name = ", ".join(dict.fromkeys(what for what, _ in others)) or "other work"
+        where = ", ".join(dict.fromkeys(known for _, known in others)) or f"between {self._last_place} and {place}"
+        self.steps.append(Step(name, where, None, after))
+        self._start_anew((len(self.steps) - 1,))
+
+    def _start_anew(self, steps: tuple[int, ...]) -> None:
+        """Have all that follows come after what the main stream is behind now."""
+        self._base, self._base_step = self._put, steps
+        self._uses.close()
+        self._uses = Uses()
+        self._leaves, self._of = [], {}
+        for lane in self._lanes:
+            lane.begin()
+            self._of[lane.track] = lane
+
+    def _shared(self, name: str) -> None:
+        """Be told that something is used which the array library keeps for all streams: nothing may run beside it."""
+        lane = self._current
+        if thread.recording is None or thread.recording.lanes is not self:
+            return
+        if not self._inside or lane is None:
+            self.other(name)
+        elif self.exact and not self._alone:
+            self._alone = True
+            behind = dict.fromkeys((*self._dependencies(lane.slot.pointer), *self._put))
+            self._driver.set_dependencies(lane.slot.pointer, tuple(behind))
+            for leaf in self._leaves:
+                lane.track.learn(leaf.known)
+            lane.nodes[-1].known = lane.track.known
+            step = self.steps[-1]
+            after = tuple(sorted({*step.after, *(leaf.step for leaf in self._leaves)}))
+            self.steps[-1] = Step(f"{step.name} ({name}, which streams share)", step.place, step.lane, after)
+
+
+def _place() -> str:
+    """Return the file and the line that called into this package."""
+    frame = sys._getframe(1)  # noqa: SLF001 - public in all but its name
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "handlepool":
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

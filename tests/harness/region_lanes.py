@@ -1,0 +1,134 @@
+"""Cases of `region_cases` as sequential programs, recorded with lanes; and what becomes of one without an edge that it needs."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from harness.region_cases import Case, Look, Make, leaves
+from harness.region_runs import Sequential, Values
+from harness.region_worlds import World, books_of, default_pool, expected_of
+
+import handlepool
+from handlepool import CaptureError, ContractError
+from handlepool.recording import lanes as books
+from handlepool.recording.explain import Explanation
+
+MOST_TRIES = 12
+
+
+class Flat(Sequential):
+    """Runs the steps one after the other, on what a recording is given: what the host makes is made before."""
+
+    def __init__(self, case: Case, make: Any, copy: Any) -> None:
+        super().__init__(make, copy, numpy=False)
+        self.case = case
+        self.begin()
+        numbers = [step.made for step in leaves(case.steps) if isinstance(step, Make)]
+        self.later = {number: self.initial(number) for number in numbers}
+        self.given = {**self.arrays, **self.later, **{number: token.hidden for number, token in self.tokens.items()}}
+        self.first = self.arrays
+
+    def once(self) -> list[Any]:
+        """All steps; the arrays that are left."""
+        self.arrays = dict(self.first)
+        self.programs.clear()
+        self.steps(self.case.steps)
+        return [*self.arrays.values()]
+
+    def make(self, step: Make) -> None:
+        self.arrays[step.made] = self.later[step.made]
+
+    def look(self, step: Look) -> None:
+        pass
+
+
+@dataclass
+class Edges:
+    """How many needs the nodes of a recording have, and which of them is left out."""
+
+    left_out: int | None = None
+    found: int = 0
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        former = books.needs_of
+
+        def needs_of(reads: Any, writes: Any) -> Any:
+            needs = former(reads, writes)
+            kept = {}
+            for track, call in needs.items():
+                if self.found != self.left_out:
+                    kept[track] = call
+                self.found += 1
+            return kept
+
+        books.needs_of = needs_of
+        try:
+            yield
+        finally:
+            books.needs_of = former
+
+
+@dataclass
+class Outcome:
+    values: Values | None
+    error: Exception | None
+    how: Explanation | None
+    edges: Edges
+
+    def differs(self, expected: Values) -> str:
+        """Say what is wrong, or nothing."""
+        if self.error is not None:
+            return f"{type(self.error).__name__}: {self.error}"
+        assert self.values is not None
+        if self.values.keys() != expected.keys():
+            return f"other arrays: {self.values.keys() ^ expected.keys()}"
+        wrong = [name for name, value in expected.items() if not np.array_equal(value, self.values[name], equal_nan=True)]
+        return f"wrong values: {wrong}" if wrong else ""
+
+
+def wanted(case: Case) -> Values:
+    """What a case leaves behind."""
+    return {name: value for name, value in expected_of(case).items() if name[0] != "look"}
+
+
+def run(world: World, case: Case, lanes: int, left_out: int | None = None) -> Outcome:
+    """Record a case and replay it once, over the values that it begins with; without one of its needs."""
+    driver = world.driver
+    driver._streams.scheduler._random.seed(case.seed)
+    edges = Edges(left_out)
+    values, error, how = None, None, None
+    with default_pool(world.pool), books_of(case), world._home:
+        driver.blind = True
+        try:
+            flat = Flat(case, world._make, lambda array: array.get())
+            with edges.noted(), handlepool.record(flat.once, lanes=lanes) as program:
+                how = program.explain()
+                for number, array in flat.given.items():
+                    driver.copy(array, flat.initial(number))
+                program.replay()
+                values = {("array", base): array.get() for base, array in flat.arrays.items()}
+                values |= {("token", number): token.hidden.get() for number, token in flat.tokens.items()}
+        except (ContractError, CaptureError) as found:
+            error = found
+        finally:
+            driver.blind = False
+        world._settle()
+    if driver.order is not None and driver.order.found:
+        error = error or driver.order.found[0]
+        driver.order.found.clear()
+    return Outcome(values, error, how, edges)
+
+
+def control(world: World, case: Case, lanes: int, edges: Edges, expected: Values) -> str | None:
+    """Leave out what a node needs, and say what went wrong; None where that does no harm, whatever is left out."""
+    choices = [*range(edges.found)]
+    random.Random(case.seed).shuffle(choices)
+    for left_out in choices[:MOST_TRIES]:
+        outcome = run(world, case, lanes, left_out)
+        if why := outcome.differs(expected):
+            return why  # or another way leads there; or both calls were given an array that one of them leaves alone
+    return None

@@ -1,0 +1,404 @@
+"""`record(lanes=)`: the calls of sequential code become nodes that wait for what their data asks for alone (guarantee 17)."""
+
+import json
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+from harness.graphs import double
+from harness.scenes import TIMEOUT, Scene, leased, works
+
+import handlepool
+from handlepool import ArgumentError, CaptureError, ContractError, PoolClosedError
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.recording import lanes as books
+
+LANES = (1, 2, 3, 8)
+
+
+class Watched(HostDriver):
+    """Notes the sets that streams are put behind, and how it is told of what streams share; ``kept`` says what of a set stays."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.sets, self.kept, self.report = [], tuple, None
+
+    def set_dependencies(self, pointer, nodes):
+        self.sets.append(len(nodes))
+        super().set_dependencies(pointer, self.kept(nodes))
+
+    def watch_shared(self, report, *, check=True):
+        self.report = report
+        return lambda: None
+
+
+class WithoutTheCall(HostDriver):
+    def dependencies(self, pointer):
+        return None
+
+    def set_dependencies(self, pointer, nodes):
+        raise AssertionError("it has no such call")
+
+
+@pytest.fixture
+def scene(monkeypatch):
+    with Scene(Watched(scheduler="adversarial", check_order=True)) as scene:
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        yield scene
+
+
+@handlepool.operation
+def plus(scene, x, value):
+    return scene.plus(x, value)
+
+
+@handlepool.operation(mutates="y")
+def times(scene, y, value):
+    scene.put(y, lambda x: x * value, y)
+
+
+def add(scene, x, y):
+    return scene.put(scene.array(), lambda x, y: x + y, x, y)
+
+
+adding = handlepool.operation(add)
+
+
+def diamond(scene, x):
+    """Two chains that meet."""
+    left, right = plus(scene, x, 1), plus(scene, x, 2)
+    for _ in range(3):
+        left, right = plus(scene, left, 10), plus(scene, right, 20)
+    return adding(scene, left, right)
+
+
+def replayed(scene, function, *args, lanes=8):
+    with handlepool.record(function, scene, *args, lanes=lanes) as program:
+        program.replay()
+        return scene.read(program.outputs), program.explain()
+
+
+# The order
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_g17_calls_follow_what_they_read_and_nothing_else(scene, lanes):
+    value, how = replayed(scene, diamond, scene.array(1), lanes=lanes)
+    assert value == 95
+    assert (how.limit, how.got) == (lanes, min(lanes, 2))
+    assert how.nodes[-1].after == ((6, 7) if lanes > 1 else (7,))
+    assert len({step.lane for step in how.nodes}) == min(lanes, 2)
+    assert not how.serial
+
+
+def test_g17_control_a_set_without_a_producer_is_caught(scene):
+    x = scene.array(1)
+    scene.driver.kept = lambda nodes: nodes[1:]
+    with pytest.raises((ContractError, CaptureError), match=r"not ordered|not waited for"):
+        replayed(scene, diamond, x)
+    scene.driver.order.found.clear()
+
+
+def in_place(scene, x):
+    y = plus(scene, x, 1)
+    before = plus(scene, y, 0)
+    times(scene, y, 10)
+    after = plus(scene, y, 0)
+    times(scene, y, 10)
+    return adding(scene, adding(scene, before, after), y)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_g17_what_is_written_in_place_comes_after_its_readers(scene, lanes):
+    value, _ = replayed(scene, in_place, scene.array(1), lanes=lanes)
+    assert value == 2 + 20 + 200
+
+
+def freed(scene, x):
+    """Arrays that nobody holds any more while nodes may still read them."""
+    total = plus(scene, x, 0)
+    for value in range(8):
+        total = adding(scene, total, plus(scene, plus(scene, x, value), 1))
+    return total
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_g8_memory_that_was_freed_is_nobodys_before_the_recording_ends(scene, lanes):
+    value, _ = replayed(scene, freed, scene.array(1), lanes=lanes)
+    assert value == 1 + sum(value + 2 for value in range(8))
+
+
+def inside(scene, x, y, temporaries):
+    for value in range(temporaries):
+        x = scene.plus(x, value)
+    return add(scene, x, y)
+
+
+def test_g8_memory_of_a_call_itself_is_no_other_calls(scene):
+    operation = handlepool.operation(inside)
+
+    def both(scene, x):
+        return adding(scene, operation(scene, x, x, 4), operation(scene, x, x, 6))
+
+    value, how = replayed(scene, both, scene.array(1), lanes=8)
+    assert value == (1 + 6 + 1) + (1 + 15 + 1)
+    assert len(how.nodes) == 3
+
+
+# What is no node
+
+
+def plain_at(places):
+    def function(scene, x):
+        if "first" in places:
+            x = scene.plus(x, 5)
+        left, right = plus(scene, x, 1), plus(scene, x, 2)
+        if "between" in places:
+            left = scene.plus(right, 0)
+        left, right = plus(scene, left, 10), plus(scene, right, 20)
+        y = adding(scene, left, right)
+        return scene.plus(y, 1000) if "last" in places else y
+
+    return function
+
+
+@pytest.mark.parametrize("places", [("first",), ("between",), ("last",), ("first", "between", "last")], ids=" ".join)
+def test_g17_unseen_work_stands_after_all_before_it_and_before_all_after_it(scene, places):
+    function = plain_at(places)
+    x = scene.array(1)
+    expected = scene.read(function(scene, x))
+    value, how = replayed(scene, function, x)
+    assert value == expected
+    assert [step.name for step in how.serial] == ["other work"] * len(places)
+    assert all("test_lanes.py" in step.place for step in how.serial)
+
+
+def test_g17_control_unseen_work_that_follows_no_leaf_is_caught(scene):
+    x = scene.array(1)
+    function = plain_at(("last",))
+    scene.driver.kept = lambda nodes: nodes if len(nodes) < 2 else nodes[:1]
+    with pytest.raises((ContractError, CaptureError), match=r"not ordered|not waited for"):
+        replayed(scene, function, x)
+    scene.driver.order.found.clear()
+
+
+def forked(scene, x):
+    left, right = plus(scene, x, 1), plus(scene, x, 2)
+    with scene.states.fork() as fork:
+        a = fork.run(scene.plus, left, 10)
+        b = fork.run(plus, scene, right, 20)
+    return adding(scene, a, b)
+
+
+def test_g17_a_fork_stands_after_all_before_it_and_before_all_after_it_and_is_named(scene):
+    value, how = replayed(scene, forked, scene.array(1))
+    assert value == 12 + 23
+    assert len(how.nodes) == 3
+    (fork,) = how.serial
+    assert fork.name == "a fork"
+    assert fork.after == (0, 1)
+    assert how.nodes[-1].after == (2,)
+    assert fork.place.startswith(__file__)
+
+
+def test_g17_calls_inside_a_call_are_part_of_its_node(scene):
+    @handlepool.operation
+    def twice(x):
+        with scene.states.fork() as fork:
+            a, b = fork.run(plus, scene, x, 1), fork.run(plus, scene, x, 2)
+        return adding(scene, a, plus(scene, b, 0))
+
+    value, how = replayed(scene, lambda scene, x: twice(plus(scene, twice(x), 0)), scene.array(1))
+    assert value == 13
+    assert [step.name.rpartition(".")[2] for step in how.nodes] == ["twice", "plus", "twice"]
+
+
+def test_what_streams_share_is_used_beside_nothing_and_is_named(scene):
+    @handlepool.operation
+    def transformed(x):
+        if scene.driver.report is not None:
+            scene.driver.report("cupy.fft")
+        return scene.plus(x, 1)
+
+    def function(scene, x):
+        first, second = plus(scene, x, 1), plus(scene, x, 2)
+        third = transformed(x)
+        return adding(scene, adding(scene, first, second), adding(scene, third, plus(scene, x, 3)))
+
+    with handlepool.record(function, scene, scene.array(1), lanes=8) as program:
+        steps = program.explain().steps
+        assert "cupy.fft" in steps[2].name
+        assert steps[2].after == (0, 1)
+        assert [step.after for step in steps[3:5]] == [(2,), (2,)]
+        program.replay()
+        assert scene.read(program.outputs) == 2 + 3 + 2 + 4
+
+
+def test_graph_functions_are_nodes(scene):
+    x = scene.driver.asarray(np.ones((1, 4, 8, 8), np.float32))
+    with handlepool.record(lambda x: [double(double(x)), double(x)], x, lanes=8) as program:
+        program.replay()
+        assert [np.unique(scene.driver.asnumpy(y)).tolist() for y in program.outputs] == [[4], [2]]
+        assert [step.after for step in program.explain().nodes] == [(), (0,), ()]
+
+
+# Lanes
+
+
+def wide(scene, x):
+    return [plus(scene, x, value) for value in range(6)]
+
+
+def test_g1_lanes_are_leased_one_at_a_time_and_given_back(scene):
+    x = scene.array(1)
+    for lanes, got in ((1, 1), (4, 4), (32, 6)):
+        with handlepool.record(wide, scene, x, lanes=lanes) as program:
+            assert program.explain().got == got
+            assert leased(scene) == 0
+            program.replay()
+            assert [scene.read(y) for y in program.outputs] == [1, 2, 3, 4, 5, 6]
+    assert works(scene)
+
+
+def test_where_no_slot_is_free_nodes_share_what_there_is(scene):
+    x = scene.array(1)
+    sides = scene.pool.internals.device(0).sides
+    for free in (1, 2, 3):  # the main stream takes one
+        taken = [sides.lease() for _ in range(32 - free)]
+        with handlepool.record(wide, scene, x, lanes=8) as program:
+            program.replay()
+            assert [scene.read(y) for y in program.outputs] == [1, 2, 3, 4, 5, 6]
+            how = program.explain()
+            assert how.got == max(free - 1, 1)
+            assert how.wanted > how.got
+            assert "wanted" in str(how)
+        for slot in taken:
+            sides.release(slot, captured=False)
+    assert works(scene)
+
+
+def test_a_driver_without_the_call_gives_one_lane(monkeypatch):
+    with Scene(WithoutTheCall(scheduler="adversarial", check_order=True)) as scene:
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        value, how = replayed(scene, diamond, scene.array(1))
+        assert value == 95
+        assert (how.got, how.exact) == (1, False)
+        assert "one after the other" in str(how)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("lanes", [0, -1, 33, "8", 2.0, True, [8]], ids=str)
+def test_lanes_are_an_integer_from_1_to_32(scene, lanes):
+    with pytest.raises(ArgumentError, match=r"record\(lanes="):
+        handlepool.record(wide, scene, scene.array(1), lanes=lanes)
+    assert works(scene)
+
+
+def test_a_function_of_such_a_parameter_is_wrapped(scene):
+    def function(x, lanes):
+        return plus(scene, x, lanes)
+
+    with handlepool.record(partial(function, lanes=5), scene.array(1), lanes=2) as program:
+        program.replay()
+        assert scene.read(program.outputs) == 6
+
+
+def test_a_recording_has_so_many_nodes_at_most(scene, monkeypatch):
+    monkeypatch.setattr(books, "MOST_NODES", 5)
+    with pytest.raises(CaptureError, match="would be node 6"):
+        handlepool.record(wide, scene, scene.array(1), lanes=8)
+    assert works(scene)
+
+
+@pytest.mark.parametrize("where", ["between", "inside"])
+def test_an_error_in_the_middle_goes_on_and_leaves_nothing_open(scene, where):
+    @handlepool.operation
+    def failing(x):
+        y = scene.plus(x, 1)
+        if len(calls) > 1 and where == "inside":
+            raise ZeroDivisionError
+        return y
+
+    def function(scene, x):
+        calls.append(x)
+        y = failing(plus(scene, x, 1))
+        if len(calls) > 1:
+            raise ZeroDivisionError
+        return y
+
+    calls = []
+    with pytest.raises(ZeroDivisionError):
+        handlepool.record(function, scene, scene.array(1), lanes=8)
+    assert leased(scene) == 0
+    assert works(scene)
+
+
+def test_after_an_error_that_was_caught_all_follows_what_the_call_gave(scene):
+    @handlepool.operation(mutates="y")
+    def failing(y):
+        scene.put(y, lambda x: x + 100, y)
+        raise ZeroDivisionError
+
+    def function(scene, x):
+        y, z = plus(scene, x, 1), plus(scene, x, 2)
+        with pytest.raises(ZeroDivisionError):
+            failing(y)
+        return adding(scene, y, z)
+
+    value, _ = replayed(scene, function, scene.array(1))
+    assert value == 105
+
+
+def test_two_threads_record_at_once(scene):
+    x = scene.array(1)
+    scene.read(x)
+    found, barrier = [], threading.Barrier(2)
+
+    def function(scene, x):
+        barrier.wait(TIMEOUT)
+        return diamond(scene, x)
+
+    def run():
+        with scene.driver.create_stream():
+            found.append(replayed(scene, function, x)[0])
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert found == [95, 95]
+
+
+def test_a_program_of_a_closed_pool_and_a_closed_program_say_so(scene):
+    program = handlepool.record(wide, scene, scene.array(1), lanes=2)
+    scene.pool.close()
+    with pytest.raises(PoolClosedError):
+        program.replay()
+    program.close()
+    with pytest.raises(PoolClosedError):
+        program.explain()
+
+
+# What it says
+
+
+def test_an_explanation_can_be_printed_and_stored_and_drawn(scene):
+    with handlepool.record(forked, scene, scene.array(1), lanes=4) as program:
+        how = program.explain()
+        assert "3 nodes, 3 edges, 2 of 4 lanes" in str(how)
+        assert "a fork, " in str(how)
+        known = json.loads(json.dumps(how.to_dict()))
+        assert (known["nodes"], known["edges"], known["serial"], known["limit"]) == (3, 3, 1, 4)
+        assert known["nbytes"] == program.nbytes
+        drawn = how.to_dot()
+        assert drawn.startswith('digraph "forked" {')
+        assert drawn.count("shape=ellipse") == 3
+        assert "0 -> 2;" in drawn
+        assert "2 -> 3;" in drawn
+    with handlepool.record(diamond, scene, scene.array(1)) as program:
+        assert "order of streams and forks" in str(program.explain())
+        assert program.explain().to_dict()["nodes"] == 0
