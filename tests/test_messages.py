@@ -188,6 +188,7 @@ def cases(pool):
         "Plan.select": case(plan.select, 0),
         "Program": None,
         "Program.close": None,
+        "Program.explain": None,
         "Program.replay": case(program.replay, stream=None),
         "Program.update": case(program.update, x, w),
         "Program.update, by name": case(program.update, x=x),
