@@ -78,11 +78,6 @@ class ForeignCall(GraphCall):
                 settle()
             defer(_Kept(converted.pool, converted.device, slot.pointer, converted.kept).settle)
 
-    def then(self, make: Callable[[Any], GraphCall]) -> GraphCall:
-        """As `GraphCall.then`."""
-        self.operands = self._call.then(make).operands
-        return self
-
 
 def _wrapped(wrap: Callable[[Any], Any], made: Any) -> Any:
     if isinstance(made, tuple):
