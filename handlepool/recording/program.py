@@ -17,6 +17,7 @@ from handlepool.pool.context import on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording.explain import Explanation
+from handlepool.recording.outputs import Results
 from handlepool.recording.update import Inputs, copy_all
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import before, opened
@@ -231,6 +232,61 @@ class Program:
         self._follow(None)
         self._enqueue(partial(copy_all, self._driver, copies))
 
+    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+        """Update the inputs, replay, and copy the outputs, in one turn: of the uses of other threads none comes in between.
+
+        All of it is enqueued on the current stream, whichever thread's and whichever stream that is, and nothing waits for the
+        GPU. What is returned is the caller's, and no later use of the program writes to it.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            As in `update`.
+        out : optional
+            Arrays to copy the outputs into, in the structure of `outputs`: of the same shapes and types, in any memory that no
+            two of them share. None, or None in the place of one of them, stands for new arrays. An input that was recorded by
+            this name stays as it is.
+
+        Returns
+        -------
+        array, or list, tuple or dictionary
+            Copies of the outputs in the structure of `outputs`, ready in the order of the current stream; of one that was
+            returned in several places there is one. Numbers, strings and None are as they were recorded.
+
+        Raises
+        ------
+        ArgumentError, ArrayTypeError, DeviceMismatchError
+            As in `update`; for an ``out`` that differs from the outputs; for outputs that are arrays of other libraries, or
+            objects that may hold arrays. Nothing is enqueued then.
+        MemoryError
+            For want of memory for the copies.
+        CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
+            As in `replay`; but this waits for an update by another thread.
+        """
+        self._status.check()
+        return self._use("called", self._call, args, out, kwargs)
+
+    def _call(self, args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> Any:
+        if self._recording is None:
+            self._refuse()
+        driver = self._driver
+        given = self._inputs.match(driver, self._name, self.device, args, kwargs)
+        results = Results(driver, self._name, self.device, self._outputs, out)
+
+        def turn() -> None:
+            copy_all(driver, given)
+            self._launch()
+            copy_all(driver, results.copies)
+
+        if opened:
+            read = pieces_of(driver, [copy.source for copy in given])
+            changed = [*pieces_of(driver, [copy.target for copy in given]), *results.pieces]
+            keep = self, given, results
+            self._after_branches([*self._memory.reads, *read], [*self._memory.writes, *changed], None, keep)
+        self._follow(None)
+        self._enqueue(turn)
+        return results.value
+
     def _enqueue(self, step: Callable[[], object]) -> None:
         """Give the stream that `_follow` made the program's something that uses the memory."""
         if self._pointer and self._is_capturing(self._pointer):
@@ -264,7 +320,7 @@ class Program:
     def _check_turn(self, what: str) -> None:
         """Wait for another thread's use; refuse what comes inside this thread's own, or while another thread updates."""
         # Another thread's launch is short. An update is for its own thread to order, but a close may come after any use.
-        if self._updating not in (0, get_ident()) and what != "closed":
+        if self._updating not in (0, get_ident()) and what not in ("closed", "called"):
             raise OwnershipError(
                 f"{self._name} is being updated by another thread: whether a replay would see the old values or the new ones is "
                 f"for the program to say, so let one thread do both, or use a lock of your own"
@@ -463,7 +519,7 @@ class Program:
         self.close()
 
 
-exact.update((Program.replay, Program.update))
+exact.update((Program.replay, Program.update, Program.__call__))
 
 
 def capturing(pointer: int) -> CaptureError:

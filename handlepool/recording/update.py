@@ -12,7 +12,7 @@ from handlepool.graphs.arrays import is_array
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import Piece, piece, share
 
-_PLAIN = (int, float, complex, str, bytes, np.generic)
+PLAIN = (int, float, complex, str, bytes, np.generic)
 
 
 class Copy(NamedTuple):
@@ -61,7 +61,7 @@ class Inputs:
         if len(args) > len(self._positional):
             raise ArgumentError(
                 f"{name} was recorded with {len(self._positional)} positional arguments that hold arrays (or lists, tuples and "
-                f"dictionaries of them), and update was given {len(args)}; leave arguments without arrays out"
+                f"dictionaries of them), and was given {len(args)}; leave arguments without arrays out"
             )
         if len(args) < len(self._positional) and not kwargs:
             raise ArgumentError(
@@ -82,7 +82,7 @@ class Inputs:
 def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:
     """Enqueue copies on the current stream, as if every source were read before the first target is written."""
     targets, sources = [copy.target for copy in copies], [copy.source for copy in copies]
-    pairs = _overlapping(driver, targets + sources)
+    pairs = overlapping(driver, targets + sources)
     if any((one < len(copies)) is not (other < len(copies)) for one, other in pairs):
         sources = [_read(driver, source) for source in sources]
     for copy, source in zip(copies, sources, strict=True):
@@ -111,10 +111,11 @@ def _fixed(value: Any) -> Any:
 
 
 def _has_array(value: Any, kind: tuple[type, ...]) -> bool:
-    return any(isinstance(leaf, kind) or _is_foreign(leaf) for leaf in leaves(value))
+    return any(isinstance(leaf, kind) or is_foreign(leaf) for leaf in leaves(value))
 
 
-def _is_foreign(value: Any) -> bool:
+def is_foreign(value: Any) -> bool:
+    """Whether a value, which is no array of the driver's, is one of another library's."""
     return is_array(value) and not isinstance(value, np.generic)
 
 
@@ -122,7 +123,7 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
     if new is None:
         return
     if isinstance(old, (tuple, dict)):
-        for key in _keys(place, old, new):
+        for key in keys_of(place, old, new):
             yield from _copies(driver, f"{place}[{shown(key)}]", device, old[key], new[key])
     elif isinstance(old, driver.array_types):
         if new is not old:
@@ -132,15 +133,14 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
         _check_unchanged(driver, place, old, new)
 
 
-def _keys(place: str, old: Any, new: Any) -> Sequence[Any]:
+def keys_of(place: str, old: Any, new: Any) -> Sequence[Any]:
     """Return what the entries of a container are found by, in the recorded one and in the new one."""
     if isinstance(old, tuple):
         if not isinstance(new, (list, tuple)):
             raise ArgumentError(f"{place} was recorded as a list or a tuple, and is now a {kind_of(new)}")
         if len(old) != len(new):
             raise ArgumentError(
-                f"{place} was recorded with {len(old)} entries, and update was given {len(new)}; pass None for what is to stay "
-                f"as it is"
+                f"{place} was recorded with {len(old)} entries, and was given {len(new)}; pass None for what is to stay as it is"
             )
         return range(len(old))
     if not isinstance(new, dict):
@@ -160,7 +160,7 @@ def _check_alike(driver: Driver, place: str, device: int, target: Any, source: A
     if isinstance(source, (list, tuple, dict)):
         raise ArgumentError(f"{place} was recorded as an array, and is now a {kind_of(source)}")
     if not isinstance(source, driver.array_types):
-        advice = f"; convert it, as by {_converters(driver)}" if _is_foreign(source) else ""
+        advice = f"; convert it, as by {_converters(driver)}" if is_foreign(source) else ""
         raise ArrayTypeError(f"{place} is a {kind_of(source)}; the {driver.name} driver takes {taken(driver)}{advice}")
     if not getattr(target.flags, "writeable", True):  # CuPy's are never read-only
         raise ArgumentError(f"{place} was recorded as a read-only array, which update cannot write to; pass None for it")
@@ -180,13 +180,13 @@ def _check_alike(driver: Driver, place: str, device: int, target: Any, source: A
 
 
 def _check_unchanged(driver: Driver, place: str, old: Any, new: Any) -> None:
-    if _is_foreign(old):
+    if is_foreign(old):
         raise ArgumentError(
             f"{place} was recorded as a {kind_of(old)}, which is no array of the {driver.name} driver's, so update cannot "
             f"write to it: record with what {_converters(driver)} makes of it, or pass None here and have its own "
             f"library write to it"
         )
-    if not (type(new) is type(old) and isinstance(old, _PLAIN) and new == old):
+    if not (type(new) is type(old) and isinstance(old, PLAIN) and new == old):
         raise ArgumentError(
             f"{place} was recorded as a {kind_of(old)}, which is no array and stays as it is; pass None, or record again"
         )
@@ -206,24 +206,25 @@ def _converters(driver: Driver) -> str:
 
 def _check_values(driver: Driver, name: str, copies: Sequence[Copy]) -> None:
     """Refuse two values for the same memory."""
-    for pair in _overlapping(driver, [copy.target for copy in copies]):
+    for pair in overlapping(driver, [copy.target for copy in copies]):
         first, second = (copies[place] for place in sorted(pair))
         # Where both sources are as far away, every byte of both targets has one value.
-        if first.shift != second.shift and share(_piece(driver, first.target), _piece(driver, second.target)):
+        if first.shift != second.shift and share(piece_of(driver, first.target), piece_of(driver, second.target)):
             raise ArgumentError(
-                f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and update was "
+                f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and was "
                 f"given two values for it; pass the same array for both, or None for one of them"
             )
 
 
-def _overlapping(driver: Driver, arrays: Sequence[Any]) -> Iterator[tuple[int, int]]:
+def overlapping(driver: Driver, arrays: Sequence[Any]) -> Iterator[tuple[int, int]]:
     """Yield each two arrays, by their places, whose memory overlaps from the first to the last byte."""
     near: list[tuple[int, int, int]] = []
-    for begin, end, place in sorted([(*_piece(driver, array)[:2], place) for place, array in enumerate(arrays) if array.size]):
+    for begin, end, place in sorted([(*piece_of(driver, array)[:2], place) for place, array in enumerate(arrays) if array.size]):
         near = [other for other in near if other[1] > begin]
         yield from [(other[2], place) for other in near]
         near.append((begin, end, place))
 
 
-def _piece(driver: Driver, array: Any) -> Piece:
+def piece_of(driver: Driver, array: Any) -> Piece:
+    """Return the memory of an array of the driver's."""
     return piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)

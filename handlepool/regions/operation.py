@@ -405,7 +405,7 @@ def follow_branches(pool: PoolInternals, function: Callable[..., Any], args: tup
         return
     pointer = driver.current_stream(device).ptr
     track = books.tracks.get(pointer) or Track(pointer)
-    if getattr(function, "__func__", None) in exact:  # what it reads and writes is its own to know
+    if getattr(bound_call(function), "__func__", None) in exact:  # what it reads and writes is its own to know
         with books:
             books.follow(track, {each: each.count for each in books.tracks.values()})
         return

@@ -709,8 +709,8 @@ def test_an_update_with_another_geometry_or_type_says_what_differs(scene, new, e
             lambda x: {"a": x, "b": {0: x, 1: [x]}},
             r"argument 0\['b'\] was recorded as a list or a tuple, and is now a dict",
         ),
-        (lambda x: {"a": x, "b": [x, [x, x]]}, r"argument 0\['b'\]\[1\] was recorded with 1 entries, and update was given 2"),
-        (lambda x: {"a": x, "b": [x]}, r"argument 0\['b'\] was recorded with 2 entries, and update was given 1"),
+        (lambda x: {"a": x, "b": [x, [x, x]]}, r"argument 0\['b'\]\[1\] was recorded with 1 entries, and was given 2"),
+        (lambda x: {"a": x, "b": [x]}, r"argument 0\['b'\] was recorded with 2 entries, and was given 1"),
         (
             lambda x: {"a": x, "b": [x, [x[:4]]]},
             r"argument 0\['b'\]\[1\]\[0\] was recorded with shape \(8,\) and now has shape \(4,\)",
@@ -746,7 +746,7 @@ def test_an_update_with_two_values_for_one_memory_names_both_places(scene):
 
     program = handlepool.record(body, x, more=given)
     new, other = scene.array(5), scene.array(6)
-    both = r"body: argument 0 and more\['part'\] were recorded with the same memory, and update was given two values"
+    both = r"body: argument 0 and more\['part'\] were recorded with the same memory, and was given two values"
     for part in (other[2:], new[:6], x[2:]):
         with pytest.raises(ArgumentError, match=both):
             program.update(new, more={"x": None, "part": part, "first": None})

@@ -1,0 +1,129 @@
+"""Copies of what a program's function returned, in the structure that it returned it in."""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from handlepool._util import kind_of
+from handlepool.drivers.protocol import Driver, taken
+from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.recording.update import PLAIN, Copy, is_foreign, keys_of, overlapping, piece_of
+from handlepool.tensors.inference import dense_strides
+from handlepool.tensors.layout import share
+
+_UNCHANGED = (type(None), Enum, np.dtype, *PLAIN)
+"""What is returned as it is."""
+
+
+class Results:
+    """Where the outputs of one call go: into arrays that were given, and into new ones in the places of the others.
+
+    Attributes
+    ----------
+    value
+        The arrays, in the structure of the outputs.
+    copies : list of Copy
+        For `copy_all`.
+    pieces : list of Piece
+        The memory that these write.
+
+    Parameters
+    ----------
+    driver : Driver
+    name : str
+        Of the program.
+    device : int
+        Its ordinal, of the current device.
+    outputs
+        What its function returned.
+    out
+        Arrays in that structure, or None where a new one is to be made.
+
+    Raises
+    ------
+    ArgumentError
+        For another structure, shape or type; for two arrays of ``out`` that share memory; for an output that is neither an array
+        nor a number, a string or None.
+    ArrayTypeError
+        For an output, or an array of ``out``, that is not the driver's.
+    DeviceMismatchError
+        For an array on another device.
+    """
+
+    def __init__(self, driver: Driver, name: str, device: int, outputs: Any, out: Any) -> None:
+        self._driver = driver
+        self._name = name
+        self._device = device
+        self._made: dict[tuple[int, int], Any] = {}
+        self.copies: list[Copy] = []
+        self.value = self._entry(f"{name}: out", outputs, out)
+        targets = [copy.target for copy in self.copies]
+        self.pieces = [piece_of(driver, target) for target in targets]
+        for one, other in overlapping(driver, targets):
+            if share(self.pieces[one], self.pieces[other]):
+                places = [self.copies[index].place for index in sorted((one, other))]
+                raise ArgumentError(f"{' and '.join(places)} share memory, and would get two values")
+
+    def _entry(self, place: str, output: Any, given: Any) -> Any:
+        if isinstance(output, (tuple, list, dict)):
+            keys: Sequence[Any] = list(output) if isinstance(output, dict) else range(len(output))
+            if given is not None:
+                keys_of(place, tuple(output) if isinstance(output, list) else output, given)
+            entries = [self._entry(f"{place}[{key!r}]", output[key], None if given is None else given[key]) for key in keys]
+            if isinstance(output, dict):
+                return dict(zip(keys, entries, strict=True))
+            if isinstance(output, list):
+                return entries
+            named: Any = type(output)
+            return named(*entries) if hasattr(named, "_fields") else tuple(entries)
+        if isinstance(output, self._driver.array_types):
+            return self._array(place, output, given)
+        if is_foreign(output):
+            raise ArrayTypeError(
+                f"{self._name} returned a {kind_of(output)}, of which the {self._driver.name} driver makes no copies: replay it, "
+                f"and copy program.outputs in the order of that stream by its own library"
+            )
+        if not isinstance(output, _UNCHANGED):
+            raise ArgumentError(
+                f"{self._name} returned a {kind_of(output)}, in which arrays would be overwritten by the next call: return "
+                f"arrays in lists, tuples and dictionaries, or replay it and read program.outputs"
+            )
+        if given is not None:
+            raise ArgumentError(f"{place} stands for a {kind_of(output)}, which is no array; pass None for it")
+        return output
+
+    def _array(self, place: str, output: Any, given: Any) -> Any:
+        key = id(output), id(given)
+        target = self._made.get(key)
+        if target is None:
+            target = self._made[key] = self._new(output) if given is None else self._checked(place, output, given)
+            same = [(self._driver.array_pointer(each), each.strides) for each in (output, target)]
+            if output.size and same[0] != same[1]:
+                self.copies.append(Copy(place, target, output, same[1][0] - same[0][0]))
+        return target
+
+    def _new(self, output: Any) -> Any:
+        """Return a new array without gaps, with its axes in the order of the output's."""
+        order = sorted(range(output.ndim), key=lambda axis: -abs(output.strides[axis]))
+        strides = [step * output.dtype.itemsize for step in dense_strides(output.shape, order)]
+        with self._driver.relaxed():
+            return self._driver.empty(output.shape, strides, output.dtype)
+
+    def _checked(self, place: str, output: Any, given: Any) -> Any:
+        driver = self._driver
+        if not isinstance(given, driver.array_types):
+            raise ArrayTypeError(f"{place} is a {kind_of(given)}; the {driver.name} driver takes {taken(driver)}")
+        found: Any = given
+        for what, returned, there in (("shape", output.shape, found.shape), ("type", output.dtype, found.dtype)):
+            if returned != there:
+                raise ArgumentError(f"{place} has {what} {there}, and what {self._name} returned {what} {returned}")
+        if not getattr(found.flags, "writeable", True):
+            raise ArgumentError(f"{place} is a read-only array")
+        if 0 in [step for extent, step in zip(found.shape, found.strides, strict=True) if extent > 1]:
+            raise ArgumentError(f"{place} has elements that share memory")
+        where = driver.array_device(given)
+        if where != self._device:
+            raise DeviceMismatchError(f"{place} is on device {where}, and the program on device {self._device}")
+        return given

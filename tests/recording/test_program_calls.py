@@ -1,0 +1,319 @@
+"""A call of a program: update, replay and copies of the outputs in one turn, from any thread and on any stream."""
+
+import threading
+from collections import namedtuple
+
+import numpy as np
+import pytest
+from harness.scenes import TIMEOUT, Scene, Thread, over_seeds, without_waits_of_the_last
+from harness.uses import ON_A_SIDE_STREAM, STREAMS
+
+import handlepool
+from handlepool import ArgumentError, ArrayTypeError, ContractError, DeviceMismatchError, OwnershipError, PoolClosedError
+
+Pair = namedtuple("Pair", "first second")
+
+
+def body(scene):
+    return lambda x: scene.plus(scene.plus(x, 10), 100)
+
+
+@pytest.fixture
+def scene(make_driver, scheduler, monkeypatch):
+    with Scene(make_driver(scheduler=scheduler)) as scene:
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        yield scene
+
+
+@pytest.fixture
+def program(scene):
+    with handlepool.record(body(scene), scene.array(0)) as program:
+        yield program
+
+
+# Values
+
+
+def test_what_a_call_returns_is_the_callers(scene, program):
+    values = [program(scene.array(value)) for value in range(4)]
+    program.update(scene.array(50))
+    program.replay()
+    assert [scene.read(y) for y in values] == [110, 111, 112, 113]
+    assert scene.read(program.outputs) == 160
+
+
+def test_control_what_a_replay_leaves_is_overwritten(scene, program):
+    values = []
+    for value in range(4):
+        program.update(scene.array(value))
+        program.replay()
+        values.append(program.outputs)
+    assert [scene.read(y) for y in values] == [113] * 4
+
+
+def test_the_values_have_the_structure_of_the_outputs(scene):
+    def function(x):
+        y = scene.plus(x, 1)
+        return {"a": [y, (scene.plus(x, 2), y)], "b": Pair(scene.plus(x, 3), None), 7: "name", "x": x}
+
+    with handlepool.record(function, scene.array(0)) as program:
+        values = program(scene.array(5))
+        assert [*values] == ["a", "b", 7, "x"]
+        assert isinstance(values["a"], list)
+        assert type(values["a"][1]) is tuple
+        assert type(values["b"]) is Pair
+        assert values["a"][0] is values["a"][1][1]
+        assert (values["b"].second, values[7]) == (None, "name")
+        found = values["a"][0], values["a"][1][0], values["b"].first, values["x"]
+        assert [scene.read(y) for y in found] == [6, 7, 8, 5]
+        assert not {id(y) for y in found} & {id(program.outputs["a"][0]), id(program.outputs["x"])}
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1), (1, 2, 0)], ids=str)
+def test_copies_lie_as_the_outputs_do_and_have_no_gaps(scene, axes):
+    x = scene.driver.asarray(np.arange(60.0).reshape(3, 4, 5))
+
+    def function(x):
+        return scene.put(scene.driver.asarray(np.zeros((3, 4, 5))), lambda x: x + 1, x).transpose(axes)[:, 1:]
+
+    scene.driver.asarray = lambda values: scene.driver.empty(values.shape, values.strides, values.dtype)
+    with handlepool.record(function, x) as program:
+        y = program(None)
+        expected = np.arange(1.0, 61).reshape(3, 4, 5).transpose(axes)[:, 1:]
+        assert np.array_equal(y.get(), expected)
+        assert sorted(y.strides) == sorted(np.empty_like(expected).strides)
+        assert np.argsort(y.strides).tolist() == np.argsort(program.outputs.strides).tolist()
+
+
+def test_out_is_written_and_returned(scene):
+    with handlepool.record(lambda x: [scene.plus(x, 1), (scene.plus(x, 2), 3)], scene.array(0)) as program:
+        first, second = scene.array(), scene.array()
+        values = program(scene.array(10), out=[first, (second, None)])
+        assert values[0] is first
+        assert values[1][0] is second
+        assert values[1][1] == 3
+        assert (scene.read(first), scene.read(second)) == (11, 12)
+        values = program(scene.array(20), out=(None, [second, None]))
+        assert (scene.read(first), scene.read(values[0]), scene.read(second)) == (11, 21, 22)
+
+
+def test_out_may_be_an_argument_or_memory_of_the_program(scene, program):
+    x = scene.array(1)
+    for expected in (111, 221, 331):
+        program(x, out=x)
+        assert scene.read(x) == expected
+    assert program(scene.array(5), out=program.outputs) is program.outputs
+    assert scene.read(program.outputs) == 115
+
+
+def test_outputs_may_be_carried_into_the_inputs(scene):
+    state = scene.array(1)
+
+    def function(state):
+        return scene.plus(state, 10), state
+
+    with handlepool.record(function, state) as program:
+        last = scene.array()
+        scene.put(state, lambda: 1)
+        for before in (1, 11, 21):  # every output is read before the first array is written
+            program(None, out=(state, last))
+            assert (scene.read(last), scene.read(state)) == (before, before + 10)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        (lambda s: s.array(), ArgumentError, "out was recorded as a dictionary"),
+        (lambda s: {"a": [s.array()]}, ArgumentError, "without the key|with the key 'b'"),
+        (lambda s: {"a": [s.array()] * 2, "b": None}, ArgumentError, r"out\['a'\] was recorded with 1 entries"),
+        (lambda s: {"a": [s.array(size=9)], "b": None}, ArgumentError, r"out\['a'\]\[0\] has shape \(9,\)"),
+        (lambda s: {"a": [s.array().view(np.int64)], "b": None}, ArgumentError, "has type int64"),
+        (lambda s: {"a": [[1.0] * 8], "b": None}, ArrayTypeError, r"out\['a'\]\[0\] is a list"),
+        (lambda s: {"a": [s.array()], "b": s.array()}, ArgumentError, r"out\['b'\] stands for a str"),
+    ],
+)
+def test_another_out_names_the_place_and_nothing_is_enqueued(scene, out, error, message):
+    with handlepool.record(lambda x: {"a": [scene.plus(x, 1)], "b": "name"}, scene.array(0)) as program:
+        program(scene.array(1))
+        given = out(scene)
+        with pytest.raises(error, match=message):
+            program(scene.array(2), out=given)
+        assert scene.read(program.outputs["a"][0]) == 2
+
+
+def test_out_of_arrays_that_share_memory_is_refused(scene):
+    with handlepool.record(lambda x: (scene.plus(x, 1), scene.plus(x, 2), x), scene.array(0)) as program:
+        both = scene.array(size=12)
+        with pytest.raises(ArgumentError, match=r"out\[0\] and .*out\[1\] share memory"):
+            program(None, out=(both[:8], both[4:], None))
+        program(None, out=(both[:8], None, None))
+
+
+def test_out_on_another_device_is_refused(scene, program):
+    with scene.driver.device(1), scene.driver.create_stream():
+        far = scene.array()
+        with pytest.raises(DeviceMismatchError):
+            program(None)
+    with pytest.raises(DeviceMismatchError, match="out is on device 1"):
+        program(None, out=far)
+
+
+def test_arguments_are_those_of_update(scene, program):
+    with pytest.raises(ArgumentError, match="was given 0; pass None"):
+        program()
+    with pytest.raises(ArgumentError, match="shape"):
+        program(scene.array(size=9))
+    assert scene.read(program(None)) == 110
+
+
+def test_outputs_that_may_hold_arrays_unseen_are_refused(scene):
+    class Box:
+        def __init__(self, y):
+            self.y = y
+
+    with handlepool.record(lambda x: Box(scene.plus(x, 1)), scene.array(0)) as program:
+        with pytest.raises(ArgumentError, match=r"returned a .*Box, in which arrays would be overwritten"):
+            program(None)
+        program.replay()
+
+
+def test_a_call_of_a_closed_program_says_so(scene, program):
+    program.close()
+    with pytest.raises(PoolClosedError):
+        program(None)
+
+
+# Threads and streams
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_call_is_ordered_on_every_kind_of_stream(scene, program, kind):
+    for value in range(3):
+        with STREAMS[kind](scene.driver):
+            there = program(scene.array(value))
+            assert scene.read(there) == 110 + value
+        assert scene.read(program(scene.array(value + 50))) == 160 + value
+
+
+@pytest.mark.parametrize("use", ON_A_SIDE_STREAM)
+def test_a_call_in_a_branch_or_a_task(scene, program, use):
+    found = []
+    x = scene.array(3)
+    use(scene, lambda: found.append(program(x)))
+    assert scene.read(program(scene.array(4))) == 114
+    assert scene.read(found[0]) == 113
+
+
+def test_g17_calls_as_branches_follow_their_data(scene, program):
+    with scene.states.fork() as fork:
+        first = fork.run(program, fork.run(scene.plus, scene.array(1), 1))
+        second = fork.run(program, fork.run(scene.plus, first, 1))
+        third = program(second)
+        fourth = fork.run(scene.plus, third, 1)
+    assert [scene.read(y) for y in (first, second, third, fourth)] == [112, 223, 333, 334]
+
+
+def two_streams(scene):
+    with handlepool.record(body(scene), scene.array(0), pool=scene.pool) as program:
+        values = []
+        for value in range(4):
+            with scene.driver.create_stream() as stream:
+                values.append((stream, program(scene.array(value))))
+        found = []
+        for stream, y in values:
+            with stream:
+                found.append(scene.read(y))
+        return found
+
+
+def test_g6_calls_on_several_streams_are_ordered():
+    assert over_seeds(two_streams, seeds=range(30)) == [[110, 111, 112, 113]] * 30
+
+
+def test_g6_control_without_the_order_of_streams_a_call_is_wrong():
+    found = over_seeds(two_streams, seeds=range(30), make=without_waits_of_the_last)
+    assert any(values != [110, 111, 112, 113] for values in found)
+
+
+def in_threads(scene, call, count=6, rounds=8):
+    barrier = threading.Barrier(count)
+
+    def run(number):
+        with scene.driver.create_stream():
+            found = []
+            barrier.wait(TIMEOUT)
+            for turn in range(rounds):
+                value = 100 * number + turn
+                found.append((scene.read(call(scene.array(value), barrier)), value + 110))
+            return found
+
+    threads = [Thread(run, number) for number in range(count)]
+    return [pair for thread in threads for pair in thread.finish()]
+
+
+def test_calls_in_many_threads_each_get_the_value_of_their_own(scene, program):
+    assert all(got == wanted for got, wanted in in_threads(scene, lambda x, _: program(x)))
+
+
+def test_control_where_the_steps_are_no_turn_threads_get_the_values_of_others(program, scene):
+    turn = threading.Lock()
+
+    def call(x, barrier):
+        with turn:
+            program.update(x)
+        barrier.wait(TIMEOUT)
+        with turn:
+            program.replay()
+            return scene.plus(program.outputs, 0)
+
+    assert any(got != wanted for got, wanted in in_threads(scene, call, count=2))
+
+
+def test_a_call_waits_for_another_threads_update_which_replays_do_not(scene, program):
+    inside, go = threading.Event(), threading.Event()
+    copy = scene.driver.copy
+
+    def waiting(target, source):
+        scene.driver.copy = copy
+        inside.set()
+        go.wait(TIMEOUT)
+        copy(target, source)
+
+    def update():
+        with scene.driver.create_stream():
+            program.update(scene.array(7))
+
+    scene.driver.copy = waiting
+    updating = Thread(update)
+    assert inside.wait(TIMEOUT)
+    with pytest.raises(OwnershipError, match="updated by another thread"):
+        program.replay()
+    started = threading.Event()
+
+    def call():
+        with scene.driver.create_stream():
+            x = scene.array(9)
+            started.set()
+            return scene.read(program(x))
+
+    calling = Thread(call)
+    assert started.wait(TIMEOUT)
+    go.set()
+    updating.finish()
+    assert calling.finish() == 119
+
+
+def test_after_a_copy_that_failed_the_program_can_be_called(scene, program):
+    copy = scene.driver.copy
+
+    def failing(target, source):
+        scene.driver.copy = copy
+        raise ContractError("no copy")
+
+    scene.driver.copy = failing
+    with pytest.raises(ContractError, match="no copy"):
+        program(scene.array(1))
+    assert scene.read(program(scene.array(2))) == 112
