@@ -80,6 +80,30 @@ class Copy:
     steps: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class AliasPair:
+    """An output, and an operand before it that it must share no element with.
+
+    Attributes
+    ----------
+    one, other : int
+        Their places among the operands; the output's first.
+    reach, others : int
+        Bytes from where they begin to where they end.
+    same : int or None
+        How many bytes the other one may begin behind the output all the same, since each element is written where it was read.
+    meet : callable or None
+        Whether they share an element, by how many bytes the other one begins behind the output. None where bytes alone say so.
+    """
+
+    one: int
+    other: int
+    reach: int
+    others: int
+    same: int | None
+    meet: Callable[[int], bool] | None
+
+
 def scratch_of(copies: Iterable[Copy]) -> int:
     """Bytes of scratch that copies take."""
     return max((copy.offset + -(-copy.nbytes // ALIGNMENT) * ALIGNMENT for copy in copies), default=0)
@@ -122,7 +146,7 @@ class Executable(Protocol):
         self,
         inputs: Sequence[Any],
         outputs: Sequence[Any],
-        alias_pairs: Sequence[tuple[int, int, int, int, bool]] | None,
+        alias_pairs: Sequence[AliasPair] | None,
         single: bool,
         names: dict[str, Any],
     ) -> Callable[..., Any] | None:
@@ -139,7 +163,7 @@ class Executable(Protocol):
         ----------
         inputs, outputs : sequence of Layout
             Of the arrays. The first input's shape is not compared: whoever looked the function up has done that.
-        alias_pairs : sequence of tuple, optional
+        alias_pairs : sequence of AliasPair, optional
             What ``out`` must not lie over, as in `Plan`; None for outputs that are to be allocated.
         single : bool
             Whether there is one output, not a tuple.

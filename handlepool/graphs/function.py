@@ -51,8 +51,8 @@ class GraphFunction(ArrayCall[P, R_co]):
     Notes
     -----
     It is called with arrays, one for each tensor parameter, or for each of ``inputs=``, in that order. The keyword ``out`` is an
-    array, or a tuple of arrays: where all outputs go. Their strides decide how they lie. They share no memory with each other nor
-    with an input. There is one exception: the output of a graph of pointwise nodes, if it is the only one, may be an input,
+    array, or a tuple of arrays: where all outputs go. Their strides decide how they lie. They share no element with each other
+    nor with an input. There is one exception: the output of a graph of pointwise nodes, if it is the only one, may be an input,
     exactly. The other keywords are the function's own: static, hashable, a part of what a plan is compiled for. The call launches
     on the current stream and returns ``out``, or new arrays, ready on that stream.
 

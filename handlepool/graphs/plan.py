@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from handlepool._util import as_integer, shown
-from handlepool.drivers.protocol import Copy, Executable
+from handlepool.drivers.protocol import AliasPair, Copy, Executable
 from handlepool.errors import ArgumentError
-from handlepool.tensors.layout import Layout
+from handlepool.tensors.layout import Layout, meeting
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Plan:
         For each operand the place of its array in the arguments; -1 for an output that is to be allocated.
     copies : tuple of Copy
         Operands that each launch copies, since cuDNN is not known to compute rightly from where they lie: see `handlepool.forms`.
-    alias_pairs : tuple of tuple
-        Of each output and each operand before it: their places, how far they reach in bytes, and whether they may be the same.
+    alias_pairs : tuple of AliasPair
+        Of each output and each operand before it.
     """
 
     name: str
@@ -57,21 +57,20 @@ class Plan:
     places: tuple[int, ...] = ()
     _choose: "Callable[[int | Plan, bool], Plan] | None" = field(repr=False, compare=False, default=None)
     copies: tuple[Copy, ...] = ()
-    alias_pairs: tuple[tuple[int, int, int, int, bool], ...] = field(init=False, repr=False, compare=False)
+    alias_pairs: tuple[AliasPair, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layouts, inputs = self.inputs + self.outputs, len(self.inputs)
         pairs = [(one, other) for one in range(inputs, len(layouts)) for other in range(one)]
-        alias_pairs = tuple(
-            (one, other, layouts[one].reach, layouts[other].reach, self._may_be_same(layouts, one, other)) for one, other in pairs
-        )
-        object.__setattr__(self, "alias_pairs", alias_pairs)
+        object.__setattr__(self, "alias_pairs", tuple(self._pair(layouts, one, other) for one, other in pairs))
 
-    def _may_be_same(self, layouts: tuple[Layout, ...], one: int, other: int) -> bool:
-        return self.in_place and other < len(self.inputs) and layouts[one].lies_as(layouts[other])
+    def _pair(self, layouts: tuple[Layout, ...], one: int, other: int) -> AliasPair:
+        output, before = layouts[one], layouts[other]
+        same = 0 if self.in_place and other < len(self.inputs) and output.lies_as(before) else None
+        return AliasPair(one, other, output.reach, before.reach, same, meeting(output, before))
 
     def check_aliases(self, addresses: Sequence[int]) -> None:
-        """Raise where an output lies over an input or another output.
+        """Raise where an output shares an element with an input or another output; slices of one block may share none.
 
         Elements are written before all that need the input have read it. Where there is one output, and each element depends on
         those at its place alone, it may be an input, exactly.
@@ -81,10 +80,12 @@ class Plan:
         addresses : sequence of int
             Of the operands, inputs before outputs.
         """
-        for one, other, reach, others, same in self.alias_pairs:
-            start, begin = addresses[one], addresses[other]
-            if begin < start + reach and start < begin + others and not (same and begin == start):
-                what = f"argument {other}" if other < len(self.inputs) else "another output"
+        for pair in self.alias_pairs:
+            start, begin = addresses[pair.one], addresses[pair.other]
+            if begin >= start + pair.reach or start >= begin + pair.others or begin - start == pair.same:
+                continue
+            if pair.meet is None or pair.meet(begin - start):
+                what = f"argument {pair.other}" if pair.other < len(self.inputs) else "another output"
                 raise ArgumentError(f"out= of {self.name} shares memory with {what}; pass an array of its own")
 
     @property

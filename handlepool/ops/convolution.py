@@ -213,7 +213,7 @@ def conv2d(
     bias : array, shape (K,), optional
         Added to each channel; of any stride.
     add : array, shape (N, K, P, Q), optional
-        A residual, added before the activation. It shares no memory with ``out``.
+        A residual, added before the activation. It shares no element with ``out``.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
         Applied last; "gelu" is the exact one.
     out : array, shape (N, K, P, Q), optional

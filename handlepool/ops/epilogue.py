@@ -14,7 +14,7 @@ from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import GraphCall
 from handlepool.ops.activations import activate
 from handlepool.pool.internals import PoolInternals
-from handlepool.tensors.layout import Layout
+from handlepool.tensors.layout import Layout, share
 
 Prepare = Callable[[tuple[str, ...], bool, tuple[Any, ...], Any, ConvertedArguments | None], GraphCall]
 """Prepares a call with some parts of the epilogue fused: parts, whether operands may be copied, arrays, outs, converted."""
@@ -131,10 +131,9 @@ class Stages:
     def _check_apart(self, result: Any, others: Sequence[Any], first: int) -> None:
         """Raise for an addend that the result lies over: it is written before that is read, while one plan would refuse it."""
         pointer = self.pool.driver.array_pointer
-        start, stop, _ = Layout.of(result).piece(pointer(result))
+        written = Layout.of(result).piece(pointer(result))
         for place, array in enumerate(others, first):
-            low, high, _ = Layout.of(array).piece(pointer(array))
-            if low < stop and start < high:
+            if share(written, Layout.of(array).piece(pointer(array))):
                 raise ArgumentError(f"out= of {self.name} shares memory with argument {place}; pass an array of its own")
 
 

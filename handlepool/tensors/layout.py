@@ -1,8 +1,9 @@
 """How an array lies in memory: what a plan takes and gives, and what it can be built for before there are arrays."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,10 @@ UNKNOWN = -2
 """Stands for a device's ordinal where the library does not say."""
 _MOST_WORK: Any = 10_000
 """How hard to try to prove that two strided arrays share no byte; past it they count as sharing."""
+_SOMEWHERE = 1 << 60
+"""An address from which none that is needed lies beyond zero: only distances count."""
+_MOST_DISTANCES = 64
+"""Of two views of one block, for which it is known whether they share an element."""
 
 
 class View:
@@ -127,6 +132,21 @@ def share(one: Piece, other: Piece) -> bool:
     if one[2] is None and other[2] is None:
         return True
     return share_bytes(_bytes_of(one), _bytes_of(other))
+
+
+def meeting(one: "Layout", other: "Layout") -> Callable[[int], bool] | None:
+    """Return what tells whether arrays that lie so share an element, by how many bytes the other one begins behind the first.
+
+    None where neither has gaps, so that it is enough to compare where they begin and end.
+    """
+    if one.piece(_SOMEWHERE)[2] is None and other.piece(_SOMEWHERE)[2] is None:
+        return None
+
+    @lru_cache(maxsize=_MOST_DISTANCES)
+    def meet(distance: int) -> bool:
+        return share(one.piece(_SOMEWHERE), other.piece(_SOMEWHERE + distance))
+
+    return meet
 
 
 def _bytes_of(memory: Piece) -> np.ndarray[Any, Any]:

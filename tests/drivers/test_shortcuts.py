@@ -345,6 +345,24 @@ def test_an_output_that_only_touches_an_input_is_launched(world):
         assert again(world, plus, x, y, out=out).addresses == addresses(x, y, out)
 
 
+@pytest.mark.parametrize("channels", [8, 16])
+def test_slices_of_one_block_are_launched_at_once_where_they_share_no_element(world, channels):
+    def image():
+        return world.array(2, 8, 8, 24).transpose(0, 3, 1, 2)
+
+    w = world.array(8, 8, 1, 1)
+
+    def of(block):
+        return block[:, :8], block[:, channels : channels + 8]
+
+    known(world, conv2d, image()[:, :8], w, out=image()[:, :8])
+    for _ in range(2):
+        x, out = of(image())
+        assert again(world, conv2d, x, w, out=out).addresses == addresses(x, w, out)
+        for shared in (block := image())[:, 4:12], block[:, :8], block[:, :8, ::-1][:, :, ::-1]:
+            refused(world, ArgumentError, "shares memory with argument 0", conv2d, block[:, :8], w, out=shared)
+
+
 def test_an_output_may_not_be_an_input_of_a_convolution(world):
     x, w = world.array(1, 4, 8, 8), world.array(4, 4, 3, 3)
     known(world, conv, x, w, out=world.array(1, 4, 8, 8))

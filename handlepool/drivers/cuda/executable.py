@@ -11,7 +11,7 @@ import numpy as np
 from cupy.cuda.memory import MemoryPointer, UnownedMemory
 
 from handlepool.drivers.cuda import fast_launch
-from handlepool.drivers.protocol import ALIGNMENT, Copy, Driver, Handle, check_operands, scratch_of
+from handlepool.drivers.protocol import ALIGNMENT, AliasPair, Copy, Driver, Handle, check_operands, scratch_of
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 
 MOST_OPERANDS = 64
@@ -141,7 +141,7 @@ class CudaExecutable:
         self,
         inputs: Sequence[Any],
         outputs: Sequence[Any],
-        alias_pairs: Sequence[tuple[int, int, int, int, bool]] | None,
+        alias_pairs: Sequence[AliasPair] | None,
         single: bool,
         names: dict[str, Any],
     ) -> Callable[..., Any] | None:

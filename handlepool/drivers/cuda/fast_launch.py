@@ -10,7 +10,7 @@ from typing import Any
 
 import cupy
 
-from handlepool.drivers.protocol import TENSOR_ALIGNMENT
+from handlepool.drivers.protocol import TENSOR_ALIGNMENT, AliasPair
 
 MOST_TOGETHER = 1 << 20
 """Most bytes of a map's outputs that are allocated as one block, in three quarters of the time. It lives as long as any of them
@@ -88,7 +88,7 @@ _MADE = """if fresh is None:
 def shortcut(
     inputs: Sequence[Any],
     outputs: Sequence[Any],
-    alias_pairs: Sequence[tuple[int, int, int, int, bool]] | None,
+    alias_pairs: Sequence[AliasPair] | None,
     single: bool,
     workspace_size: int,
     device: int | None,
@@ -129,7 +129,7 @@ def shortcut(
         read=_read([a for a, _ in compared]),
         addresses=" | ".join(f"p{a}" for a, _ in compared),
         alignment=TENSOR_ALIGNMENT,
-        overlap="".join(_overlap(operands, *pair) for pair in alias_pairs or ()),
+        overlap="".join(_overlap(operands, pair) for pair in alias_pairs or ()),
         device=0 if device is None else device,
         elsewhere="" if device is None else f" or slot.device != {device}",
         made="pass" if given else _MADE.format(allocate=allocate, ys=", ".join(ys), read=_read(ys)),
@@ -146,7 +146,8 @@ def shortcut(
         bound=bound,
         result="out" if given else ys[0] if single else f"({', '.join(ys)},)",
     )
-    values = {f"dtype_{a}": layout.dtype for a, layout in layouts.items()}
+    values: dict[str, Any] = {f"dtype_{a}": layout.dtype for a, layout in layouts.items()}
+    values |= {_meet(pair): pair.meet for pair in alias_pairs or ()}
     space: dict[str, Any] = names | values | {"ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc}
     exec(compile(text, "<a plan's launch>", "exec"), space)
     made: Callable[..., Any] = space["launch"]
@@ -171,8 +172,13 @@ def _read(arrays: list[str]) -> str:
     return "; ".join(f"p{a} = {a}.data.ptr" for a in arrays)
 
 
-def _overlap(operands: list[str], one: int, other: int, reach: int, others: int, same: bool) -> str:
+def _overlap(operands: list[str], pair: AliasPair) -> str:
     """Return an output over an input or another output, as `Plan.check_aliases` has it."""
-    start, begin = f"p{operands[one]}", f"p{operands[other]}"
-    exact = f" and {start} != {begin}" if same else ""
-    return f" or {start} < {begin} + {others} and {begin} < {start} + {reach}{exact}"
+    start, begin = f"p{operands[pair.one]}", f"p{operands[pair.other]}"
+    exact = "" if pair.same is None else f" and {begin} != {start} + {pair.same}"
+    shared = f" and {_meet(pair)}({begin} - {start})" if pair.meet else ""
+    return f" or {start} < {begin} + {pair.others} and {begin} < {start} + {pair.reach}{exact}{shared}"
+
+
+def _meet(pair: AliasPair) -> str:
+    return f"meet_{pair.one}_{pair.other}"

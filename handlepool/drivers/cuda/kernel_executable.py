@@ -9,7 +9,7 @@ import cupy
 from handlepool.drivers.cuda import fast_launch, kernels
 from handlepool.drivers.cuda.executable import new_buffer
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.protocol import Driver, Handle, check_operands
+from handlepool.drivers.protocol import AliasPair, Driver, Handle, check_operands
 from handlepool.tensors.layout import Layout
 
 _functions: dict[tuple[int, str, tuple[tuple[str, str], ...]], Any] = {}
@@ -80,7 +80,7 @@ class KernelExecutable:
         self,
         inputs: Sequence[Any],
         outputs: Sequence[Any],
-        alias_pairs: Sequence[tuple[int, int, int, int, bool]] | None,
+        alias_pairs: Sequence[AliasPair] | None,
         single: bool,
         names: dict[str, Any],
     ) -> Callable[..., Any]:
