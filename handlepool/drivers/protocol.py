@@ -402,6 +402,17 @@ class Driver(Protocol):
             What ends it.
         """
 
+    def watch_plain(self, report: Callable[[str], None]) -> Callable[[], None]:
+        """Have ``report(name)`` called where work is queued that is none of our calls, in the thread that queues it.
+
+        Nothing where the driver sees none of that.
+
+        Returns
+        -------
+        callable
+            What ends it.
+        """
+
     def order_plain(self, before: BeforePlain) -> None:
         """Have a function told of what is done with the driver's arrays beside our calls, before it is queued.
 

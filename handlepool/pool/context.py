@@ -52,6 +52,9 @@ class NodesByData(Protocol):
     ) -> T:
         """Record ``call(slot)`` as a node that reads and writes this memory, and what ``new`` says of its value; the value."""
 
+    def other(self, what: str, why: str = ...) -> None:
+        """Be told of work that is no node."""
+
 
 class UnderWay(Protocol):
     """A recording under way, as far as what stands below recordings knows it."""

@@ -118,7 +118,7 @@ class Recording:
                 f"replays would go without it: use the current stream there, and open forks inside the function that is recorded"
             )
         if self.lanes is not None:
-            self.lanes.other(what)
+            self.lanes.other(what, "recorded in the order of streams and forks")
 
     def memory(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Memory:
         """Return what a replay reads and writes. A function that returned new arrays alone wrote what it is known to.
@@ -137,8 +137,12 @@ class Recording:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory for arrays and scratch."""
-        scratch = sum(block.nbytes for place in self.scratch for block in place.recorded.get(self._capture, ()))
-        return self._memory.nbytes + scratch
+        return self._memory.nbytes + self.scratch_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Those of scratch alone."""
+        return sum(block.nbytes for place in self.scratch for block in place.recorded.get(self._capture, ()))
 
     def capture(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Call a function with all that it gives to streams captured; its value.
@@ -208,7 +212,7 @@ class Recording:
         if lanes is None:
             return self._call(slot, function, args, kwargs)
         end = lanes.begin(slot)
-        self._memory.tell(lanes.blocks.append)
+        self._memory.tell(lanes.allocated)
         try:
             value = self._call(slot, function, args, kwargs)
             lanes.join()

@@ -16,12 +16,16 @@ class Step:
     lane : int or None
     after : tuple of int
         The steps that it waits for, by their places; others follow from these.
+    why : str
+        Why it stands after all before it, and before all after it; empty for what does not. Of nodes that fail, or that give work
+        to other streams than their lane's, only what comes later waits.
     """
 
     name: str
     place: str
     lane: int | None
     after: tuple[int, ...]
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class Explanation:
         Nodes of the graph: a call may give it none, or several.
     nbytes : int
         Device memory of arrays and scratch.
+    scratch : int
+        How many of these are scratch.
     limit : int or None
         The ``lanes`` that `record` was given.
     wanted, got : int
@@ -48,6 +54,7 @@ class Explanation:
     name: str
     operations: int
     nbytes: int
+    scratch: int = 0
     limit: int | None = None
     wanted: int = 1
     got: int = 1
@@ -62,41 +69,56 @@ class Explanation:
     @property
     def serial(self) -> list[Step]:
         """What stands after all before it, and before all after it."""
-        return [step for step in self.steps if step.lane is None]
+        return [step for step in self.steps if step.why]
 
     @property
     def edges(self) -> int:
         """How many waits there are between steps."""
         return sum(len(step.after) for step in self.steps)
 
+    @property
+    def longest(self) -> int:
+        """How many steps there are on the longest way through them."""
+        ways: list[int] = []
+        for step in self.steps:
+            ways.append(1 + max([ways[before] for before in step.after], default=0))
+        return max(ways, default=0)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all of it in dictionaries, lists, numbers and strings, as JSON takes them."""
         known = asdict(self)
         known["steps"] = [{**step, "after": [*step["after"]]} for step in known["steps"]]
-        return {**known, "nodes": len(self.nodes), "edges": self.edges, "serial": len(self.serial)}
+        counts = {"nodes": len(self.nodes), "edges": self.edges, "serial": len(self.serial), "longest": self.longest}
+        return {**known, **counts}
 
     def to_dot(self) -> str:
-        """Return the graph of the steps in the language of Graphviz: a box for what is no node."""
+        """Return the graph of the steps in the language of Graphviz: a box for what nothing runs beside."""
         lines = [f"digraph {_quoted(self.name)} {{"]
         for number, step in enumerate(self.steps):
-            where = "shape=box" if step.lane is None else "shape=ellipse"
+            shape = "box" if step.why else "ellipse"
             lane = "" if step.lane is None else f"\nlane {step.lane}"
-            lines.append(f"  {number} [{where}, label={_quoted(f'{step.name}{lane}')}, tooltip={_quoted(step.place)}];")
+            why = f": {step.why}" if step.why else ""
+            lines.append(
+                f"  {number} [shape={shape}, label={_quoted(f'{step.name}{lane}')}, tooltip={_quoted(f'{step.place}{why}')}];"
+            )
             lines += [f"  {before} -> {number};" for before in step.after]
         return "\n".join([*lines, "}"])
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.operations} operations, {self.nbytes:,} bytes"]
+        lines = [f"{self.name}: {self.operations} operations, {self.nbytes:,} bytes, {self.scratch:,} of them scratch"]
         if self.limit is None:
             return f"{lines[0]}. Recorded in the order of streams and forks; record(lanes=...) orders calls by their data"
-        lines.append(f"{len(self.nodes)} nodes, {self.edges} edges, {self.got} of {self.limit} lanes")
+        lines.append(
+            f"{len(self.nodes)} nodes, {self.edges} edges, {self.got} of {self.limit} lanes; the longest way has {self.longest} "
+            f"steps of {len(self.steps)}"
+        )
         if not self.exact:
             lines.append("The driver cannot put a node behind others by choice, so all run one after the other")
         elif self.wanted > self.got:
             lines.append(f"Up to {self.wanted} lanes were wanted: no more side streams of the device were free")
         if self.serial:
             lines.append("After all before it, and before all after it:")
-            lines += [f"  {step.name}, {step.place}" for step in self.serial]
+            lines += [f"  {step.name}, {step.place}: {step.why}" for step in self.serial]
         return "\n".join(lines)
 
 

@@ -13,8 +13,13 @@ reader has no order with.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, TypeVar
 
+from handlepool._util import do_all
 from handlepool.errors import CaptureError
 from handlepool.pool.context import thread
 from handlepool.pool.internals import PoolInternals
@@ -28,6 +33,8 @@ from handlepool.tensors.layout import Piece, Token
 T = TypeVar("T")
 Pieces = Sequence[Piece | Token]
 
+PLAIN = "no graph function and no operation"
+_LIBRARIES = ("handlepool", "numpy", "cupy")
 MOST_NODES = 20_000
 """Of one recording."""
 
@@ -87,8 +94,6 @@ class Lanes:
 
     Attributes
     ----------
-    blocks : list
-        Of memory that was allocated while recording.
     steps : list of Step
     wanted, got : int
         Lanes.
@@ -98,7 +103,6 @@ class Lanes:
 
     def __init__(self, pool: PoolInternals, device: int, limit: int) -> None:
         self.limit = limit
-        self.blocks: list[Any] = []
         self.steps: list[Step] = []
         self.wanted = self.got = 0
         self.exact = True
@@ -114,11 +118,15 @@ class Lanes:
         self._base: tuple[Any, ...] = ()  # what every node comes after
         self._base_step: tuple[int, ...] = ()
         self._put: tuple[Any, ...] = ()  # what the main stream was left behind
-        self._others: list[tuple[str, str]] = []  # work since the last node that said what it is, and its place
+        self._blocks: list[object] = []  # memory that was allocated
+        self._others: list[
+            tuple[str, str, str]
+        ] = []  # since the last node, work that was told of: what, why it is no node, where
+        self._allocations: list[str] = []  # since the last node, where memory was allocated
         self._last_place = "the beginning"
         self._nodes = 0
         self._inside = self._busy = False
-        self._alone = False  # whether the node that is recorded uses what all streams share
+        self._why = ""  # the node that is recorded is ordered as if it were none
         self._current: _Lane | None = None
 
     def begin(self, slot: Slot) -> Callable[[], None]:
@@ -127,16 +135,22 @@ class Lanes:
         base = self._driver.dependencies(slot.pointer)
         self.exact = base is not None
         self._base = self._put = base or ()
-        return self._driver.watch_shared(self._shared, check=False)
+        return partial(do_all, [self._driver.watch_shared(self._shared, check=False), self._driver.watch_plain(self._plain)])
 
     def takes(self, pool: object, pointer: int) -> bool:
         """Whether a call of a pool on a stream becomes a node: the outermost, on the main stream."""
         return not self._inside and pool is self._pool and pointer == self._main.pointer
 
-    def other(self, what: str) -> None:
+    def other(self, what: str, why: str = PLAIN) -> None:
         """Be told of work that is no node."""
         if not self._inside:
-            self._others.append((what, _place()))
+            self._others.append((what, why, place_of_call()))
+
+    def allocated(self, block: object) -> None:
+        """Be told of memory that was allocated."""
+        self._blocks.append(block)
+        if not self._inside:
+            self._allocations.append(place_of_call())
 
     def run(
         self,
@@ -174,13 +188,13 @@ class Lanes:
             raise CaptureError(f"{name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}")
         self._busy = True
         try:
-            place = _place()
+            place = place_of_call()
             self._see_others(place)
             self._kept.append(keep)
             met, changed = [*map(self._uses.piece, reads)], [*map(self._uses.piece, writes)]
             lane, node = self._start(needs_of(met, changed), name, place)
-            known = len(self.blocks)
-            self._inside, self._current, self._alone = True, lane, False
+            known = len(self._blocks)
+            self._inside, self._current, self._why = True, lane, ""
         finally:
             self._busy = False
         try:
@@ -189,16 +203,17 @@ class Lanes:
             self._kept.append(result)
         except BaseException:
             try:
-                self._end(lane, node, place, alone=True)
+                self._why = "it raised an error"
+                self._end(lane, node, place)
             except Exception:  # the capture was invalidated, and the first error says by what
                 self._inside = False
             raise
         self._busy = True
         try:
-            ranges = map(self._driver.block_range, self.blocks[known:])
+            ranges = map(self._driver.block_range, self._blocks[known:])
             changed += map(self._uses.piece, [*((start, stop, None) for start, stop in ranges if stop > start), *written])
             write_down(lane.track, node.call, met, changed)
-            self._end(lane, node, place, alone=self._alone)
+            self._end(lane, node, place)
         finally:
             self._busy = False
         return result
@@ -221,7 +236,7 @@ class Lanes:
             unbind(lane.slot)
             self._sides.release(lane.slot, captured=True)
         self._uses.close()
-        for each in (self._lanes, self._of, self._leaves, self._kept, self.blocks):
+        for each in (self._lanes, self._of, self._leaves, self._kept, self._blocks):
             each.clear()
         self._base = self._put = ()
         self._current = None
@@ -288,7 +303,7 @@ class Lanes:
             self._driver.wait_event(slot.pointer, slot.start_event)
         return lane
 
-    def _end(self, lane: _Lane, node: _Node, place: str, *, alone: bool) -> None:
+    def _end(self, lane: _Lane, node: _Node, place: str) -> None:
         """Take a node in that was captured, and put the main stream behind all leaves again."""
         self._inside = False
         self._last_place = place
@@ -298,11 +313,12 @@ class Lanes:
             return
         node.ends = self._dependencies(lane.slot.pointer)
         if lane.slot is not self._main and {*(found := self._dependencies(self._main.pointer))} != {*self._put}:
-            node.ends = tuple(dict.fromkeys(node.ends + found))  # it gave the main stream work, too, which is after all before it
-            alone = True
+            node.ends = tuple(dict.fromkeys(node.ends + found))  # which is after all before it
+            self._why = self._why or "it gave work to the stream that is recorded, and not to its own lane alone"
         self._put = tuple(dict.fromkeys(end for leaf in self._leaves for end in leaf.ends)) or self._base
         self._driver.set_dependencies(self._main.pointer, self._put)
-        if alone:
+        if self._why:
+            self.steps[node.step] = replace(self.steps[node.step], why=self._why)
             self._start_anew(tuple(leaf.step for leaf in self._leaves))
 
     # What is no node
@@ -315,14 +331,21 @@ class Lanes:
     def _see_others(self, place: str) -> None:
         """Start new books where the main stream was given something since the last node."""
         others, self._others = self._others, []
+        allocations, self._allocations = dict.fromkeys(self._allocations), []
         if not self.exact or {*(found := self._dependencies(self._main.pointer))} == {*self._put}:
             return
         self._put = found
         after = tuple(sorted(leaf.step for leaf in self._leaves)) or self._base_step
-        name = ", ".join(dict.fromkeys(what for what, _ in others)) or "other work"
-        where = ", ".join(dict.fromkeys(known for _, known in others)) or f"between {self._last_place} and {place}"
-        self.steps.append(Step(name, where, None, after))
-        self._start_anew((len(self.steps) - 1,))
+        if not others:
+            where = f"between {self._last_place} and {place}"
+            if known := [each for each in allocations if each not in (place, self._last_place)]:
+                where += f", maybe where memory was allocated: {', '.join(known)}"
+            others = [("other work", PLAIN, where)]
+        for (name, why), places in groupby(others, itemgetter(0, 1)):
+            where = ", ".join(dict.fromkeys(where for _, _, where in places))
+            self.steps.append(Step(name, where, None, after, why))
+            after = (len(self.steps) - 1,)
+        self._start_anew(after)
 
     def _start_anew(self, steps: tuple[int, ...]) -> None:
         """Have all that follows come after what the main stream is behind now."""
@@ -341,21 +364,26 @@ class Lanes:
             return
         if not self._inside or lane is None:
             self.other(name)
-        elif self.exact and not self._alone:
-            self._alone = True
-            behind = dict.fromkeys((*self._dependencies(lane.slot.pointer), *self._put))
-            self._driver.set_dependencies(lane.slot.pointer, tuple(behind))
-            for leaf in self._leaves:
-                lane.track.learn(leaf.known)
-            lane.nodes[-1].known = lane.track.known
-            step = self.steps[-1]
-            after = tuple(sorted({*step.after, *(leaf.step for leaf in self._leaves)}))
-            self.steps[-1] = Step(f"{step.name} ({name}, which streams share)", step.place, step.lane, after)
+        elif not self._why:
+            self._why = f"it uses {name}, which streams share"
+            if self.exact:
+                behind = dict.fromkeys((*self._dependencies(lane.slot.pointer), *self._put))
+                self._driver.set_dependencies(lane.slot.pointer, tuple(behind))
+                for leaf in self._leaves:
+                    lane.track.learn(leaf.known)
+                lane.nodes[-1].known = lane.track.known
+                step = self.steps[-1]
+                self.steps[-1] = replace(step, after=tuple(sorted({*step.after, *(leaf.step for leaf in self._leaves)})))
+
+    def _plain(self, name: str) -> None:
+        """Be told of work by the driver, which may be another thread's, or a branch's."""
+        if thread.region is None and thread.recording is not None and thread.recording.lanes is self:
+            self.other(name)
 
 
-def _place() -> str:
-    """Return the file and the line that called into this package."""
+def place_of_call() -> str:
+    """Return the file and the line that called into this package, or an array library that calls it."""
     frame = sys._getframe(1)  # noqa: SLF001 - public in all but its name
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "handlepool":
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -128,9 +128,9 @@ class Program:
             self._refuse()
         lanes = recording.lanes
         if lanes is None:
-            return Explanation(self._name, self.nodes, self.nbytes)
+            return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes)
         known = lanes.limit, lanes.wanted, lanes.got, lanes.exact, tuple(lanes.steps)
-        return Explanation(self._name, self.nodes, self.nbytes, *known)
+        return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, *known)
 
     @property
     def closed(self) -> bool:

@@ -93,7 +93,9 @@ class Operation(Generic[P, R_co]):
         reads, writes = self.accesses(driver, args, kwargs)
         device = pool.current_device()
         lanes = lanes_for(pool, driver.current_stream(device).ptr) if recordings else None
-        if lanes is not None and torch_among(self.function, args, kwargs) is None:  # torch's memory goes by torch's own streams
+        if lanes is not None and torch_among(self.function, args, kwargs) is not None:
+            lanes.other(self._name, "torch's tensors are in memory that goes by torch's own streams")
+        elif lanes is not None:
             known = (*reads, *writes)
             return lanes.run(
                 self._name,

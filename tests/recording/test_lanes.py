@@ -1,6 +1,8 @@
 """`record(lanes=)`: the calls of sequential code become nodes that wait for what their data asks for alone (guarantee 17)."""
 
 import json
+import linecache
+import re
 import threading
 from functools import partial
 
@@ -152,15 +154,19 @@ def test_g8_memory_of_a_call_itself_is_no_other_calls(scene):
 def plain_at(places):
     def function(scene, x):
         if "first" in places:
-            x = scene.plus(x, 5)
+            x = x + 5
         left, right = plus(scene, x, 1), plus(scene, x, 2)
         if "between" in places:
-            left = scene.plus(right, 0)
+            left = right * 2
+            left -= 1
         left, right = plus(scene, left, 10), plus(scene, right, 20)
         y = adding(scene, left, right)
-        return scene.plus(y, 1000) if "last" in places else y
+        return np.sqrt(y) if "last" in places else y
 
     return function
+
+
+PLAIN = {"first": ["x = x + 5"], "between": ["left = right * 2", "left -= 1"], "last": ['return np.sqrt(y) if "last"']}
 
 
 @pytest.mark.parametrize("places", [("first",), ("between",), ("last",), ("first", "between", "last")], ids=" ".join)
@@ -170,8 +176,28 @@ def test_g17_unseen_work_stands_after_all_before_it_and_before_all_after_it(scen
     expected = scene.read(function(scene, x))
     value, how = replayed(scene, function, x)
     assert value == expected
-    assert [step.name for step in how.serial] == ["other work"] * len(places)
-    assert all("test_lanes.py" in step.place for step in how.serial)
+    lines = [line for place in places for line in PLAIN[place]]
+    for step, line in zip(how.serial, lines, strict=True):
+        name, _, number = step.place.rpartition(":")
+        assert name == __file__
+        assert linecache.getline(name, int(number)).strip().startswith(line)
+        assert "no graph function" in step.why
+
+
+def test_work_that_no_driver_tells_of_lies_between_the_calls_around_it(scene):
+    scene.driver.watch_plain = lambda report: lambda: None  # as with CuPy
+    function = plain_at(("between",))
+    with handlepool.record(function, scene, scene.array(1), lanes=2) as program:
+        (step,) = program.explain().serial
+    numbers = [int(number) for number in re.findall(r"test_lanes\.py:(\d+)", step.place)]
+    first = function.__code__.co_firstlineno
+    lines = [linecache.getline(__file__, number).strip() for number in numbers]
+    assert all(first < number < first + 20 for number in numbers)
+    assert [line.partition(" = ")[2] for line in lines] == [
+        "plus(scene, x, 1), plus(scene, x, 2)",
+        "plus(scene, left, 10), plus(scene, right, 20)",
+        "right * 2",
+    ]
 
 
 def test_g17_control_unseen_work_that_follows_no_leaf_is_caught(scene):
@@ -228,7 +254,7 @@ def test_what_streams_share_is_used_beside_nothing_and_is_named(scene):
 
     with handlepool.record(function, scene, scene.array(1), lanes=8) as program:
         steps = program.explain().steps
-        assert "cupy.fft" in steps[2].name
+        assert "cupy.fft" in steps[2].why
         assert steps[2].after == (0, 1)
         assert [step.after for step in steps[3:5]] == [(2,), (2,)]
         program.replay()
@@ -389,8 +415,8 @@ def test_a_program_of_a_closed_pool_and_a_closed_program_say_so(scene):
 def test_an_explanation_can_be_printed_and_stored_and_drawn(scene):
     with handlepool.record(forked, scene, scene.array(1), lanes=4) as program:
         how = program.explain()
-        assert "3 nodes, 3 edges, 2 of 4 lanes" in str(how)
-        assert "a fork, " in str(how)
+        assert "3 nodes, 3 edges, 2 of 4 lanes; the longest way has 3 steps of 4" in str(how)
+        assert re.search(r"  a fork, \S+test_lanes.py:\d+, \S+test_lanes.py:\d+: recorded in the order of streams", str(how))
         known = json.loads(json.dumps(how.to_dict()))
         assert (known["nodes"], known["edges"], known["serial"], known["limit"]) == (3, 3, 1, 4)
         assert known["nbytes"] == program.nbytes

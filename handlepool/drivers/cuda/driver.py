@@ -301,8 +301,11 @@ class CudaDriver:
                 return refusal if refusal.status in _STICKY else None
         return None
 
+    def watch_plain(self, report: Callable[[str], None]) -> Callable[[], None]:
+        return _nothing  # CuPy tells nobody
+
     def order_plain(self, before: BeforePlain) -> None:
-        pass  # CuPy tells nobody
+        pass
 
     def watch_shared(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
         return shared.watch(report)
@@ -365,6 +368,10 @@ class CudaDriver:
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> KernelExecutable:
         return KernelExecutable(self, kernel, operands, name, titles)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _check_all(result: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -85,6 +85,8 @@ class ArrayWork:
             touched += plain_reads(reads)
         elif self.before is not None:
             self.before(queue.pointer, [_piece(raw) for raw, _ in read], [_piece(raw) for raw, _ in written])
+        for report in self._streams.watchers[:]:
+            report(label)
         self._streams.give(queue, lambda: function(*raws), touched, label)
 
     def finish(self, reads: Sequence[HostArray], writes: Sequence[HostArray], label: str) -> None:

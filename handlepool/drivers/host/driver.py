@@ -274,6 +274,10 @@ class HostDriver(Controls):
     def order_plain(self, before: BeforePlain) -> None:
         self._work.before = before
 
+    def watch_plain(self, report: Callable[[str], None]) -> Callable[[], None]:
+        self._streams.watchers.append(report)
+        return partial(self._streams.watchers.remove, report)
+
     def watch_shared(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
         """Check the order of accesses from now on, on all streams of the driver; NumPy shares nothing else between streams."""
         if not check:

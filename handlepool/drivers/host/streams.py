@@ -225,6 +225,8 @@ class StreamTable:
         self.per_thread = Stream(self, None, PER_THREAD_STREAM, -1, None)
         self.thread = ThreadState(self.legacy, devices, scheduler)
         self.captures = Captures(self.thread)
+        self.watchers: list[Callable[[str], None]] = []
+        """Told of work that is no launch and none of the driver's own."""
         self._ids = itertools.count(1)
         self._null = [Queue(LEGACY_STREAM, device, next(self._ids)) for device in range(devices)]
         self._queues: dict[int, Queue] = {}

@@ -130,4 +130,6 @@ class Controls:
         read = [raw_view(array) for array in reads]
         raw = [view for view, _ in (*written, *read)]
         touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
+        for report in self._streams.watchers[:]:
+            report(label or getattr(function, "__name__", "work"))
         self._streams.give(queue, lambda: function(*raw), touched, label)
