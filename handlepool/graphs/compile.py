@@ -1,12 +1,12 @@
 """Builds plans: declares arrays as graph tensors, gives every tensor its geometry, and has the driver compile."""
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool.drivers.protocol import Driver, scratch_of
+from handlepool.drivers.protocol import Copy, Driver, Executable, scratch_of
 from handlepool.errors import GraphNotSupportedError
 from handlepool.graphs.forms import conform
 from handlepool.graphs.plan import Plan
@@ -66,16 +66,53 @@ def _title(node: Any) -> str:
 DEFAULTS = {"intermediate_dtype": np.dtype(np.float32), "compute_dtype": np.dtype(np.float32)}
 
 
+class Builder(Protocol):
+    """What plans are built with: a device of a pool (`OnDevice`), or a described one.
+
+    Attributes
+    ----------
+    device : int
+        Ordinal.
+    """
+
+    device: int
+
+    def new_graph(self, **settings: Any) -> Any:
+        """Return an empty `cudnn.pygraph`."""
+
+    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
+        """Plan and build it; see `handlepool.drivers.protocol.Driver.compile`."""
+
+
+class OnDevice:
+    """The current device, whose builder handle graphs are planned with, as a `Builder`."""
+
+    def __init__(self, slots: DeviceSlots, driver: Driver) -> None:
+        self.device = slots.device
+        self._handles = slots.handles
+        self._driver = driver
+
+    def new_graph(self, **settings: Any) -> Any:
+        """Return an empty graph of the builder handle, made where there is none yet."""
+        with self._handles.build_lock:
+            handle = self._handles.for_building()
+        return self._driver.new_graph(handle, **settings)
+
+    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
+        """Have the driver compile, without harm to a capture."""
+        with self._handles.build_lock, self._driver.relaxed():
+            return self._driver.compile(graph, operands, copies=copies, **settings)
+
+
 def build(
     recipe: Recipe,
     request: Request,
-    device: DeviceSlots,
-    driver: Driver,
+    builder: Builder,
     choose: Callable[[int | Plan, bool], Plan],
     index: int | None = None,
     compare: Callable[[Plan, Any, list[Any]], None] | None = None,
 ) -> Plan:
-    """Build one plan on the current device.
+    """Build one plan.
 
     ``index`` chooses among the candidates, ``choose`` is the plan's own, and ``compare`` is called with the plan, its graph and
     the graph's real tensors, to raise where the plan is wrong.
@@ -85,10 +122,8 @@ def build(
         recipe.check(request.layouts, request.outs, **request.options)
     recipe.signature.check_options(name, request.options)
     settings = DEFAULTS | dict(recipe.settings) | dict(normalise(dict(request.settings)))
-    with device.handles.build_lock:
-        handle = device.handles.for_building()
     own = {"name": name} | {key: value for key, value in settings.items() if key in GRAPH_SETTINGS}
-    drafted = draft(recipe, request, lambda: driver.new_graph(handle, **own))
+    drafted = draft(recipe, request, lambda: builder.new_graph(**own))
     graph, outputs = drafted.graph, drafted.outputs
     inputs, given = drafted.operands()
     # The graph was made without a type for what leaves its type open, so that an array can give it.
@@ -114,13 +149,12 @@ def build(
             if taken > limit:
                 raise GraphNotSupportedError(f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}")
             asked["workspace_limit"] = limit - taken
-        with device.handles.build_lock, driver.relaxed():
-            executable = driver.compile(graph, operands, copies=copies, name=name, titles=titles, **asked)
+        executable = builder.compile(graph, operands, copies=copies, name=name, titles=titles, **asked)
     except GraphNotSupportedError as error:
         raise refusal(name, graph, [*inputs, *outputs], error) from error
     plan = Plan(
         name,
-        device.device,
+        builder.device,
         executable,
         drafted.taken(),
         layouts,

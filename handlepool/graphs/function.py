@@ -14,7 +14,7 @@ from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayCall, P, R_co
 from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of
 from handlepool.graphs.comparison import compare
-from handlepool.graphs.compile import build
+from handlepool.graphs.compile import OnDevice, build
 from handlepool.graphs.launch import Begin, GraphCall, check_arrays, hit, new_outputs, option_key, shortcut
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
@@ -337,14 +337,13 @@ class GraphFunction(ArrayCall[P, R_co]):
                 plan = which
             else:
                 with on_device(pool.driver, device):
-                    plan = build(recipe, request, pool.device(device), pool.driver, choose, which, against)
+                    plan = build(recipe, request, OnDevice(pool.device(device), pool.driver), choose, which, against)
             if keep:
                 pool.plans.put(device, key, plan)
             return plan
 
         settle_all()  # before locks are taken: a handle to build with may need the room
-        device_slots = pool.device(device)
-        make = partial(build, recipe, request, device_slots, pool.driver, choose, compare=against)
+        make = partial(build, recipe, request, OnDevice(pool.device(device), pool.driver), choose, compare=against)
         return cast("Plan", pool.plans.get_or_build(device, key, make))
 
     # Variants

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from handlepool.errors import ArrayTypeError
+from handlepool.tensors.device_properties import DeviceProperties
 
 NAMES = {
     "float16": "HALF",
@@ -89,26 +90,36 @@ def new_graph(
     io_dtype: Any = None,
     intermediate_dtype: Any = None,
     compute_dtype: Any = None,
+    device: DeviceProperties | None = None,
 ) -> Any:
     """Return an empty `cudnn.pygraph`.
 
     Parameters
     ----------
     handle : cudnn.Handle or None
-        The handle to plan with; None makes a graph that is only read.
+        The handle to plan with; None makes a graph that is only read, or is planned for ``device``.
     name : str
     io_dtype, intermediate_dtype, compute_dtype : numpy.dtype, optional
         Types of real tensors, of tensors between nodes, and of the arithmetic, where nothing else says.
+    device : DeviceProperties, optional
+        A described device to plan for, without a handle.
+
+    Raises
+    ------
+    ArgumentError
+        For a description that the installed cuDNN does not take.
     """
     import cudnn
 
     def convert(dtype: Any) -> Any:
         return None if dtype is None else data_type(dtype)
 
+    described = {} if device is None else {"device_property": device.native(), "sm_version": device.architecture}
     return cudnn.pygraph(
         name=name,
         io_data_type=convert(io_dtype),
         intermediate_data_type=convert(intermediate_dtype),
         compute_data_type=convert(compute_dtype),
         handle=handle,
+        **described,
     )

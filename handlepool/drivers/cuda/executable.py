@@ -5,16 +5,13 @@ from array import array as buffer
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cudnn
 import cupy
 import numpy as np
 from cupy.cuda.memory import MemoryPointer, UnownedMemory
 
-from handlepool.drivers.cuda import fast_launch
-from handlepool.drivers.protocol import ALIGNMENT, AliasPair, Copy, Driver, Handle, check_operands, scratch_of
-from handlepool.errors import ArgumentError, GraphNotSupportedError
-
-MOST_OPERANDS = 64
+from handlepool.drivers.cuda import fast_launch, planning
+from handlepool.drivers.cuda.planning import MOST_OPERANDS
+from handlepool.drivers.protocol import AliasPair, Copy, Driver, Handle, check_operands
 
 
 def new_buffer() -> Any:
@@ -34,62 +31,16 @@ class CudaExecutable:
         *,
         name: str,
         titles: Sequence[str],
-        workspace_limit: int | None = None,
-        allow_tf32: bool = True,
-        deterministic: bool = False,
-        heuristics: Sequence[str] = ("A", "FALLBACK"),
-        plan_index: int | None = None,
+        **settings: Any,
     ) -> None:
-        if len(operands) > MOST_OPERANDS:
-            raise ArgumentError(f"a graph of {len(operands)} real tensors; at most {MOST_OPERANDS} can be launched")
-        notes = []
-        if not allow_tf32:
-            notes.append(cudnn.numerical_note.TENSOR_CORE)
-        if deterministic:
-            notes.append(cudnn.numerical_note.NONDETERMINISTIC)
-        try:
-            graph.validate()
-            graph.build_operation_graph()
-            if workspace_limit is not None:
-                graph.deselect_workspace_greater_than(workspace_limit)
-            if notes:
-                graph.deselect_numeric_notes(notes)
-            graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in heuristics])
-            if plan_index is not None:
-                graph.select_plan(plan_index)
-            graph.check_support()
-            graph.build_plans()
-        except (cudnn.cudnnGraphNotSupportedError, ValueError, RuntimeError, NotImplementedError) as error:
-            raise GraphNotSupportedError(f"cuDNN {cudnn.backend_version()} answered: {error}") from error
+        planned = planning.plan(graph, operands, copies, **settings)
         self.graph = graph
         self._driver = driver
         self._device = driver.current_device()
         self.name, self.titles = name, titles
-        self._copies = copies
-        self._copies_at = -(-int(graph.get_workspace_size()) // ALIGNMENT) * ALIGNMENT
-        self.workspace_size = self._copies_at + scratch_of(copies) if copies else int(graph.get_workspace_size())
-        self.engine = str(graph.get_plan_name_at_index(graph._plan_index))  # noqa: SLF001 - the frontend tells it nowhere else
-        self.candidates = int(graph.get_execution_plan_count())
-        self._uids = [int(tensor.get_uid()) for tensor in operands]
-        self._raw, self._index = self._raw_entry()
-
-    def _raw_entry(self) -> tuple[Callable[..., None] | None, int]:
-        """Find the entry beneath ``pygraph.execute``, a fifth of its cost; None where this frontend has no such thing.
-
-        It takes an array of pointers in ascending order of uid, which the operands' order is made to be.
-        """
-        try:
-            # No public name leads there; a test holds what is used here.
-            lowered = self.graph._lowered_graph  # noqa: SLF001
-            lowered._prepare_variant_pack_template()  # noqa: SLF001
-            order = list(lowered._get_variant_pack_uids_sorted())  # noqa: SLF001
-            index = self.graph._plans[self.graph._plan_index].cpp_index  # noqa: SLF001
-            raw: Callable[..., None] = lowered._execute_with_raw_ptrs  # noqa: SLF001
-        except (AttributeError, IndexError):
-            return None, -1
-        if order != self._uids or self.graph.selected_engine is not None:
-            return None, -1
-        return raw, -1 if index is None else index
+        self._copies, self._copies_at = copies, planned.copies_at
+        self.workspace_size, self.engine, self.candidates = planned.workspace_size, planned.engine, planned.candidates
+        self._uids, self._raw, self._index = planned.uids, planned.raw, planned.index
 
     def launch(
         self,

@@ -1,0 +1,191 @@
+"""Plans by cuDNN, for a device that is there or that is only described. Needs libcudnn, and neither CuPy nor a GPU.
+
+Where there is no GPU, cuDNN still loads CUDA's driver library by name and asks nothing of it but to take the kernels that it
+compiles.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import cudnn
+
+from handlepool.drivers.protocol import ALIGNMENT, Copy, scratch_of
+from handlepool.errors import ArgumentError, DriverNotAvailableError, GraphNotSupportedError
+from handlepool.tensors import frontend
+from handlepool.tensors.device_properties import DeviceProperties
+
+MOST_OPERANDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A graph with a plan that was built.
+
+    Attributes
+    ----------
+    graph : cudnn.pygraph
+    workspace_size : int
+        Bytes of scratch for the graph, and behind them for the copies of operands.
+    copies_at : int
+        Where in it those begin.
+    engine : str
+        cuDNN's name of the engine and its knobs.
+    candidates : int
+        How many plans cuDNN proposed.
+    uids : list of int
+        Of the operands.
+    raw : callable or None
+        The entry beneath ``pygraph.execute``, which takes an array of pointers, and the plan's ``index`` for it.
+    """
+
+    graph: Any
+    workspace_size: int
+    copies_at: int
+    engine: str
+    candidates: int
+    uids: list[int]
+    raw: Callable[..., None] | None
+    index: int
+
+
+def plan(
+    graph: Any,
+    operands: Sequence[Any],
+    copies: Sequence[Copy] = (),
+    *,
+    workspace_limit: int | None = None,
+    allow_tf32: bool = True,
+    deterministic: bool = False,
+    heuristics: Sequence[str] = ("A", "FALLBACK"),
+    plan_index: int | None = None,
+) -> Planned:
+    """Have cuDNN propose plans for a graph, and build the first that can be built and that no setting excludes.
+
+    Parameters
+    ----------
+    graph : cudnn.pygraph
+        With a handle, or a description of a device. Every real tensor has shape, strides and type.
+    operands : sequence of graph tensor
+        Inputs, then outputs.
+    copies : sequence of Copy
+        As in `handlepool.drivers.protocol.Driver.compile`, as are the settings.
+    plan_index : int, optional
+        The one of the proposed plans that is to be built, and no other.
+
+    Raises
+    ------
+    ArgumentError
+        For more operands than a launch takes.
+    GraphNotSupportedError
+        With cuDNN's own words.
+    """
+    if len(operands) > MOST_OPERANDS:
+        raise ArgumentError(f"a graph of {len(operands)} real tensors; at most {MOST_OPERANDS} can be launched")
+    notes = []
+    if not allow_tf32:
+        notes.append(cudnn.numerical_note.TENSOR_CORE)
+    if deterministic:
+        notes.append(cudnn.numerical_note.NONDETERMINISTIC)
+    try:
+        graph.validate()
+        graph.build_operation_graph()
+        if workspace_limit is not None:
+            graph.deselect_workspace_greater_than(workspace_limit)
+        if notes:
+            graph.deselect_numeric_notes(notes)
+        graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in heuristics])
+        if plan_index is not None:
+            graph.select_plan(plan_index)
+        graph.check_support()
+        graph.build_plans()
+    except (cudnn.cudnnGraphNotSupportedError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise GraphNotSupportedError(f"cuDNN {cudnn.backend_version()} answered: {error}") from error
+    size = int(graph.get_workspace_size())
+    copies_at = -(-size // ALIGNMENT) * ALIGNMENT
+    uids = [int(tensor.get_uid()) for tensor in operands]
+    raw, index = _raw_entry(graph, uids)
+    return Planned(
+        graph,
+        copies_at + scratch_of(copies) if copies else size,
+        copies_at,
+        str(graph.get_plan_name_at_index(graph._plan_index)),  # noqa: SLF001 - the frontend tells it nowhere else
+        int(graph.get_execution_plan_count()),
+        uids,
+        raw,
+        index,
+    )
+
+
+def _raw_entry(graph: Any, uids: list[int]) -> tuple[Callable[..., None] | None, int]:
+    """Find the entry beneath ``pygraph.execute``, a fifth of its cost; None where this frontend has no such thing.
+
+    It takes an array of pointers in ascending order of uid, which the operands' order is made to be.
+    """
+    try:
+        # No public name leads there; a test holds what is used here.
+        lowered = graph._lowered_graph  # noqa: SLF001
+        lowered._prepare_variant_pack_template()  # noqa: SLF001
+        order = list(lowered._get_variant_pack_uids_sorted())  # noqa: SLF001
+        index = graph._plans[graph._plan_index].cpp_index  # noqa: SLF001
+        raw: Callable[..., None] = lowered._execute_with_raw_ptrs  # noqa: SLF001
+    except (AttributeError, IndexError):
+        return None, -1
+    if order != uids or graph.selected_engine is not None:
+        return None, -1
+    return raw, -1 if index is None else index
+
+
+class DescribedDevice:
+    """A device of which there are the properties alone: cuDNN plans for it, and nothing can be launched.
+
+    Parameters
+    ----------
+    properties : DeviceProperties
+
+    Attributes
+    ----------
+    device : int
+        -1, which is no ordinal.
+    """
+
+    device = -1
+
+    def __init__(self, properties: DeviceProperties) -> None:
+        self.properties = properties
+
+    def new_graph(self, **settings: Any) -> Any:
+        """Return an empty `cudnn.pygraph` to be planned for the device."""
+        return frontend.new_graph(None, device=self.properties, **settings)
+
+    def compile(
+        self,
+        graph: Any,
+        operands: Sequence[Any],
+        *,
+        copies: Sequence[Copy] = (),
+        name: str,
+        titles: Sequence[str],
+        **settings: Any,
+    ) -> "DescribedExecutable":
+        """Plan and build a graph of `new_graph`; see `handlepool.drivers.protocol.Driver.compile`."""
+        return DescribedExecutable(plan(graph, operands, copies, **settings), name, titles, self.properties.name)
+
+
+class DescribedExecutable:
+    """A built graph of a described device, as `handlepool.drivers.protocol.Executable`; there is nothing to launch it on."""
+
+    def __init__(self, planned: Planned, name: str, titles: Sequence[str], device: str) -> None:
+        self.planned = planned
+        self.name, self.titles = name, titles
+        self.workspace_size, self.engine, self.candidates = planned.workspace_size, planned.engine, planned.candidates
+        self._device = device
+
+    def launch(self, *_: Any) -> NoReturn:
+        """Raise."""
+        raise DriverNotAvailableError(
+            f"{self.name} was built for a described {self._device}; it can be launched only where that device is"
+        )
+
+    def shortcut(self, *_: Any) -> None:
+        """None."""

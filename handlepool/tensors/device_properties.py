@@ -1,0 +1,143 @@
+"""A GPU as cuDNN describes it, by which plans are made where that GPU is not."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from handlepool._util import shown
+from handlepool.errors import ArgumentError, DriverNotAvailableError
+
+VERSION = "cudnnVersion"
+"""The key of ours among cuDNN's, which passes over keys that it does not know: the version that wrote the others."""
+KEYS = (
+    "maxGridSize",
+    "maxBlockSize",
+    "regsPerBlock",
+    "multiProcessorCount",
+    "warpSize",
+    "maxSharedMemoryPerBlock",
+    "maxSharedMemoryPerBlockOptin",
+    "reservedSharedMemoryPerBlock",
+    "maxRegistersPerSM",
+    "maxCtasPerSM",
+    "maxThreadsPerBlock",
+    "maxThreadsPerSM",
+    "pciDeviceId",
+    "isTccDriver",
+    "supportCoopLaunch",
+    "totalGlobalMem",
+    "smClockRateKHz",
+    "memClockRateKHz",
+    "l2CacheSize",
+    "cudaDeviceId",
+    "deviceVer",
+    "driverVer",
+    "deviceName",
+)
+"""What every cuDNN asks for that was tried, from 9.19 on."""
+LATER = ("memoryBusWidth",)
+"""What a later one asks for, too: 9.28 refuses a description without it, and 9.19 writes none."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    """A GPU as cuDNN describes it: what its heuristics ask a device for.
+
+    Attributes
+    ----------
+    text : str
+        JSON of one object, keys in order, so that what is equal has equal texts.
+    """
+
+    text: str
+
+    @classmethod
+    def loads(cls, text: str) -> "DeviceProperties":
+        """Read a description.
+
+        Parameters
+        ----------
+        text : str
+            What `text` of another one was, as from a file.
+
+        Raises
+        ------
+        ArgumentError
+            For what is no JSON object, and for a missing key, by its name.
+        """
+        try:
+            found = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"properties of a device are JSON, not {shown(text)} ({error})") from None
+        if not isinstance(found, dict):
+            raise ArgumentError(f"properties of a device are a JSON object, not {shown(found)}")
+        if VERSION not in found:
+            raise ArgumentError(
+                f"properties of a device have no {VERSION!r}, the version of the cuDNN that wrote them, as 91900 for 9.19.0; "
+                f"describe the device again by DeviceProperties.of"
+            )
+        missing = [key for key in KEYS if key not in found]
+        if missing:
+            raise ArgumentError(
+                f"properties of a device have no {', '.join(map(repr, missing))}, which cuDNN asks for; describe the device again"
+            )
+        for key in (VERSION, "deviceVer"):
+            if type(found[key]) is not int:
+                raise ArgumentError(f"properties of a device have {found[key]!r} as {key!r}; it must be an integer")
+        return cls(json.dumps(found, sort_keys=True))
+
+    @classmethod
+    def of(cls, ordinal: int = 0) -> "DeviceProperties":
+        """Have cuDNN describe a GPU of this machine.
+
+        Raises
+        ------
+        DriverNotAvailableError
+            Where there is no such GPU, or no libcudnn.
+        """
+        import cudnn
+
+        try:
+            found = json.loads(cudnn.create_device_properties(ordinal).serialize())
+            return cls.loads(json.dumps(found | {VERSION: cudnn.backend_version()}))
+        except RuntimeError as error:
+            raise DriverNotAvailableError(f"cuDNN cannot describe device {shown(ordinal)}: {error}") from error
+
+    @property
+    def name(self) -> str:
+        """The device's name, as "NVIDIA H200"."""
+        return str(self._values()["deviceName"])
+
+    @property
+    def architecture(self) -> int:
+        """The architecture that kernels are compiled for, as 90 for sm_90."""
+        return int(self._values()["deviceVer"]) // 10
+
+    @property
+    def cudnn_version(self) -> int:
+        """The version of the cuDNN that wrote this, as 91900 for 9.19.0."""
+        return int(self._values()[VERSION])
+
+    def native(self) -> Any:
+        """Return the frontend's object, which graphs are planned with.
+
+        Raises
+        ------
+        ArgumentError
+            For what the installed cuDNN asks for and this has not.
+        """
+        import cudnn
+
+        try:
+            return cudnn.create_device_properties(self.text)
+        except RuntimeError as error:
+            missing = ", ".join(repr(key) for key in LATER if key not in self._values())
+            what = f"without {missing}" if missing else f"({error})"
+            raise ArgumentError(
+                f"cuDNN {cudnn.backend_version()} refuses the properties of {self.name!r} that cuDNN {self.cudnn_version} wrote, "
+                f"{what}; describe the device again with this cuDNN or a later one"
+            ) from error
+
+    def _values(self) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads(self.text)
+        return values

@@ -1,0 +1,83 @@
+"""What a process with a cuDNN and no GPU is asked for; see `harness.planning.call`."""
+
+import json
+import sys
+
+import cudnn
+import numpy as np
+from harness.planning import h200
+
+from handlepool import ArgumentError, DriverNotAvailableError, GraphNotSupportedError
+from handlepool.drivers.cuda import planning
+from handlepool.graphs.compile import build
+from handlepool.graphs.signature import Recipe, Signature
+from handlepool.graphs.trace import Request
+from handlepool.tensors import frontend
+from handlepool.tensors.device_properties import DeviceProperties
+from handlepool.tensors.inference import axis_order, dense_strides, infer
+from handlepool.tensors.layout import Layout
+
+
+def version():
+    return cudnn.backend_version()
+
+
+def convolve(g, x, w):
+    return g.relu(g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]))
+
+
+def described():
+    """Build a plan for a described device: what it says, what was imported for it, and what a launch of it says."""
+    layouts = tuple(
+        Layout(shape, tuple(2 * step for step in dense_strides(shape, (0, 2, 3, 1))), np.dtype(np.float16))
+        for shape in ((2, 64, 28, 28), (32, 64, 3, 3))
+    )
+    recipe = Recipe("convolve", convolve, Signature.of(convolve))
+    plan = build(recipe, Request(layouts), planning.DescribedDevice(h200()), lambda which, keep: plan)
+    try:
+        plan.executable.launch(None, (), 0)
+    except DriverNotAvailableError as error:
+        said = str(error)
+    return {
+        "engine": plan.engine,
+        "candidates": plan.candidates,
+        "workspace": plan.workspace_size,
+        "device": plan.device,
+        "output": plan.outputs[0].shape,
+        "imported": [name for name in ("cupy", "cuda.bindings", "torch") if name in sys.modules],
+        "said": said,
+    }
+
+
+def without(key):
+    """Return what is said of a description that has a key less; None where it will do."""
+    values = json.loads(h200().text)
+    del values[key]
+    try:
+        DeviceProperties.loads(json.dumps(values)).native()
+    except ArgumentError as error:
+        return str(error)
+    return None
+
+
+def shapes(cases):
+    """For each case: what cuDNN answers to an output of the shape that was inferred, and to a larger one; None where it plans."""
+    return [[_answer(case, surplus) for surplus in (0, 1)] for case in cases]
+
+
+def _answer(case, surplus):
+    half = cudnn.data_type.HALF
+    graph = frontend.new_graph(None, io_dtype="float16", intermediate_dtype="float32", compute_dtype="float32", device=h200())
+    inputs = [graph.tensor(dim=dim, stride=stride, data_type=half) for dim, stride in case["inputs"]]
+    y = getattr(graph, case["operation"])(*inputs, **case["parameters"])
+    if case["declared"]:
+        y.set_dim(case["declared"])
+    infer(graph, [y])
+    if surplus:
+        larger, order = [*y.dim[:-1], y.dim[-1] + surplus], axis_order(y.dim, y.stride)
+        y.set_dim(larger).set_stride(list(dense_strides(larger, order)))
+    try:
+        planning.plan(graph, [*inputs, y])
+    except GraphNotSupportedError as error:
+        return str(error)
+    return None

@@ -1,0 +1,66 @@
+"""Plans of a real cuDNN for a device that is described, where there is no GPU."""
+
+from harness import planning
+
+from handlepool.tensors.inference import dense_strides
+
+NCHW, NHWC = (0, 1, 2, 3), (0, 2, 3, 1)
+UNIT = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1]}
+
+
+def test_a_plan_for_a_described_device_needs_no_gpu_and_cannot_be_launched(cudnn):
+    plan = cudnn("planning.planned.described")
+    assert plan["engine"].startswith("eng")
+    assert plan["candidates"] > 1
+    assert plan["workspace"] >= 0
+    assert plan["device"] == -1
+    assert plan["output"] == [2, 32, 28, 28]
+    assert plan["imported"] == []
+    assert plan["said"] == "convolve was built for a described NVIDIA H200; it can be launched only where that device is"
+
+
+def test_the_version_that_plans_is_the_one_that_was_asked_for(cudnn):
+    number = cudnn("planning.planned.version")
+    assert f"{number // 10000}.{number // 100 % 100}" == cudnn.version
+
+
+def test_a_description_that_an_older_version_wrote_is_refused_by_the_missing_key(cudnn):
+    said = cudnn("planning.planned.without", "memoryBusWidth")
+    if cudnn.version == "9.19":
+        assert said is None
+    else:
+        assert said.startswith(
+            "cuDNN 92800 refuses the properties of 'NVIDIA H200' that cuDNN 91900 wrote, without 'memoryBusWidth'"
+        )
+
+
+def test_a_key_that_every_version_asks_for_is_missed_by_name(cudnn):
+    assert "'warpSize'" in cudnn("planning.planned.without", "warpSize")
+
+
+def case(operation, inputs, order, declared=None, **parameters):
+    tensors = [(shape, dense_strides(shape, order)) for shape in inputs]
+    return {"operation": operation, "inputs": tensors, "declared": declared, "parameters": UNIT | parameters}
+
+
+def test_cudnn_plans_the_inferred_shapes_and_no_larger_ones(cudnn):
+    wide, strided = {"padding": [1, 1]}, {"stride": [2, 2], "padding": [1, 1]}
+    cases = []
+    for order in (NCHW, NHWC):
+        cases += [
+            case("conv_fprop", [(4, 16, 14, 18), (32, 16, 3, 3)], order, **wide),
+            case("conv_fprop", [(4, 16, 15, 18), (32, 16, 3, 3)], order, **strided),
+            case("conv_fprop", [(4, 16, 15, 18), (32, 16, 3, 2)], order, dilation=[2, 3]),
+            case("conv_fprop", [(4, 32, 14, 14), (32, 16, 3, 3)], order, **wide),
+            case("conv_dgrad", [(4, 32, 14, 18), (32, 16, 3, 3)], order, **wide),
+            case("conv_dgrad", [(4, 32, 8, 9), (32, 16, 3, 3)], order, [4, 16, 16, 18], **strided),
+            case("conv_wgrad", [(4, 16, 14, 18), (4, 32, 14, 18)], order, [32, 16, 3, 3], **wide),
+        ]
+    for said, (right, larger) in zip(cases, cudnn("planning.planned.shapes", cases), strict=True):
+        assert right is None, (said, right)
+        assert larger is not None, said
+
+
+def test_without_a_cudnn_there_is_none_to_plan_with(tmp_path, monkeypatch):
+    monkeypatch.setenv(planning.VARIABLE, str(tmp_path))
+    assert planning.installed() == {}
