@@ -217,7 +217,7 @@ class GraphCall:
     def launch(self, slot: Slot) -> Any:
         """Enqueue on the slot's stream, in order with the callers and with branches, and return the outputs."""
         if recordings and (lanes := lanes_for(self._pool, slot.pointer)) is not None:
-            return lanes.run(self.plan.name, *self.pieces(), self.operands, self.enqueue)
+            return lanes.run(self.plan.name, *self.pieces(), self.operands, lambda lane: self.enqueue(lane or slot))
         if opened:
             before(self._pool, *self.pieces(), self.operands, slot.pointer)
         return self.enqueue(slot)

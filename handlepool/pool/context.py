@@ -1,6 +1,7 @@
 """What a thread is in the middle of: the branch or task that it runs, the recording that it makes; and how a branch is run."""
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -50,7 +51,10 @@ class NodesByData(Protocol):
         call: Callable[[Any], T],
         new: Callable[[T], Iterable[Any]] | None = None,
     ) -> T:
-        """Record ``call(slot)`` as a node that reads and writes this memory, and what ``new`` says of its value; the value."""
+        """Record ``call(slot)`` as a node that reads and writes this memory, and what ``new`` says of its value; the value.
+
+        Where nothing is recorded yet, the slot is None: whatever is current then is what to launch on.
+        """
 
     def other(self, what: str, why: str = ...) -> None:
         """Be told of work that is no node."""
@@ -95,6 +99,7 @@ class _Thread(threading.local):
     pool: RunningPool | None = None  # of the branch or task that this thread runs
     region: BranchRegion | None = None  # of the branch or task that this thread runs
     recording: UnderWay | None = None  # of `handlepool.record`, while it captures what this thread does
+    rehearsal: NodesByData | None = None  # of the first call of a function that is recorded with lanes
     states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
 
 
@@ -104,8 +109,8 @@ elsewhere: list[RunningPool] = []
 """The pools of the branches and tasks under way, in whatever thread, that are not the default pool: where there is none, the
 default pool is the one to use, and nobody needs to ask `thread`, which costs as much as a hit's half."""
 
-recordings: list[UnderWay] = []
-"""The recordings under way, in whatever thread: where there is one, launches ask `thread`."""
+recordings: list[object] = []
+"""The recordings under way, and rehearsals, in whatever thread: where there is one, launches ask `thread`."""
 
 NOT_CACHED: Any = object()
 """What a look at the cache returns where nothing was launched."""
@@ -116,6 +121,9 @@ launchers: dict[Any, Launcher] = {}
 other, is ``hit(function, pool, begin, args, kwargs)``, and may be None; the second ``prepare(function, pool, args, kwargs)``. Not
 attributes: proxies answer to any name, and `functools.wraps` gives a function's to what is around it."""
 NO_LAUNCHER: Launcher = (None, None)
+
+LIBRARIES = ("handlepool", "numpy", "cupy", "cupy_backends", "torch")
+"""Whose frames are nobody's own code."""
 
 _UNCHANGED = object()
 
@@ -167,9 +175,17 @@ def run_on(
                 driver.pop_stream(stream, previous)
 
 
+def place_of_call() -> str:
+    """Return the file and the line that called into this package, or an array library that calls it."""
+    frame = sys._getframe(1)  # noqa: SLF001 - public in all but its name
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def _after_fork() -> None:
     """Let a forked child be in the middle of nothing that its parent recorded (guarantee 13)."""
-    thread.recording = None
+    thread.recording = thread.rehearsal = None
     recordings.clear()
 
 

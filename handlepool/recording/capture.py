@@ -5,19 +5,20 @@ Arrays come from memory of the recording's own, so that what was allocated for a
 (guarantee 9).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from handlepool._util import do_all, leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph, abort_capture
 from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
-from handlepool.pool.context import on_device, recordings, run_on, thread
+from handlepool.pool.context import LIBRARIES, on_device, recordings, run_on, thread
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.workspace import DeviceScratch
 from handlepool.recording.lanes import Lanes
+from handlepool.recording.rehearsal import Made, check_same
 from handlepool.regions.accesses import Memory
 from handlepool.regions.memory import underneath
 from handlepool.regions.plain_calls import piece_of, pieces_of
@@ -84,7 +85,7 @@ class Recording:
         What it is known to read and write, by its graph functions and operations.
     """
 
-    def __init__(self, pool: PoolInternals, name: str, lanes: int | None = None) -> None:
+    def __init__(self, pool: PoolInternals, name: str, lanes: int | None = None, rehearsed: Sequence[Made] = ()) -> None:
         self.pool = pool
         self.device = pool.driver.current_device()
         self.lanes = None if lanes is None else Lanes(pool, self.device, lanes)
@@ -94,6 +95,7 @@ class Recording:
         self.writes: set[Piece | Token] = set()
         self.event: Any = None
         self._name = name
+        self._rehearsed = rehearsed
         self._memory = pool.driver.recording_memory()
         self.kept = Kept(self._memory.holds)
         self._plans: dict[int, object] = {}
@@ -215,6 +217,7 @@ class Recording:
         self._memory.tell(lanes.allocated)
         try:
             value = self._call(slot, function, args, kwargs)
+            check_same(self._name, self._rehearsed, lanes.calls)
             lanes.join()
             return value
         finally:
@@ -257,7 +260,8 @@ class Recording:
             cause = next(filter(None, causes), None)
             if cause is None and error is not None:
                 raise error
-            raise CaptureError(f"{self._name} cannot be recorded: {cause or ending}. {ADVICE}") from first
+            where = "" if error is None else f" at {_place_of(error)}"
+            raise CaptureError(f"{self._name} cannot be recorded: {cause or ending}{where}. {ADVICE}") from first
         finally:
             del first, error, ending
 
@@ -295,3 +299,14 @@ class Recording:
             return self.destroy()
         except Exception:
             return False
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the file and the line of the caller's that an error came from, whatever library raised it."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if not place or frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
+            place = f"{frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place

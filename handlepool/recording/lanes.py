@@ -11,7 +11,6 @@ Memory that was allocated while recording is kept to the end of the recording. F
 reader has no order with.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,22 +18,23 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from handlepool._util import do_all
+from handlepool._util import do_all, leaves
 from handlepool.errors import CaptureError
-from handlepool.pool.context import thread
+from handlepool.pool.context import place_of_call, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.recording.explain import Step
+from handlepool.recording.rehearsal import Made
 from handlepool.regions.data_order import in_the_middle
+from handlepool.regions.plain_calls import piece_of
 from handlepool.regions.track import NOTHING, Needs, Track
 from handlepool.regions.uses import Uses, needs_of, write_down
-from handlepool.tensors.layout import Piece, Token
+from handlepool.tensors.layout import Piece, Token, share
 
 T = TypeVar("T")
 Pieces = Sequence[Piece | Token]
 
 PLAIN = "no graph function and no operation"
-_LIBRARIES = ("handlepool", "numpy", "cupy")
 MOST_NODES = 20_000
 """Of one recording."""
 
@@ -95,6 +95,8 @@ class Lanes:
     Attributes
     ----------
     steps : list of Step
+    calls : list of Made
+        Those that became nodes.
     wanted, got : int
         Lanes.
     exact : bool
@@ -104,6 +106,7 @@ class Lanes:
     def __init__(self, pool: PoolInternals, device: int, limit: int) -> None:
         self.limit = limit
         self.steps: list[Step] = []
+        self.calls: list[Made] = []
         self.wanted = self.got = 0
         self.exact = True
         self._pool = pool
@@ -118,6 +121,7 @@ class Lanes:
         self._base: tuple[Any, ...] = ()  # what every node comes after
         self._base_step: tuple[int, ...] = ()
         self._put: tuple[Any, ...] = ()  # what the main stream was left behind
+        self._behind: tuple[Any, ...] = ()  # and what the last node was put behind
         self._blocks: list[object] = []  # memory that was allocated
         self._others: list[
             tuple[str, str, str]
@@ -178,7 +182,7 @@ class Lanes:
         Raises
         ------
         CaptureError
-            For more nodes than a recording may have.
+            For more nodes than a recording may have, and for a call whose work the capture did not get.
         OwnershipError
             In a finaliser that found its thread in the middle of the books.
         """
@@ -189,6 +193,7 @@ class Lanes:
         self._busy = True
         try:
             place = place_of_call()
+            self.calls.append(Made.of(name, writes, place))
             self._see_others(place)
             self._kept.append(keep)
             met, changed = [*map(self._uses.piece, reads)], [*map(self._uses.piece, writes)]
@@ -213,9 +218,11 @@ class Lanes:
             ranges = map(self._driver.block_range, self._blocks[known:])
             changed += map(self._uses.piece, [*((start, stop, None) for start, stop in ranges if stop > start), *written])
             write_down(lane.track, node.call, met, changed)
-            self._end(lane, node, place)
+            got = self._end(lane, node, place)
         finally:
             self._busy = False
+        if not got:
+            self._check_nothing(name, place, reads, writes, result)
         return result
 
     def join(self) -> None:
@@ -238,7 +245,7 @@ class Lanes:
         self._uses.close()
         for each in (self._lanes, self._of, self._leaves, self._kept, self._blocks):
             each.clear()
-        self._base = self._put = ()
+        self._base = self._put = self._behind = ()
         self._current = None
 
     def _leased(self) -> list[_Lane]:
@@ -267,6 +274,7 @@ class Lanes:
         after = tuple(dict.fromkeys(end for each in direct for end in each.ends)) if direct else self._base
         if self.exact:
             self._driver.set_dependencies(lane.slot.pointer, after)
+        self._behind = after
         self.steps.append(Step(name, place, lane.number, tuple(sorted(each.step for each in direct)) or self._base_step))
         lane.nodes.append(node)
         self._nodes += 1
@@ -303,14 +311,14 @@ class Lanes:
             self._driver.wait_event(slot.pointer, slot.start_event)
         return lane
 
-    def _end(self, lane: _Lane, node: _Node, place: str) -> None:
-        """Take a node in that was captured, and put the main stream behind all leaves again."""
+    def _end(self, lane: _Lane, node: _Node, place: str) -> bool:
+        """Take a node in that was captured, and put the main stream behind all leaves again; whether anything was captured."""
         self._inside = False
         self._last_place = place
         self._leaves = [leaf for leaf in self._leaves if not node.follows(leaf.track, leaf.call)]
         self._leaves.append(node)
         if not self.exact:
-            return
+            return True  # nobody can tell
         node.ends = self._dependencies(lane.slot.pointer)
         if lane.slot is not self._main and {*(found := self._dependencies(self._main.pointer))} != {*self._put}:
             node.ends = tuple(dict.fromkeys(node.ends + found))  # which is after all before it
@@ -320,6 +328,21 @@ class Lanes:
         if self._why:
             self.steps[node.step] = replace(self.steps[node.step], why=self._why)
             self._start_anew(tuple(leaf.step for leaf in self._leaves))
+        return bool(self._why) or {*node.ends} != {*self._behind}
+
+    def _check_nothing(self, name: str, place: str, reads: Pieces, writes: Pieces, result: object) -> None:
+        """Refuse a call that gave the capture nothing and wrote something all the same: that ran now, and at no replay."""
+        known = [memory for memory in (*reads, *writes) if not isinstance(memory, Token)]
+        wrote = any(not isinstance(memory, Token) for memory in writes)
+        for value in leaves(result):
+            if not wrote and not isinstance(value, self._driver.array_types[0]):
+                memory = piece_of(self._driver, value)
+                wrote = memory is not None and not any(share(memory, each) for each in known)
+        if wrote:
+            raise CaptureError(
+                f"{name} at {place} gave no work to the stream that is recorded, so that replays would go without what it wrote. "
+                f"It belongs before the recording, or after; or its library has to launch on the current stream"
+            )
 
     # What is no node
 
@@ -379,11 +402,3 @@ class Lanes:
         """Be told of work by the driver, which may be another thread's, or a branch's."""
         if thread.region is None and thread.recording is not None and thread.recording.lanes is self:
             self.other(name)
-
-
-def place_of_call() -> str:
-    """Return the file and the line that called into this package, or an array library that calls it."""
-    frame = sys._getframe(1)  # noqa: SLF001 - public in all but its name
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,6 +1,7 @@
 """`record`: a function is called once for real, and once with all that it gives to streams captured."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from handlepool._util import as_integer, leaves, shown
@@ -15,6 +16,7 @@ from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording.capture import Recording
 from handlepool.recording.program import Program
+from handlepool.recording.rehearsal import Rehearsal
 from handlepool.recording.update import Inputs
 from handlepool.regions.states import ParallelStates
 
@@ -56,7 +58,8 @@ def record(
     Raises
     ------
     CaptureError
-        For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded.
+        For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded. With
+        ``lanes`` for calls that were others at the second call, and for an operation that wrote and gave no work to the stream.
     ArgumentError
         For ``lanes`` that are no integer from 1 to 32, for a function that returns nothing, and for iterators as arguments, which
         the first call would use up.
@@ -78,9 +81,11 @@ def record(
     driver = chosen.driver
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
     inputs = Inputs(driver, args, kwargs)
-    if run_on(chosen, stream, home.device, None, function, args, kwargs) is None:
+    rehearsal = Rehearsal(chosen, home.pointer)
+    first = run_on if lanes is None else partial(rehearsal.around, run_on)
+    if first(chosen, stream, home.device, None, function, args, kwargs) is None:
         raise _nothing(name)
-    recording = Recording(chosen, name, None if lanes is None else as_integer(lanes))
+    recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)
     try:
         recording.kept.add(function, args, kwargs)
         outputs = recording.capture(function, args, kwargs)

@@ -314,8 +314,11 @@ def open_order(driver: Driver, device: int) -> DataOrder | None:
 
 
 def lanes_for(pool: PoolInternals, pointer: int) -> NodesByData | None:
-    """Return the lanes of this thread's recording where a call on a stream is to be a node: outside of regions and nodes."""
-    lanes = None if thread.recording is None else thread.recording.lanes
+    """Return the lanes of this thread's recording where a call on a stream is to be a node: outside of regions and nodes.
+
+    Or what takes note of such calls, in the first call of a function that is recorded.
+    """
+    lanes = thread.rehearsal if thread.recording is None else thread.recording.lanes
     if lanes is None or thread.region is not None or not lanes.takes(pool, pointer):
         return None
     return lanes if open_order(pool.driver, pool.current_device()) is None else None

@@ -13,6 +13,7 @@ from handlepool.errors import ArgumentError, ContractError
 from handlepool.pool.context import recordings, run_on, thread
 from handlepool.pool.default import pool_so_far
 from handlepool.pool.internals import PoolInternals
+from handlepool.pool.slot import Slot
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import DataOrder, before, lanes_for, open_order, opened, ordering_pool
 from handlepool.regions.plain_calls import exact, piece_of, pieces_of
@@ -96,15 +97,13 @@ class Operation(Generic[P, R_co]):
         if lanes is not None and torch_among(self.function, args, kwargs) is not None:
             lanes.other(self._name, "torch's tensors are in memory that goes by torch's own streams")
         elif lanes is not None:
-            known = (*reads, *writes)
-            return lanes.run(
-                self._name,
-                reads,
-                writes,
-                (args, kwargs),
-                lambda slot: run_on(pool, slot.side_stream, device, None, self.run, (pool, args, kwargs, writes), {}),
-                partial(_new_beside, driver, known),
-            )
+            call = pool, args, kwargs, writes
+
+            def run(slot: Slot | None) -> R_co:
+                return self.run(*call) if slot is None else run_on(pool, slot.side_stream, device, None, self.run, call, {})
+
+            new = partial(_new_beside, driver, (*reads, *writes))
+            return lanes.run(self._name, reads, writes, (args, kwargs), run, new)
         before(pool, reads, writes, (args, kwargs))
         torch = None if thread.recording is not None else torch_among(self.function, args, kwargs)
         if torch is None:
@@ -116,9 +115,9 @@ class Operation(Generic[P, R_co]):
                 result = self.run(pool, args, kwargs, writes)
             finally:
                 order(pool, device, theirs, here)
-        new = new_among(driver, result, (*reads, *writes))
-        if new:
-            before(pool, (), new, result)
+        made = new_among(driver, result, (*reads, *writes))
+        if made:
+            before(pool, (), made, result)
         return result
 
     def run(self, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any], writes: Pieces) -> R_co:

@@ -96,9 +96,14 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
     Raises
     ------
     ContractError
-        Where a branch was given one of them before and nothing orders the two.
+        Where a branch was given one of them before and nothing orders the two; while a function is recorded with lanes, always.
     """
     late = None
+    tensors = [*tensors]
+    if tensors and (thread.rehearsal is not None or (thread.recording is not None and thread.recording.lanes is not None)):
+        raise ContractError(
+            f"{name_of(call[0])} wrote {place_of(tensors[0], call)}, which it did not declare: say what it writes, {ADVICE}"
+        )
     for tensor in tensors:
         memory = piece_of(pool.driver, tensor)
         if memory is not None:

@@ -13,6 +13,7 @@ from harness.scenes import TIMEOUT, Scene, leased, works
 
 import handlepool
 from handlepool import ArgumentError, CaptureError, ContractError, PoolClosedError
+from handlepool.drivers.host.array import raw_view
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.recording import lanes as books
 
@@ -376,6 +377,108 @@ def test_after_an_error_that_was_caught_all_follows_what_the_call_gave(scene):
 
     value, _ = replayed(scene, function, scene.array(1))
     assert value == 105
+
+
+@pytest.mark.parametrize(
+    ("calls", "difference"),
+    [
+        ([[plus, plus], [plus, times]], "Call 2 was plus at .* and times at"),
+        ([[plus], [plus, plus]], "Call 2 was none the first time, and plus at"),
+        ([[plus, plus], [plus]], "Call 2 was plus at .*, and none the second"),
+        ([[adding, plus], [plus, adding]], "Call 1 was add at .* and plus at"),
+    ],
+)
+def test_other_calls_at_the_second_call_are_refused_and_the_first_difference_is_named(scene, calls, difference):
+    given = iter(calls)
+
+    def function(scene, x):
+        for call in next(given):
+            call(scene, x, x if call is adding else 1)
+        return x
+
+    with pytest.raises(CaptureError, match=difference):
+        handlepool.record(function, scene, scene.array(1), lanes=8)
+    assert leased(scene) == 0
+    assert works(scene)
+
+
+def test_another_size_at_the_second_call_is_refused(scene):
+    arrays = iter([scene.driver.asarray(np.ones((1, 4, size, size), np.float32)) for size in (8, 6)])
+    with pytest.raises(CaptureError, match=r"Call 1 was double at .*1,024 bytes the first time, .* 576 bytes the second"):
+        handlepool.record(lambda: double(next(arrays)), lanes=8)
+    assert works(scene)
+
+
+def test_a_function_whose_forks_and_plain_code_call_the_same_again_is_taken(scene):
+    def function(scene, x):
+        return forked(scene, np.add(x, 1))
+
+    with handlepool.record(function, scene, scene.array(1), lanes=8) as program:
+        assert [step.name for step in program.explain().nodes] == ["plus", "plus", "add"]
+
+
+def test_an_undeclared_write_in_place_is_found_where_the_pool_checks(monkeypatch):
+    @handlepool.operation
+    def sly(scene, x):
+        scene.put(x, lambda x: x + 1, x)
+        return scene.plus(x, 1)
+
+    with Scene(check=True) as scene:
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        with pytest.raises(ContractError, match="sly wrote argument x, which it did not declare"):
+            handlepool.record(sly, scene, scene.array(1), lanes=2)
+        assert replayed(scene, lambda scene, x: plus(scene, x, 1), scene.array(1))[0] == 2
+        assert works(scene)
+
+
+def test_work_of_another_library_that_the_capture_did_not_get_is_refused(scene):
+    W = np.ones(8)
+    x = scene.array(1)
+
+    @handlepool.operation
+    def doubled(values):
+        return values * 2  # NumPy's, at once
+
+    @handlepool.operation(mutates="y")
+    def filled(y):
+        raw_view(y)[0][...] = 5
+
+    def function(call):
+        return lambda: [plus(scene, x, 1), call()]
+
+    for call in (partial(doubled, W), partial(filled, x)):
+        with pytest.raises(CaptureError, match=r"(doubled|filled) at .*test_lanes.py:\d+ gave no work to the stream"):
+            handlepool.record(function(call), lanes=4)
+        assert leased(scene) == 0
+    assert works(scene)
+
+
+def test_an_operation_that_gives_no_work_and_writes_nothing_is_taken(scene):
+    @handlepool.operation
+    def half(x):
+        return x[: x.size // 2]
+
+    with handlepool.record(lambda x: half(plus(scene, half(x), 1)), scene.array(1, size=16), lanes=4) as program:
+        program.replay()
+        assert scene.read(program.outputs) == 2
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_call_that_synchronises_is_refused_with_its_line(scene, inside):
+    @handlepool.operation
+    def waiting(x):
+        y = scene.plus(x, 1)
+        return y, float(y[0])
+
+    def function(scene, x):
+        y = plus(scene, x, 1)
+        return waiting(y) if inside else y.get()
+
+    line = (waiting.function if inside else function).__code__.co_firstlineno + (3 if inside else 2)
+    with pytest.raises(CaptureError, match=rf"test_lanes.py:{line}, which waits for the values.* at \S+test_lanes.py:{line}\."):
+        handlepool.record(function, scene, scene.array(1), lanes=4)
+    assert leased(scene) == 0
+    assert works(scene)
 
 
 def test_two_threads_record_at_once(scene):

@@ -1,0 +1,103 @@
+"""The first call of a function that is recorded with lanes: which calls it makes for real, to be compared with the second's."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeVar
+
+from handlepool.errors import CaptureError
+from handlepool.pool.context import place_of_call, recordings, thread
+from handlepool.tensors.layout import Piece, Token
+
+T = TypeVar("T")
+Pieces = Sequence[Piece | Token]
+
+
+class Made(NamedTuple):
+    """A call that is a node: what it is known by in both calls of the function, and where it is.
+
+    Attributes
+    ----------
+    name : str
+    sizes : tuple of int
+        Bytes of what it writes.
+    place : str
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    place: str
+
+    @classmethod
+    def of(cls, name: str, writes: Pieces, place: str) -> "Made":
+        """Return what a call is known by."""
+        return cls(name, tuple([each[1] - each[0] for each in writes if not isinstance(each, Token)]), place)
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.place}, which writes {sum(self.sizes):,} bytes"
+
+
+class Rehearsal:
+    """Stands in the place of lanes while nothing is captured, and takes note of the calls.
+
+    Attributes
+    ----------
+    calls : list of Made
+    """
+
+    def __init__(self, pool: object, pointer: int) -> None:
+        self.calls: list[Made] = []
+        self._pool = pool
+        self._pointer = pointer
+        self._inside = False
+
+    def around(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function, and take note of what it calls in this thread."""
+        outer = thread.rehearsal
+        try:
+            thread.rehearsal = self
+            recordings.append(self)  # after: a launch that sees it asks the thread
+            return function(*args)
+        finally:
+            thread.rehearsal = outer
+            if self in recordings:  # or an interrupt came before it was
+                recordings.remove(self)
+
+    def takes(self, pool: object, pointer: int) -> bool:
+        """Whether a call of a pool on a stream would become a node."""
+        return not self._inside and pool is self._pool and pointer == self._pointer
+
+    def other(self, what: str, why: str = "") -> None:
+        """Be told of work that is no node."""
+
+    def run(
+        self,
+        name: str,
+        reads: Pieces,
+        writes: Pieces,
+        keep: object,
+        call: Callable[[Any], T],
+        new: Callable[[T], Iterable[Piece | Token]] | None = None,
+    ) -> T:
+        """Make a call where it would be made without lanes."""
+        self.calls.append(Made.of(name, writes, place_of_call()))
+        self._inside = True
+        try:
+            return call(None)
+        finally:
+            self._inside = False
+
+
+def check_same(name: str, first: Sequence[Made], second: Sequence[Made]) -> None:
+    """Compare the calls that a function made when it was called for real with those that were recorded.
+
+    Raises
+    ------
+    CaptureError
+        Naming the first difference.
+    """
+    for number, (one, other) in enumerate(zip_longest(first, second), 1):
+        if one is None or other is None or one[:2] != other[:2]:
+            raise CaptureError(
+                f"{name} gave other work when it was called again to be recorded. Call {number} was {one or 'none'} the first "
+                f"time, and {other or 'none'} the second. Take decisions, and prepare what is made once, before it is recorded"
+            )
