@@ -4,6 +4,8 @@ A call is too short to be timed alone, and a launch of its own would cost more t
 over in one program, and that is replayed, beside a CUDA graph of as many of torch's. What is reported is the device's time for
 one of them. Beside that stand the same calls made eagerly, where the host is the limit. All find their operands in the cache.
 
+A concatenation is timed with what makes its arrays as well: each array apart, or in its slice of one.
+
 Sizes come from the networks in `nets`; of mobilenet_v3_large from a table. Every result is compared with float64's first.
 """
 
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ import handlepool
 from handlepool import ops
 
 OURS, EAGER = "handlepool", "handlepool, eager"
+APART, SLICED = "made and concatenated", "made in slices"
 TORCH_GRAPH, TORCH, INDUCTOR = "torch graph", "torch, eager", "Inductor graph"
 OWN_KERNELS = ("add", "avg_pool2d", "concat", "max_pool2d", "mean2d")
 SUMMED = "googlenet"
@@ -61,6 +65,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     count: int = 1
+    makers: tuple["Call", ...] = ()  # of a concatenation, what made its arrays
 
     def __str__(self) -> str:
         shapes = "x".join(map(str, _first(self.args).shape))
@@ -94,11 +99,16 @@ class Noted:
 
     def __init__(self) -> None:
         self.calls: dict[str, Call] = {}
+        self._made: dict[int, tuple[Any, Call]] = {}
 
     def __getattr__(self, operation: str) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
-            self.note(Call(operation, args, kwargs))
-            return getattr(ops, operation)(*args, **kwargs)
+            makers = [self._made.get(id(array)) for array in args[0]] if operation == "concat" else []
+            call = Call(operation, args, kwargs, makers=tuple(maker[1] for maker in makers if maker is not None))
+            self.note(call)
+            result = getattr(ops, operation)(*args, **kwargs)
+            self._made[id(result)] = result, call  # kept, or another array could have its identity
+            return result
 
         return noted
 
@@ -178,6 +188,35 @@ def cases_of(call: Call, driver: Any, torch: Any, options: Any, skipped: list[st
     return cases
 
 
+def made(call: Call, driver: Any, options: Any) -> dict[str, Callable[[], object]]:
+    """A concatenation with what makes its arrays: apart from each other, and each in its slice of one array."""
+    if not call.makers or any(array.shape[1] % 8 for array in call.args[0]):  # a slice begins at a multiple of 16 bytes
+        return {}
+    arrays, axis = call.args
+    makers = [maker.on(ops, lambda array: array) for maker in call.makers]
+    whole = ops.concat(arrays, axis)
+    right = driver.asnumpy(whole).astype(np.float64)
+    ends = np.cumsum([0, *(array.shape[axis] for array in arrays)]).tolist()
+    slices = [whole[:, start:stop] for start, stop in pairwise(ends)]
+
+    def apart() -> Any:
+        return ops.concat([make() for make in makers], axis, out=whole)
+
+    def sliced() -> Any:
+        for make, part in zip(makers, slices, strict=True):
+            make(out=part)
+        return whole
+
+    cases: dict[str, Callable[[], object]] = {}
+    for name, case in ((APART, apart), (SLICED, sliced)):
+        program = handlepool.record(repeated(case, options.times))
+        whole[...] = 0
+        program.replay()
+        check(driver, f"{call}, {name}", whole, right)
+        cases[name] = program.replay
+    return cases
+
+
 def chosen(calls: Iterable[Call], options: Any) -> list[Call]:
     """The calls of the operations that were asked for, at most so many of each."""
     kept: list[Call] = []
@@ -197,6 +236,7 @@ def compare(ratios: Ratios, network: str, found: dict[str, tuple[Call, dict[str,
         )
         ratios.compare(samples, OURS, TORCH_GRAPH, MOST_OF_TORCH if bounded else None, f", {network}, {name}")
         ratios.compare(samples, OURS, INDUCTOR, None, f", {network}, {name}")
+        ratios.compare(samples, SLICED, APART, None, f", {network}, {name}")
     for peer in (TORCH_GRAPH, INDUCTOR):
         both = [
             (call.count, samples[OURS], samples[peer])
@@ -245,6 +285,7 @@ def main() -> int:
             found = {}
             for call in chosen(calls_of(network, driver, options), options):
                 cases = cases_of(call, driver, torch, options, skipped)
+                cases |= made(call, driver, options)
                 samples = regions(cases, options.repeats, options.calls, driver, stream)["device"]
                 samples = {name: [value / options.times for value in values] for name, values in samples.items()}
                 found[str(call)] = call, samples

@@ -137,8 +137,10 @@ def cases(pool):
         "conv2d_weight_grad": case(handlepool.conv2d_weight_grad, x, y, w.shape, **GEOMETRY, **COMMON),
         "add": case(handlepool.add, x, x, activation="relu", out=None, pool=None),
         "concat": case(handlepool.concat, [x, x], 1, out=None, pool=None),
-        "max_pool2d": case(handlepool.max_pool2d, x, 2, stride=1, padding=1, out=None, pool=None),
-        "avg_pool2d": case(handlepool.avg_pool2d, x, 2, stride=1, padding=1, count_include_pad=True, out=None, pool=None),
+        "max_pool2d": case(handlepool.max_pool2d, x, 2, stride=1, padding=1, ceil_mode=True, out=None, pool=None),
+        "avg_pool2d": case(
+            handlepool.avg_pool2d, x, 2, stride=1, padding=1, ceil_mode=True, count_include_pad=True, out=None, pool=None
+        ),
         "mean2d": case(handlepool.mean2d, x, keepdims=True, out=None, pool=None),
         "matmul": case(handlepool.matmul, square, square, bias=square[0], activation=None, **COMMON),
         "linear": case(handlepool.linear, square, square, bias=square[0], activation="relu", **COMMON),

@@ -1,4 +1,4 @@
-"""googlenet (Inception v1), as torchvision has it; its pooling pads on all sides where torchvision's rounds sizes up."""
+"""googlenet (Inception v1), as torchvision has it."""
 
 from typing import Any
 
@@ -20,15 +20,15 @@ MODULES = {
 def googlenet(p: Any, x: Any, ops: Any = library) -> Any:
     """Scores (N, 1000) of images (N, 3, H, W)."""
     x = conv(p, "1", x, 64, 7, ops, stride=2)
-    x = ops.max_pool2d(x, 3, stride=2, padding=1)
+    x = ops.max_pool2d(x, 3, stride=2, ceil_mode=True)
     x = conv(p, "2", x, 64, 1, ops)
     x = conv(p, "3", x, 192, 3, ops)
-    x = ops.max_pool2d(x, 3, stride=2, padding=1)
+    x = ops.max_pool2d(x, 3, stride=2, ceil_mode=True)
     for name, sizes in MODULES.items():
         if name == "4a":
-            x = ops.max_pool2d(x, 3, stride=2, padding=1)
+            x = ops.max_pool2d(x, 3, stride=2, ceil_mode=True)
         if name == "5a":
-            x = ops.max_pool2d(x, 2, stride=2)
+            x = ops.max_pool2d(x, 2, stride=2, ceil_mode=True)
         x = inception(p, name, x, sizes, ops)
     w, b = p.linear("fc", x, 1000)
     return ops.linear(ops.mean2d(x), w, bias=b)

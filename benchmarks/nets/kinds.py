@@ -57,13 +57,14 @@ class Reference:
         y = np.asarray(sum(others, x))
         return np.maximum(y, 0) if activation else y
 
-    def avg_pool2d(self, x: Values, window: int, *, stride: int, padding: int = 0) -> Values:
+    def avg_pool2d(self, x: Values, window: int, *, stride: int, padding: int = 0, ceil_mode: bool = False) -> Values:
         """As `handlepool.ops.avg_pool2d`."""
-        return np.asarray(_windows(x, window, stride, padding, 0.0).mean(axis=(4, 5)))
+        counted = _windows(np.ones((1, 1, *x.shape[2:])), window, stride, padding, 1.0, ceil_mode)
+        return np.asarray(_windows(x, window, stride, padding, 0.0, ceil_mode).sum(axis=(4, 5)) / counted.sum(axis=(4, 5)))
 
-    def max_pool2d(self, x: Values, window: int, *, stride: int, padding: int = 0) -> Values:
+    def max_pool2d(self, x: Values, window: int, *, stride: int, padding: int = 0, ceil_mode: bool = False) -> Values:
         """As `handlepool.ops.max_pool2d`."""
-        return np.asarray(_windows(x, window, stride, padding, -np.inf).max(axis=(4, 5)))
+        return np.asarray(_windows(x, window, stride, padding, -np.inf, ceil_mode).max(axis=(4, 5)))
 
     def mean2d(self, x: Values) -> Values:
         """As `handlepool.ops.mean2d`."""
@@ -78,9 +79,18 @@ class Reference:
         return np.asarray(x @ w.T + bias)
 
 
-def _windows(x: Values, side: int, stride: int, padding: int, value: float) -> Values:
+def _windows(x: Values, side: int, stride: int, padding: int, value: float, ceil_mode: bool = False) -> Values:
     padded = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)), constant_values=value)
+    if ceil_mode:  # room for a last window that begins in the image; beyond what is padded there is nothing to count
+        more = [max(0, _last(extent, side, stride, padding) + side - extent - 2 * padding) for extent in x.shape[2:]]
+        padded = np.pad(padded, ((0, 0), (0, 0), *((0, each) for each in more)), constant_values=min(value, 0.0))
     return np.lib.stride_tricks.sliding_window_view(padded, (side, side), axis=(2, 3))[:, :, ::stride, ::stride]
+
+
+def _last(extent: int, side: int, stride: int, padding: int) -> int:
+    """Where the last window begins that may exceed the padded image, but not begin behind the image."""
+    begins = range(0, extent + padding, stride)
+    return next(begin for begin in begins if begin + side >= extent + 2 * padding or begin == begins[-1])
 
 
 class Torch:
@@ -112,13 +122,13 @@ class Torch:
             x = x + other
         return self._torch.relu_(x) if activation else x
 
-    def avg_pool2d(self, x: Any, window: int, *, stride: int, padding: int = 0) -> Any:
+    def avg_pool2d(self, x: Any, window: int, *, stride: int, padding: int = 0, ceil_mode: bool = False) -> Any:
         """As `handlepool.ops.avg_pool2d`."""
-        return self._functional.avg_pool2d(x, window, stride, padding)
+        return self._functional.avg_pool2d(x, window, stride, padding, ceil_mode)
 
-    def max_pool2d(self, x: Any, window: int, *, stride: int, padding: int = 0) -> Any:
+    def max_pool2d(self, x: Any, window: int, *, stride: int, padding: int = 0, ceil_mode: bool = False) -> Any:
         """As `handlepool.ops.max_pool2d`."""
-        return self._functional.max_pool2d(x, window, stride, padding)
+        return self._functional.max_pool2d(x, window, stride, padding, 1, ceil_mode)
 
     def mean2d(self, x: Any) -> Any:
         """As `handlepool.ops.mean2d`."""

@@ -1,4 +1,4 @@
-"""squeezenet 1.1, as torchvision has it; sizes that torchvision's pooling would round up are rounded down."""
+"""squeezenet 1.1, as torchvision has it."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def squeezenet(p: Any, x: Any, ops: Any = library) -> Any:
     x = ops.conv2d(x, w, bias=b, stride=2, activation="relu")
     for number, (narrow, wide) in enumerate(MODULES):
         if number in POOLED_BEFORE:
-            x = ops.max_pool2d(x, 3, stride=2)
+            x = ops.max_pool2d(x, 3, stride=2, ceil_mode=True)
         x = fire(p, f"{number}", x, narrow, wide, ops)
     w, b = p.conv("last", x, 1000, 1)
     return ops.mean2d(ops.conv2d(x, w, bias=b, activation="relu"))

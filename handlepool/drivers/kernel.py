@@ -1,7 +1,11 @@
 """Kernels of our own, as what they compute: each driver has every one (`Driver.kernel`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
+
+from handlepool.tensors.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,9 +17,14 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Arrays of one type, one behind the other along an axis."""
+    """Arrays of one type, one behind the other along an axis; those that lie in their places there already stay as they are."""
 
     axis: int
+
+    def firsts(self, inputs: Sequence[Layout], output: Layout) -> list[int]:
+        """Return where in the output each array begins, in bytes."""
+        ends = accumulate((x.shape[self.axis] * output.strides[self.axis] for x in inputs), initial=0)
+        return [*ends][:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +39,9 @@ class Windows:
         Along height and width. What is padded is never the largest, and 0 in a mean; no window lies in it as a whole.
     counted : bool
         Whether the pixels that are padded count in a mean.
+    ceiling : bool
+        Whether there is a last window that exceeds the padded image, if it begins in the image or before it. What is beyond
+        never counts.
     """
 
     kind: Literal["max", "mean"]
@@ -37,14 +49,18 @@ class Windows:
     stride: tuple[int, int] = (1, 1)
     padding: tuple[int, int] = (0, 0)
     counted: bool = True
+    ceiling: bool = False
 
     def count(self, height: int, width: int) -> tuple[int, int]:
         """Return how many windows an image has along its axes; below 1 where they exceed it."""
-        rows, columns = (
-            (extent + 2 * padding - window) // stride + 1
-            for extent, padding, window, stride in zip((height, width), self.padding, self.window, self.stride, strict=True)
-        )
+        rows, columns = (self._along(*axis) for axis in zip((height, width), self.padding, self.window, self.stride, strict=True))
         return rows, columns
+
+    def _along(self, extent: int, padding: int, window: int, stride: int) -> int:
+        room = extent + 2 * padding - window
+        if not self.ceiling or room < 0:
+            return room // stride + 1
+        return min(-(-room // stride), (extent + padding - 1) // stride) + 1
 
 
 Kernel = Add | Concat | Windows

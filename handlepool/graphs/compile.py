@@ -9,7 +9,7 @@ import numpy as np
 from handlepool.drivers.protocol import Copy, Driver, Executable, scratch_of
 from handlepool.errors import GraphNotSupportedError
 from handlepool.graphs.forms import conform
-from handlepool.graphs.plan import Plan
+from handlepool.graphs.plan import Plan, at_their_places
 from handlepool.graphs.signature import COMPILE_SETTINGS, GRAPH_SETTINGS, Recipe, normalise
 from handlepool.graphs.trace import Request, check_out, draft, element_strides, layout_of
 from handlepool.pool.device import DeviceSlots
@@ -159,7 +159,7 @@ def build(
         drafted.taken(),
         layouts,
         drafted.single,
-        len(outputs) == 1 and all(node.node_type.name == "POINTWISE" for node in graph.nodes),
+        at_their_places(drafted.taken(), layouts) if all(node.node_type.name == "POINTWISE" for node in graph.nodes) else (),
         graph,
         drafted.keys,
         drafted.places(),

@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from handlepool.drivers.kernel import Add, Kernel
+from handlepool.drivers.kernel import Add, Concat, Kernel
 from handlepool.drivers.protocol import operand_name
 from handlepool.errors import ArgumentError
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import hit, launch_new, option_key
-from handlepool.graphs.plan import Plan
+from handlepool.graphs.plan import Plan, at_their_places
 from handlepool.graphs.trace import check_out
 from handlepool.pool.context import NOT_CACHED
 from handlepool.pool.default import chosen_pool, current_pool
@@ -77,10 +77,20 @@ class KernelFunction(GraphFunction[..., Any]):
             titles = [operand_name(place, len(inputs), len(given)) for place in range(len(operands))]
             with pool.device(device).handles.build_lock, driver.relaxed():
                 executable = driver.kernel(kernel, operands, name=name, titles=titles)
-            # Each element of a sum depends on its own place alone, and so the output may be an input.
-            return Plan(name, device, executable, inputs, (output,), True, isinstance(kernel, Add))
+            return Plan(name, device, executable, inputs, (output,), True, _in_place(kernel, inputs, output))
 
         return cast("Plan", pool.plans.get_or_build(device, key, build))
+
+
+def _in_place(kernel: Kernel, inputs: tuple[Layout, ...], output: Layout) -> tuple[int | None, ...]:
+    """Return where inputs may lie in the output: in a sum all over it, in a concatenation where they are to be copied to."""
+    if isinstance(kernel, Add):
+        return at_their_places(inputs, (output,))
+    if not isinstance(kernel, Concat):
+        return ()
+    firsts = kernel.firsts(inputs, output)
+    parts = [Layout(x.shape, output.strides, output.dtype) for x in inputs]
+    return tuple(first if part.lies_as(x) else None for x, part, first in zip(inputs, parts, firsts, strict=True))
 
 
 def _with_axes(layout: Layout, rank: int) -> Layout:

@@ -32,9 +32,9 @@ class Plan:
         What it takes and gives, in order.
     single : bool
         Whether the function gave one tensor, not a tuple of them.
-    in_place : bool
-        Whether the output may be an input: it is the only one, so that nothing is read once it is written, and each element of it
-        depends on the inputs' at the same place alone.
+    in_place : tuple of int or None
+        How many bytes behind the output each input may begin all the same, since there is one output, and what is written there
+        depends on that input's element at the same place alone; None where nowhere. Empty where that holds for no input.
     keys : tuple of str or int
         What `GraphFunction.run` calls the outputs.
     places : tuple of int
@@ -51,7 +51,7 @@ class Plan:
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     single: bool
-    in_place: bool
+    in_place: tuple[int | None, ...]
     _graph: Any = field(repr=False, default=None)
     keys: tuple[str | int, ...] = ()
     places: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class Plan:
 
     def _pair(self, layouts: tuple[Layout, ...], one: int, other: int) -> AliasPair:
         output, before = layouts[one], layouts[other]
-        same = 0 if self.in_place and other < len(self.inputs) and output.lies_as(before) else None
+        same = self.in_place[other] if other < len(self.in_place) else None
         return AliasPair(one, other, output.reach, before.reach, same, meeting(output, before))
 
     def check_aliases(self, addresses: Sequence[int]) -> None:
@@ -171,3 +171,10 @@ class Plan:
         if self._choose is None:
             raise ArgumentError(f"{self.name}: this plan was not built by a graph function, so there is none to select from")
         return self._choose
+
+
+def at_their_places(inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[int | None, ...]:
+    """Return `Plan.in_place` where each element depends on those at its own place alone."""
+    if len(outputs) != 1:  # of several, one is read again after another was written
+        return ()
+    return tuple(0 if layout.lies_as(outputs[0]) else None for layout in inputs)

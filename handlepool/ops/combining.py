@@ -63,7 +63,8 @@ def concat(arrays: Sequence[ArrayT], axis: int, *extra: Never, out: Any = None, 
     Returns
     -------
     array
-        ``out``, or a new array of the kind and type of the first one.
+        ``out``, or a new array of the kind and type of the first one. An array that is the very slice of ``out`` that it belongs
+        into stays there, and is not copied.
 
     Raises
     ------
@@ -72,8 +73,9 @@ def concat(arrays: Sequence[ArrayT], axis: int, *extra: Never, out: Any = None, 
 
     Notes
     -----
-    What writes into slices of one array needs no concatenation: ``max_pool2d(x, 3, out=y[:, :64])``. In a fork, writers of
-    several slices of channels run beside each other.
+    What is quicker to write into a slice is written there, ``a = max_pool2d(x, 3, out=y[:, :64])``, and the others are copied:
+    ``concat([a, b], 1, out=y)``. Where all are in their places none is needed. In a fork, writers of several slices of channels
+    run beside each other. See ``docs/pooling.md`` for what is quicker.
     """
     if extra:
         raise misplaced(concat, extra)

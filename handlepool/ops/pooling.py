@@ -22,6 +22,7 @@ def max_pool2d(
     *extra: Never,
     stride: Pair | None = None,
     padding: Pair = 0,
+    ceil_mode: bool = False,
     out: Any = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
@@ -38,6 +39,9 @@ def max_pool2d(
         From window to window; the window's own height and width by default, as in torch.
     padding : int or (int, int)
         Pixels on both sides, which are never the largest; at most half of the window, and no more than the image has.
+    ceil_mode : bool
+        Whether P and Q are rounded up: then a last window may exceed the padded image, if it begins in the image or in the
+        padding before it, as in torch.
     out : array, shape (N, C, P, Q), optional
         Where the result goes, which lies as it likes: it may be a slice of the channels of a larger array. Without it the result
         lies as ``x`` does, contiguous or channels-last.
@@ -57,7 +61,8 @@ def max_pool2d(
     """
     if extra:
         raise misplaced(max_pool2d, extra)
-    return _max.call((x,), out, pool, {"window": _plain(window), "stride": _plain(stride), "padding": _plain(padding)})
+    pairs = {"window": _plain(window), "stride": _plain(stride), "padding": _plain(padding)}
+    return _max.call((x,), out, pool, {**pairs, "ceil_mode": ceil_mode})
 
 
 @by_keyword
@@ -67,6 +72,7 @@ def avg_pool2d(
     *extra: Never,
     stride: Pair | None = None,
     padding: Pair = 0,
+    ceil_mode: bool = False,
     count_include_pad: bool = True,
     out: Any = None,
     pool: HandlePool | None = None,
@@ -77,8 +83,8 @@ def avg_pool2d(
     ----------
     x : array, shape (N, C, H, W)
         Images, as in `handlepool.max_pool2d`.
-    window, stride, out, pool
-        As there.
+    window, stride, ceil_mode, out, pool
+        As there. Pixels beyond the padded image never count.
     padding : int or (int, int)
         Pixels on both sides, which are 0; at most half of the window, and no more than the image has.
     count_include_pad : bool
@@ -97,7 +103,7 @@ def avg_pool2d(
     if extra:
         raise misplaced(avg_pool2d, extra)
     pairs = {"window": _plain(window), "stride": _plain(stride), "padding": _plain(padding)}
-    return _mean_of_windows.call((x,), out, pool, {**pairs, "count_include_pad": count_include_pad})
+    return _mean_of_windows.call((x,), out, pool, {**pairs, "ceil_mode": ceil_mode, "count_include_pad": count_include_pad})
 
 
 @by_keyword
@@ -153,6 +159,7 @@ def _describe(
     window: Any,
     stride: Any,
     padding: Any,
+    ceil_mode: Any,
     counted: bool = True,
 ) -> Described:
     x = _check(name, layouts)
@@ -168,7 +175,7 @@ def _describe(
         raise ArgumentError(
             f"{name}: padding={shown(padding)} is more than images of {x.shape[2]} x {x.shape[3]} have pixels; pad less"
         )
-    kernel = Windows(kind, (rows, columns), steps, margins, counted)
+    kernel = Windows(kind, (rows, columns), steps, margins, counted, flag(f"{name}: ceil_mode", ceil_mode))
     count = kernel.count(*x.shape[2:])
     if min(count) < 1:
         raise ArgumentError(
@@ -178,13 +185,12 @@ def _describe(
     return kernel, lying_as(x, (*x.shape[:2], *count))
 
 
-def _describe_max(layouts: tuple[Layout, ...], *, window: Any, stride: Any, padding: Any) -> Described:
-    return _describe("max_pool2d", "max", layouts, window, stride, padding)
+def _describe_max(layouts: tuple[Layout, ...], **how: Any) -> Described:
+    return _describe("max_pool2d", "max", layouts, **how)
 
 
-def _describe_mean(layouts: tuple[Layout, ...], *, window: Any, stride: Any, padding: Any, count_include_pad: bool) -> Described:
-    counted = flag("avg_pool2d: count_include_pad", count_include_pad)
-    return _describe("avg_pool2d", "mean", layouts, window, stride, padding, counted)
+def _describe_mean(layouts: tuple[Layout, ...], *, count_include_pad: bool, **how: Any) -> Described:
+    return _describe("avg_pool2d", "mean", layouts, **how, counted=flag("avg_pool2d: count_include_pad", count_include_pad))
 
 
 def _describe_whole(layouts: tuple[Layout, ...], *, keepdims: bool) -> Described:

@@ -147,6 +147,7 @@ def max_pool2d(
     *,
     stride: int | tuple[int, int] | None = None,
     padding: int | tuple[int, int] = 0,
+    ceil_mode: bool = False,
 ) -> Array:
     """Take the largest element of each window of images, in float64; NaN is the largest.
 
@@ -154,14 +155,14 @@ def max_pool2d(
     ----------
     x : array_like, shape (N, C, H, W)
         Images.
-    window, stride, padding
+    window, stride, padding, ceil_mode
         As in `handlepool.max_pool2d`.
 
     Returns
     -------
     ndarray of float64, shape (N, C, P, Q)
     """
-    return _pooled(x, window, stride, padding, lambda pixels, _: pixels.max((2, 3)))
+    return _pooled(x, window, stride, padding, ceil_mode, lambda pixels, _: pixels.max((2, 3)))
 
 
 def avg_pool2d(
@@ -170,6 +171,7 @@ def avg_pool2d(
     *,
     stride: int | tuple[int, int] | None = None,
     padding: int | tuple[int, int] = 0,
+    ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Array:
     """Take the mean of each window of images, in float64.
@@ -178,16 +180,18 @@ def avg_pool2d(
     ----------
     x : array_like, shape (N, C, H, W)
         Images.
-    window, stride, padding, count_include_pad
+    window, stride, padding, ceil_mode, count_include_pad
         As in `handlepool.avg_pool2d`.
 
     Returns
     -------
     ndarray of float64, shape (N, C, P, Q)
     """
-    return _pooled(
-        x, window, stride, padding, lambda pixels, area: pixels.sum((2, 3)) / (area if count_include_pad else pixels[0, 0].size)
-    )
+
+    def mean(pixels: Array, area: int) -> Array:
+        return np.asarray(pixels.sum((2, 3)) / (area if count_include_pad else pixels[0, 0].size))
+
+    return _pooled(x, window, stride, padding, ceil_mode, mean)
 
 
 def _pooled(
@@ -195,6 +199,7 @@ def _pooled(
     window: int | tuple[int, int],
     stride: int | tuple[int, int] | None,
     padding: int | tuple[int, int],
+    ceil_mode: bool,
     take: Callable[[Array, int], Array],
 ) -> Array:
     """Take each window's pixels that are of the image, one window after the other."""
@@ -202,11 +207,19 @@ def _pooled(
     (rows, columns), (top, left) = _pair(window), _pair(padding)
     down, right = (rows, columns) if stride is None else _pair(stride)
     height, width = images.shape[2:]
-    corners = [
-        [(p, q) for q in range(-left, width + left - columns + 1, right)] for p in range(-top, height + top - rows + 1, down)
+    begins = [
+        range(-pad, min(extent, extent + pad - size + step) if ceil_mode else extent + pad - size + 1, step)
+        for extent, pad, size, step in ((height, top, rows, down), (width, left, columns, right))
     ]
     found = [
-        [take(images[:, :, max(p, 0) : p + rows, max(q, 0) : q + columns], rows * columns) for p, q in line] for line in corners
+        [
+            take(
+                images[:, :, max(p, 0) : p + rows, max(q, 0) : q + columns],
+                (min(p + rows, height + top) - p) * (min(q + columns, width + left) - q),
+            )
+            for q in begins[1]
+        ]
+        for p in begins[0]
     ]
     return np.moveaxis(np.array(found), (0, 1), (2, 3))
 

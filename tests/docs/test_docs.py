@@ -51,12 +51,16 @@ def test_the_examples_of_pooling_run(make_driver, monkeypatch):
         names = {"x": x, "shortcut": shortcut, "handlepool": handlepool, "states": handlepool.ParallelStates(2, pool=pool)}
         total = np.maximum(arrays.take(x) + arrays.take(shortcut), 0)
         small = reference.max_pool2d(np.concatenate([arrays.take(x), total], 1), 3, stride=2, padding=1)
-        first, second = blocks_of("pooling.md")
+        first, second, third = blocks_of("pooling.md")
         exec(first, names)
         assert arrays.error(names["means"], small.mean((2, 3))) < 1e-5
         exec(second, names)
         whole = reference.max_pool2d(arrays.take(x), 3, stride=1, padding=1), arrays.take(x) + arrays.take(shortcut)
         assert arrays.error(names["means"], np.concatenate(whole, 1).mean((2, 3))) < 1e-5
+        names |= {"w": arrays.put(np.ones((16, 16, 1, 1))), "b": arrays.put(np.zeros(16))}
+        exec(third, names)
+        every = np.repeat(arrays.take(x).sum(1, keepdims=True), 16, 1)
+        assert arrays.error(names["both"], np.concatenate([every, whole[0]], 1)) < 1e-5
 
 
 def test_the_example_of_recording_runs(make_driver, monkeypatch):

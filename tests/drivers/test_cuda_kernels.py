@@ -1,7 +1,8 @@
 """The CUDA kernels' source and geometry, run on the CPU and compared with float64; what only a GPU shows is in tests/gpu."""
 
+import numpy as np
 import pytest
-from harness.kernel_cases import CASES, check, lying, random_case
+from harness.kernel_cases import CASES, check, filled, lying, random_case, sliced
 from harness.kernels_on_cpu import COMPILER, Compiled
 
 from handlepool.drivers.cuda import kernels
@@ -40,6 +41,20 @@ def test_each_variant_computes_the_reference_and_writes_nothing_else(tmp_path):
     assert {dict(launch.macros)["WIDE"] for launch in launches} == {"0", "1"}
     assert {dict(launch.macros)["PACK"] for launch in launches} == {"1", "2", "4", "8", "16"}
     check_all([*CASES, *some, *some], launches, tmp_path)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no g++ to compile the kernels with")
+def test_a_concatenation_leaves_what_lies_in_its_place(tmp_path):
+    part, whole = sliced((2, 8, 3, 4), "float16", 2), lying((2, 16, 3, 4), "float16")
+    launch = in_packs(Concat(1), [part, part, whole])
+    compiled = Compiled([launch], tmp_path)
+    for place in range(2):
+        (x, _), (y, _) = filled(part), filled(whole, 1)
+        parts = [x, x]
+        parts[place] = y[:, 8 * place :][:, :8]
+        expected = np.concatenate(parts, 1)
+        compiled.run(launch, [*parts, y])
+        assert np.array_equal(y, expected)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++ to compile the kernels with")

@@ -1,5 +1,7 @@
 """Kernels of our own compared with torch's, over torch's tensors. Collected only where torch is installed."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -43,8 +45,8 @@ def test_they_give_what_torch_gives(pool, torch, tensor, dtype, layout):
     for channels in (24, 7):
         x, z = (tensor(3, channels, 15, 17, dtype=dtype, layout=layout, seed=seed) for seed in range(2))
         x[0, 1, 3, 3], x[1, 2, 5], x[2, 3, 0, 0] = float("nan"), -float("inf"), float("inf")
-        for window, stride, padding in GEOMETRIES:
-            options = {"stride": stride, "padding": padding}
+        for (window, stride, padding), up in itertools.product(GEOMETRIES, (False, True)):
+            options = {"stride": stride, "padding": padding, "ceil_mode": up}
             y = max_pool2d(x, window, **options, pool=pool)
             same(y, functional.max_pool2d(x, window, **options), exact=True)
             assert y.stride() == functional.max_pool2d(x, window, **options).stride()

@@ -64,6 +64,11 @@ def poolings():
                     for layout in ("NCHW", "NHWC"):
                         x = lying((2, channels, 9, 8), dtype, layout)
                         yield kernel, [x, lying((2, channels, *kernel.count(9, 8)), dtype, layout)]
+            for stride, padding in [((2, 3), (1, 0)), ((3, 3), (1, 1))][: 2 if dtype == "float16" else 0]:
+                kernel = Windows(kind, (3, 2), stride, padding, ceiling=True)
+                for layout in ("NCHW", "NHWC"):
+                    x = lying((2, 16, 8, 9), dtype, layout)
+                    yield kernel, [x, lying((2, 16, *kernel.count(8, 9)), dtype, layout)]
             if dtype == "float32":
                 continue
             kernel = Windows(kind, (3, 3), (2, 2), (1, 1))
@@ -82,7 +87,7 @@ def expected_of(kernel, xs):
         return total if kernel.activation is None else reference.ACTIVATIONS[kernel.activation](total)
     if isinstance(kernel, Concat):
         return np.concatenate(xs, kernel.axis).astype(np.float64)
-    options = {"stride": kernel.stride, "padding": kernel.padding}
+    options = {"stride": kernel.stride, "padding": kernel.padding, "ceil_mode": kernel.ceiling}
     if kernel.kind == "max":
         return reference.max_pool2d(xs[0], kernel.window, **options)
     return reference.avg_pool2d(xs[0], kernel.window, **options, count_include_pad=kernel.counted)
@@ -126,9 +131,8 @@ def random_case(seed):
         return Concat(axis), [*map(lies, parts), lies(whole)]
     window, stride = ([int(random.integers(1, 8)) for _ in range(2)] for _ in range(2))
     padding = [int(random.integers(0, extent // 2 + 1)) for extent in window]
-    kernel = Windows(
-        str(random.choice(["max", "mean"])), tuple(window), tuple(stride), tuple(padding), counted=bool(random.integers(2))
-    )
+    kind, counted, ceiling = str(random.choice(["max", "mean"])), bool(random.integers(2)), bool(random.integers(2))
+    kernel = Windows(kind, tuple(window), tuple(stride), tuple(padding), counted, ceiling)
     shape = [*extents(2), *(max(w - 2 * p, 1) + int(random.integers(0, 9)) for w, p in zip(window, padding, strict=True))]
     if random.integers(4) == 0:
         kernel = Windows(kernel.kind, tuple(shape[2:]))

@@ -49,12 +49,13 @@ def test_mean2d_is_the_mean_of_each_channel(each_pool, shape, dtype, layout):
     stride=st.none() | st.integers(1, 3) | st.tuples(st.integers(1, 4), st.integers(1, 12)),
     padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
     counted=st.booleans(),
+    ceil_mode=st.booleans(),
     layouts=st.tuples(st.sampled_from(["NCHW", "NHWC"]), st.sampled_from([None, "NCHW", "NHWC"])),
     dtype=st.sampled_from(["float16", "float32"]),
     nan=st.booleans(),
 )
 @hypothesis.settings(max_examples=80, deadline=None, derandomize=True)
-def test_generated_geometries(shape, window, stride, padding, counted, layouts, dtype, nan):
+def test_generated_geometries(shape, window, stride, padding, counted, ceil_mode, layouts, dtype, nan):
     padding = tuple(min(pad, extent // 2) for pad, extent in zip(padding, window, strict=True))
     padding = tuple(map(min, padding, shape[2:]))
     hypothesis.assume(all(e + 2 * p >= w for e, p, w in zip(shape[2:], padding, window, strict=True)))
@@ -63,7 +64,7 @@ def test_generated_geometries(shape, window, stride, padding, counted, layouts, 
         values = np.random.default_rng(3).standard_normal(shape).astype(dtype)
         if nan:
             values[-1, -1, -1, 0] = np.nan
-        x, options = arrays.put(values), {"stride": stride, "padding": padding}
+        x, options = arrays.put(values), {"stride": stride, "padding": padding, "ceil_mode": ceil_mode}
         for function, more in ((max_pool2d, {}), (avg_pool2d, {"count_include_pad": counted})):
             expected = getattr(reference, function.__name__)(values, window, **options, **more)
             out = None if layouts[1] is None else arrays.poisoned(*expected.shape, layout=layouts[1])
@@ -88,6 +89,26 @@ def test_a_mean_counts_what_is_padded_or_does_not(each_pool):
     x = arrays.put(np.full((1, 1, 2, 2), 9.0))
     assert arrays.take(avg_pool2d(x, 3, stride=1, padding=1)).ravel().tolist() == [4, 4, 4, 4]
     assert arrays.take(avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)).ravel().tolist() == [9, 9, 9, 9]
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_rounded_up_a_last_window_begins_in_the_image_and_counts_what_is_padded_alone(each_pool, layout):
+    arrays = Arrays(each_pool, layout=layout)
+    x = arrays.put(np.full((1, 8, 6, 5), 9.0))
+    for window, stride, padding, counts in [
+        (3, 2, 0, (3, 2)),  # of the rows, one window exceeds the image; of the columns, none
+        (2, 4, 0, (2, 2)),  # a window that is of the last column alone
+        (2, 3, 1, (3, 2)),  # a third one of columns would begin behind the image
+        (1, 5, 0, (2, 1)),
+    ]:
+        options = {"stride": stride, "padding": padding, "ceil_mode": True}
+        largest, mean = max_pool2d(x, window, **options), avg_pool2d(x, window, **options)
+        assert largest.shape == mean.shape == (1, 8, *counts)
+        assert (arrays.take(largest) == 9).all()
+        assert arrays.error(mean, reference.avg_pool2d(arrays.take(x), window, **options)) < TOLERANCE["float32"]
+        inside = avg_pool2d(x, window, **options, count_include_pad=False)
+        assert (arrays.take(inside) == 9).all()
+    assert arrays.take(avg_pool2d(x, 3, stride=2, ceil_mode=True))[0, 0, -1, 0] == 9  # of six pixels, not of nine
 
 
 def test_views_in_and_out(each_pool):
@@ -137,6 +158,8 @@ def test_bad_flags_are_typed_errors(each_pool):
     x = Arrays(each_pool).random(2, 8, 6, 8)
     with pytest.raises(ArgumentError, match="count_include_pad=0; it must be True or False"):
         avg_pool2d(x, 2, count_include_pad=0)
+    with pytest.raises(ArgumentError, match="max_pool2d: ceil_mode=1; it must be True or False"):
+        max_pool2d(x, 2, ceil_mode=1)
     with pytest.raises(ArgumentError, match="keepdims=2; it must be True or False"):
         mean2d(x, keepdims=2)
 

@@ -143,6 +143,7 @@ ENTRY void concat(BY_VALUE Pointers operands, BY_VALUE Parts parts) {
     const Part& part = parts.of[blockIdx.y];
     const Pack* x = (const Pack*)operands.at[blockIdx.y];
     Pack* y = (Pack*)operands.at[parts.inputs] + part.start;
+    if (x == y) return;  // it lies in its place: whoever made it wrote it there
     FOR_EACH_INDEX(i, part.count) {
         offset_t places[RANK];
         unravel(i, part.extents, places);
@@ -172,6 +173,9 @@ struct Windows {
 
 // The nearest pixel of the image. Every window has one, so for a maximum no other one is met, and loads need no branches.
 HELPER offset_t nearest(offset_t place, offset_t extent) { return place < 0 ? 0 : place < extent ? place : extent - 1; }
+
+// How much of a window lies before the end of the padded image, which the last one may exceed.
+HELPER offset_t clipped(offset_t start, offset_t length, offset_t end) { return start + length < end ? length : end - start; }
 
 ENTRY void windows(BY_VALUE Pointers operands, BY_VALUE Windows g) {
     constexpr int unrolled_rows = ROWS ? ROWS : 1, unrolled_columns = COLUMNS ? COLUMNS : 4;
@@ -212,7 +216,9 @@ ENTRY void windows(BY_VALUE Pointers operands, BY_VALUE Windows g) {
                 pixels += inside;
             }
         }
-        const float area = MAXIMUM ? 1.0f : g.counted ? (float)height * width : (float)pixels;
+        const float area = MAXIMUM ? 1.0f : !g.counted ? (float)pixels
+                         : (float)clipped(top, height, g.images.height + g.padding[0])
+                             * (float)clipped(left, width, g.images.width + g.padding[1]);
         Pack y;
 #pragma unroll
         for (int e = 0; e < PACK; ++e) y.of[e] = narrow(MAXIMUM ? result[e] : result[e] / area);

@@ -174,11 +174,8 @@ def _add(kernel: Add, operands: Sequence[Layout]) -> Launch:
 def _concat(kernel: Concat, operands: Sequence[Layout]) -> Launch:
     *xs, y = operands
     itemsize = y.dtype.itemsize
-    starts, each, start = [], [], 0
-    for x in xs:  # bytes, so that one variant serves all types
-        each.append(merged((*x.shape, itemsize), (*x.strides, 1), (*y.strides, 1)))
-        starts.append(start)
-        start += x.shape[kernel.axis] * y.strides[kernel.axis]
+    starts = kernel.firsts(xs, y)
+    each = [merged((*x.shape, itemsize), (*x.strides, 1), (*y.strides, 1)) for x in xs]  # bytes: one variant serves all types
     pack = math.gcd(*(_packed(axes, LARGEST_PACK) for axes in each), *starts)
     while pack > itemsize and sum(x.size for x in xs) * itemsize // pack < PLENTY:
         pack //= 2
@@ -216,7 +213,7 @@ def _windows(kernel: Windows, x: Layout, y: Layout) -> Launch:
     most = [extent + 2 * padding for extent, padding in zip(x.shape[2:], kernel.padding, strict=True)]
     stride = map(min, kernel.stride, most)  # what is further than the image leads nowhere
     geometry = (*images, count, *y.shape[2:], *kernel.window, *stride, *kernel.padding, int(kernel.counted))
-    return _launch("windows", macros, (x, y), geometry, count, wide=max(most) >= 1 << 31)
+    return _launch("windows", macros, (x, y), geometry, count, wide=max(most) >= 1 << 30)
 
 
 def _whole(kernel: Windows, x: Layout, y: Layout) -> Launch:

@@ -44,18 +44,23 @@ def _concat(kernel: Concat) -> Callable[[Sequence[Array], Array], None]:
 
 
 def _windows(kernel: Windows) -> Callable[[Sequence[Array], Array], None]:
-    def slid(x: Array, outside: float) -> Array:
-        margins = ((0, 0),) * (x.ndim - 2) + tuple((padding, padding) for padding in kernel.padding)
-        padded = np.pad(x.astype(np.float32), margins, constant_values=outside)
+    def slid(x: Array, outside: float, beyond: float) -> Array:
+        counts = kernel.count(*x.shape[-2:])
+        padded = x.astype(np.float32)
+        before = ((0, 0),) * (x.ndim - 2)
+        padded = np.pad(padded, before + tuple((padding, padding) for padding in kernel.padding), constant_values=outside)
+        axes = zip(counts, kernel.stride, kernel.window, padded.shape[-2:], strict=True)
+        more = tuple((0, max(0, (count - 1) * stride + window - extent)) for count, stride, window, extent in axes)
+        padded = np.pad(padded, before + more, constant_values=beyond)
         rows, columns = kernel.stride
         return sliding_window_view(padded, kernel.window, (-2, -1))[..., ::rows, ::columns, :, :]
 
     def compute(xs: Sequence[Array], y: Array) -> None:
         (x,) = xs
         if kernel.kind == "max":
-            y[...] = slid(x, -np.inf).max((-2, -1))
+            y[...] = slid(x, -np.inf, -np.inf).max((-2, -1))
             return
         inside = np.ones(x.shape[-2:], np.float32)
-        y[...] = slid(x, 0).sum((-2, -1)) / slid(inside, kernel.counted).sum((-2, -1))
+        y[...] = slid(x, 0, 0).sum((-2, -1)) / slid(inside, kernel.counted, 0).sum((-2, -1))
 
     return compute
