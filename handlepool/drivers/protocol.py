@@ -109,14 +109,39 @@ def scratch_of(copies: Iterable[Copy]) -> int:
     return max((copy.offset + -(-copy.nbytes // ALIGNMENT) * ALIGNMENT for copy in copies), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class SavedPlan:
+    """A compiled graph as it is kept in a file.
+
+    Attributes
+    ----------
+    engine, workspace_size, candidates
+        As of `Executable`, without what its launches copy.
+    data : bytes
+        What the driver makes it of again.
+    """
+
+    engine: str
+    workspace_size: int
+    candidates: int
+    data: bytes
+
+
 class Executable(Protocol):
-    """A compiled graph, or a kernel of our own, on one device. Many threads may launch it, each with a handle and workspace."""
+    """A compiled graph, or a kernel of our own, on one device. Many threads may launch it, each with a handle and workspace.
+
+    ``untried`` is whether it was made of a `SavedPlan` and has not been launched yet.
+    """
 
     name: str
     titles: Sequence[str]
     workspace_size: int
     engine: str
     candidates: int
+    untried: bool
+
+    def save(self) -> SavedPlan | None:
+        """Return what `Driver.compile` makes the same of in another process; None where there is no such thing."""
 
     def launch(
         self,
@@ -456,6 +481,9 @@ class Driver(Protocol):
     def new_graph(self, handle: Handle, **settings: Any) -> Any:
         """Return an empty `cudnn.pygraph`. ``handle`` is the device's builder handle and must outlive the graph."""
 
+    def made_for(self) -> dict[str, Any]:
+        """Return what plans of the current device depend on beside their graph, as JSON has it: versions, and the device."""
+
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
         """Plan and build a graph whose real tensors all have shape, strides and type.
 
@@ -470,12 +498,12 @@ class Driver(Protocol):
             graph's tensor is the copy.
         **settings
             ``workspace_limit`` (bytes or None), ``allow_tf32``, ``deterministic``, ``heuristics``; ``name`` and ``titles``, what
-            messages call the graph and its operands.
+            messages call the graph and its operands; ``saved``, a `SavedPlan` to make it of instead.
 
         Raises
         ------
         GraphNotSupportedError
-            With the backend's own words.
+            With the backend's own words. With ``saved``, where that is no plan of this graph.
         """
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> Executable:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,9 +11,11 @@ from handlepool.drivers.protocol import Copy, Driver, Executable, scratch_of
 from handlepool.errors import GraphNotSupportedError
 from handlepool.graphs.forms import conform
 from handlepool.graphs.plan import Plan, at_their_places
+from handlepool.graphs.plan_key import plan_key
 from handlepool.graphs.signature import COMPILE_SETTINGS, GRAPH_SETTINGS, Recipe, normalise
 from handlepool.graphs.trace import Request, check_out, draft, element_strides, layout_of
 from handlepool.pool.device import DeviceSlots
+from handlepool.pool.plan_directory import PlanDirectory
 from handlepool.tensors import frontend
 from handlepool.tensors.inference import infer
 from handlepool.tensors.layout import Layout
@@ -83,6 +86,9 @@ class Builder(Protocol):
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
         """Plan and build it; see `handlepool.drivers.protocol.Driver.compile`."""
 
+    def made_for(self) -> dict[str, Any]:
+        """Return what plans depend on beside their graph; see `handlepool.drivers.protocol.Driver.made_for`."""
+
 
 class OnDevice:
     """The current device, whose builder handle graphs are planned with, as a `Builder`."""
@@ -103,19 +109,25 @@ class OnDevice:
         with self._handles.build_lock, self._driver.relaxed():
             return self._driver.compile(graph, operands, copies=copies, **settings)
 
+    def made_for(self) -> dict[str, Any]:
+        """As of the driver."""
+        return self._driver.made_for()
+
 
 def build(
     recipe: Recipe,
     request: Request,
     builder: Builder,
-    choose: Callable[[int | Plan, bool], Plan],
+    choose: Callable[[int | Plan | None, bool], Plan],
     index: int | None = None,
     compare: Callable[[Plan, Any, list[Any]], None] | None = None,
+    files: PlanDirectory | None = None,
+    anew: bool = False,
 ) -> Plan:
     """Build one plan.
 
     ``index`` chooses among the candidates, ``choose`` is the plan's own, and ``compare`` is called with the plan, its graph and
-    the graph's real tensors, to raise where the plan is wrong.
+    the graph's real tensors, to raise where the plan is wrong. Where ``files`` have the plan, it is not built, but for ``anew``.
     """
     name = recipe.name
     if recipe.check is not None:
@@ -149,7 +161,16 @@ def build(
             if taken > limit:
                 raise GraphNotSupportedError(f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}")
             asked["workspace_limit"] = limit - taken
-        executable = builder.compile(graph, operands, copies=copies, name=name, titles=titles, **asked)
+        make = partial(builder.compile, graph, operands, copies=copies, name=name, titles=titles)
+        key = "" if files is None else plan_key(graph, operands, asked, builder.made_for())
+        executable: Executable | None = None
+        if files is not None and index is None and not anew and (saved := files.load(key)) is not None:
+            try:
+                executable = make(saved=saved, into=builder.new_graph(**own))
+            except GraphNotSupportedError:
+                files.reject(key)
+        if executable is None:
+            executable = make(**asked)
     except GraphNotSupportedError as error:
         raise refusal(name, graph, [*inputs, *outputs], error) from error
     plan = Plan(
@@ -165,10 +186,19 @@ def build(
         drafted.places(),
         choose,
         copies,
+        key,
     )
     if compare is not None:
         compare(plan, graph, operands)
+    if index is None and not executable.untried:
+        save(plan, files)
     return plan
+
+
+def save(plan: Plan, files: PlanDirectory | None) -> None:
+    """Keep a plan in a plan directory, in the place of the one that its graph had there."""
+    if files is not None and (saved := plan.executable.save()) is not None:
+        files.save(plan.key, saved)
 
 
 def _layout(tensor: Any, scalar: bool) -> Layout:

@@ -14,7 +14,7 @@ from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayCall, P, R_co
 from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of
 from handlepool.graphs.comparison import compare
-from handlepool.graphs.compile import OnDevice, build
+from handlepool.graphs.compile import OnDevice, build, save
 from handlepool.graphs.launch import Begin, GraphCall, check_arrays, hit, new_outputs, option_key, shortcut
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
@@ -331,19 +331,24 @@ class GraphFunction(ArrayCall[P, R_co]):
         request = Request(tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), references, dict(options), settings)
         recipe = self._recipe
         against = partial(compare, pool) if pool.checked else None
+        files = pool.plan_files
 
-        def choose(which: int | Plan, keep: bool) -> Plan:
+        def choose(which: int | Plan | None, keep: bool) -> Plan:
             if isinstance(which, Plan):
                 plan = which
             else:
                 with on_device(pool.driver, device):
-                    plan = build(recipe, request, OnDevice(pool.device(device), pool.driver), choose, which, against)
+                    builder = OnDevice(pool.device(device), pool.driver)
+                    plan = build(recipe, request, builder, choose, which, against, files, anew=True)
             if keep:
                 pool.plans.put(device, key, plan)
+                if which is not None:
+                    save(plan, files)
             return plan
 
         settle_all()  # before locks are taken: a handle to build with may need the room
-        make = partial(build, recipe, request, OnDevice(pool.device(device), pool.driver), choose, compare=against)
+        builder = OnDevice(pool.device(device), pool.driver)
+        make = partial(build, recipe, request, builder, choose, compare=against, files=files)
         return cast("Plan", pool.plans.get_or_build(device, key, make))
 
     # Variants

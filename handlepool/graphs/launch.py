@@ -1,5 +1,6 @@
 """Calls of graph functions: what is launched, and the checks of its arrays."""
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from inspect import signature
@@ -7,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from handlepool._util import holds_values, shown
 from handlepool.drivers.protocol import Driver, check_operands, operand_name
-from handlepool.errors import ArgumentError, OwnershipError, SignatureError
+from handlepool.errors import ArgumentError, HandlePoolError, OwnershipError, SignatureError
 from handlepool.graphs.plan import Plan
 from handlepool.pool.context import NOT_CACHED, recordings, thread
 from handlepool.pool.default import chosen_pool
@@ -19,6 +20,7 @@ from handlepool.regions.data_order import before, lanes_for, opened
 from handlepool.tensors.layout import Layout, Piece
 
 F = TypeVar("F", bound=Callable[..., Any])
+_log = logging.getLogger("handlepool")
 
 
 Begin = Callable[[tuple[Any, ...], Shortcut, tuple[int, ...]], Slot]
@@ -166,13 +168,20 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
         size = executable.workspace_size
         check = plan.check_aliases if given else None
         executable.launch(handle, operands, slot.reserve(size) if size else 0, check)
+        executable.untried = False
         if plan.copies:
             pool.plans.count_copies(plan)
+        return
     except Exception as error:
         pool.status.diagnose(error)
-        raise
+        if not plan.executable.untried or isinstance(error, HandlePoolError):
+            raise
+        _log.warning("%s: a plan of the plan directory failed at its first launch, and is built anew: %s", plan.name, error)
     finally:
         slot.busy = False
+    if pool.plan_files is not None:
+        pool.plan_files.reject(plan.key)
+    launch(pool, plan.built_anew(), slot, operands, given)
 
 
 def new_outputs(pool: PoolInternals, layouts: Sequence[Layout], empty: Callable[..., Any]) -> tuple[Any, ...]:

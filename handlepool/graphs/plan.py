@@ -41,6 +41,8 @@ class Plan:
         For each operand the place of its array in the arguments; -1 for an output that is to be allocated.
     copies : tuple of Copy
         Operands that each launch copies, since cuDNN is not known to compute rightly from where they lie: see `handlepool.forms`.
+    key : str
+        What a plan directory has it by; "" where the pool has none.
     alias_pairs : tuple of AliasPair
         Of each output and each operand before it.
     """
@@ -55,8 +57,9 @@ class Plan:
     _graph: Any = field(repr=False, default=None)
     keys: tuple[str | int, ...] = ()
     places: tuple[int, ...] = ()
-    _choose: "Callable[[int | Plan, bool], Plan] | None" = field(repr=False, compare=False, default=None)
+    _choose: "Callable[[int | Plan | None, bool], Plan] | None" = field(repr=False, compare=False, default=None)
     copies: tuple[Copy, ...] = ()
+    key: str = field(repr=False, compare=False, default="")
     alias_pairs: tuple[AliasPair, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -167,7 +170,11 @@ class Plan:
             raise ArgumentError(f"{self.name}: plan {shown(index)} of {self.candidates}; the index must be 0 to {last}")
         return self._chooser()(number, keep)
 
-    def _chooser(self) -> "Callable[[int | Plan, bool], Plan]":
+    def built_anew(self) -> "Plan":
+        """Build the plan that a saved one was of, and make it the one that these arguments get: the saved one is of no use."""
+        return self._chooser()(None, True)
+
+    def _chooser(self) -> "Callable[[int | Plan | None, bool], Plan]":
         if self._choose is None:
             raise ArgumentError(f"{self.name}: this plan was not built by a graph function, so there is none to select from")
         return self._choose

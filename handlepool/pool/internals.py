@@ -31,6 +31,7 @@ from handlepool.pool.context import on_device
 from handlepool.pool.deferred import deferred, settle, settle_all
 from handlepool.pool.device import DeviceSlots
 from handlepool.pool.plan_cache import CachedPlan, PlanCache
+from handlepool.pool.plan_directory import PlanDirectory
 from handlepool.pool.slot import Slot, hits, place, placed, unplace
 from handlepool.pool.stats import MEANINGS, Stats
 from handlepool.pool.status import Status, forget, remember
@@ -56,6 +57,8 @@ class PoolInternals:
         Whether the pool can be used.
     plans : PlanCache
         What graph functions compiled.
+    plan_files : PlanDirectory or None
+        Where they are kept beyond the process.
     devices : dict of DeviceSlots
         What the pool has on each device that was used, by ordinal; `device` makes what is missing.
     is_default : bool
@@ -76,11 +79,13 @@ class PoolInternals:
         plan_limit: int,
         checked: bool,
         strict: bool,
+        plan_files: PlanDirectory | None = None,
     ) -> None:
         self.is_default = False
         self.everybodys = False
         self.checked = checked
         self.plans: PlanCache[CachedPlan] = PlanCache(plan_limit)
+        self.plan_files = plan_files
         self.status = Status(self._end_hits)
         self.current_device: Callable[[], int] = lambda: self.driver.current_device()
         self._choice = choice
@@ -256,6 +261,7 @@ class PoolInternals:
             slots = self.devices.get(ordinal)
             for name, value in ({} if slots is None else slots.snapshot() | self.plans.snapshot(ordinal)).items():
                 total[name] += value
+        total.update({} if self.plan_files is None else self.plan_files.counts())
         return total
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ from handlepool._util import at_least, flag, shown
 from handlepool.drivers.protocol import Driver, Handle
 from handlepool.errors import ArgumentError
 from handlepool.pool.internals import PoolInternals
+from handlepool.pool.plan_directory import VARIABLE, PlanDirectory
 from handlepool.pool.stats import Stats
 
 CHECK_VARIABLE = "HANDLEPOOL_CHECK"
@@ -38,6 +39,11 @@ class HandlePool:
     strict : bool
         Whether arrays of the host driver refuse what CuPy's refuse: to become NumPy's by themselves, and NumPy's as operands
         beside them. Such pools share a driver of their own. CuPy's arrays are strict without it.
+    plan_directory : str or path, optional
+        Where compiled graphs are kept for the processes to come, which then plan nothing. Made for this user alone where there is
+        none. Where it is not given, the environment variable ``HANDLEPOOL_PLAN_DIRECTORY`` decides. Its files are looked for by
+        graph, settings, versions and device; one that is damaged, or of something else, is passed over. It is an ArgumentError
+        where others may write to it.
 
     Notes
     -----
@@ -56,6 +62,7 @@ class HandlePool:
         plan_limit: int = 512,
         check: bool | None = None,
         strict: bool = False,
+        plan_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         made = hasattr(type(driver), "current_device")
         if not (driver is None or isinstance(driver, str) or made):
@@ -71,8 +78,15 @@ class HandlePool:
             at_least(1, "plan_limit", plan_limit, " plan"),
             os.environ.get(CHECK_VARIABLE, "").lower() not in _OFF if check is None else flag("check", check),
             flag("strict", strict),
+            self._plan_files(plan_directory),
         )
         self.get_handle = functools.update_wrapper(self.internals.get_handle, self.get_handle)  # type: ignore[method-assign]
+
+    @staticmethod
+    def _plan_files(path: str | os.PathLike[str] | None) -> PlanDirectory | None:
+        if path is None:
+            path = os.environ.get(VARIABLE) or None
+        return None if path is None else PlanDirectory(path)
 
     def get_handle(self, stream: Any = None) -> Handle:
         """Return this thread's cuDNN handle for a stream of the current device.

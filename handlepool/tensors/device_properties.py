@@ -35,6 +35,7 @@ KEYS = (
     "deviceName",
 )
 """What every cuDNN asks for that was tried, from 9.19 on."""
+_ITS_OWN = (VERSION, "cudaDeviceId", "pciDeviceId")
 LATER = ("memoryBusWidth",)
 """What a later one asks for, too: 9.28 refuses a description without it, and 9.19 writes none."""
 
@@ -137,6 +138,10 @@ class DeviceProperties:
                 f"cuDNN {cudnn.backend_version()} refuses the properties of {self.name!r} that cuDNN {self.cudnn_version} wrote, "
                 f"{what}; describe the device again with this cuDNN or a later one"
             ) from error
+
+    def kind(self) -> dict[str, Any]:
+        """Return what is the same for every device of a kind: not where it is plugged in, nor who described it."""
+        return {key: value for key, value in self._values().items() if key not in _ITS_OWN}
 
     def _values(self) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(self.text)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import cudnn
 import numpy as np
@@ -12,6 +13,7 @@ from handlepool.drivers.cuda import planning
 from handlepool.graphs.compile import build
 from handlepool.graphs.signature import Recipe, Signature
 from handlepool.graphs.trace import Request
+from handlepool.pool.plan_directory import PlanDirectory
 from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.inference import axis_order, dense_strides, infer
@@ -26,14 +28,34 @@ def convolve(g, x, w):
     return g.relu(g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]))
 
 
-def described():
-    """Build a plan for a described device: what it says, what was imported for it, and what a launch of it says."""
+def convolution(batch=2, files=None):
     layouts = tuple(
         Layout(shape, tuple(2 * step for step in dense_strides(shape, (0, 2, 3, 1))), np.dtype(np.float16))
-        for shape in ((2, 64, 28, 28), (32, 64, 3, 3))
+        for shape in ((batch, 64, 28, 28), (32, 64, 3, 3))
     )
     recipe = Recipe("convolve", convolve, Signature.of(convolve))
-    plan = build(recipe, Request(layouts), planning.DescribedDevice(h200()), lambda which, keep: plan)
+    return build(recipe, Request(layouts), planning.DescribedDevice(h200()), lambda which, keep: None, files=files)
+
+
+def saved(folder):
+    """Build plans, load them again, and load each in the other's place: what they say, and the seconds that it took."""
+    files, told = PlanDirectory(folder), []
+    for _ in range(2):
+        start = time.perf_counter()
+        plans = [convolution(batch, files) for batch in range(1, 9)]
+        seconds = time.perf_counter() - start
+        told.append([[plan.engine, plan.workspace_size, plan.candidates, plan.executable.untried] for plan in plans])
+    found = {file.key: file.plan for file in files.files()}
+    for key, other in zip(found, [*list(found)[1:], *list(found)[:1]], strict=True):
+        files.save(key, found[other])
+    plans = [convolution(batch, files) for batch in range(1, 9)]
+    told.append([[plan.engine, plan.workspace_size, plan.candidates, plan.executable.untried] for plan in plans])
+    return {"built": told[0], "loaded": told[1], "swapped": told[2], "counts": files.counts(), "seconds": seconds}
+
+
+def described():
+    """Build a plan for a described device: what it says, what was imported for it, and what a launch of it says."""
+    plan = convolution()
     try:
         plan.executable.launch(None, (), 0)
     except DriverNotAvailableError as error:

@@ -19,6 +19,16 @@ def test_a_plan_for_a_described_device_needs_no_gpu_and_cannot_be_launched(cudnn
     assert plan["said"] == "convolve was built for a described NVIDIA H200; it can be launched only where that device is"
 
 
+def test_plans_that_were_saved_are_made_again_and_in_the_place_of_another_refused(cudnn, tmp_path):
+    said = cudnn("planning.planned.saved", str(tmp_path / "plans"))
+    assert [plan[:3] for plan in said["loaded"]] == [plan[:3] for plan in said["built"]]
+    assert [plan[3] for plan in said["built"] + said["loaded"] + said["swapped"]] == [False] * 8 + [True] * 8 + [False] * 8
+    assert [plan[:3] for plan in said["swapped"]] == [plan[:3] for plan in said["built"]]
+    # Eight that were not there, eight that were, and eight of another geometry behind a digest that is right.
+    counts = {"missed": 8, "loaded": 16, "rejected": 8, "written": 24}
+    assert said["counts"] == {f"plan_files_{name}": count for name, count in counts.items()}
+
+
 def test_the_version_that_plans_is_the_one_that_was_asked_for(cudnn):
     number = cudnn("planning.planned.version")
     assert f"{number // 10000}.{number // 100 % 100}" == cudnn.version

@@ -18,7 +18,7 @@ from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers.cuda import capture as recorded
-from handlepool.drivers.cuda import shared
+from handlepool.drivers.cuda import planning, shared
 from handlepool.drivers.cuda.edges import Dependencies, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
@@ -27,6 +27,7 @@ from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, BeforePlain, Copy, Handle, Stream
 from handlepool.errors import ArrayTypeError, CaptureError
 from handlepool.tensors import frontend
+from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
@@ -118,6 +119,7 @@ class CudaDriver:
 
     def __init__(self) -> None:
         self._edges: dict[int, Events] = {}  # by device: of allocations in branches
+        self._made_for: dict[int, dict[str, Any]] = {}
         for name in ("current_stream", "record_event", "wait_event", "is_capturing"):  # an object's own are found sooner
             setattr(self, name, getattr(self, name))
 
@@ -362,6 +364,12 @@ class CudaDriver:
 
     def new_graph(self, handle: Handle, **settings: Any) -> Any:
         return frontend.new_graph(handle, **settings)
+
+    def made_for(self) -> dict[str, Any]:
+        device = self.current_device()
+        if device not in self._made_for:
+            self._made_for[device] = planning.made_for(DeviceProperties.of(device))
+        return self._made_for[device]
 
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> CudaExecutable:
         return CudaExecutable(self, graph, operands, copies, **settings)

@@ -11,7 +11,7 @@ from cupy.cuda.memory import MemoryPointer, UnownedMemory
 
 from handlepool.drivers.cuda import fast_launch, planning
 from handlepool.drivers.cuda.planning import MOST_OPERANDS
-from handlepool.drivers.protocol import AliasPair, Copy, Driver, Handle, check_operands
+from handlepool.drivers.protocol import AliasPair, Copy, Driver, Handle, SavedPlan, check_operands
 
 
 def new_buffer() -> Any:
@@ -31,10 +31,17 @@ class CudaExecutable:
         *,
         name: str,
         titles: Sequence[str],
+        saved: SavedPlan | None = None,
+        into: Any = None,
         **settings: Any,
     ) -> None:
-        planned = planning.plan(graph, operands, copies, **settings)
-        self.graph = graph
+        if saved is None:
+            planned = planning.plan(graph, operands, copies, **settings)
+        else:
+            planned = planning.loaded(graph, operands, copies, saved, into)
+        self.untried = saved is not None
+        self.save = planned.save
+        self.graph = planned.graph
         self._driver = driver
         self._device = driver.current_device()
         self.name, self.titles = name, titles

@@ -33,6 +33,7 @@ class KernelExecutable:
 
     workspace_size = 0
     candidates = 1
+    untried = False
 
     def __init__(self, driver: Driver, kernel: Kernel, operands: Sequence[Layout], name: str, titles: Sequence[str]) -> None:
         launch = kernels.plan(kernel, operands)
@@ -88,3 +89,6 @@ class KernelExecutable:
         device = self._device if self._driver.device_count() > 1 else None
         names = names | {"raw": self._raw, "index": 0}
         return fast_launch.shortcut(inputs, outputs, alias_pairs, single, 0, device, names, "stream")
+
+    def save(self) -> None:
+        """None: CuPy keeps what it compiled by itself."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import cudnn
 
-from handlepool.drivers.protocol import ALIGNMENT, Copy, scratch_of
+from handlepool.drivers.protocol import ALIGNMENT, Copy, SavedPlan, scratch_of
 from handlepool.errors import ArgumentError, DriverNotAvailableError, GraphNotSupportedError
 from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
@@ -37,6 +37,8 @@ class Planned:
         Of the operands.
     raw : callable or None
         The entry beneath ``pygraph.execute``, which takes an array of pointers, and the plan's ``index`` for it.
+    size : int
+        Bytes of scratch for the graph alone.
     """
 
     graph: Any
@@ -47,6 +49,13 @@ class Planned:
     uids: list[int]
     raw: Callable[..., None] | None
     index: int
+    size: int
+
+    def save(self) -> SavedPlan | None:
+        """Return the plan as cuDNN writes it; None for one of the frontend's own engines."""
+        if self.graph.selected_engine is not None:
+            return None
+        return SavedPlan(self.engine, self.size, self.candidates, bytes(self.graph.serialize(as_bytes=True)))
 
 
 def plan(
@@ -101,23 +110,54 @@ def plan(
         graph.build_plans()
     except (cudnn.cudnnGraphNotSupportedError, ValueError, RuntimeError, NotImplementedError) as error:
         raise GraphNotSupportedError(f"cuDNN {cudnn.backend_version()} answered: {error}") from error
+    engine = str(graph.get_plan_name_at_index(graph._plan_index))  # noqa: SLF001 - the frontend tells it nowhere else
+    return _planned(graph, operands, copies, engine, int(graph.get_execution_plan_count()), graph._plan_index)  # noqa: SLF001
+
+
+def loaded(graph: Any, operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, into: Any) -> Planned:
+    """Make a plan of what `Planned.save` gave, maybe in another process.
+
+    Parameters
+    ----------
+    graph, operands, copies
+        As in `plan`; the graph is not planned.
+    saved : SavedPlan
+    into : cudnn.pygraph
+        An empty one, with a handle or a description of a device.
+
+    Raises
+    ------
+    GraphNotSupportedError
+        Where cuDNN does not take it, or its operands are not those of ``graph``: they lie elsewhere, say.
+    """
+    try:
+        into.deserialize(saved.data)
+        lowered = into._lowered_graph  # noqa: SLF001 - the one that has the plan
+        for tensor in operands:
+            found = lowered.query_tensor_attributes_of_uid(int(tensor.get_uid()))
+            geometry = list(found.get_dim()), list(found.get_stride()), found.get_data_type()
+            if geometry != (list(tensor.dim), list(tensor.stride), tensor.data_type):
+                raise ValueError(f"its {tensor.name} is {geometry}")
+        planned = _planned(into, operands, copies, saved.engine, saved.candidates, None)
+        if planned.size != saved.workspace_size:
+            raise ValueError(f"it needs {planned.size} bytes of scratch, not {saved.workspace_size}")
+    except Exception as error:  # whatever cuDNN, or the frontend, makes of what may be anything
+        raise GraphNotSupportedError(f"what was saved is no plan of this graph: {error}") from error
+    return planned
+
+
+def _planned(
+    graph: Any, operands: Sequence[Any], copies: Sequence[Copy], engine: str, candidates: int, plan_index: int | None
+) -> Planned:
     size = int(graph.get_workspace_size())
     copies_at = -(-size // ALIGNMENT) * ALIGNMENT
     uids = [int(tensor.get_uid()) for tensor in operands]
-    raw, index = _raw_entry(graph, uids)
-    return Planned(
-        graph,
-        copies_at + scratch_of(copies) if copies else size,
-        copies_at,
-        str(graph.get_plan_name_at_index(graph._plan_index)),  # noqa: SLF001 - the frontend tells it nowhere else
-        int(graph.get_execution_plan_count()),
-        uids,
-        raw,
-        index,
-    )
+    raw, index = _raw_entry(graph, uids, plan_index)
+    whole = copies_at + scratch_of(copies) if copies else size
+    return Planned(graph, whole, copies_at, engine, candidates, uids, raw, index, size)
 
 
-def _raw_entry(graph: Any, uids: list[int]) -> tuple[Callable[..., None] | None, int]:
+def _raw_entry(graph: Any, uids: list[int], plan_index: int | None) -> tuple[Callable[..., None] | None, int]:
     """Find the entry beneath ``pygraph.execute``, a fifth of its cost; None where this frontend has no such thing.
 
     It takes an array of pointers in ascending order of uid, which the operands' order is made to be.
@@ -127,13 +167,18 @@ def _raw_entry(graph: Any, uids: list[int]) -> tuple[Callable[..., None] | None,
         lowered = graph._lowered_graph  # noqa: SLF001
         lowered._prepare_variant_pack_template()  # noqa: SLF001
         order = list(lowered._get_variant_pack_uids_sorted())  # noqa: SLF001
-        index = graph._plans[graph._plan_index].cpp_index  # noqa: SLF001
+        index = None if plan_index is None else graph._plans[plan_index].cpp_index  # noqa: SLF001
         raw: Callable[..., None] = lowered._execute_with_raw_ptrs  # noqa: SLF001
     except (AttributeError, IndexError):
         return None, -1
     if order != uids or graph.selected_engine is not None:
         return None, -1
     return raw, -1 if index is None else index
+
+
+def made_for(properties: DeviceProperties) -> dict[str, Any]:
+    """Return what plans depend on beside their graph: the versions in this process, and the device, wherever it is plugged in."""
+    return {"cudnn": cudnn.backend_version(), "frontend": cudnn.__version__, "device": properties.kind()}
 
 
 class DescribedDevice:
@@ -166,17 +211,26 @@ class DescribedDevice:
         copies: Sequence[Copy] = (),
         name: str,
         titles: Sequence[str],
+        saved: SavedPlan | None = None,
+        into: Any = None,
         **settings: Any,
     ) -> "DescribedExecutable":
         """Plan and build a graph of `new_graph`; see `handlepool.drivers.protocol.Driver.compile`."""
-        return DescribedExecutable(plan(graph, operands, copies, **settings), name, titles, self.properties.name)
+        planned = plan(graph, operands, copies, **settings) if saved is None else loaded(graph, operands, copies, saved, into)
+        return DescribedExecutable(planned, name, titles, self.properties.name, saved is not None)
+
+    def made_for(self) -> dict[str, Any]:
+        """Return what `CudaDriver.made_for` does where the device is."""
+        return made_for(self.properties)
 
 
 class DescribedExecutable:
     """A built graph of a described device, as `handlepool.drivers.protocol.Executable`; there is nothing to launch it on."""
 
-    def __init__(self, planned: Planned, name: str, titles: Sequence[str], device: str) -> None:
+    def __init__(self, planned: Planned, name: str, titles: Sequence[str], device: str, untried: bool) -> None:
         self.planned = planned
+        self.untried = untried
+        self.save = planned.save
         self.name, self.titles = name, titles
         self.workspace_size, self.engine, self.candidates = planned.workspace_size, planned.engine, planned.candidates
         self._device = device

@@ -26,8 +26,16 @@ from handlepool.drivers.host.memory import Memory, Owner, RegionAllocator
 from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable
 from handlepool.drivers.host.testing import Controls
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, BeforePlain, Copy, check_operands, operand_name
-from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError
+from handlepool.drivers.protocol import (
+    LEGACY_STREAM,
+    PER_THREAD_STREAM,
+    BeforePlain,
+    Copy,
+    SavedPlan,
+    check_operands,
+    operand_name,
+)
+from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError, GraphNotSupportedError
 from handlepool.tensors import frontend
 from handlepool.tensors.layout import HOST, Layout, View
 
@@ -446,6 +454,10 @@ class HostDriver(Controls):
         self._note("new_graph")
         return frontend.new_graph(None, **settings)
 
+    def made_for(self) -> dict[str, Any]:
+        """Return nothing more than that it is this driver: a plan here depends on its graph alone."""
+        return {"driver": self.name}
+
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> HostExecutable:
         """Plan a graph for the current device. Of the settings for cuDNN, only ``workspace_limit`` means anything here."""
         from handlepool.drivers.host import evaluator  # needed by graphs alone
@@ -456,7 +468,13 @@ class HostDriver(Controls):
         geometry = tuple((tuple(tensor.dim), tuple(tensor.stride)) for tensor in operands)
         name = settings.get("name", plan.engine)
         titles = settings.get("titles", [operand_name(index) for index in range(len(operands))])
-        return self._executable(plan, geometry, copies, name, titles)
+        executable = self._executable(plan, geometry, copies, name, titles)
+        saved: SavedPlan | None = settings.get("saved")
+        if saved is not None:
+            if saved != executable.save():
+                raise GraphNotSupportedError(f"what was saved of {name} is no plan of it")
+            executable.untried = True
+        return executable
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> HostExecutable:
         from handlepool.drivers.host import kernels  # needed by these alone

@@ -16,7 +16,7 @@ from handlepool.drivers.host.array import Raw, address_of, raw_view
 from handlepool.drivers.host.contract import HandleUse
 from handlepool.drivers.host.memory import Block, Memory, accesses, plain_reads
 from handlepool.drivers.host.streams import StreamTable
-from handlepool.drivers.protocol import ALIGNMENT, Copy, scratch_of
+from handlepool.drivers.protocol import ALIGNMENT, Copy, SavedPlan, scratch_of
 from handlepool.errors import ArgumentError, ContractError
 from handlepool.tensors.inference import dense_strides
 
@@ -28,6 +28,7 @@ class HostExecutable:
     """A planned graph of one device, as `handlepool.drivers.protocol.Executable`."""
 
     candidates = 1
+    untried = False
 
     def __init__(
         self,
@@ -116,6 +117,10 @@ class HostExecutable:
 
     def shortcut(self, *_: Any) -> None:
         """None."""
+
+    def save(self) -> SavedPlan:
+        """Return its geometry: planning takes no time here, and only whether a plan is that of its graph can be told."""
+        return SavedPlan(self.engine, self.workspace_size, self.candidates, repr(self._geometry).encode())
 
     def _scratch(self, space: Raw, copy: Copy, dtype: np.dtype[Any]) -> Raw:
         start = self._copies_at + copy.offset

@@ -1,0 +1,307 @@
+"""A directory of plans that were built before, by this process or another one: files behind a digest, which nobody has to trust.
+
+A file is read whole, and its digest is checked before anybody looks at what is in it. What cannot be used is passed over, and
+written anew once the plan was built. No lock is held by anybody: a file comes into being under its own name by one rename, so a
+reader finds all of it or none, and a process that is killed leaves nothing under that name.
+"""
+
+import json
+import os
+import secrets
+import stat
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from handlepool._util import shown
+from handlepool.drivers.protocol import SavedPlan
+from handlepool.errors import ArgumentError
+
+VARIABLE = "HANDLEPOOL_PLAN_DIRECTORY"
+MOST_BYTES = 512 * 2**20
+"""Of all files of a directory; those that were used least recently go first."""
+MOST_OF_ONE = 64 * 2**20
+"""Bytes of one file."""
+_FIRST = b"handlepool plan 1\n"
+_LENGTH = struct.Struct("<I")
+_ENDING = ".plan"
+_UNFINISHED = ".part"
+_STALE = 3600.0
+"""Seconds after which an unfinished file is that of a process which was killed."""
+_DIGEST = sha256().digest_size
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """One file of a directory, as it was found.
+
+    Attributes
+    ----------
+    name : str
+    nbytes : int
+    used : float
+        When it was used last, in seconds since 1970.
+    key : str or None
+        What the plan is of; None where the file cannot be used.
+    plan : SavedPlan or None
+    """
+
+    name: str
+    nbytes: int
+    used: float
+    key: str | None
+    plan: SavedPlan | None
+
+
+class PlanDirectory:
+    """Plans in files, each under the digest of its key.
+
+    Parameters
+    ----------
+    path : str or path
+        Made where there is none, for this user alone.
+    most : int
+        Bytes of all files.
+
+    Raises
+    ------
+    ArgumentError
+        For what is no directory, one that others may write to, and a symbolic link.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], most: int = MOST_BYTES) -> None:
+        self.path = Path(path).expanduser()
+        self._most = most
+        self._written: int | None = None  # bytes since the size was last seen to; None before the first time
+        self._counts: Counter[str] = Counter()
+        # Guards the counts. No call that waits for anything is made inside.
+        self._lock = threading.RLock()
+        try:
+            self.path.mkdir(0o700, parents=True, exist_ok=True)
+            os.close(self._open())
+        except OSError as error:
+            raise ArgumentError(f"plan directory {shown(str(self.path))} cannot be used: {error.strerror or error}") from error
+
+    def load(self, key: str) -> SavedPlan | None:
+        """Return the plan that was saved under a key; None where there is none that can be used."""
+        try:
+            directory = self._open()
+        except (OSError, ArgumentError):
+            self._count("plan_files_missed")
+            return None
+        try:
+            data = _read(_name(key), directory)
+        except OSError:
+            self._count("plan_files_missed")
+            return None
+        finally:
+            os.close(directory)
+        found = _decoded(data)
+        if found is None or found[0] != key:
+            self._count("plan_files_rejected")
+            return None
+        self._count("plan_files_loaded")
+        return found[1]
+
+    def reject(self, key: str) -> None:
+        """Count a plan that was found, and turned out to be of no use; it is forgotten."""
+        self._count("plan_files_rejected")
+        try:
+            directory = self._open()
+        except (OSError, ArgumentError):
+            return
+        try:
+            os.unlink(_name(key), dir_fd=directory)
+        except OSError:
+            pass
+        finally:
+            os.close(directory)
+
+    def save(self, key: str, plan: SavedPlan) -> None:
+        """Keep a plan. A directory that cannot be written, or is full, is no error: the plan is built again another time."""
+        data = _encoded(key, plan)
+        if len(data) > min(MOST_OF_ONE, self._most):
+            return
+        try:
+            directory = self._open()
+        except (OSError, ArgumentError):
+            self._count("plan_files_unwritten")
+            return
+        try:
+            _write(_name(key), data, directory)
+            self._count("plan_files_written")
+            self._bound(directory, len(data))
+        except OSError:
+            self._count("plan_files_unwritten")
+        finally:
+            os.close(directory)
+
+    def files(self) -> Iterator[PlanFile]:
+        """Give every file, most recently used first, as far as it can be read.
+
+        Raises
+        ------
+        OSError, ArgumentError
+            Where the directory cannot be read.
+        """
+        directory = self._open()
+        try:
+            for used, name, nbytes in sorted(_listed(directory, _ENDING), reverse=True):
+                try:
+                    found = _decoded(_read(name, directory, touch=False))
+                except OSError:
+                    found = None
+                good = found is not None and _name(found[0]) == name
+                yield PlanFile(name, nbytes, used, *(found if found is not None and good else (None, None)))
+        finally:
+            os.close(directory)
+
+    def clear(self) -> int:
+        """Remove every file, and say how many.
+
+        Raises
+        ------
+        OSError, ArgumentError
+            Where that cannot be done.
+        """
+        directory = self._open()
+        try:
+            names = [name for ending in (_ENDING, _UNFINISHED) for _, name, _ in _listed(directory, ending)]
+            for name in names:
+                _remove(name, directory)
+            return len(names)
+        finally:
+            os.close(directory)
+
+    def counts(self) -> dict[str, int]:
+        """Return what happened so far, by the names of `HandlePool.stats`."""
+        with self._lock:
+            return dict(self._counts)
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
+
+    def _open(self) -> int:
+        """Return the directory, opened and looked at: what others may write to could be replaced between two looks."""
+        try:
+            directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            if self.path.is_symlink():
+                raise ArgumentError(f"plan directory {self.path} is a symbolic link; pass the directory itself") from error
+            raise
+        found = os.fstat(directory)
+        why = ""
+        if found.st_uid not in (os.geteuid(), 0):
+            why = "belongs to somebody else"
+        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            why = f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+        if why:
+            os.close(directory)
+            raise ArgumentError(
+                f"plan directory {self.path} {why}, and might put plans of theirs there; pass one of yours, of mode 700"
+            )
+        return directory
+
+    def _bound(self, directory: int, written: int) -> None:
+        """Remove what was used least recently, where there is too much. Looked at for the first file and every so many bytes."""
+        with self._lock:
+            due = self._written is None or self._written + written > self._most // 16
+            self._written = 0 if due else (self._written or 0) + written
+        if not due:
+            return
+        for changed, name, _ in _listed(directory, _UNFINISHED):
+            if time.time() - changed > _STALE:
+                _remove(name, directory)
+        files = sorted(_listed(directory, _ENDING))
+        total = sum(nbytes for _, _, nbytes in files)
+        for _, name, nbytes in files:
+            if total <= self._most - self._most // 16:
+                break
+            _remove(name, directory)
+            total -= nbytes
+
+
+def _name(key: str) -> str:
+    return sha256(key.encode()).hexdigest()[:40] + _ENDING
+
+
+def _encoded(key: str, plan: SavedPlan) -> bytes:
+    head = {"key": key, "engine": plan.engine, "workspace_size": plan.workspace_size, "candidates": plan.candidates}
+    text = json.dumps(head).encode()
+    rest = _LENGTH.pack(len(text)) + text + plan.data
+    return _FIRST + sha256(rest).digest() + rest
+
+
+def _decoded(data: bytes) -> tuple[str, SavedPlan] | None:
+    """Return what a file has; None where it is not what was written."""
+    start = len(_FIRST) + _DIGEST
+    rest = memoryview(data)[start:]
+    if not data.startswith(_FIRST) or len(rest) < _LENGTH.size or sha256(rest).digest() != data[len(_FIRST) : start]:
+        return None
+    (length,) = _LENGTH.unpack_from(rest)
+    try:  # somebody may have written what is not ours, with its digest
+        head = json.loads(bytes(rest[_LENGTH.size : _LENGTH.size + length]))
+        key, engine, workspace_size, candidates = (head[name] for name in ("key", "engine", "workspace_size", "candidates"))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    numbers = all(type(number) is int and 0 <= number < 1 << 62 for number in (workspace_size, candidates))
+    if not (numbers and isinstance(key, str) and isinstance(engine, str)):
+        return None
+    return key, SavedPlan(engine, workspace_size, candidates, bytes(rest[_LENGTH.size + length :]))
+
+
+def _read(name: str, directory: int, *, touch: bool = True) -> bytes:
+    """Return what is in a file of this user's, and note that it was used."""
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or found.st_size > MOST_OF_ONE:
+            return b""
+        if touch:
+            try:
+                os.utime(file)
+            except OSError:  # a directory of root's, or one that is read-only
+                pass
+        with open(file, "rb", closefd=False) as stream:
+            return stream.read(MOST_OF_ONE)
+    finally:
+        os.close(file)
+
+
+def _write(name: str, data: bytes, directory: int) -> None:
+    unfinished = f"{secrets.token_hex(8)}{_UNFINISHED}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(unfinished, flags, 0o600, dir_fd=directory), "wb") as stream:
+            stream.write(data)
+        os.replace(unfinished, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        _remove(unfinished, directory)
+        raise
+
+
+def _remove(name: str, directory: int) -> None:
+    try:
+        os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:  # another process was quicker
+        pass
+
+
+def _listed(directory: int, ending: str) -> list[tuple[float, str, int]]:
+    """Return when each file with such an ending was used last, its name and its size."""
+    found = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.endswith(ending) and entry.is_file(follow_symlinks=False):
+                try:
+                    known = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                found.append((known.st_mtime, entry.name, known.st_size))
+    return found
