@@ -171,7 +171,18 @@ class Plan:
         return self._chooser()(number, keep)
 
     def built_anew(self) -> "Plan":
-        """Build the plan that a saved one was of, and make it the one that these arguments get: the saved one is of no use."""
+        """Build the plan that a saved one was of, and make it the one that these arguments get: the saved one is of no use.
+
+        Returns
+        -------
+        Plan
+            The new one.
+
+        Raises
+        ------
+        ArgumentError, GraphNotSupportedError
+            As in `select`.
+        """
         return self._chooser()(None, True)
 
     def _chooser(self) -> "Callable[[int | Plan | None, bool], Plan]":

@@ -456,6 +456,7 @@ class HostDriver(Controls):
 
     def made_for(self) -> dict[str, Any]:
         """Return nothing more than that it is this driver: a plan here depends on its graph alone."""
+        self._note("made_for")
         return {"driver": self.name}
 
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> HostExecutable:
