@@ -63,4 +63,26 @@ class Windows:
         return min(-(-room // stride), (extent + padding - 1) // stride) + 1
 
 
-Kernel = Add | Concat | Windows
+@dataclass(frozen=True, slots=True)
+class Depthwise:
+    """Each channel of images with a filter of its own of (C, 1, R, S), without gaps, in float32.
+
+    Then come a bias (C,), if there is one, and an activation.
+
+    Attributes
+    ----------
+    stride, padding, dilation : (int, int)
+        Along height and width; zeros before the image. How many are behind it, the output says.
+    activation : str or None
+    """
+
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    activation: str | None = None
+
+
+MOST_TAPS = 49
+"""Of a filter that `Depthwise` takes."""
+
+Kernel = Add | Concat | Windows | Depthwise

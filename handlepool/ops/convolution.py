@@ -1,16 +1,19 @@
 """Two-dimensional convolution with bias, residual and activation, as a graph function."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
 import numpy as np
 
 from handlepool._util import as_integer, at_least, shown
+from handlepool.drivers.kernel import MOST_TAPS, Depthwise
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.arrays import ConvertedArguments
 from handlepool.graphs.forms import BEHIND_A_SUM, spaced_channels_last
 from handlepool.graphs.function import GraphFunction
+from handlepool.graphs.kernels import Described, KernelFunction, dense, lying_as
 from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch
 from handlepool.graphs.plan import Plan
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate
@@ -251,6 +254,7 @@ def conv2d(
         raise misplaced(conv2d, extra)
     arrays = (x, w) if bias is None else (x, w, bias)
     function, copying = _plain
+    deep = OWN_DEPTHWISE and groups != 1 and add is None
     if add is not None:  # of functions of its own: by position it might be taken for a bias
         arrays, (function, copying) = (*arrays, add), _summed
     # What the tuple holds, `_prepare` takes apart. The type of ``groups``, since 1, True and 1.0 are equal.
@@ -264,7 +268,9 @@ def conv2d(
             return _prepare(chosen, arrays, parts_of(bias, add, activation), out, key)  # what the fork launches
     else:
         chosen = chosen_pool("conv2d", pool)
-    result = hit(function, chosen, begin, arrays, out, key)
+    result = hit(_depthwise if deep else function, chosen, begin, arrays, out, key)
+    if result is NOT_CACHED and deep:
+        result = hit(function, chosen, begin, arrays, out, key)
     if result is NOT_CACHED:
         result = hit(copying, chosen, begin, arrays, out, key)
     if result is not NOT_CACHED or begin is not None:
@@ -324,6 +330,11 @@ def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], parts: tuple[str, ...
         shortened: tuple[Any, ...] | None = key
     except TypeError:  # of a list, say
         shortened = None
+    if OWN_DEPTHWISE and groups != 1 and "add" not in parts:
+        try:
+            return _depthwise.prepare(pool, arrays, out, options | {"activation": activation}, settings, None, shortened)
+        except GraphNotSupportedError:  # for cuDNN
+            pass
     uneven = any(one != other for one, other in how["padding"])
     return Stages("conv2d", pool, parts, activation, fused, _finish, uneven).call(arrays, out)
 
@@ -386,6 +397,26 @@ def _check(
         raise ArgumentError(f"conv2d: mode={shown(mode)}; it can be {' or '.join(MODES)}")
 
 
+def _describe_depthwise(
+    layouts: tuple[Layout, ...], *, groups: int, activation: str | None, mode: str = "cross_correlation", **how: Any
+) -> Described:
+    _check(layouts, (), groups=groups, activation=activation, mode=mode, **how)
+    x, w = layouts[:2]
+    shape = result_shape(x.shape, w.shape, **how)
+    before, after = zip(*how["padding"], strict=True)
+    padded = math.prod(extent + one + other for extent, one, other in zip(x.shape[2:], before, after, strict=True))
+    apart = groups == x.shape[1] == w.shape[0] and w.lies_as(dense(w.shape, w.dtype))
+    small = math.prod(w.shape[2:]) <= MOST_TAPS and padded * x.shape[0] * x.shape[1] < 1 << 31
+    if not apart or not small or mode != "cross_correlation" or min(shape) < 1:
+        raise GraphNotSupportedError("conv2d: this is not for the kernel of our own")
+    return Depthwise(how["stride"], before, how["dilation"], activation), lying_as(x, shape)
+
+
+OWN_DEPTHWISE = False
+"""Whether depthwise convolutions without a residual are launched by the kernel of our own. What it computes was compared on a
+CPU, and how long it takes was not measured: to be set where ``benchmarks/operations.py`` shows that it is no slower than cuDNN's
+plans and torch's kernel."""
+_depthwise = KernelFunction(_describe_depthwise, "conv2d")
 _plain, _summed = (
     tuple(GraphFunction(_convolution, check=_check, name="conv2d", copies=copies) for copies in (False, True)) for _ in range(2)
 )

@@ -17,10 +17,10 @@ SHIM = r"""
 struct Dim { unsigned x, y; };
 static Dim gridDim, blockDim, blockIdx;
 static thread_local Dim threadIdx;
-static std::barrier<>* together;
+static std::barrier<>* in_step_with;
 #define __device__
 #define __shared__ static
-#define __syncthreads() together->arrive_and_wait()
+#define __syncthreads() in_step_with->arrive_and_wait()
 #define ENTRY static
 #define BY_VALUE const
 
@@ -35,7 +35,7 @@ template <class Run> static void launch(unsigned across, unsigned down, unsigned
     gridDim = {across, down};
     blockDim = {threads, 1};
     std::barrier<> barrier(threads);
-    together = &barrier;
+    in_step_with = &barrier;
     for (unsigned y = 0; y < down; ++y)
         for (unsigned x = 0; x < across; ++x) {
             blockIdx = {x, y};
@@ -48,7 +48,8 @@ template <class Run> static void launch(unsigned across, unsigned down, unsigned
         }
 }
 """
-GEOMETRIES = {"add": "Sum", "concat": "Parts", "windows": "Windows", "whole": "Whole"}
+GEOMETRIES = {"add": "Sum", "concat": "Parts", "windows": "Windows", "whole": "Whole", "depthwise": "Depthwise"}
+IN_STEP = ("whole", "depthwise")  # whose threads wait for each other
 OWN_MACROS = ("FOR_EACH_INDEX", "HELPER", "NOTHING")
 
 
@@ -68,7 +69,7 @@ def _variant(number, launch):
             f"    Pointers p; {geometry} g;",
             "    if (bytes != sizeof g) return sizeof g;",
             "    memcpy(&p, at, sizeof p); memcpy(&g, geometry, sizeof g);",
-            f"    launch(across, down, threads, {int(launch.entry == 'whole')}, [&] {{ {launch.entry}(p, g); }});",
+            f"    launch(across, down, threads, {int(launch.entry in IN_STEP)}, [&] {{ {launch.entry}(p, g); }});",
             "    return 0;",
             "}",
         ]

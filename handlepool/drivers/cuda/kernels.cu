@@ -61,6 +61,24 @@ HELPER float widen(ELEMENT x) { return x; }
 HELPER ELEMENT narrow(float x) { return (ELEMENT)x; }
 #endif
 
+#if ADD || DEPTHWISE
+HELPER float activated(float x) {
+#if RELU
+    return x < 0 ? 0 : x;  // NaN stays
+#elif SIGMOID
+    return 1 / (1 + expf(-x));
+#elif TANH
+    return tanhf(x);
+#elif GELU
+    return x * normcdff(x);
+#elif SWISH
+    return x / (1 + expf(-x));
+#else
+    return x;
+#endif
+}
+#endif
+
 #if ADD || CONCAT
 // Where the element of a number lies; axes begin with the innermost.
 HELPER void unravel(count_t number, const offset_t* extents, offset_t* places) {
@@ -85,22 +103,6 @@ struct Sum {
     offset_t inputs, count, tail;  // packs, and elements behind the last one, where there is one axis without gaps
     offset_t extents[RANK], steps[OPERANDS][RANK];
 };
-
-HELPER float activated(float x) {
-#if RELU
-    return x < 0 ? 0 : x;  // NaN stays
-#elif SIGMOID
-    return 1 / (1 + expf(-x));
-#elif TANH
-    return tanhf(x);
-#elif GELU
-    return x * normcdff(x);
-#elif SWISH
-    return x / (1 + expf(-x));
-#else
-    return x;
-#endif
-}
 
 ENTRY void add(BY_VALUE Pointers operands, BY_VALUE Sum sum) {
     constexpr int unrolled = EXACT ? OPERANDS - 1 : 4;
@@ -152,7 +154,7 @@ ENTRY void concat(BY_VALUE Pointers operands, BY_VALUE Parts parts) {
 }
 #endif
 
-#if WINDOWS || WHOLE
+#if WINDOWS || WHOLE || DEPTHWISE
 #if MAXIMUM
 #define NOTHING (-__int_as_float(0x7f800000))
 HELPER float joined(float a, float b) { return b > a || b != b ? b : a; }  // NaN is the largest
@@ -165,14 +167,16 @@ struct Images {  // steps from image to image, channel to channel, row to row an
 };
 #endif
 
+#if WINDOWS || DEPTHWISE
+// The nearest pixel of the image, so that loads need no branches.
+HELPER offset_t nearest(offset_t place, offset_t extent) { return place < 0 ? 0 : place < extent ? place : extent - 1; }
+#endif
+
 #if WINDOWS
-struct Windows {
+struct Windows {  // each has a pixel of the image, so for a maximum no other one is met
     Images images;
     offset_t count, rows, columns, window[2], stride[2], padding[2], counted;
 };
-
-// The nearest pixel of the image. Every window has one, so for a maximum no other one is met, and loads need no branches.
-HELPER offset_t nearest(offset_t place, offset_t extent) { return place < 0 ? 0 : place < extent ? place : extent - 1; }
 
 // How much of a window lies before the end of the padded image, which the last one may exceed.
 HELPER offset_t clipped(offset_t start, offset_t length, offset_t end) { return start + length < end ? length : end - start; }
@@ -274,6 +278,63 @@ ENTRY void whole(BY_VALUE Pointers operands, BY_VALUE Whole g) {
 #pragma unroll
             for (int e = 0; e < PACK; ++e) y.of[e] = narrow(MAXIMUM ? parts[0][lane][e] : parts[0][lane][e] / (float)pixels);
             ((Pack*)operands.at[1])[n * g.images.to[0] + c * g.images.to[1]] = y;
+        }
+        __syncthreads();  // before the next ones overwrite what others still read
+    }
+}
+#endif
+
+#if DEPTHWISE
+struct Depthwise {
+    Images images;
+    offset_t pixels, rows, columns, stride[2], padding[2], dilation[2], lanes, together, bias;  // together: pixels of a block
+};
+
+// A block has the filters of some channels, and goes over pixels of all images. Neighbours read neighbours in memory.
+ENTRY void depthwise(BY_VALUE Pointers operands, BY_VALUE Depthwise g) {
+    constexpr int taps = ROWS * COLUMNS, unrolled_rows = taps > 9 ? 1 : ROWS;  // or registers would keep blocks out
+    __shared__ float filters[taps][LANES * PACK], biases[LANES * PACK];
+    const int lanes = g.lanes, together = g.together;
+#if CHANNELS_INNERMOST
+    const int lane = threadIdx.x % lanes, place = threadIdx.x / lanes;
+#else
+    const int lane = threadIdx.x / together, place = threadIdx.x % together;
+#endif
+    for (offset_t first = (offset_t)blockIdx.y * lanes; first < g.images.channels; first += (offset_t)gridDim.y * lanes) {
+        const int packs = g.images.channels - first < lanes ? (int)(g.images.channels - first) : lanes, channels = packs * PACK;
+        const ELEMENT* w = (const ELEMENT*)operands.at[1] + first * PACK * taps;
+        for (int i = threadIdx.x; i < channels * taps; i += blockDim.x)
+            filters[i / channels][i % channels] = widen(w[i % channels * taps + i / channels]);
+        for (int i = threadIdx.x; i < channels; i += blockDim.x)
+            biases[i] = BIAS ? widen(((const ELEMENT*)operands.at[2])[(first * PACK + i) * g.bias]) : 0;
+        __syncthreads();
+        const count_t pixels = lane < packs ? (count_t)g.pixels : 0;
+        for (count_t i = (count_t)blockIdx.x * together + place; i < pixels; i += (count_t)gridDim.x * together) {
+            const offset_t q = i % (count_t)g.columns, p = i / (count_t)g.columns % (count_t)g.rows;
+            const offset_t n = i / (count_t)g.columns / (count_t)g.rows, c = first + lane;
+            const offset_t top = p * g.stride[0] - g.padding[0], left = q * g.stride[1] - g.padding[1];
+            const Pack* x = (const Pack*)operands.at[0] + (n * g.images.from[0] + c * g.images.from[1]);
+            float total[PACK];
+#pragma unroll
+            for (int e = 0; e < PACK; ++e) total[e] = 0;
+#pragma unroll unrolled_rows
+            for (int r = 0; r < ROWS; ++r) {
+                const offset_t down = top + r * g.dilation[0], row = nearest(down, g.images.height);
+#pragma unroll
+                for (int s = 0; s < COLUMNS; ++s) {
+                    const offset_t right = left + s * g.dilation[1], column = nearest(right, g.images.width);
+                    const bool inside = row == down && column == right;
+                    const Pack pixel = x[row * g.images.from[2] + column * g.images.from[3]];
+#pragma unroll
+                    for (int e = 0; e < PACK; ++e)
+                        total[e] += (inside ? widen(pixel.of[e]) : 0) * filters[r * COLUMNS + s][lane * PACK + e];
+                }
+            }
+            Pack y;
+#pragma unroll
+            for (int e = 0; e < PACK; ++e) y.of[e] = narrow(activated(total[e] + biases[lane * PACK + e]));
+            Pack* to = (Pack*)operands.at[2 + BIAS] + (n * g.images.to[0] + c * g.images.to[1]);
+            to[p * g.images.to[2] + q * g.images.to[3]] = y;
         }
         __syncthreads();  // before the next ones overwrite what others still read
     }

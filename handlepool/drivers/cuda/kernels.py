@@ -12,7 +12,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-from handlepool.drivers.kernel import Add, Concat, Kernel, Windows
+from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel, Windows
 from handlepool.tensors.layout import Layout
 
 THREADS = 128
@@ -32,6 +32,11 @@ RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
 """How many merged axes variants are compiled for; NumPy's arrays have up to 64."""
 LANES, SHARES = 32, 8
 """Of a block that takes whole images: outputs, and threads for each; the other way round for contiguous images."""
+MOST_PARTS = 65535
+"""Blocks along the grid's second axis, as CUDA has it."""
+MOST_TURNS = 8
+SHARED = 40 << 10
+"""Bytes of a block's shared memory, of the 48 KiB that there are everywhere, for filters and biases."""
 ELEMENTS = {"float16": ("unsigned short", "HALF"), "bfloat16": ("unsigned short", "BFLOAT"), "float32": ("float", "FLOAT")}
 
 Macros = dict[str, int | str]
@@ -76,6 +81,8 @@ def plan(kernel: Kernel, operands: Sequence[Layout]) -> Launch:
         return _add(kernel, operands)
     if isinstance(kernel, Concat):
         return _concat(kernel, operands)
+    if isinstance(kernel, Depthwise):
+        return _depthwise(kernel, operands)
     x, y = operands
     whole = kernel.window == x.shape[2:] and kernel.padding == (0, 0)
     return _whole(kernel, x, y) if whole else _windows(kernel, x, y)
@@ -152,6 +159,10 @@ def _type(layout: Layout) -> Macros:
     return {"ELEMENT": element, kind: 1}
 
 
+def _activation(activation: str | None) -> Macros:
+    return {} if activation is None else {activation.upper(): 1}
+
+
 def _add(kernel: Add, operands: Sequence[Layout]) -> Launch:
     y = operands[-1]
     axes = merged(y.shape, *map(_steps, operands))
@@ -165,8 +176,7 @@ def _add(kernel: Add, operands: Sequence[Layout]) -> Launch:
     steps = [each[operand] for operand in range(len(operands)) for _, each in axes]
     steps += [0] * (capacity - len(operands)) * rank
     macros: Macros = {"PACK": pack, "RANK": rank, "OPERANDS": capacity, "EXACT": int(len(operands) <= EXACT), **_type(y)}
-    if kernel.activation is not None:
-        macros[kernel.activation.upper()] = 1
+    macros |= _activation(kernel.activation)
     geometry = (len(operands) - 1, count, tail, *(extent for extent, _ in axes), *steps)
     return _launch("add", macros, operands, geometry, max(count, tail))
 
@@ -222,3 +232,37 @@ def _whole(kernel: Windows, x: Layout, y: Layout) -> Launch:
     macros |= {"LANES": lanes, "SHARES": shares, "MAXIMUM": int(kernel.kind == "max")}
     outputs = y.size // int(macros["PACK"])
     return _launch("whole", macros, (x, y), (*images, outputs), outputs, threads=LANES * SHARES, a_block=lanes)
+
+
+def _depthwise(kernel: Depthwise, operands: Sequence[Layout]) -> Launch:
+    x, w, *biases, y = operands
+    macros, images = _images(x, y, y.size)
+    (rows, columns), channels, pack = w.shape[2:], images[0], int(macros["PACK"])
+    pixels = y.size // y.shape[1]
+    most = min(LANES, SHARED // (4 * pack * (rows * columns + 1)))
+    lanes = -(-channels // -(-channels // most))  # as few groups as there can be, of one size as far as that goes
+    if not macros["CHANNELS_INNERMOST"]:  # neighbours in memory are of one channel
+        lanes = min(lanes, max(1, THREADS // pixels))
+    together = max(1, THREADS // lanes)
+    turns = min(MOST_TURNS, max(1, pixels * channels // (4 * PLENTY or 1)))  # pixels of a thread: filters are loaded once for all
+    macros |= {"ROWS": rows, "COLUMNS": columns, "LANES": most, "BIAS": len(biases), "OPERANDS": len(operands)}
+    macros |= _activation(kernel.activation)
+    most_of = [
+        e + 2 * p + (r - 1) * d for e, p, r, d in zip(x.shape[2:], kernel.padding, w.shape[2:], kernel.dilation, strict=True)
+    ]
+    stride = map(min, kernel.stride, most_of)
+    step = _steps(biases[0])[0] if biases else 0
+    geometry = (*images, pixels, *y.shape[2:], *stride, *kernel.padding, *kernel.dilation, lanes, together, step)
+    parts = min(-(-channels // lanes), MOST_PARTS)
+    wide = max(*most_of, *(p + e * s for p, e, s in zip(most_of, y.shape[2:], kernel.stride, strict=True) if e > 1)) >= 1 << 30
+    return _launch(
+        "depthwise",
+        macros,
+        operands,
+        geometry,
+        pixels,
+        wide=wide,
+        parts=parts,
+        threads=lanes * together,
+        a_block=together * turns,
+    )

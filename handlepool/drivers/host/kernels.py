@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from handlepool.drivers.host.convolution import Array
 from handlepool.drivers.host.evaluator import Evaluation, Step
 from handlepool.drivers.host.pointwise import OPERATIONS
-from handlepool.drivers.kernel import Add, Concat, Kernel, Windows
+from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel, Windows
 
 
 def evaluation(kernel: Kernel, inputs: int) -> Evaluation:
@@ -18,6 +18,8 @@ def evaluation(kernel: Kernel, inputs: int) -> Evaluation:
         name, compute = "add", _add(kernel)
     elif isinstance(kernel, Concat):
         name, compute = "concat", _concat(kernel)
+    elif isinstance(kernel, Depthwise):
+        name, compute = "depthwise", _depthwise(kernel)
     else:
         name, compute = kernel.kind, _windows(kernel)
     step = Step(name, tuple(range(inputs)), (inputs,), lambda arrays, _: compute(arrays[:-1], arrays[-1]))
@@ -62,5 +64,24 @@ def _windows(kernel: Windows) -> Callable[[Sequence[Array], Array], None]:
             return
         inside = np.ones(x.shape[-2:], np.float32)
         y[...] = slid(x, 0, 0).sum((-2, -1)) / slid(inside, kernel.counted, 0).sum((-2, -1))
+
+    return compute
+
+
+def _depthwise(kernel: Depthwise) -> Callable[[Sequence[Array], Array], None]:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        x, w, *biases = xs
+        axes = zip(x.shape[2:], y.shape[2:], w.shape[2:], kernel.stride, kernel.padding, kernel.dilation, strict=True)
+        reaches = [(count - 1) * stride + 1 for count, stride in zip(y.shape[2:], kernel.stride, strict=True)]
+        margins = [(p, max(0, (count - 1) * s + (taps - 1) * d + 1 - p - extent)) for extent, count, taps, s, p, d in axes]
+        padded = np.pad(x.astype(np.float32), ((0, 0), (0, 0), *margins))
+        total = np.zeros(y.shape, np.float32)
+        for tap in np.ndindex(w.shape[2:]):
+            begins = [place * step for place, step in zip(tap, kernel.dilation, strict=True)]
+            rows, columns = (slice(b, b + reach, s) for b, reach, s in zip(begins, reaches, kernel.stride, strict=True))
+            total += padded[:, :, rows, columns] * w[:, 0, *tap, None, None].astype(np.float32)
+        for bias in biases:
+            total += bias[:, None, None].astype(np.float32)
+        y[...] = total if kernel.activation is None else OPERATIONS[kernel.activation]({}, total)
 
     return compute
