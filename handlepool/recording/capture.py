@@ -88,7 +88,8 @@ class Recording:
     def __init__(self, pool: PoolInternals, name: str, lanes: int | None = None, rehearsed: Sequence[Made] = ()) -> None:
         self.pool = pool
         self.device = pool.driver.current_device()
-        self.lanes = None if lanes is None else Lanes(pool, self.device, lanes)
+        self._leased: list[Slot] = []
+        self.lanes = None if lanes is None else Lanes(pool, self.device, lanes, self._leased)
         self.graph: RecordedGraph | None = None
         self.scratch: set[DeviceScratch] = set()
         self.reads: set[Piece | Token] = set()
@@ -166,15 +167,12 @@ class Recording:
                 f"every side stream of device {self.device} is in use, and a recording needs one: record outside of forks, and "
                 f"with executors that have fewer workers"
             )
+        self._leased.append(slot)
         try:
             bind_to_thread(self.pool.sound(slot))
             value = self._captured(slot, function, args, kwargs)
         finally:
-            if self.lanes is not None:
-                self.lanes.release()
-            unbind(slot)
-            sides.release(slot, captured=True)
-            sides.release_captured()
+            self._end_leases()
         assert self.graph is not None
         if not self.graph.nodes:
             raise CaptureError(
@@ -182,6 +180,17 @@ class Recording:
                 f"replay"
             )
         return value
+
+    def _end_leases(self) -> None:
+        """Give back the slots that are leased; an interrupt costs one at most, and whoever destroys the recording the rest."""
+        leased, sides = self._leased, self.pool.device(self.device).sides
+        if self.lanes is not None:
+            self.lanes.forget()  # first: what is lost is known by it that nobody has it
+        while leased:
+            if leased[0].owner is not None:
+                unbind(leased[0])
+            sides.release(leased.pop(0), captured=True)
+        sides.release_captured()
 
     def _captured(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         driver = self.pool.driver
@@ -275,9 +284,10 @@ class Recording:
             abandon(self)
             return True
         with on_device(pool.driver, self.device), pool.driver.relaxed():
+            leases = [self._end_leases] if self._leased else []
             steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
             try:
-                do_all([self._destroy_graph, self._destroy_event, *steps, self.release_plans])
+                do_all([*leases, self._destroy_graph, self._destroy_event, *steps, self.release_plans])
             finally:
                 done = self._memory.release()
             return done

@@ -22,7 +22,7 @@ from handlepool._util import do_all, leaves
 from handlepool.errors import CaptureError
 from handlepool.pool.context import place_of_call, thread
 from handlepool.pool.internals import PoolInternals
-from handlepool.pool.slot import Slot, bind_to_thread, unbind
+from handlepool.pool.slot import Slot, bind_to_thread
 from handlepool.recording.explain import Step
 from handlepool.recording.rehearsal import Made
 from handlepool.regions.data_order import in_the_middle
@@ -91,6 +91,8 @@ class Lanes:
     device : int
     limit : int
         How many lanes there may be.
+    leased : list of Slot
+        Gets those that are leased.
 
     Attributes
     ----------
@@ -103,7 +105,7 @@ class Lanes:
         Whether the driver can put a stream behind nodes by choice.
     """
 
-    def __init__(self, pool: PoolInternals, device: int, limit: int) -> None:
+    def __init__(self, pool: PoolInternals, device: int, limit: int, leased: list[Slot]) -> None:
         self.limit = limit
         self.steps: list[Step] = []
         self.calls: list[Made] = []
@@ -113,6 +115,7 @@ class Lanes:
         self._driver = pool.driver
         self._device = device
         self._sides = pool.device(device).sides
+        self._leased = leased
         self._lanes: list[_Lane] = []
         self._of: dict[Track, _Lane] = {}
         self._uses = Uses()
@@ -231,25 +234,21 @@ class Lanes:
             return
         driver, pointer = self._driver, self._main.pointer
         self._see_others("the end")
-        for lane in self._leased():
+        for lane in self._lanes:
+            if lane.slot is self._main:
+                continue
             driver.set_dependencies(lane.slot.pointer, self._put)  # adds nothing to what the main stream is behind
             driver.record_event(lane.slot.end_event, lane.slot.pointer)
             driver.wait_event(pointer, lane.slot.end_event)
 
-    def release(self) -> None:
-        """Give the lanes back, and let go of what was kept."""
-        self.got = len(self._lanes)
-        for lane in self._leased():
-            unbind(lane.slot)
-            self._sides.release(lane.slot, captured=True)
+    def forget(self) -> None:
+        """Let go of what was kept for the recording."""
         self._uses.close()
         for each in (self._lanes, self._of, self._leaves, self._kept, self._blocks):
             each.clear()
         self._base = self._put = self._behind = ()
         self._current = None
-
-    def _leased(self) -> list[_Lane]:
-        return [lane for lane in self._lanes if lane.slot is not self._main]
+        self.__dict__.pop("_main", None)
 
     # One node
 
@@ -302,8 +301,11 @@ class Lanes:
             if lanes:
                 return None
             slot = self._main
+        else:
+            self._leased.append(slot)
         lane = _Lane(slot, len(lanes))
         lanes.append(lane)
+        self.got = len(lanes)
         self._of[lane.track] = lane
         if slot is not self._main:
             bind_to_thread(self._pool.sound(slot))

@@ -11,10 +11,21 @@ import numpy as np
 import pytest
 from harness.accounts import RESTORES, Accounts
 from harness.graphs import double
+from harness.lines import some_lines
 from harness.scenes import TIMEOUT, Thread
 from harness.uses import assert_usable
 
-from handlepool import HandlePool, HandlePoolError, ParallelStateExecutor, ParallelStates, add, conv2d, max_pool2d, record
+from handlepool import (
+    HandlePool,
+    HandlePoolError,
+    ParallelStateExecutor,
+    ParallelStates,
+    add,
+    conv2d,
+    max_pool2d,
+    operation,
+    record,
+)
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
 
@@ -227,7 +238,25 @@ def a_close_of_what_nobody_ended(world):
     return world.pool.close
 
 
+def a_recording_on_lanes(world):
+    x, z, w = world.array(), world.array((1, 4, 6, 6)), world.array((4, 4, 1, 1))
+    branch = operation(world.branch)
+
+    def body(x):
+        left, right = branch(x), conv2d(z, w, pool=world.pool)
+        with world.states.fork() as fork:
+            y = fork.run(world.branch, left)
+        return branch(y), branch(left), right
+
+    def act():
+        with record(body, x, pool=world.pool, lanes=3) as program:
+            program(x)
+
+    return act
+
+
 SCENARIOS = [
+    a_recording_on_lanes,
     a_miss,
     a_growth,
     a_reuse,
@@ -271,7 +300,7 @@ def assert_nothing_leaks(world, spared):
 @pytest.mark.parametrize("kind", [Injected, KeyboardInterrupt])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_whatever_call_fails_nothing_is_lost_or_broken(scenario, kind):
-    for k in itertools.count(1):
+    for k in some_lines(15) if scenario is a_recording_on_lanes else itertools.count(1):
         world = World()
         act = scenario(world)
         error = kind("injected")

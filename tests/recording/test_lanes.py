@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from harness.graphs import double
-from harness.scenes import TIMEOUT, Scene, leased, works
+from harness.scenes import TIMEOUT, Scene, Thread, leased, works
 
 import handlepool
 from handlepool import ArgumentError, CaptureError, ContractError, PoolClosedError
@@ -303,6 +303,28 @@ def test_where_no_slot_is_free_nodes_share_what_there_is(scene):
         for slot in taken:
             sides.release(slot, captured=False)
     assert works(scene)
+
+
+def test_forks_of_other_threads_take_what_is_left(scene):
+    calls = []
+
+    def others():
+        with scene.driver.create_stream():
+            x = scene.array(1)
+            return [scene.read(y) for y in scene.states.map(scene.plus, [x] * 6, range(6))]
+
+    def function(scene, x, lanes):
+        made = [plus(scene, x, value) for value in range(lanes)]
+        calls.append(Thread(others).finish())
+        return made
+
+    for lanes in (3, 30, 31, 32):  # the main stream takes one; 31 leave none
+        with handlepool.record(function, scene, scene.array(1), lanes, lanes=lanes) as program:
+            assert program.explain().got == min(lanes, 31)
+            assert calls.pop() == calls.pop() == [1, 2, 3, 4, 5, 6]
+            program.replay()
+            assert [scene.read(y) for y in program.outputs] == [1 + value for value in range(lanes)]
+    assert leased(scene) == 0
 
 
 def test_a_driver_without_the_call_gives_one_lane(monkeypatch):

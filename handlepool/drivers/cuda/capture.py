@@ -1,4 +1,4 @@
-"""What the cuda driver needs to record: graphs, memory of a recording's own, and what CUDA's refusals mean."""
+"""What the cuda driver needs to record: graphs, and memory of a recording's own."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,31 +9,6 @@ import cupy
 from cuda.bindings import driver as cu
 from cupy.cuda import runtime
 from cupy.cuda.memory import BaseMemory, OutOfMemoryError
-
-_MEANINGS = {
-    900: "a call that a stream cannot take while it is recorded: to wait for the GPU, to read values, to allocate past CuPy",
-    901: "an earlier call that a stream cannot take while it is recorded",
-    902: "a wait that would join it to another capture",
-    903: "a capture that was begun elsewhere",
-    904: "work on a stream that nothing waits for afterwards",
-    905: "a wait for work outside of the recording",
-    906: "work on the legacy default stream, which cannot be recorded",
-    907: "a wait on the host for an event of the recording",
-    908: "a capture that was begun in another thread",
-}
-"""Errors of stream capture by their numbers, which are the same in the runtime and in the driver."""
-
-
-def failure(error: BaseException | None) -> str | None:
-    """See `handlepool.drivers.protocol.Driver.capture_failure`."""
-    while error is not None:
-        meaning = _MEANINGS.get(getattr(error, "status", 0))
-        if meaning is None and isinstance(error, RuntimeError) and "capturing" in str(error):  # CuPy asks before it calls
-            meaning = _MEANINGS[900]
-        if meaning is not None:
-            return f"{meaning} ({error})"
-        error = error.__cause__ or error.__context__
-    return None
 
 
 class CudaGraph:

@@ -18,7 +18,7 @@ from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers.cuda import capture as recorded
-from handlepool.drivers.cuda import planning, shared
+from handlepool.drivers.cuda import failures, planning, shared
 from handlepool.drivers.cuda.edges import Dependencies, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
@@ -282,7 +282,7 @@ class CudaDriver:
         _dependencies.put(pointer, nodes)
 
     def capture_failure(self, error: BaseException) -> str | None:
-        return recorded.failure(error)
+        return failures.failure(error)
 
     def recording_memory(self) -> recorded.CudaRecordingMemory:
         return recorded.CudaRecordingMemory(_Relaxed)

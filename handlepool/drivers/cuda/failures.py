@@ -1,0 +1,37 @@
+"""What CUDA's and CuPy's refusals under a capture mean."""
+
+_MEANINGS = {
+    900: "a call that a stream cannot take while it is recorded: to wait for the GPU, to read values, to allocate past CuPy",
+    901: "an earlier call that a stream cannot take while it is recorded",
+    902: "a wait that would join it to another capture",
+    903: "a capture that was begun elsewhere",
+    904: "work on a stream that nothing waits for afterwards",
+    905: "a wait for work outside of the recording",
+    906: "work on the legacy default stream, which cannot be recorded",
+    907: "a wait on the host for an event of the recording",
+    908: "a capture that was begun in another thread",
+}
+"""Errors of stream capture by their numbers, which are the same in the runtime and in the driver."""
+
+
+_INSTEAD = {
+    "cuBLAS": "use handlepool.matmul or handlepool.linear for cupy.matmul, dot, tensordot and einsum",
+    "cuRAND": "draw cupy.random's numbers before it, and copy them in",
+}
+"""What to do in the place of a library whose calls CuPy refuses on a stream that is captured."""
+
+
+def failure(error: BaseException | None) -> str | None:
+    """See `handlepool.drivers.protocol.Driver.capture_failure`."""
+    while error is not None:
+        meaning = _MEANINGS.get(getattr(error, "status", 0))
+        if meaning is None and isinstance(error, RuntimeError):  # CuPy asks before it calls
+            if "capturing" in str(error):
+                meaning = _MEANINGS[900]
+            elif isinstance(error, NotImplementedError) and "during stream capture" in str(error):
+                meaning = "a library's call that CuPy refuses while a stream is captured"
+                meaning += "".join(f": {instead}" for name, instead in _INSTEAD.items() if name in str(error))
+        if meaning is not None:
+            return f"{meaning} ({error})"
+        error = error.__cause__ or error.__context__
+    return None
