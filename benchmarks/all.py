@@ -17,7 +17,7 @@ from common import print_table
 from options import DRIVER_HELP, loaded
 
 GPU_ALONE = ("captures", "tune")
-SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory", "operations", "networks")
+SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory", "operations", "networks", "plans")
 SCRIPTS += ("lifetimes", "exits", *GPU_ALONE)
 VERDICTS = {True: "kept", False: "NOT KEPT", None: "not judged"}
 HERE = Path(__file__).resolve().parent

@@ -46,6 +46,7 @@ from handlepool.regions.executor import ParallelStateExecutor
 from handlepool.regions.future import StreamFuture
 from handlepool.regions.operation import operation
 from handlepool.regions.states import Fork, ParallelStates
+from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import ArraySpec
 
 __version__ = "0.1.0"
@@ -58,6 +59,7 @@ __all__ = [
     "CaptureError",
     "ContractError",
     "DeviceMismatchError",
+    "DeviceProperties",
     "DriverNotAvailableError",
     "Fork",
     "ForkedProcessError",

@@ -20,10 +20,14 @@ def parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
     top = _Parser(prog="handlepool", description="cuDNN handles per thread, device and stream; concurrent cuDNN calls.")
     top.add_argument("--version", action="version", version=f"handlepool {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="info | demo")
+    commands = top.add_subparsers(dest="command", required=True, metavar="info | demo | plans")
 
     info = commands.add_parser("info", help="what is installed, and which driver would be chosen")
-    info.add_argument("--json", action="store_true", help="print it as JSON")
+    form = info.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print it as JSON")
+    form.add_argument(
+        "--device-properties", nargs="?", type=int, const=0, metavar="ORDINAL", help="print what plans are made for, as JSON"
+    )
 
     demo = commands.add_parser("demo", help="filter a photograph concurrently, check the results and draw them")
     demo.add_argument("image", nargs="?", type=Path, help="any file that Pillow reads (default: matplotlib's sample)")
@@ -32,6 +36,23 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--driver", choices=("cuda", "host"), help="default: cuda where there is a GPU, else host")
     demo.add_argument("--filters", type=Path, help='JSON: {"name": [[...], ...], ...}, odd square kernels')
     demo.add_argument("--size", type=int, default=1024, help="longest side in pixels (%(default)s)")
+
+    plans = commands.add_parser("plans", help="what is in a plan directory, and plans for a device elsewhere")
+    actions = plans.add_subparsers(dest="action", required=True, metavar="list | verify | clear | build")
+    told = {
+        "list": "each plan, most recently used first",
+        "verify": "the files that cannot be used",
+        "clear": "remove every plan",
+        "build": "plan what a module lists, for a device that is described",
+    }
+    for name, text in told.items():
+        action = actions.add_parser(name, help=text)
+        action.add_argument("--directory", help="default: the environment variable HANDLEPOOL_PLAN_DIRECTORY")
+        if name == "build":
+            action.add_argument("module", help="a module with a list PLANS of (function, specs) or (function, specs, options)")
+            action.add_argument(
+                "--device-properties", type=Path, required=True, help="a file that `info --device-properties` wrote"
+            )
     return top
 
 
@@ -41,7 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "info":
         from handlepool.cli import info
 
+        if options.device_properties is not None:
+            return info.describe(options.device_properties)
         return info.main(as_json=options.json)
+    if options.command == "plans":
+        from handlepool.cli import plans
+
+        return plans.main(options)
     from handlepool.cli import demo
 
     return demo.main(options)

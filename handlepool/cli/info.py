@@ -79,6 +79,19 @@ def main(*, as_json: bool) -> int:
     return 0
 
 
+def describe(ordinal: int) -> int:
+    """Print a device as plans are made for it elsewhere; the exit status is 1 where that is not known."""
+    from handlepool.errors import HandlePoolError
+    from handlepool.tensors.device_properties import DeviceProperties
+
+    try:
+        print(DeviceProperties.of(ordinal).text)
+    except HandlePoolError as error:
+        print(f"handlepool info: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def python() -> str:
     """Version and implementation of the interpreter."""
     return f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})"

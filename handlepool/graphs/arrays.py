@@ -329,9 +329,21 @@ def layout_of(name: str, pool: PoolInternals, operand: str, array: Any) -> Layou
         native = True
     if native:
         check_operands(pool.driver, name, pool.driver.current_device(), (array,), lambda _: operand)
-    elif not all(has(array, attribute) for attribute in ("shape", "strides", "dtype")):
+        return Layout.of(array)
+    return layout_of_spec(name, operand, array)
+
+
+def layout_of_spec(name: str, operand: str, array: Any) -> Layout:
+    """Return the layout of what has a shape, strides and a type.
+
+    Raises
+    ------
+    ArrayTypeError, ArgumentError
+        For what has them not, and for what is empty.
+    """
+    if not all(has(array, attribute) for attribute in ("shape", "strides", "dtype")):
         raise ArrayTypeError(f"{name}: {operand} is a {kind_of(array)}; pass an array or an ArraySpec")
-    elif 0 in array.shape:
+    if 0 in array.shape:
         raise ArgumentError(f"{name}: {operand} is empty, of shape {array.shape}")
     return Layout.of(array)
 

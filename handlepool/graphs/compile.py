@@ -118,7 +118,7 @@ def build(
     recipe: Recipe,
     request: Request,
     builder: Builder,
-    choose: Callable[[int | Plan | None, bool], Plan],
+    choose: Callable[[int | Plan | None, bool], Plan] | None,
     index: int | None = None,
     compare: Callable[[Plan, Any, list[Any]], None] | None = None,
     files: PlanDirectory | None = None,

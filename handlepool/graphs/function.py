@@ -12,7 +12,7 @@ from handlepool._util import shown
 from handlepool.drivers.protocol import operand_name
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayCall, P, R_co
-from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of
+from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of, layout_of_spec
 from handlepool.graphs.comparison import compare
 from handlepool.graphs.compile import OnDevice, build, save
 from handlepool.graphs.launch import Begin, GraphCall, check_arrays, hit, new_outputs, option_key, shortcut
@@ -24,7 +24,9 @@ from handlepool.pool.context import NOT_CACHED, launchers, on_device
 from handlepool.pool.default import current_pool
 from handlepool.pool.deferred import settle_all
 from handlepool.pool.internals import PoolInternals
+from handlepool.pool.plan_directory import VARIABLE as PLAN_DIRECTORY
 from handlepool.regions.states import ParallelStates
+from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import Layout
 
 MOST_VARIANTS = 64
@@ -305,25 +307,54 @@ class GraphFunction(ArrayCall[P, R_co]):
         """
         return tune(self._name, arrays, states, lambda pool: self._plan_in(pool, arrays, out, options))
 
-    def compile(self, *arrays: Any, out: Any = None, **options: Any) -> Plan:
+    def compile(self, *arrays: Any, out: Any = None, device: DeviceProperties | None = None, **options: Any) -> Plan:
         """Build ahead what a call with these arguments will use: nothing is launched, and no array is needed or allocated.
 
         Parameters
         ----------
         *arrays, out, **options
             As in `plan_for`.
+        device : DeviceProperties, optional
+            Another device than the current one, which need not be here: no GPU is needed. The plan goes into the pool's plan
+            directory, where a process with such a device and the same versions of cuDNN and its frontend finds it. cuDNN hands
+            kernels that it compiles to CUDA's driver library, which takes none without a GPU: plans that have such are refused
+            there, and are built at their first use.
 
         Returns
         -------
         Plan
-            As from `plan_for`.
+            As from `plan_for`. One for a described device can be read, and not be launched.
+
+        Raises
+        ------
+        ArgumentError
+            With ``device``, where the pool has no plan directory, or cuDNN refuses the properties.
+        ArrayTypeError, DeviceMismatchError, GraphNotSupportedError
+            As in a call.
 
         Examples
         --------
         >>> x = ArraySpec((8, 64, 56, 56), "float16", "NHWC")                                            # doctest: +SKIP
         >>> plan = conv.compile(x, ArraySpec((32, 64, 3, 3), "float16", "NHWC"))                         # doctest: +SKIP
         """
-        return self.plan_for(*arrays, out=out, **options)
+        if device is None:
+            return self.plan_for(*arrays, out=out, **options)
+        from handlepool.drivers.cuda.planning import DescribedDevice  # loads the frontend
+
+        files = current_pool().plan_files
+        if files is None:
+            raise ArgumentError(
+                f"{self._name}.compile(device=...) puts the plan into the pool's plan directory, and it has none: name one in "
+                f"HandlePool(plan_directory=...), or in {PLAN_DIRECTORY}"
+            )
+        outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        self._recipe.check_static(options, False)
+        layouts = tuple(
+            layout_of_spec(self._name, operand_name(place, len(arrays), len(outs)), array)
+            for place, array in enumerate((*arrays, *outs))
+        )
+        request = Request(layouts[: len(arrays)], layouts[len(arrays) :], None, dict(options))
+        return build(self._recipe, request, DescribedDevice(device), None, files=files)
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
         *_, settings, references = key

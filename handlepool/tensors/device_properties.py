@@ -122,25 +122,46 @@ class DeviceProperties:
     def native(self) -> Any:
         """Return the frontend's object, which graphs are planned with.
 
+        Returns
+        -------
+        cudnn.device_properties
+
         Raises
         ------
         ArgumentError
             For what the installed cuDNN asks for and this has not.
+        DriverNotAvailableError
+            Where there is no libcudnn, or not what it loads.
         """
         import cudnn
 
         try:
             return cudnn.create_device_properties(self.text)
         except RuntimeError as error:
+            try:
+                version = cudnn.backend_version()
+            except RuntimeError as absent:
+                raise DriverNotAvailableError(f"plans are made by libcudnn, which was not found ({absent})") from error
+            if "SUBLIBRARY_LOADING_FAILED" in str(error):
+                raise DriverNotAvailableError(
+                    f"cuDNN {version} loads CUDA's driver library to plan, and found no libcuda.so.1: the CUDA toolkit has one "
+                    f"without a driver, lib64/stubs/libcuda.so, to be found under that name by LD_LIBRARY_PATH ({error})"
+                ) from error
             missing = ", ".join(repr(key) for key in LATER if key not in self._values())
             what = f"without {missing}" if missing else f"({error})"
             raise ArgumentError(
-                f"cuDNN {cudnn.backend_version()} refuses the properties of {self.name!r} that cuDNN {self.cudnn_version} wrote, "
+                f"cuDNN {version} refuses the properties of {self.name!r} that cuDNN {self.cudnn_version} wrote, "
                 f"{what}; describe the device again with this cuDNN or a later one"
             ) from error
 
     def kind(self) -> dict[str, Any]:
-        """Return what is the same for every device of a kind: not where it is plugged in, nor who described it."""
+        """Return what is the same for every device of a kind: not where it is plugged in, nor who described it.
+
+        Returns
+        -------
+        dict
+            cuDNN's keys and values, but for those.
+        """
         return {key: value for key, value in self._values().items() if key not in _ITS_OWN}
 
     def _values(self) -> dict[str, Any]:

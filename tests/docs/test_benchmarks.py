@@ -17,7 +17,7 @@ from handlepool import drivers
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory")
 """Those whose results are drawn."""
-NETWORKS = ("operations", "networks")
+NETWORKS = ("operations", "networks", "plans")
 
 
 def run(name, *arguments, folder=FOLDER, **environment):

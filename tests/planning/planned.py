@@ -1,18 +1,25 @@
 """What a process with a cuDNN and no GPU is asked for; see `harness.planning.call`."""
 
+import contextlib
+import io
 import json
 import sys
 import time
+from pathlib import Path
 
 import cudnn
 import numpy as np
 from harness.planning import h200
+from planning import listed
 
+import handlepool
 from handlepool import ArgumentError, DriverNotAvailableError, GraphNotSupportedError
+from handlepool.__main__ import main
 from handlepool.drivers.cuda import planning
 from handlepool.graphs.compile import build
 from handlepool.graphs.signature import Recipe, Signature
 from handlepool.graphs.trace import Request
+from handlepool.pool.default import standing_in
 from handlepool.pool.plan_directory import PlanDirectory
 from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
@@ -51,6 +58,19 @@ def saved(folder):
     plans = [convolution(batch, files) for batch in range(1, 9)]
     told.append([[plan.engine, plan.workspace_size, plan.candidates, plan.executable.untried] for plan in plans])
     return {"built": told[0], "loaded": told[1], "swapped": told[2], "counts": files.counts(), "seconds": seconds}
+
+
+def elsewhere(folder):
+    """Have the command plan what a module lists: its status, what it printed, and the plans as who has the device finds them."""
+    properties, plans = Path(folder) / "h200.json", str(Path(folder) / "plans")
+    properties.write_text(h200(pciDeviceId=99).text)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        status = main(["plans", "build", "planning.listed", "--device-properties", str(properties), "--directory", plans])
+    with handlepool.HandlePool(driver="host", plan_directory=plans) as pool, standing_in(pool):
+        again = [function.compile(*specs, device=h200(), **options) for function, specs, options in listed.PLANS]
+        counts = {name: count for name, count in pool.stats().items() if name.startswith("plan_files_") and count}
+    return {"status": status, "said": said.getvalue().splitlines(), "engines": [plan.engine for plan in again], "counts": counts}
 
 
 def described():

@@ -29,6 +29,16 @@ def test_plans_that_were_saved_are_made_again_and_in_the_place_of_another_refuse
     assert said["counts"] == {f"plan_files_{name}": count for name, count in counts.items()}
 
 
+def test_a_command_plans_what_a_module_lists_for_whoever_has_the_device(cudnn, tmp_path):
+    found = cudnn("planning.planned.elsewhere", str(tmp_path))
+    first, second, total = found["said"]
+    assert [first, second] == [line for line in (first, second) if line.startswith("convolve: eng")]
+    assert total == "2 of 2 plans for NVIDIA H200"
+    assert found["status"] == 0
+    assert [f"convolve: {engine}" for engine in found["engines"]] == [line.partition(",")[0] for line in (first, second)]
+    assert found["counts"] == {"plan_files_loaded": 2}
+
+
 def test_the_version_that_plans_is_the_one_that_was_asked_for(cudnn):
     number = cudnn("planning.planned.version")
     assert f"{number // 10000}.{number // 100 % 100}" == cudnn.version

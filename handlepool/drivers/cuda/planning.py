@@ -16,6 +16,7 @@ from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
 
 MOST_OPERANDS = 64
+_WITHOUT_A_GPU = "FAILED_CUDA_DRIVER", "RUNTIME_PREREQUISITE_MISSING"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +210,21 @@ class DescribedDevice:
         operands: Sequence[Any],
         *,
         copies: Sequence[Copy] = (),
-        name: str,
-        titles: Sequence[str],
         saved: SavedPlan | None = None,
         into: Any = None,
         **settings: Any,
     ) -> "DescribedExecutable":
         """Plan and build a graph of `new_graph`; see `handlepool.drivers.protocol.Driver.compile`."""
-        planned = plan(graph, operands, copies, **settings) if saved is None else loaded(graph, operands, copies, saved, into)
+        name, titles = settings.pop("name"), settings.pop("titles")
+        try:
+            planned = plan(graph, operands, copies, **settings) if saved is None else loaded(graph, operands, copies, saved, into)
+        except GraphNotSupportedError as error:
+            if any(words in str(error) for words in _WITHOUT_A_GPU):
+                raise GraphNotSupportedError(
+                    f"cuDNN compiles a kernel for this graph, and hands it to CUDA's driver library, which takes none without a "
+                    f"GPU: leave it to its first use on {self.properties.name}. {error}"
+                ) from error
+            raise
         return DescribedExecutable(planned, name, titles, self.properties.name, saved is not None)
 
     def made_for(self) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""``python -m handlepool plans``: what is in a plan directory, and plans for a device that is elsewhere."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from handlepool.errors import ArgumentError, GraphNotSupportedError, HandlePoolError
+from handlepool.graphs.function import GraphFunction
+from handlepool.pool.plan_directory import VARIABLE, PlanDirectory, PlanFile
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run ``list``, ``verify``, ``clear`` or ``build``; returns the exit status."""
+    try:
+        path = options.directory or os.environ.get(VARIABLE)
+        if not path:
+            raise ArgumentError(f"no plan directory was named: pass --directory, or set {VARIABLE}")
+        if options.action == "build":
+            return _build(options.module, options.device_properties, path)
+        if not Path(path).expanduser().is_dir():
+            raise ArgumentError(f"there is no plan directory {path}")
+        actions = {"list": _list, "verify": _verify, "clear": _clear}
+        return actions[options.action](PlanDirectory(path))
+    except (HandlePoolError, OSError) as error:
+        print(f"handlepool plans: {error}", file=sys.stderr)
+        return 2
+
+
+def _list(files: PlanDirectory) -> int:
+    """Print each plan, most recently used first."""
+    found = list(files.files())
+    for file in found:
+        print(_line(file))
+    print(f"{len(found)} plans, {_size(sum(file.nbytes for file in found))}")
+    return 0
+
+
+def _verify(files: PlanDirectory) -> int:
+    """Print the files that cannot be used; the status is 1 where there are any."""
+    found = list(files.files())
+    bad = [file for file in found if file.plan is None]
+    for file in bad:
+        print(f"{file.name}: not what was written, or not by this version; it is passed over, and written anew in time")
+    print(f"{len(found) - len(bad)} of {len(found)} files are good")
+    return 1 if bad else 0
+
+
+def _clear(files: PlanDirectory) -> int:
+    print(f"{files.clear()} files removed")
+    return 0
+
+
+def _build(name: str, properties: Path, path: str) -> int:
+    """Plan what a module lists for a described device; the status is 1 where something was refused."""
+    from handlepool.pool.default import standing_in
+    from handlepool.pool.pool import HandlePool
+    from handlepool.tensors.device_properties import DeviceProperties
+
+    device = DeviceProperties.loads(properties.read_text(encoding="utf-8"))
+    sys.path.insert(0, os.getcwd())  # as ``python -m`` has it for its own module
+    try:
+        module = import_module(name)
+    except ImportError as error:
+        raise ArgumentError(f"module {name} cannot be imported: {error}") from error
+    entries = getattr(module, "PLANS", None)
+    if not isinstance(entries, (list, tuple)):
+        raise ArgumentError(
+            f"module {name} has no list PLANS of what is to be planned: (function, specs) or (function, specs, options)"
+        )
+    refused = 0
+    with HandlePool(driver="host", plan_directory=path) as pool, standing_in(pool):
+        for entry in entries:
+            function, specs, options = _entry(entry)
+            try:
+                plan = function.compile(*specs, device=device, **options)
+                print(f"{plan.name}: {plan.engine}, {_size(plan.workspace_size)} of scratch")
+            except GraphNotSupportedError as error:
+                refused += 1
+                print(f"refused: {error}")
+    print(f"{len(entries) - refused} of {len(entries)} plans for {device.name}")
+    return 1 if refused else 0
+
+
+def _entry(entry: Any) -> tuple[GraphFunction[..., Any], Iterable[Any], dict[str, Any]]:
+    try:
+        function, specs, *more = entry
+        (options,) = more or ({},)
+        if not isinstance(function, GraphFunction):
+            raise ArgumentError(f"PLANS has {function!r}, which is no graph function")
+        return function, tuple(specs), dict(options)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"an entry of PLANS is {entry!r}; it must be (function, specs) or (function, specs, options)"
+        ) from None
+
+
+def _line(file: PlanFile) -> str:
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used))
+    if file.plan is None or file.key is None:
+        return f"{used}  {_size(file.nbytes):>10}  cannot be used: {file.name}"
+    known = json.loads(file.key)
+    made_for = known["made for"]
+    device = made_for.get("device", {}).get("deviceName", made_for.get("driver", ""))
+    nodes = " -> ".join(node[0].lower() for node in known["nodes"])
+    shapes = ", ".join("x".join(map(str, known["tensors"][place][1])) for place in known["operands"])
+    version = f", cuDNN {made_for['cudnn']}" if "cudnn" in made_for else ""
+    return f"{used}  {_size(file.nbytes):>10}  {device}{version}: {nodes} over {shapes}: {file.plan.engine}"
+
+
+def _size(nbytes: float) -> str:
+    for unit in _UNITS[:-1]:
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} {_UNITS[-1]}"

@@ -1,0 +1,65 @@
+"""``python -m handlepool plans``: what is in a plan directory; what is planned for a device elsewhere is in tests/planning."""
+
+import pytest
+from harness.graphs import double, plus
+from harness.scenes import Scene
+
+from handlepool.__main__ import main
+
+
+@pytest.fixture
+def path(make_driver, tmp_path, monkeypatch):
+    """A plan directory with two plans, used at different times."""
+    with Scene(make_driver(), plan_directory=tmp_path / "plans") as scene:
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        double(scene.array(1))
+        plus(scene.array(1), scene.array(2))
+        scene.driver.synchronize_stream(scene.stream.ptr)
+    return tmp_path / "plans"
+
+
+def test_plans_are_listed_by_what_they_compute(path, capsys):
+    assert main(["plans", "list", "--directory", str(path)]) == 0
+    *lines, total = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    told = sorted(line.partition("host: ")[2] for line in lines)
+    assert told == [f"pointwise over {', '.join(['1x8x1x1'] * count)}: host_pointwise" for count in (3, 2)]
+    assert total.startswith("2 plans, ")
+
+
+def test_the_directory_may_be_named_by_the_environment(path, capsys, monkeypatch):
+    monkeypatch.setenv("HANDLEPOOL_PLAN_DIRECTORY", str(path))
+    assert main(["plans", "verify"]) == 0
+    assert capsys.readouterr().out == "2 of 2 files are good\n"
+
+
+def test_a_damaged_file_is_found_listed_and_cleared(path, capsys):
+    damaged = min(path.iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert main(["plans", "verify", "--directory", str(path)]) == 1
+    assert damaged.name in capsys.readouterr().out
+    assert main(["plans", "list", "--directory", str(path)]) == 0
+    assert f"cannot be used: {damaged.name}" in capsys.readouterr().out
+    assert main(["plans", "clear", "--directory", str(path)]) == 0
+    assert capsys.readouterr().out == "2 files removed\n"
+    assert list(path.iterdir()) == []
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "clear"])
+def test_a_directory_that_is_not_there_is_not_made(action, tmp_path, capsys):
+    assert main(["plans", action, "--directory", str(tmp_path / "none")]) == 2
+    assert "there is no plan directory" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_without_a_directory_it_says_where_one_is_named(capsys, monkeypatch):
+    monkeypatch.delenv("HANDLEPOOL_PLAN_DIRECTORY", raising=False)
+    assert main(["plans", "list"]) == 2
+    assert "pass --directory, or set HANDLEPOOL_PLAN_DIRECTORY" in capsys.readouterr().err
+
+
+def test_a_directory_that_others_may_write_to_is_refused(path, capsys):
+    path.chmod(0o777)
+    assert main(["plans", "clear", "--directory", str(path)]) == 2
+    assert "can be written by others" in capsys.readouterr().err
+    assert len(list(path.iterdir())) == 2

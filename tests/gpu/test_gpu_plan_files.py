@@ -1,0 +1,123 @@
+"""Plans on disk on a GPU: what one pool built another one loads and launches to the same bits, and what was planned elsewhere."""
+
+import numpy as np
+import pytest
+
+import handlepool
+from handlepool import ArgumentError, DeviceProperties, HandlePool
+from handlepool.drivers.cuda import planning
+from handlepool.pool.plan_directory import PlanDirectory
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+
+
+@handlepool.graph(deterministic=True)
+def conv(g, x, w):
+    return g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
+
+
+@handlepool.graph(deterministic=True)
+def conv_relu(g, x, w):
+    return g.relu(g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]))
+
+
+FUNCTIONS = [conv, conv_relu]
+
+
+@pytest.fixture
+def x(random_array):
+    return random_array((2, 64, 14, 14), "float16", "nhwc", 1)
+
+
+@pytest.fixture
+def w(random_array):
+    return random_array((32, 64, 3, 3), "float16", "nhwc", 2) / 24
+
+
+@pytest.fixture
+def process(tmp_path, monkeypatch):
+    """Runs something with a new pool over the directory, as a new process would: what it gave, and what was counted of files."""
+
+    def run(function):
+        with HandlePool(driver="cuda", plan_directory=tmp_path / "plans") as pool:
+            monkeypatch.setattr("handlepool.pool.default._default", pool)
+            with pool.driver.create_stream() as stream:
+                result = function()
+                pool.driver.synchronize_stream(stream.ptr)
+            counts = pool.stats()
+        return result, {n.removeprefix("plan_files_"): c for n, c in counts.items() if n.startswith("plan_files_") and c}
+
+    return run
+
+
+def calls(function, x, w):
+    """The result of a first call, and of a second one, which a shortcut makes."""
+    return [cupy.asnumpy(function(x, w)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_loaded_plan_gives_the_bits_of_the_one_that_was_built(process, function, x, w):
+    built, counts = process(lambda: calls(function, x, w))
+    assert counts == {"missed": 1, "written": 1}
+    loaded, counts = process(lambda: calls(function, x, w))
+    assert counts == {"loaded": 1}
+    for result in [*built, *loaded]:
+        np.testing.assert_array_equal(result, built[0])
+
+
+def test_a_loaded_plan_is_recorded_forked_and_tuned_as_any_other(process, x, w):
+    process(lambda: conv(x, w))
+
+    def use():
+        plan = conv.plan_for(x, w)
+        states = handlepool.ParallelStates(2)
+        forked = states.map(conv, [x] * 4, [w] * 4)
+        program = handlepool.record(conv, x, w)
+        program.replay()
+        right = cupy.asnumpy(conv(x, w))
+        results = [cupy.asnumpy(each) for each in [*forked, program.outputs]]
+        tuning = conv.tune(x, w)
+        return plan.candidates, len(tuning.candidates), [np.array_equal(each, right) for each in results]
+
+    (told, tried, equal), _ = process(use)
+    assert told == tried
+    assert all(equal)
+
+
+def test_a_description_of_this_device_is_what_its_plans_are_made_for():
+    with HandlePool(driver="cuda") as pool:
+        described = DeviceProperties.loads(DeviceProperties.of(pool.driver.current_device()).text)
+        assert planning.DescribedDevice(described).made_for() == pool.driver.made_for()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_plan_for_the_described_device_is_loaded_and_right(process, function, x, w):
+    def elsewhere():
+        return function.compile(x, w, device=DeviceProperties.of(0)).engine
+
+    engine, counts = process(elsewhere)
+    assert counts == {"missed": 1, "written": 1}
+    (results, found), counts = process(lambda: (calls(function, x, w), function.plan_for(x, w).engine))
+    assert counts == {"loaded": 1}
+    assert found == engine
+    right = function.options(allow_tf32=True)(x, w)
+    np.testing.assert_allclose(results[0], cupy.asnumpy(right), rtol=2e-2, atol=2e-2)
+    np.testing.assert_array_equal(*results)
+
+
+def test_damaged_and_swapped_files_are_built_again(process, tmp_path, x, w):
+    right, _ = process(lambda: [calls(function, x, w)[0] for function in FUNCTIONS])
+    files = PlanDirectory(tmp_path / "plans")
+    one, other = list(files.files())
+    files.save(one.key, other.plan)
+    path = files.path / other.name
+    path.write_bytes(path.read_bytes()[:-7])
+    again, counts = process(lambda: [calls(function, x, w)[0] for function in FUNCTIONS])
+    assert counts["rejected"] >= 1
+    for result, expected in zip(again, right, strict=True):
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_without_a_directory_there_is_nowhere_to_plan_for(x, w):
+    with pytest.raises(ArgumentError, match="HANDLEPOOL_PLAN_DIRECTORY"):
+        conv.compile(x, w, device=DeviceProperties.of(0))

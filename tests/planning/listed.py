@@ -1,0 +1,17 @@
+"""A module as ``python -m handlepool plans build`` takes it."""
+
+import handlepool
+from handlepool import ArraySpec
+
+
+@handlepool.graph
+def convolve(g, x, w, *, padding):
+    return g.conv_fprop(x, w, padding=[padding] * 2, stride=[1, 1], dilation=[1, 1])
+
+
+W = ArraySpec((32, 64, 3, 3), "float16", "NHWC")
+PLANS = [
+    (convolve, (ArraySpec((2, 64, 28, 28), "float16", "NHWC"), W), {"padding": 1}),
+    (convolve, (ArraySpec((4, 64, 28, 28), "float16", "NHWC"), W), {"padding": 0}),
+]
+NO_GRAPH_FUNCTION = [(len, W)]
