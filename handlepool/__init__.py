@@ -26,6 +26,7 @@ from handlepool.errors import (
 )
 from handlepool.graphs.annotations import Array
 from handlepool.graphs.function import GraphFunction, graph
+from handlepool.graphs.tuning import tune
 from handlepool.ops import (
     add,
     avg_pool2d,
@@ -102,6 +103,7 @@ __all__ = [
     "set_default_pool",
     "stats",
     "trim",
+    "tune",
     "with_cudnn_state",
 ]
 

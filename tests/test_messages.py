@@ -170,6 +170,7 @@ def cases(pool):
         "GraphFunction.prepare": None,
         "GraphFunction.run": case(plain.run, {"x": x, "w": w}, padding=1),
         "GraphFunction.run, entries": case(lambda a, c: plain.run({"x": a, c: w}), x, "w"),
+        "tune": case(handlepool.tune, plain, x, w, states=states, candidates=3, padding=1),
         "GraphFunction.tune": case(plain.tune, x, w, states=states, out=None, padding=1),
         "HandlePool": case(with_pool, driver="host", scratch_limit=None, idle_limit=3, plan_limit=3, check=True),
         "HandlePool.cache_clear": case(pool.cache_clear),

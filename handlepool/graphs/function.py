@@ -19,7 +19,7 @@ from handlepool.graphs.launch import Begin, GraphCall, check_arrays, hit, new_ou
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
 from handlepool.graphs.trace import Request
-from handlepool.graphs.tuning import Tuning, tune
+from handlepool.graphs.tuning import Tuning, tune_plan
 from handlepool.pool.context import NOT_CACHED, launchers, on_device
 from handlepool.pool.default import current_pool
 from handlepool.pool.deferred import settle_all
@@ -305,7 +305,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         --------
         >>> print(conv.tune(x, w, states=handlepool.ParallelStates(4)))                                  # doctest: +SKIP
         """
-        return tune(self._name, arrays, states, lambda pool: self._plan_in(pool, arrays, out, options))
+        return tune_plan(self._name, arrays, states, lambda pool: self._plan_in(pool, arrays, out, options))
 
     def compile(self, *arrays: Any, out: Any = None, device: DeviceProperties | None = None, **options: Any) -> Plan:
         """Build ahead what a call with these arguments will use: nothing is launched, and no array is needed or allocated.

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
-from handlepool._util import do_all, shown
+import numpy as np
+
+from handlepool._util import at_least, do_all, shown
 from handlepool.drivers.protocol import LEGACY_STREAM, RecordedGraph, abort_capture
 from handlepool.errors import (
     ArgumentError,
@@ -33,6 +35,7 @@ from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.stream import check_foreign, resolve
 from handlepool.regions.states import ParallelStates
 from handlepool.regions.stream_order import order
+from handlepool.tensors.layout import Layout
 
 ROUNDS = 9
 """Samples of each candidate, taken in turns, of which the median counts."""
@@ -47,6 +50,8 @@ SCREENING = 3
 """Samples of each, after which those that are far behind get no more."""
 FAR_BEHIND = 1.5
 """More than so many times the median of the quickest."""
+MOST_VALUES = 1 << 16
+"""Random values; larger arrays have them repeated."""
 GAIN = 1.03
 """How many times as long as the quickest plan the one that was used before must take to be replaced."""
 
@@ -173,11 +178,14 @@ class TimingRig:
             wait = partial(self._driver.synchronize_stream, self._pointer)
             do_all([wait, *(graph.destroy for graph in self._graphs), *(partial(destroy, event) for event in self._events)])
 
-    def time(self, plan: Plan) -> tuple[list[Candidate], dict[int, Plan]]:
-        """Return every candidate of a plan in cuDNN's order, with times or the reason for none; and by index the plans timed."""
+    def time(self, plan: Plan, most: int | None = None) -> tuple[list[Candidate], dict[int, Plan]]:
+        """Return every candidate of a plan in cuDNN's order, with times or the reason for none; and by index the plans timed.
+
+        With ``most``, so many are tried, or more until that plan itself was met.
+        """
         for _ in range(2):
             self._events.append(self._driver.create_event(timing=True))
-        trials = self._built(plan)
+        trials = self._built(plan, most)
         self.building = monotonic() - self._start
         trials = self._reserved(trials)
         trials = self._worthwhile(self._tried(trials, self._warm))
@@ -201,9 +209,12 @@ class TimingRig:
 
     # What can be timed
 
-    def _built(self, plan: Plan) -> list[_Trial]:
-        trials = []
+    def _built(self, plan: Plan, most: int | None) -> list[_Trial]:
+        trials: list[_Trial] = []
         for index in range(plan.candidates):
+            if most is not None and index >= most and any(trial.plan.engine == plan.engine for trial in trials):
+                self._skipped.append(Candidate(index, skipped=f"not tried, since it is behind the first {most}"))
+                continue
             try:
                 trials.append(_Trial(index, plan.build(index)))
             except GraphNotSupportedError as error:
@@ -322,6 +333,8 @@ class Tuning:
         The plan that they got before, where it is among the candidates. It stays the winner unless another one is quicker by 3 %.
     seconds, building : float
         How long all of it took, and the part of it that plans were built in.
+    inputs : tuple of Layout
+        Shape, strides and type of the arrays that it was tuned for.
     """
 
     name: str
@@ -331,6 +344,7 @@ class Tuning:
     previous: Candidate | None
     seconds: float = 0.0
     building: float = 0.0
+    inputs: tuple[Layout, ...] = ()
 
     def __str__(self) -> str:
         timed = sorted((each for each in self.candidates if not each.skipped), key=lambda each: each.time)
@@ -348,20 +362,74 @@ class Tuning:
         return "\n".join([*lines, *(f"{each.index:>5}  {each.skipped}" for each in self.candidates if each.skipped)])
 
 
-def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find: Callable[[PoolInternals], Plan]) -> Tuning:
+def tune(
+    function: Callable[..., Any], /, *args: Any, states: ParallelStates | None = None, candidates: int | None = 10, **kwargs: Any
+) -> tuple[Tuning, ...]:
+    """Call a function once, and tune every plan that it used: those of a network's convolutions, say.
+
+    Each plan is tuned as by `GraphFunction.tune`, but over random arrays. So it is for all calls of the same form, and the
+    function's own arrays are read by its one call alone.
+
+    Parameters
+    ----------
+    function : callable
+        Of graph functions, `conv2d` and the like, on the current device. Replays of programs are not seen.
+    *args
+        For the function.
+    states : ParallelStates, optional
+        What to time side by side, and whose pool the function uses. One stream alone, and the current pool, where none is given.
+    candidates : int or None
+        How many plans to try of those that cuDNN proposes, from the one that it ranks first; all of them for None. Where the plan
+        in use is further behind, as many as it takes to meet it.
+    **kwargs
+        For the function.
+
+    Returns
+    -------
+    tuple of Tuning
+        For each plan that has alternatives, in the order of their last use. `Tuning.inputs` says what it was for. What other
+        threads use on the same pool meanwhile is among them.
+
+    Raises
+    ------
+    DriverNotAvailableError, CaptureError, StateBusyError, GraphNotSupportedError
+        As in `GraphFunction.tune`. Plans that were tuned before an error stay so.
+    Exception
+        Whatever the function raised; then nothing was tuned.
+
+    Examples
+    --------
+    >>> tunings = handlepool.tune(network, x)                                                            # doctest: +SKIP
+    """
+    most = candidates if candidates is None else at_least(1, "tune: candidates", candidates)
+    if not callable(function):
+        raise ArgumentError(f"tune takes a function, not {shown(function)}")
+    pool, pointer = _pool_of("handlepool", states)
+    watched = pool.plans.watch()
+    function(*args, **kwargs)
+    found = []
+    try:
+        with pool.driver.relaxed(), side_slots(pool, "handlepool", 1 if states is None else states.count) as slots:
+            used = pool.plans.used_since(pool.driver.current_device(), watched)
+            for plan in cast("list[Plan]", used):
+                if plan.candidates > 1:
+                    operands = [_random_operands(pool, plan) for _ in slots]
+                    found.append(_tuned(pool, plan, slots, operands, states is not None, pointer, monotonic(), most))
+    except Exception as error:
+        pool.status.diagnose(error)
+        raise
+    return tuple(found)
+
+
+def tune_plan(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find: Callable[[PoolInternals], Plan]) -> Tuning:
     """Time the candidates of the plan that ``find`` gives for these arrays, and use the quickest if it is worth the change.
 
     See `GraphFunction.tune`.
     """
-    if states is not None and not isinstance(states, ParallelStates):
-        raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for one stream alone")
-    pool = current_pool() if states is None else states.pool.internals
-    pool.status.check()
-    driver = pool.driver
-    pointer = _check(pool, name)
+    pool, pointer = _pool_of(name, states)
     start = monotonic()
     try:
-        with driver.relaxed():
+        with pool.driver.relaxed():
             plan = find(pool)
             converted = convert(name, pool, arrays)
             if converted is not None:
@@ -370,26 +438,48 @@ def tune(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find
                     order(pool, converted.device, caller, pointer)
             with side_slots(pool, name, 1 if states is None else states.count) as slots:
                 operands = [_operands(pool, plan, arrays) for _ in slots]
-                driver.synchronize_stream(pointer)  # the copies are there
-                rig = TimingRig(pool, slots, operands, concurrent=states is not None)
-                try:
-                    candidates, plans = rig.time(plan)
-                finally:
-                    rig.close()
+                return _tuned(pool, plan, slots, operands, states is not None, pointer, start)
     except Exception as error:
         pool.status.diagnose(error)
         raise
+
+
+def _tuned(
+    pool: PoolInternals,
+    plan: Plan,
+    slots: list[Slot],
+    operands: Sequence[tuple[Any, ...]],
+    concurrent: bool,
+    pointer: int,
+    start: float,
+    most: int | None = None,
+) -> Tuning:
+    pool.driver.synchronize_stream(pointer)  # the operands are there
+    rig = TimingRig(pool, slots, operands, concurrent=concurrent)
+    try:
+        candidates, plans = rig.time(plan, most)
+    finally:
+        rig.close()
     winner = min(candidates, key=lambda each: each.time)
     previous = next((each for each in candidates if each.engine == plan.engine), None)
     if winner.skipped:
         reasons = "; ".join(f"plan {each.index}: {each.skipped}" for each in candidates[:3])
-        raise GraphNotSupportedError(f"{name}: none of {len(candidates)} plans could be timed: {reasons}")
+        raise GraphNotSupportedError(f"{plan.name}: none of {len(candidates)} plans could be timed: {reasons}")
     if previous is not None and previous.time < GAIN * winner.time:
         winner = previous
     else:
         plans[winner.index].keep()
-    count = 1 if states is None else states.count
-    return Tuning(name, count, tuple(candidates), winner, previous, monotonic() - start, rig.building)
+    seconds = monotonic() - start
+    return Tuning(plan.name, len(slots), tuple(candidates), winner, previous, seconds, rig.building, plan.inputs)
+
+
+def _pool_of(name: str, states: ParallelStates | None) -> tuple[PoolInternals, int]:
+    """Return the pool to tune on, and the caller's stream."""
+    if states is not None and not isinstance(states, ParallelStates):
+        raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for one stream alone")
+    pool = current_pool() if states is None else states.pool.internals
+    pool.status.check()
+    return pool, _check(pool, name)
 
 
 def _check(pool: PoolInternals, name: str) -> int:
@@ -420,5 +510,17 @@ def _operands(pool: PoolInternals, plan: Plan, arrays: Sequence[Any]) -> tuple[A
             given: Any = array
             array = driver.empty(given.shape, given.strides, given.dtype)
             driver.copy(array, given)
+        operands.append(array)
+    return (*operands, *(driver.empty(layout.shape, layout.strides, layout.dtype) for layout in plan.outputs))
+
+
+def _random_operands(pool: PoolInternals, plan: Plan) -> tuple[Any, ...]:
+    """Return what one state launches with where there are no arrays: inputs of random values, and outputs."""
+    driver = pool.driver
+    values = np.random.default_rng(0).standard_normal(MOST_VALUES)
+    operands = []
+    for layout in plan.inputs:
+        array = driver.empty(layout.shape, layout.strides, layout.dtype)
+        driver.copy(array, driver.asarray(np.resize(values, layout.shape).astype(layout.dtype)))
         operands.append(array)
     return (*operands, *(driver.empty(layout.shape, layout.strides, layout.dtype) for layout in plan.outputs))

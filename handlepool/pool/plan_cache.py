@@ -116,6 +116,16 @@ class PlanCache(Generic[P]):
         self.recent = None
         return entry.plan
 
+    def watch(self) -> int:
+        """Return the time, after which whatever is used is told of it; for `used_since`."""
+        self.recent = None
+        return self.tick()
+
+    def used_since(self, device: int, time: int) -> list[P]:
+        """Return a device's plans that were used after `watch` told a time, by whichever thread; the last one used comes last."""
+        entries = [entry for entry in list(self._plans.get(device, {}).values()) if entry.used > time]
+        return [entry.plan for entry in sorted(entries, key=lambda entry: entry.used)]
+
     def shorten(self, device: int, key: Hashable, shortcut: Hashable, make: Callable[[Entry[P]], Shortcut | None]) -> None:
         """Make a shortcut to the plan of a key, where there is none yet; it stays for as long as the cache has the plan."""
         with self._lock:

@@ -114,6 +114,23 @@ def test_tuning_twice_takes_no_more_memory(default_pool, stream, x, w):
     assert used() <= before + (16 << 20)
 
 
+def test_every_plan_of_a_function_is_tuned_and_is_right(default_pool, stream, x, w):
+    def network(x):
+        return conv(handlepool.conv2d(x, w, padding=1), w)
+
+    before = network(x).get().astype(np.float64)
+    tunings = handlepool.tune(network, x)
+    assert [each.name for each in tunings] == ["conv2d", "conv"]
+    for tuning in tunings:
+        print(tuning)
+        tried = [each for each in tuning.candidates if not each.skipped.startswith("not tried")]
+        assert 2 <= len(tried) <= 10
+        assert tuning.winner.alone > 0.2
+    assert sum(tuning.seconds for tuning in tunings) < 2
+    assert handlepool.ops.conv2d_plan(x, w, padding=1).engine == tunings[0].winner.engine
+    assert np.linalg.norm(network(x).get() - before) < 2e-2 * np.linalg.norm(before)
+
+
 def test_from_the_null_stream(default_pool, x, w):
     assert conv.tune(x, w, states=ParallelStates(2, pool=default_pool)).winner.concurrent > 0
     assert error(conv(x, w), x, w) < 1e-2

@@ -238,6 +238,99 @@ def test_the_pool_is_that_of_the_states(make, make_pool):
     assert (scene.pool.stats()["plans_built"], other.stats()["plans_built"]) == (0, 2)
 
 
+def chain(x, w):
+    """Three convolutions of two geometries, a sum that is no graph, and an activation."""
+    y = conv(conv(x, w), w)
+    return handlepool.ops.relu(handlepool.add(y, handlepool.conv2d(x, w[:2], padding=1, bias=w[0, 0, 0, :2])[:, [0, 1, 0, 1]]))
+
+
+def test_every_plan_that_a_function_used_is_tuned_and_nothing_else(make):
+    scene = make(GREEDY, SOCIABLE, Fake(alone=5, concurrent=30))
+    driver = scene.driver
+    x, w = arrays_of(driver)
+    other = conv.plan_for(ArraySpec((2, 4, 6, 6), "float32"), w)
+    expected = driver.asnumpy(chain(x, w))
+    for _ in range(2):  # the second time all is known
+        tunings = handlepool.tune(chain, x, w)
+        assert [each.name for each in tunings] == ["convolution", "conv2d", "relu"]
+        assert [each.inputs[0].shape for each in tunings] == [x.shape] * 3
+        assert [each.winner.index for each in tunings] == [2, 2, 2]
+    assert handlepool.ops.conv2d_plan(x, w[:2], padding=1, bias=w[0, 0, 0, :2]).engine == "engine 2"
+    assert conv.plan_for(x, w).engine == "engine 2"
+    assert conv.plan_for(ArraySpec((2, 4, 6, 6), "float32"), w) is other
+    assert other.engine == "engine 0"
+    assert (driver.asnumpy(chain(x, w)) == expected).all()
+    together = handlepool.tune(chain, x, w, states=scene.states)
+    assert [each.winner.index for each in together] == [1, 1, 1]
+
+
+def test_one_convolution_is_tuned_with_its_options_and_as_calls_with_an_out(make):
+    scene = make(GREEDY, SOCIABLE, Fake(alone=5))
+    x, w = arrays_of(scene.driver)
+    out = scene.driver.asarray(np.zeros(SHAPES[0], np.float32))
+    (tuning,) = handlepool.tune(handlepool.conv2d, x, w, padding=1, out=out)
+    assert (tuning.winner.index, tuning.states, len(tuning.candidates)) == (2, 1, 3)
+    assert handlepool.ops.conv2d_plan(x, w, padding=1, out=out).engine == "engine 2"
+    assert handlepool.ops.conv2d_plan(x, w, padding=1).engine == "engine 0"
+
+
+def test_the_first_candidates_are_tried_and_the_one_in_use(make):
+    scene = make(*(Fake(alone=time) for time in (9, 8, 7, 6, 5)))
+    x, w = arrays_of(scene.driver)
+    assert handlepool.tune(conv, x, w, candidates=2)[0].winner.index == 1
+    assert handlepool.tune(conv, x, w)[0].winner.index == 4
+    (tuning,) = handlepool.tune(conv, x, w, candidates=2)  # the fifth is in use, so all are tried
+    assert (tuning.winner.index, tuning.previous.index) == (4, 4)
+    conv.plan_for(x, w).select(0)
+    (tuning,) = handlepool.tune(conv, x, w, candidates=3)
+    assert [each.skipped for each in tuning.candidates] == ["", "", "", *["not tried, since it is behind the first 3"] * 2]
+    for wrong in (0, -1, 1.5, True, "all"):
+        with pytest.raises(ArgumentError, match="tune: candidates="):
+            handlepool.tune(conv, x, w, candidates=wrong)
+
+
+def test_plans_of_a_forks_branches_are_tuned(make):
+    scene = make(GREEDY, SOCIABLE, Fake(alone=5))
+    x, w = arrays_of(scene.driver)
+
+    def fork(x, w):
+        with scene.states.fork() as fork:
+            return fork.run(conv, fork.run(conv, x, w), w)
+
+    (tuning,) = handlepool.tune(fork, x, w)
+    assert (tuning.name, tuning.winner.index) == ("convolution", 2)
+
+
+def test_where_nothing_can_be_tuned_the_function_is_not_even_called(make, make_pool, monkeypatch):
+    scene = make(GREEDY, SOCIABLE)
+    called = []
+    with scene.states.fork() as fork, pytest.raises(CaptureError, match="handlepool cannot be tuned inside a branch"):
+        fork.run(handlepool.tune, called.append, 3)
+    monkeypatch.setattr("handlepool.pool.default._default", make_pool())
+    with pytest.raises(DriverNotAvailableError, match=r"handlepool\.tune times plans on a GPU; this is the host driver"):
+        handlepool.tune(called.append, 3)
+    assert called == []
+
+
+def test_a_function_that_fails_goes_on_and_nothing_is_tuned(make):
+    scene = make(GREEDY, SOCIABLE, Fake(alone=5))
+    x, w = arrays_of(scene.driver)
+
+    def failing():
+        conv(x, w)
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError, match="its own"):
+        handlepool.tune(failing)
+    assert conv.plan_for(x, w).engine == "engine 0"
+    assert handlepool.tune(lambda: None) == ()
+    for wrong in (None, 3):
+        with pytest.raises(ArgumentError, match="tune takes a function, not"):
+            handlepool.tune(wrong, x)
+    with pytest.raises(ArgumentError, match=r"handlepool\.tune with states=4"):
+        handlepool.tune(conv, x, w, states=4)
+
+
 def test_arrays_of_another_library_are_read_where_they_are(make):
     class Other:
         def __init__(self, values):
