@@ -232,6 +232,12 @@ class RecordingMemory(Protocol):
     def tell(self, of: Callable[[object], None] | None) -> None:
         """Pass each block that is allocated from now on to a function; None ends that. See `Driver.block_range`."""
 
+    def recycle(self, may_have: Callable[[int, int], bool] | None) -> bool:
+        """Give what was freed to the next array for which a function says so, whatever stream it was for; None ends that.
+
+        The function is told where a block begins and ends. False where the driver cannot, and does as before.
+        """
+
     def holds(self, value: object) -> bool:
         """Whether a value is an array in this memory, or what stands for a block of it."""
 

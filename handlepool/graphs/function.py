@@ -20,11 +20,12 @@ from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
 from handlepool.graphs.trace import Request
 from handlepool.graphs.tuning import Tuning, tune_plan
-from handlepool.pool.context import NOT_CACHED, launchers, on_device
+from handlepool.pool.context import NOT_CACHED, launchers, on_device, recordings
 from handlepool.pool.default import current_pool
 from handlepool.pool.deferred import settle_all
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_directory import VARIABLE as PLAN_DIRECTORY
+from handlepool.regions.data_order import lanes_for
 from handlepool.regions.states import ParallelStates
 from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import Layout
@@ -184,6 +185,8 @@ class GraphFunction(ArrayCall[P, R_co]):
             plan = self.plan(pool, arrays, outs, options, settings, option_key=None if converted else key)
             if out is not None:
                 return GraphCall(pool, plan, arrays + outs, out, True)
+            if recordings and converted is None and (lanes := lanes_for(pool, pool.driver.current_stream(plan.device).ptr)):
+                lanes.expect([Layout.of(array).piece(pool.driver.array_pointer(array)) for array in arrays])
             made = new_outputs(pool, plan.outputs, pool.driver.empty if converted is None else converted.empty)
             return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made, False)
         except Exception as error:

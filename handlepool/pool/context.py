@@ -59,6 +59,9 @@ class NodesByData(Protocol):
     def other(self, what: str, why: str = ...) -> None:
         """Be told of work that is no node."""
 
+    def expect(self, reads: Sequence[Any]) -> None:
+        """Be told what the next node reads, before its outputs are allocated."""
+
 
 class UnderWay(Protocol):
     """A recording under way, as far as what stands below recordings knows it."""

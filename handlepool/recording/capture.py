@@ -222,15 +222,13 @@ class Recording:
         lanes = self.lanes
         if lanes is None:
             return self._call(slot, function, args, kwargs)
-        end = lanes.begin(slot)
-        self._memory.tell(lanes.allocated)
+        end = lanes.begin(slot, self._memory)
         try:
             value = self._call(slot, function, args, kwargs)
             check_same(self._name, self._rehearsed, lanes.calls)
             lanes.join()
             return value
         finally:
-            self._memory.tell(None)
             end()
 
     def _call(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
@@ -260,6 +258,14 @@ class Recording:
             if not isinstance(first, Exception):  # an interrupt
                 raise first
             self.pool.status.diagnose(first)
+            if isinstance(error, MemoryError) and self.lanes is not None:
+                lanes, calls = self.lanes, self.lanes.calls
+                raise OutOfMemoryError(
+                    f"the recording of {self._name} finds no memory on device {self.device} ({error}) on {lanes.limit} lanes, at "
+                    f"call {len(calls)} of {len(self._rehearsed)}: until there it took {self.nbytes:,} bytes on {lanes.got}. "
+                    f"Fewer lanes take less, as a rule; or free arrays, close programs, and call HandlePool.trim() and CuPy's "
+                    f"free_all_blocks()"
+                ) from error
             if error is None and isinstance(ending, MemoryError):
                 raise OutOfMemoryError(
                     f"the graph of {self._name} finds no memory on device {self.device} ({ending}): free arrays, close programs, "

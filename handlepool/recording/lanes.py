@@ -7,8 +7,8 @@ is used by one node at a time. The books are a region's, with a track for each l
 Outside of nodes the main stream is behind all leaves. So whatever is launched there unseen stands after all before it; that it
 was is seen at the next node, which starts new books behind it.
 
-Memory that was allocated while recording is kept to the end of the recording. Freed, it could be given to a node that its last
-reader has no order with.
+Memory that was freed while recording is given to a node alone that comes after all who used it: no edge is added for that. Where
+the driver cannot do so, all is kept to the end of the recording.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,12 +19,14 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from handlepool._util import do_all, leaves
+from handlepool.drivers.protocol import RecordingMemory
 from handlepool.errors import CaptureError
 from handlepool.pool.context import place_of_call, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread
 from handlepool.recording.explain import Step
 from handlepool.recording.rehearsal import Made
+from handlepool.recording.unwritten import Unwritten
 from handlepool.regions.data_order import in_the_middle
 from handlepool.regions.plain_calls import piece_of
 from handlepool.regions.track import NOTHING, Needs, Track
@@ -119,13 +121,17 @@ class Lanes:
         self._lanes: list[_Lane] = []
         self._of: dict[Track, _Lane] = {}
         self._uses = Uses()
-        self._kept: list[object] = []
         self._leaves: list[_Node] = []
         self._base: tuple[Any, ...] = ()  # what every node comes after
         self._base_step: tuple[int, ...] = ()
         self._put: tuple[Any, ...] = ()  # what the main stream was left behind
         self._behind: tuple[Any, ...] = ()  # and what the last node was put behind
-        self._blocks: list[object] = []  # memory that was allocated
+        self._new: list[tuple[int, int]] = []  # memory that was allocated inside the node
+        self._blocks: list[object] = []  # memory that is kept
+        self._keeps = False
+        self._unwritten = Unwritten()
+        self._expected: Pieces | None = None  # what the next node reads
+        self._expected_known: Needs | None = None
         self._others: list[
             tuple[str, str, str]
         ] = []  # since the last node, work that was told of: what, why it is no node, where
@@ -136,12 +142,14 @@ class Lanes:
         self._why = ""  # the node that is recorded is ordered as if it were none
         self._current: _Lane | None = None
 
-    def begin(self, slot: Slot) -> Callable[[], None]:
+    def begin(self, slot: Slot, memory: RecordingMemory) -> Callable[[], None]:
         """Record from now on what is given to a capturing slot, which is the main stream's; what is returned ends the watch."""
         self._main = slot
         base = self._driver.dependencies(slot.pointer)
         self.exact = base is not None
         self._base = self._put = base or ()
+        self._keeps = self.exact and not memory.recycle(self.may_have)
+        memory.tell(self.allocated)
         return partial(do_all, [self._driver.watch_shared(self._shared, check=False), self._driver.watch_plain(self._plain)])
 
     def takes(self, pool: object, pointer: int) -> bool:
@@ -155,9 +163,52 @@ class Lanes:
 
     def allocated(self, block: object) -> None:
         """Be told of memory that was allocated."""
-        self._blocks.append(block)
-        if not self._inside:
-            self._allocations.append(place_of_call())
+        if self._keeps:
+            self._blocks.append(block)
+        piece = self._driver.block_range(block)
+        if self._inside:
+            self._new.append(piece)
+        else:
+            place = place_of_call()
+            self._allocations.append(place)
+            self._unwritten.add(*piece, place)
+
+    def expect(self, reads: Pieces) -> None:
+        """Be told what the next node reads, before its outputs are allocated."""
+        self._expected, self._expected_known = reads, None
+
+    def may_have(self, start: int, stop: int) -> bool:
+        """Whether what is allocated now may be in memory that was freed: all who used that come before whoever writes there.
+
+        Outside of nodes that is a guess, and the books order who comes there as anywhere.
+        """
+        needs = needs_of((), self._uses.meeting((start, stop, None)))
+        if not needs:
+            return True
+        if self._inside:
+            known = self._lane_of_node().nodes[-1].known
+        elif self._expected is None:
+            return False
+        else:
+            if self._expected_known is None:
+                self._expected_known = self._known_after(self._expected)
+            known = self._expected_known
+        return all(known.get(track, 0) >= call for track, call in needs.items())
+
+    def _known_after(self, reads: Pieces) -> Needs:
+        """Return what a node that reads something comes after; with one lane, whatever it reads."""
+        if self.limit == 1 and self._lanes:
+            return self._lanes[0].track.known
+        known: Needs = {}
+        for track, call in needs_of(map(self._uses.piece, reads), ()).items():
+            for each, last in self._of[track].nodes[call - 1].known.items():
+                if known.get(each, 0) < last:
+                    known[each] = last
+        return known
+
+    def _lane_of_node(self) -> _Lane:
+        assert self._current is not None
+        return self._current
 
     def run(
         self,
@@ -198,17 +249,19 @@ class Lanes:
             place = place_of_call()
             self.calls.append(Made.of(name, writes, place))
             self._see_others(place)
-            self._kept.append(keep)
+            if self.exact:
+                self._unwritten.check(name, place, reads, writes, keep)
+                self._unwritten.wrote(writes)
+            self._expected = None
+            self._new.clear()
             met, changed = [*map(self._uses.piece, reads)], [*map(self._uses.piece, writes)]
             lane, node = self._start(needs_of(met, changed), name, place)
-            known = len(self._blocks)
             self._inside, self._current, self._why = True, lane, ""
         finally:
             self._busy = False
         try:
             result = call(lane.slot)
             written = [] if new is None else [*new(result)]
-            self._kept.append(result)
         except BaseException:
             try:
                 self._why = "it raised an error"
@@ -218,8 +271,8 @@ class Lanes:
             raise
         self._busy = True
         try:
-            ranges = map(self._driver.block_range, self._blocks[known:])
-            changed += map(self._uses.piece, [*((start, stop, None) for start, stop in ranges if stop > start), *written])
+            made = [(start, stop, None) for start, stop in self._new if stop > start]
+            changed += map(self._uses.piece, [*made, *written])
             write_down(lane.track, node.call, met, changed)
             got = self._end(lane, node, place)
         finally:
@@ -244,7 +297,7 @@ class Lanes:
     def forget(self) -> None:
         """Let go of what was kept for the recording."""
         self._uses.close()
-        for each in (self._lanes, self._of, self._leaves, self._kept, self._blocks):
+        for each in (self._lanes, self._of, self._leaves, self._blocks):
             each.clear()
         self._base = self._put = self._behind = ()
         self._current = None
@@ -360,6 +413,7 @@ class Lanes:
         if not self.exact or {*(found := self._dependencies(self._main.pointer))} == {*self._put}:
             return
         self._put = found
+        self._unwritten.clear()  # nobody knows what it wrote
         after = tuple(sorted(leaf.step for leaf in self._leaves)) or self._base_step
         if not others:
             where = f"between {self._last_place} and {place}"

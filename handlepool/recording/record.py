@@ -47,8 +47,8 @@ def record(
     lanes : int, optional
         1 to 32. The outermost calls of graph functions and operations become nodes that are ordered by their data alone, and at
         most so many of them run at once. Forks, operations on torch tensors, and whatever else is launched stand after all before
-        them, and before all after them; `Program.explain` says where. All memory that is allocated meanwhile is kept. By default
-        the order of streams and forks is recorded.
+        them, and before all after them; `Program.explain` says where. Memory goes to calls alone that come after its last users.
+        By default the order of streams and forks is recorded.
 
     Returns
     -------

@@ -69,6 +69,9 @@ class Rehearsal:
     def other(self, what: str, why: str = "") -> None:
         """Be told of work that is no node."""
 
+    def expect(self, reads: Pieces) -> None:
+        """Be told what the next node reads."""
+
     def run(
         self,
         name: str,

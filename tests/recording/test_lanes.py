@@ -118,37 +118,6 @@ def test_g17_what_is_written_in_place_comes_after_its_readers(scene, lanes):
     assert value == 2 + 20 + 200
 
 
-def freed(scene, x):
-    """Arrays that nobody holds any more while nodes may still read them."""
-    total = plus(scene, x, 0)
-    for value in range(8):
-        total = adding(scene, total, plus(scene, plus(scene, x, value), 1))
-    return total
-
-
-@pytest.mark.parametrize("lanes", LANES)
-def test_g8_memory_that_was_freed_is_nobodys_before_the_recording_ends(scene, lanes):
-    value, _ = replayed(scene, freed, scene.array(1), lanes=lanes)
-    assert value == 1 + sum(value + 2 for value in range(8))
-
-
-def inside(scene, x, y, temporaries):
-    for value in range(temporaries):
-        x = scene.plus(x, value)
-    return add(scene, x, y)
-
-
-def test_g8_memory_of_a_call_itself_is_no_other_calls(scene):
-    operation = handlepool.operation(inside)
-
-    def both(scene, x):
-        return adding(scene, operation(scene, x, x, 4), operation(scene, x, x, 6))
-
-    value, how = replayed(scene, both, scene.array(1), lanes=8)
-    assert value == (1 + 6 + 1) + (1 + 15 + 1)
-    assert len(how.nodes) == 3
-
-
 # What is no node
 
 

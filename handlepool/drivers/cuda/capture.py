@@ -80,6 +80,9 @@ class CudaRecordingMemory:
     def tell(self, of: Callable[[object], None] | None) -> None:
         self._tell = of
 
+    def recycle(self, may_have: Callable[[int, int], bool] | None) -> bool:
+        return False  # CuPy's pool merges what was freed
+
     @property
     def nbytes(self) -> int:
         return sum(self._on_each(self._pool.total_bytes))

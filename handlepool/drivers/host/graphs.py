@@ -8,6 +8,9 @@ from handlepool.drivers.host.memory import Block, DeviceMemory, Owner
 from handlepool.drivers.host.streams import StreamTable
 from handlepool.errors import ContractError
 
+MOST_TRIED = 8
+"""Of the blocks of one size, from each end."""
+
 
 class RecordedGraph:
     """A `HostGraph` as `handlepool.drivers.protocol.RecordedGraph`."""
@@ -48,16 +51,13 @@ class RecordingMemory:
         self.allocator = self
         self.nbytes = 0
         self._tell: Callable[[object], None] | None = None
+        self._may_have: Callable[[int, int], bool] | None = None
 
     def take(self, device: DeviceMemory, key: object, nbytes: int) -> Owner:
         """Return a block; take care of captures by itself, as an allocator must."""
         size = DeviceMemory.rounded(nbytes)
-        _, home = self._homes.setdefault((device, key, size), (device, []))
-        try:
-            block = home.pop()
-            block.generation += 1
-        except IndexError:
-            block = self._fresh(device, size)
+        _, home = self._homes.setdefault((device, None if self._may_have else key, size), (device, []))
+        block = self._freed(home) or self._fresh(device, size)
         owner = Owner(block, home)
         if self._tell is not None:
             self._tell(owner)
@@ -66,6 +66,22 @@ class RecordingMemory:
     def tell(self, of: Callable[[object], None] | None) -> None:
         """Pass each block that is allocated from now on to a function."""
         self._tell = of
+
+    def recycle(self, may_have: Callable[[int, int], bool] | None) -> bool:
+        """Ask a function for whom a block may be; those that were freed last, and first, are tried."""
+        self._may_have = may_have
+        return True
+
+    def _freed(self, home: list[Block]) -> Block | None:
+        for block in home[:-2:-1] if self._may_have is None else (*home[: -MOST_TRIED - 1 : -1], *home[:MOST_TRIED]):
+            if self._may_have is None or self._may_have(block.address, block.address + block.nbytes):
+                try:
+                    home.remove(block)
+                except ValueError:  # another thread has taken it
+                    continue
+                block.generation += 1
+                return block
+        return None
 
     def _fresh(self, device: DeviceMemory, size: int) -> Block:
         thread = self._table.thread

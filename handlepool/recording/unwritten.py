@@ -1,0 +1,71 @@
+"""Memory that was allocated while recording and that nothing has written yet: who reads it reads what was there before."""
+
+from bisect import bisect_right, insort
+from collections.abc import Iterable
+
+from handlepool._util import leaves, shown
+from handlepool.errors import CaptureError
+from handlepool.tensors.layout import Piece, Token
+
+
+class Unwritten:
+    """Blocks, by where they begin."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._blocks: dict[int, tuple[int, str]] = {}
+
+    def add(self, start: int, stop: int, place: str) -> None:
+        """Take note of a block, and of where it was allocated."""
+        if start not in self._blocks:
+            insort(self._starts, start)
+        self._blocks[start] = stop, place
+
+    def wrote(self, writes: Iterable[Piece | Token]) -> None:
+        """Take note of writes: a block that was written to in part counts as written."""
+        for piece in writes:
+            start = self._block_of(piece)
+            if start is not None:
+                del self._blocks[start], self._starts[bisect_right(self._starts, start) - 1]
+
+    def clear(self) -> None:
+        """Know nothing any more."""
+        self._starts.clear()
+        self._blocks.clear()
+
+    def check(
+        self, name: str, place: str, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token], arguments: object
+    ) -> None:
+        """Refuse a call that reads what nothing has written, and does not write it itself.
+
+        Raises
+        ------
+        CaptureError
+            Naming the call and the array.
+        """
+        if not self._blocks:
+            return
+        written = {self._block_of(piece) for piece in writes}
+        for piece in reads:
+            start = self._block_of(piece)
+            if start is not None and start not in written:
+                array = next((leaf for leaf in leaves(arguments) if _begins(leaf) == piece[0]), None)  # type: ignore[index]
+                raise CaptureError(
+                    f"{name} at {place} reads {'an array' if array is None else shown(array)} that was allocated at "
+                    f"{self._blocks[start][1]} while recording, and that nothing has written: a replay reads what "
+                    f"was left there. If the call writes it, say so with mutates="
+                )
+
+    def _block_of(self, piece: Piece | Token) -> int | None:
+        """Return where the block begins that a piece of memory is in; None for another's, and for what was written."""
+        if isinstance(piece, Token) or not self._starts:
+            return None
+        at = bisect_right(self._starts, piece[0]) - 1
+        if at < 0 or self._blocks[self._starts[at]][0] <= piece[0]:
+            return None
+        return self._starts[at]
+
+
+def _begins(value: object) -> int | None:
+    pointer = getattr(getattr(value, "data", None), "ptr", None)
+    return pointer if isinstance(pointer, int) else None

@@ -1,0 +1,200 @@
+"""Memory of a recording on lanes: a block that was freed goes to those alone who come after all of its users (guarantee 8)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness.scenes import Scene, leased, works
+
+import handlepool
+from handlepool import CaptureError, ContractError, OutOfMemoryError
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.drivers.host.graphs import RecordingMemory
+from handlepool.recording.lanes import Lanes
+
+LANES = (1, 2, 3, 8)
+
+
+@pytest.fixture
+def scene(monkeypatch):
+    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        yield scene
+
+
+def kept(monkeypatch):
+    """All memory is kept to the end of the recording."""
+    monkeypatch.setattr(RecordingMemory, "recycle", lambda memory, may_have: False)
+
+
+@handlepool.operation
+def plus(scene, x, value):
+    return scene.plus(x, value)
+
+
+def add(scene, x, y):
+    return scene.put(scene.array(), lambda x, y: x + y, x, y)
+
+
+adding = handlepool.operation(add)
+
+
+@handlepool.operation
+def inside(scene, x, y, temporaries):
+    for value in range(temporaries):
+        x = scene.plus(x, value)
+    return add(scene, x, y)
+
+
+def freed(scene, x):
+    """Arrays that nobody holds any more while nodes may still read them."""
+    total = plus(scene, x, 0)
+    for value in range(8):
+        total = adding(scene, total, plus(scene, plus(scene, x, value), 1))
+        total = total + inside(scene, x, plus(scene, x, -value), value % 3)
+    return total
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_g8_freed_memory_is_used_again_and_the_values_are_right(scene, lanes):
+    x = scene.array(1)
+    expected = scene.read(freed(scene, x))
+    with handlepool.record(freed, scene, x, lanes=lanes) as program:
+        program.replay()
+        assert scene.read(program.outputs) == expected
+        assert program.nbytes <= 512 * (5 + lanes)
+
+
+def test_control_where_all_memory_is_kept_there_is_more(scene, monkeypatch):
+    kept(monkeypatch)
+    with handlepool.record(freed, scene, scene.array(1), lanes=2) as program:
+        program.replay()
+        assert program.nbytes > 512 * 30
+
+
+def beside(scene, x):
+    """Chains without an order between them, each of which frees memory that the others would take."""
+    chains = [x] * 4
+    for step in range(6):
+        for place in range(4):
+            chains[place] = inside(scene, plus(scene, chains[place], step), x, 2)
+    return chains
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_g8_chains_beside_each_other_have_memory_of_their_own(scene, lanes):
+    x = scene.array(1)
+    expected = [scene.read(y) for y in beside(scene, x)]
+    sizes = []
+    for number in (1, lanes):
+        with handlepool.record(beside, scene, x, lanes=number) as program:
+            program.replay()
+            assert [scene.read(y) for y in program.outputs] == expected
+            sizes.append(program.nbytes)
+            used = program.explain().got
+    assert sizes[1] <= sizes[0] * used * 1.1
+
+
+def test_g8_control_memory_that_goes_to_whoever_asks_is_caught(scene, monkeypatch):
+    monkeypatch.setattr(Lanes, "may_have", lambda lanes, start, stop: True)
+    program = handlepool.record(beside, scene, scene.array(1), lanes=8)
+    with pytest.raises(ContractError, match="not ordered"):
+        program.replay()
+    scene.driver.order.found.clear()
+
+
+def sizes_of(network, lanes):
+    from nets import NETWORKS, Parameters
+
+    with Scene(HostDriver(), count=1) as scene:
+        p = Parameters(scene.driver.asarray, "float32", 8)
+        x = scene.driver.asarray(np.zeros((1, 3, 32, 32), np.float32))
+        found = []
+        for number in lanes:
+            with handlepool.record(NETWORKS[network], p, x, lanes=number, pool=scene.pool) as program:
+                found.append((program.nbytes, program.nbytes - program.explain().scratch))
+                assert program.explain().got == min(number, 4)
+        return found
+
+
+@pytest.fixture
+def in_networks(monkeypatch):
+    """The networks of the benchmarks; their operations use the scene's pool."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    original = Scene.__init__
+
+    def init(scene, *args, **options):
+        original(scene, *args, **options)
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+
+    monkeypatch.setattr(Scene, "__init__", init)
+
+
+def test_googlenet_takes_at_most_half_as_much_again_as_on_one_lane(in_networks):
+    one, *others = sizes_of("googlenet", (1, 2, 3, 8))
+    for which in (0, 1):  # with scratch, and without
+        assert max(size[which] for size in others) <= 1.5 * one[which]
+
+
+def test_control_googlenet_with_all_memory_kept_takes_more_than_that(in_networks, monkeypatch):
+    ((_, one),) = sizes_of("googlenet", (1,))
+    kept(monkeypatch)
+    ((_, more),) = sizes_of("googlenet", (8,))
+    assert more > 1.5 * one
+
+
+# What was allocated and not written
+
+
+def test_memory_that_nobody_wrote_is_not_read_and_call_and_array_are_named(scene):
+    def function(x):
+        z = scene.array()
+        return adding(scene, x, z)
+
+    line = function.__code__.co_firstlineno
+    message = rf"add at \S+:{line + 2} reads <\S+ of shape \(8,\), float64> that was allocated at \S+ while recording"
+    with pytest.raises(CaptureError, match=message):
+        handlepool.record(function, scene.array(1), lanes=4)
+    assert leased(scene) == 0
+    assert works(scene)
+
+
+@pytest.mark.parametrize("how", ["a call", "a part by a call", "plain code"])
+def test_memory_that_was_written_is_read(scene, how):
+    @handlepool.operation(mutates="y")
+    def filled(y, value):
+        y[...] = value
+
+    def function(x):
+        z = scene.driver.empty((8,), (8,), np.dtype(np.float64))
+        if how == "plain code":
+            z[...] = 5
+        else:
+            filled(z if how == "a call" else z[2:], 5)
+        return adding(scene, x, z)
+
+    with handlepool.record(function, scene.array(1), lanes=4) as program:
+        program.replay()
+        assert program.outputs.get()[4] == 6
+
+
+# Too little
+
+
+def test_too_little_memory_says_how_much_there_was_and_for_how_many_lanes(monkeypatch):
+    with Scene(HostDriver(memory=512 * 50, check_order=True)) as scene:
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        held = [[]]
+
+        def function(x):
+            made = [plus(scene, x, value) for value in range(40)]
+            for each in held:
+                each += made
+            return made
+
+        message = r"function finds no memory on device 0 .* on 8 lanes, at call 1\d of 40: .* took [\d,]+ bytes"
+        with pytest.raises(OutOfMemoryError, match=message):
+            handlepool.record(function, scene.array(1), lanes=8)
+        assert leased(scene) == 0
+        held.clear()
+        handlepool.record(function, scene.array(1), lanes=8).close()
