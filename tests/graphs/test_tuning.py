@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from harness.accounts import RESTORES, Accounts
 from harness.graphs import convolution as conv
+from harness.lines import some_lines
 from harness.scenes import TIMEOUT, Scene, Thread
 from harness.uses import assert_usable
 
@@ -700,9 +701,7 @@ def test_where_nothing_can_be_timed_the_plan_stays(make):
 def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, interrupt, monkeypatch):
     monkeypatch.setattr("handlepool.graphs.tuning.ROUNDS", 1)
     monkeypatch.setattr("handlepool.graphs.tuning.MOST_LAUNCHES", 2)
-    k = 1
-    failed = True
-    while failed:
+    for k in some_lines(4):  # of calls, here
         with Scene(TimedDriver([Fake(), Fake(concurrent=5)], scheduler="adversarial", seed=k)) as scene:
             x, w = arrays_of(scene.driver)
             conv.plan(scene.pool.internals, (x, w), (), {})
@@ -721,5 +720,6 @@ def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, i
             lost = interrupt is KeyboardInterrupt and not {"destroy_event", "free"}.isdisjoint(frames)
             in_order(scene, complete=not lost)
             assert scene.pool.stats()["plans_cached"] == 1
-        k += 1
+        if not failed:
+            break
     assert k > 5

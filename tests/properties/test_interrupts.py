@@ -113,7 +113,7 @@ def a_recording(scene):
 
 # Where only a tracer can interrupt: nothing is called before.
 SPARED = ("slots[:0] = held", "thread.recording = None", "for scratch in self.scratch:")
-STEPS = {a_fork: 3, a_recording: 60}
+STEPS = {a_fork: 8, a_recording: 60, a_trim: 3, a_close: 3, a_reuse: 2, a_reclaim: 2}
 
 MAKE_OR_DESTROY = [a_first_use, a_reuse, a_trim, a_close]
 """Here a handle may be lost that no slot has yet, or a slot that has none any more."""
@@ -167,7 +167,7 @@ def test_g8_an_interrupt_at_every_line_gives_nobody_what_is_still_read_and_what_
 def test_an_interrupt_at_every_line_of_a_build_keeps_nobody_waiting():
     # Where only a tracer can interrupt: nothing is called before, or a lock is freed.
     spared = ("mine.thread = 0", "slot.busy = False", "with ")
-    for k in itertools.count(1):
+    for k in some_lines(4):
         with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
             x, where = scene.array(1), ""
 

@@ -20,7 +20,7 @@ from lifetimes import Lifetimes
 
 from handlepool import ContractError
 
-EXAMPLES = int(os.environ.get("HANDLEPOOL_EXAMPLES", "1400"))
+EXAMPLES = int(os.environ.get("HANDLEPOOL_EXAMPLES", "800"))
 SEED = int(os.environ.get("HANDLEPOOL_SEED") or random.randrange(1 << 32))
 PARTS = 8  # as units of work for test processes
 
