@@ -1,5 +1,6 @@
 """Whole networks, plainly written on the library's operations (`nets`): eagerly on one stream and with one fork, in which each
-call is a branch; recorded, the same two; and torch, eagerly and in a CUDA graph.
+call is a branch; recorded, the same two; and torch, eagerly and in a CUDA graph. On a GPU the network is tuned, too, and its
+convolutions are timed before and after, beside torch's.
 
 Every output is compared with float64's before it is timed. Batch norm is folded into the weights, which are random.
 """
@@ -7,6 +8,7 @@ Every output is compared with float64's before it is timed. Batch norm is folded
 import sys
 from collections.abc import Callable
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,18 @@ from common import CLOCKS, Ratios, pool_on_a_stream, publish, regions, summary
 from nets import NETWORKS, Parameters
 from nets.kinds import Reference, Torch, forked
 from nets.parameters import channels_last
+from operations import Noted
 from options import arguments, parse, positive, side_streams
 from peers import array_of, graph_of, tensor, torch_beside
 from work import check
 
 import handlepool
+from handlepool import ops
 
 ONE, RECORDED_ONE = "one stream", "recorded, one stream"
+CONVOLUTIONS = "convolutions, one stream"
+MOST_SECONDS = 20.0
+"""Of tuning a network."""
 MOST_OF_ONE_STREAM = 1.3
 """What googlenet with one fork may take of one stream, run eagerly at batch 1 with 4 states."""
 
@@ -66,6 +73,46 @@ class Network:
         return {"torch": self.checked("torch", eager), "torch graph": graph_of(torch, eager)}
 
 
+def every(calls: list[tuple[Callable[[], Any], int]]) -> list[Any]:
+    """Each call as often as its network has it."""
+    return [call() for call, count in calls for _ in range(count)]
+
+
+def tuned_cases(network: Network, torch: Any) -> tuple[dict[str, Callable[[], Any]], list[float]]:
+    """A network's convolutions on one stream, with what is behind them, before `handlepool.tune` and after it; torch's, with the
+    first plan and with the quickest; the network after it; and how many seconds it took."""
+    noted = Noted()
+    network.run(network.p, network.x, noted)
+    found = [call for call in noted.calls.values() if call.operation == "conv2d"]
+
+    def convolutions(kind: Any, place: Callable[[Any], Any]) -> Callable[[], list[Any]]:
+        return partial(every, [(call.on(kind, place), call.count) for call in found])
+
+    own, run = convolutions(ops, lambda array: array), partial(network.run, network.p, network.x)
+    cases: dict[str, Callable[[], Any]] = {CONVOLUTIONS: handlepool.record(own).replay}
+    seconds = []
+    if network.driver.name == "cuda":
+        start = monotonic()
+        tunings = handlepool.tune(run)
+        seconds.append(monotonic() - start)
+        print(
+            f"{len(tunings)} plans tuned in {seconds[0]:.1f} s, of which {sum(each.building for each in tunings):.1f} built plans"
+        )
+        cases[f"{CONVOLUTIONS}, tuned"] = handlepool.record(own).replay
+        program = handlepool.record(run)
+        at = f"{RECORDED_ONE}, tuned"
+        cases[at] = network.checked(at, program.replay, lambda: program.outputs)
+    if torch is not None:
+        theirs = convolutions(Torch(torch), partial(tensor, torch))
+        cases[f"{CONVOLUTIONS}, torch graph"] = graph_of(torch, theirs)
+        before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+        try:
+            cases[f"{CONVOLUTIONS}, torch graph, cudnn.benchmark"] = graph_of(torch, theirs)
+        finally:
+            torch.backends.cudnn.benchmark = before
+    return cases, seconds
+
+
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--calls", type=positive, default=5, help="runs in one sample (default: %(default)s)")
@@ -92,6 +139,10 @@ def main() -> int:
             cases = network.cases(options.states)
             if torch is not None:
                 cases |= network.torch_cases(torch)
+            more, seconds = tuned_cases(network, torch)
+            cases |= more
+            if seconds:
+                ratios.add(f"seconds of handlepool.tune, {name}", seconds, MOST_SECONDS)
             samples = regions(cases, options.repeats, options.calls, driver, stream)
             for clock in CLOCKS:
                 times[f"{name}, microseconds, {clock}"] = {case: summary(values) for case, values in samples[clock].items()}
@@ -104,6 +155,11 @@ def main() -> int:
                     ratios.compare(samples["device"], recorded, peer, None, f", {name}, device")
             for mine, peer in ((ONE, "torch"), (RECORDED_ONE, "torch graph")):
                 ratios.compare(samples["wall"], mine, peer, None, f", {name}, wall")
+            tuned = f"{CONVOLUTIONS}, tuned"
+            ratios.compare(samples["device"], tuned, CONVOLUTIONS, None, f", {name}, device")
+            best = f"{CONVOLUTIONS}, torch graph, cudnn.benchmark"
+            ratios.compare(samples["device"], tuned, best, 1.0 if options.thin == 1 else None, f", {name}, device")
+            ratios.compare(samples["device"], f"{RECORDED_ONE}, tuned", RECORDED_ONE, None, f", {name}, device")
         sizes = {key: getattr(options, key) for key in ("batch", "side", "thin", "dtype", "states")}
         publish(options, "networks", driver.name, times, ratios, skipped, **sizes)
     return 0
