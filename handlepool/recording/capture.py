@@ -22,7 +22,7 @@ from handlepool.recording.rehearsal import Made, check_same
 from handlepool.regions.accesses import Memory
 from handlepool.regions.memory import underneath
 from handlepool.regions.plain_calls import piece_of, pieces_of
-from handlepool.regions.stream_order import in_torch, torch_among
+from handlepool.regions.stream_order import in_torch, torch_among, torch_in_use
 from handlepool.tensors.layout import Piece, Token
 
 
@@ -233,7 +233,7 @@ class Recording:
 
     def _call(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         driver = self.pool.driver
-        torch = torch_among(function, args, kwargs)
+        torch = torch_in_use(driver) or torch_among(function, args, kwargs)
         if torch is not None:
             function, args, kwargs = in_torch(torch, slot.pointer, slot.pointer, self.device, function, args, kwargs)
         allocator = driver.swap_allocator(self._memory.allocator)

@@ -17,7 +17,7 @@ from handlepool.pool.slot import Slot
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import DataOrder, before, lanes_for, open_order, opened, ordering_pool
 from handlepool.regions.plain_calls import exact, piece_of, pieces_of
-from handlepool.regions.stream_order import order, torch_among
+from handlepool.regions.stream_order import in_torch, order, torch_among, torch_in_use
 from handlepool.regions.track import Track
 from handlepool.regions.undeclared import Call, Watch, name_of
 from handlepool.tensors.layout import Piece, Token, share
@@ -100,7 +100,15 @@ class Operation(Generic[P, R_co]):
             call = pool, args, kwargs, writes
 
             def run(slot: Slot | None) -> R_co:
-                return self.run(*call) if slot is None else run_on(pool, slot.side_stream, device, None, self.run, call, {})
+                if slot is None:
+                    return self.run(*call)
+                torch = torch_in_use(driver)
+                rest = (
+                    (self.run, call, {})
+                    if torch is None
+                    else in_torch(torch, slot.pointer, slot.pointer, device, self.run, call, {})
+                )
+                return run_on(pool, slot.side_stream, device, None, *rest)
 
             new = partial(_new_beside, driver, (*reads, *writes))
             return lanes.run(self._name, reads, writes, (args, kwargs), run, new)

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from handlepool._util import leaves
-from handlepool.drivers.protocol import LEGACY_STREAM
+from handlepool.drivers.protocol import LEGACY_STREAM, Driver
 from handlepool.errors import CaptureError
 from handlepool.pool.internals import PoolInternals
 
@@ -40,6 +40,12 @@ def torch_among(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     reached = leaves(args, kwargs, function, calls=True)
     return integration() if any(isinstance(value, tensor) and value.is_cuda for value in reached) else None
+
+
+def torch_in_use(driver: Driver) -> ModuleType | None:
+    """`handlepool.foreign.torch` where torch is loaded and uses the driver's GPUs, for whatever tensors there are; or None."""
+    initialised = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
+    return integration() if driver.name == "cuda" and initialised is not None and initialised() else None
 
 
 @functools.cache

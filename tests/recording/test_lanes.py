@@ -3,8 +3,10 @@
 import json
 import linecache
 import re
+import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -303,6 +305,46 @@ def test_a_driver_without_the_call_gives_one_lane(monkeypatch):
         assert value == 95
         assert (how.got, how.exact) == (1, False)
         assert "one after the other" in str(how)
+
+
+# Torch
+
+
+@pytest.mark.parametrize(("driver", "initialised"), [("cuda", True), ("cuda", False), ("host", True)])
+def test_torchs_stream_is_set_while_recording_wherever_it_uses_the_gpu(scene, monkeypatch, driver, initialised):
+    """Also where tensors are in globals alone."""
+
+    def run_branch(pointer, caller, device, function, args, kwargs):
+        streams.append(pointer)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            streams.pop()
+
+    @handlepool.operation
+    def both(x):
+        found.append((streams[-1], scene.driver.current_stream().ptr))
+        return scene.plus(x, 1)
+
+    def function(x):
+        left, right = both(x), both(x)
+        found.append((streams[-1], scene.driver.current_stream().ptr))
+        return left, right
+
+    torch = SimpleNamespace(Tensor=type("Tensor", (), {}), cuda=SimpleNamespace(is_initialized=lambda: initialised))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr("handlepool.regions.stream_order.integration", lambda: SimpleNamespace(run_branch=run_branch))
+    scene.driver.name = driver
+    for lanes in (None, 1, 4):
+        streams, found = [None], []
+        handlepool.record(function, scene.array(1), lanes=lanes).close()
+        assert [theirs for theirs, _ in found[:3]] == [None] * 3  # the first call is torch's own
+        second = found[3:]
+        if driver == "cuda" and initialised:
+            assert all(theirs == ours for theirs, ours in second)
+            assert len({ours for _, ours in second}) == {None: 1, 1: 2, 4: 3}[lanes]
+        else:
+            assert {theirs for theirs, _ in second} == {None}
 
 
 # Bad input

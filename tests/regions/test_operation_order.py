@@ -8,7 +8,7 @@ import pytest
 from harness.scenes import BranchError, Scene, over_seeds, works
 
 import handlepool
-from handlepool import ContractError, ParallelStates
+from handlepool import CaptureError, ContractError, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
 
 HELD = {}
@@ -481,6 +481,21 @@ def test_g17_a_tensor_that_was_written_beside_its_reader_and_not_declared_is_an_
         fork.run(look, t)
         with pytest.raises(ContractError, match=r"in_place wrote argument t, which it did not declare"):
             unsaid(t)
+    assert works(scene)
+
+
+def test_g17_a_tensor_that_was_written_and_not_declared_is_an_error_where_it_is_recorded_on_lanes(scene, ones):
+    t, x = ones(4), scene.array(1)
+
+    def function(write):
+        look(t)
+        write(t)
+        return scene.plus(x, 1)
+
+    with pytest.raises(ContractError, match=r"in_place wrote argument t, which it did not declare: say"):
+        handlepool.record(function, unsaid, pool=scene.pool, lanes=2)
+    with pytest.raises(CaptureError, match=r"in_place at .* gave no work"):  # as CPU tensors are written at once
+        handlepool.record(function, said, pool=scene.pool, lanes=2)
     assert works(scene)
 
 
