@@ -331,3 +331,32 @@ def backend_stream():
     import cudnn
 
     return lambda handle: cudnn._pybind_module.get_stream(handle.backend_handle)
+
+
+@pytest.fixture
+def eager_work():
+    """Another thread allocates, computes and frees meanwhile, and sees that its own values are right."""
+    import cupy
+
+    stop, wrong, rounds = threading.Event(), [], []
+
+    def work():
+        with cupy.cuda.Stream(non_blocking=True) as own:
+            while not stop.is_set():
+                flags = []
+                for size in (640, 1 << 12, 1 << 14, 1 << 16):
+                    x = cupy.full(size, 7, np.float32)
+                    for _ in range(4):
+                        x = x * 2 - 7
+                    flags.append((x != 7).any())
+                wrong.append(bool(cupy.stack(flags).any()))
+                rounds.append(own.done)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield rounds
+    stop.set()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+    assert rounds
+    assert not any(wrong)

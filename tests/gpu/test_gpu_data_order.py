@@ -1,13 +1,11 @@
 """Guarantee 17 on a GPU: random regions give, bit for bit, what one stream gives."""
 
-import threading
 import warnings
 
 import numpy as np
 import pytest
 from harness.graphs import double
-from harness.region_cases import WEIGHTS, Sizes
-from harness.region_functions import weights
+from harness.region_gpu import CALLS, SIZES, Arrays
 from harness.region_maker import make_case
 from harness.region_runs import Regional, Sequential
 from harness.region_shrink import told
@@ -18,25 +16,8 @@ from handlepool import ParallelStates
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
 PROGRAMS = 3000
-CALLS = 10, 40
-SIZES = Sizes(17, 40), Sizes(64, 64), Sizes(96, 128), Sizes(128, 256), Sizes(256, 256)
-"""With four graph functions over whole arrays: 20 geometries, whose plans are built once, for new outputs and for given ones."""
 PLANS = 2 * 4 * len(SIZES)
 HELD = 2  # milliseconds that the caller's stream is kept busy, so that what follows waits in queues
-LIMIT = 20
-
-
-class Arrays:
-    """What arrays of one size have in the beginning, on the device, to be copied."""
-
-    def __init__(self, sizes):
-        rng = np.random.default_rng(17)
-        shape = sizes.shape((1, 4, 2, 4))
-        self._values = [cupy.asarray(rng.integers(-8, 9, shape).astype(np.float32)) for _ in range(13)]
-        self._weights = cupy.asarray(weights())
-
-    def __call__(self, seed, number, shape):
-        return (self._weights if number == WEIGHTS else self._values[(seed + number) % len(self._values)]).copy()
 
 
 class Held(Regional):
@@ -77,33 +58,6 @@ def world(pool, stream, kernels):
     with default_pool(pool), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a branch waits since")
         yield World(pool, kernels)
-
-
-@pytest.fixture
-def eager_work():
-    """Another thread allocates, computes and frees meanwhile, and sees that its own values are right."""
-    stop, wrong, rounds = threading.Event(), [], []
-
-    def work():
-        with cupy.cuda.Stream(non_blocking=True) as own:
-            while not stop.is_set():
-                flags = []
-                for size in (640, 1 << 12, 1 << 14, 1 << 16):
-                    x = cupy.full(size, 7, np.float32)
-                    for _ in range(4):
-                        x = x * 2 - 7
-                    flags.append((x != 7).any())
-                wrong.append(bool(cupy.stack(flags).any()))
-                rounds.append(own.done)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield rounds
-    stop.set()
-    thread.join(LIMIT)
-    assert not thread.is_alive()
-    assert rounds
-    assert not any(wrong)
 
 
 @pytest.mark.timeout(600)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from harness.region_cases import Case, Look, Make, leaves
+from harness.region_cases import SMALL, Case, Look, Make, Sizes, leaves
 from harness.region_runs import Sequential, Values
 from harness.region_worlds import World, books_of, default_pool, expected_of
 
@@ -22,8 +22,8 @@ MOST_TRIES = 12
 class Flat(Sequential):
     """Runs the steps one after the other, on what a recording is given: what the host makes is made before."""
 
-    def __init__(self, case: Case, make: Any, copy: Any) -> None:
-        super().__init__(make, copy, numpy=False)
+    def __init__(self, case: Case, make: Any, copy: Any, sizes: Sizes = SMALL) -> None:
+        super().__init__(make, copy, numpy=False, sizes=sizes)
         self.case = case
         self.begin()
         numbers = [step.made for step in leaves(case.steps) if isinstance(step, Make)]

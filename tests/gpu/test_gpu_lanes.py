@@ -1,0 +1,217 @@
+"""Recordings with lanes on a GPU: random sequential programs give, bit for bit, what one stream gives (guarantee 17)."""
+
+import warnings
+
+import numpy as np
+import pytest
+from harness.graphs import convolution, double
+from harness.region_gpu import CALLS, SIZES, Arrays
+from harness.region_lanes import Flat
+from harness.region_maker import make_case
+from harness.region_runs import Sequential
+from harness.region_worlds import books_of, default_pool
+
+import handlepool
+from handlepool import CaptureError, operation
+from handlepool.drivers.cuda import driver as cuda
+from handlepool.recording import lanes as books
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+
+PROGRAMS = 3000
+LANES = 1, 2, 3, 8
+REPLAYS = 1000
+WIDE = 8
+
+
+@pytest.fixture
+def lanes(pool, stream, monkeypatch):
+    """Lanes on the test's pool, the default one, where the CUDA driver is new enough."""
+    monkeypatch.setattr(cuda, "MEASURED", True)
+    with default_pool(pool), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a branch waits since")
+        yield pool
+
+
+class World:
+    """Records cases with lanes, and runs them on one stream."""
+
+    def __init__(self):
+        self.arrays = [Arrays(sizes) for sizes in SIZES]
+
+    def wrong(self, case, lanes):
+        """What differs after a replay over what the arrays begin with; None where there was nothing to record."""
+        place = case.seed % len(SIZES)
+        make, sizes = self.arrays[place], SIZES[place]
+        with books_of(case):
+            flat = Flat(case, make, cupy.copy, sizes)
+            try:
+                program = handlepool.record(flat.once, lanes=lanes)
+            except CaptureError as error:
+                if "nothing to replay" in str(error):
+                    return None
+                raise
+            with program:
+                for number, array in flat.given.items():
+                    array[...] = flat.initial(number)
+                program.replay()
+                found = {("array", base): array.copy() for base, array in flat.arrays.items()}
+                found |= {("token", number): token.hidden.copy() for number, token in flat.tokens.items()}
+        expected = Sequential(make, cupy.copy, numpy=False, sizes=sizes).run(case)
+        names = [name for name in expected if name[0] != "look" and expected[name].size]
+        flags = [(found[name].view(np.int32) != expected[name].view(np.int32)).any() for name in names]
+        return [name for name, flag in zip(names, cupy.stack(flags).get(), strict=True) if flag]
+
+
+@pytest.mark.timeout(600)
+def test_g17_random_programs_recorded_with_lanes_give_what_one_stream_gives_bit_for_bit(lanes, eager_work):
+    world, nothing = World(), 0
+    for seed in range(PROGRAMS):
+        case = make_case(seed, CALLS, few=True)
+        wrong = world.wrong(case, LANES[seed % len(LANES)])
+        nothing += wrong is None
+        assert not wrong, f"seed {seed}: {wrong}\n{case}"
+    assert nothing < PROGRAMS / 20
+    assert lanes.stats()["handles_leased"] == 0
+
+
+def test_g17_control_lanes_without_needs_give_something_else(lanes, monkeypatch):
+    monkeypatch.setattr(books, "needs_of", lambda reads, writes: {})
+    world = World()
+    cases = [make_case(seed, CALLS, few=True) for seed in range(60)]
+    assert sum(bool(world.wrong(case, 8)) for case in cases) >= 10
+
+
+# What a lane is for
+
+
+def chains(count, depth=3):
+    """Graph functions and operations with scratch and reductions of CuPy's, in independent chains."""
+
+    @operation(mutates=())
+    def library(x):
+        ordered = cupy.sort(x.reshape(-1))
+        return ((cupy.cumsum(ordered) + ordered.max()) / np.float32(1024)).reshape(x.shape)
+
+    def run(images, filters):
+        results = []
+        for x, w in zip(images, filters, strict=True):
+            for _ in range(depth):
+                x = library(convolution(x, w))
+            results.append(handlepool.add(x, double(x)))
+        return results
+
+    rng = np.random.default_rng(5)
+    images = [cupy.asarray(rng.standard_normal((1, 32, 14, 14), np.float32)) for _ in range(count)]
+    filters = [cupy.asarray(rng.standard_normal((32, 32, 3, 3), np.float32)) for _ in range(count)]
+    return run, images, filters
+
+
+def different_replays(run, images, filters, replays=REPLAYS):
+    """How many of so many replays gave other bits than the function does on one stream."""
+    expected = [y.view(np.int32).copy() for y in run(images, filters)]
+    wrong = []
+    with handlepool.record(run, images, filters, lanes=WIDE) as program:
+        for _ in range(replays):
+            for y in program.outputs:
+                y.fill(np.nan)
+            program.replay()
+            flags = [(y.view(np.int32) != right).any() for y, right in zip(program.outputs, expected, strict=True)]
+            wrong.append(cupy.stack(flags).any())
+        assert program.explain().got == WIDE
+    return int(cupy.stack(wrong).sum())
+
+
+def test_parallel_convolutions_sorts_and_scans_are_the_same_at_every_replay(lanes, eager_work):
+    assert different_replays(*chains(WIDE)) == 0
+
+
+def test_control_without_needs_replays_differ(lanes, monkeypatch):
+    monkeypatch.setattr(books, "needs_of", lambda reads, writes: {})
+    assert different_replays(*chains(WIDE), replays=50) > 0
+
+
+def test_work_that_nobody_declared_stands_after_all_before_it_and_before_all_after_it(lanes, kernels):
+    x = cupy.zeros((1, 4, 64, 64), np.float32)
+
+    def slow(x):
+        kernels.spin(1)
+        return x + 1
+
+    slow = operation(mutates=())(slow)
+
+    def run(x):
+        x += 1  # the first call
+        a, b = slow(x), slow(x)
+        x *= 3  # between two
+        c, d = double(x), slow(a)
+        e = c + d + b  # the last
+        return a, b, c, d, e
+
+    with handlepool.record(run, x, lanes=4) as program:
+        for _ in range(50):
+            x.fill(1)
+            program.replay()
+            assert [float(y.max()) for y in program.outputs] == [3, 3, 12, 4, 19]
+            assert [float(y.min()) for y in program.outputs] == [3, 3, 12, 4, 19]
+
+
+def test_independent_chains_run_beside_each_other(lanes, kernels):
+    @operation(mutates=())
+    def slow(x):
+        kernels.spin(2)
+        return x + 1
+
+    def run(xs):
+        return [slow(slow(x)) for x in xs]
+
+    xs = [cupy.zeros((1, 4, 8, 8), np.float32) for _ in range(WIDE)]
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    with handlepool.record(run, xs, lanes=WIDE) as program:
+        program.replay()
+        start.record()
+        program.replay()
+        end.record()
+        end.synchronize()
+        assert cupy.cuda.get_elapsed_time(start, end) < 3 * 4  # milliseconds, of 32 one after the other
+        assert all(float(y.sum()) == 2 * y.size for y in program.outputs)
+
+
+def test_an_error_in_the_middle_leaves_no_capture_open(lanes, stream):
+    def fails(x):
+        y = double(x)
+        double(y)
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        handlepool.record(fails, cupy.zeros((1, 4, 8, 8), np.float32), lanes=4)
+    assert not stream.is_capturing()
+    assert lanes.stats()["handles_leased"] == 0
+    assert float(double(cupy.ones((1, 4, 8, 8), np.float32)).sum()) == 512
+
+
+def test_a_synchronising_call_is_refused_by_its_line(lanes):
+    def reads(x):
+        return double(x) if float(double(x).sum()) > 0 else x
+
+    with pytest.raises(CaptureError, match="test_gpu_lanes"):
+        handlepool.record(reads, cupy.ones((1, 4, 8, 8), np.float32), lanes=4)
+
+
+def test_cupys_matmul_is_refused_by_the_name_of_ours(lanes):
+    x = cupy.ones((16, 16), np.float32)
+    with pytest.raises(CaptureError, match=r"handlepool\.matmul"):
+        handlepool.record(lambda x: double(x @ x), x, lanes=4)
+
+
+def test_as_many_nodes_as_one_likes_cost_the_same_each(lanes):
+    x = cupy.zeros((1, 4, 8, 8), np.float32)
+
+    def run(x):
+        for _ in range(2000):
+            y = double(x)
+        return y
+
+    with handlepool.record(run, x, lanes=8) as program:
+        assert len(program.explain().steps) == 2000
+        program.replay()
