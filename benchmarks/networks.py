@@ -1,6 +1,6 @@
 """Whole networks, plainly written on the library's operations (`nets`): eagerly on one stream and with one fork, in which each
-call is a branch; recorded, the same two; and torch, eagerly and in a CUDA graph. On a GPU the network is tuned, too, and its
-convolutions are timed before and after, beside torch's.
+call is a branch; recorded, the same two, and with lanes; and torch, eagerly and in a CUDA graph. On a GPU the network is tuned,
+too, and its convolutions are timed before and after, beside torch's.
 
 Every output is compared with float64's before it is timed. Batch norm is folded into the weights, which are random.
 """
@@ -65,6 +65,17 @@ class Network:
             found[at] = self.checked(at, program.replay, lambda program=program: program.outputs)
         return found
 
+    def lane_cases(self, lanes: list[int]) -> dict[str, Callable[[], Any]]:
+        """Recorded with so many lanes, as plain code."""
+        found: dict[str, Callable[[], Any]] = {}
+        for count in lanes:
+            program = handlepool.record(self.run, self.p, self.x, lanes=count)
+            how = program.explain()
+            print(f"{count} lanes: {how.got} of {how.wanted} were there, {len(how.steps)} calls, {how.nbytes:,} bytes")
+            at = f"recorded, {count} lanes"
+            found[at] = self.checked(at, program.replay, lambda program=program: program.outputs)
+        return found
+
     def torch_cases(self, torch: Any) -> dict[str, Callable[[], Any]]:
         """The same in torch."""
         place = partial(tensor, torch)
@@ -118,12 +129,13 @@ def main() -> int:
     parser.add_argument("--calls", type=positive, default=5, help="runs in one sample (default: %(default)s)")
     parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="(default: all)")
     parser.add_argument("--states", type=side_streams, nargs="+", default=[2, 4, 8], help="(default: %(default)s)")
+    parser.add_argument("--lanes", type=side_streams, nargs="+", default=[1, 4, 8, 16], help="(default: %(default)s)")
     parser.add_argument("--batch", type=positive, default=1, help="images (default: %(default)s)")
     parser.add_argument("--side", type=positive, default=224, help="pixels, 33 or more (default: %(default)s)")
     parser.add_argument("--thin", type=positive, default=1, help="divides the numbers of channels (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="(default: %(default)s)")
     small = {"thin": 16, "side": 40, "dtype": "float32"}
-    options = parse(parser, small, calls=1, states=[2], network=["googlenet", "resnet18"])
+    options = parse(parser, small, calls=1, states=[2], lanes=[1, 4], network=["googlenet", "ensemble"])
     if options.side < 33:
         parser.error(f"--side {options.side}: nothing would be left of images of less than 33 pixels")
     times: dict[str, Any] = {}
@@ -136,7 +148,7 @@ def main() -> int:
             skipped.append(why)
         for name in options.network:
             network = Network(driver, name, options)
-            cases = network.cases(options.states)
+            cases = network.cases(options.states) | network.lane_cases(options.lanes)
             if torch is not None:
                 cases |= network.torch_cases(torch)
             more, seconds = tuned_cases(network, torch)
@@ -153,6 +165,9 @@ def main() -> int:
                 recorded = f"recorded, one fork, {count} states"
                 for peer in (RECORDED_ONE, "torch graph"):
                     ratios.compare(samples["device"], recorded, peer, None, f", {name}, device")
+            for count in options.lanes:
+                for peer in (RECORDED_ONE, "torch graph"):
+                    ratios.compare(samples["device"], f"recorded, {count} lanes", peer, None, f", {name}, device")
             for mine, peer in ((ONE, "torch"), (RECORDED_ONE, "torch graph")):
                 ratios.compare(samples["wall"], mine, peer, None, f", {name}, wall")
             tuned = f"{CONVOLUTIONS}, tuned"
@@ -160,7 +175,7 @@ def main() -> int:
             best = f"{CONVOLUTIONS}, torch graph, cudnn.benchmark"
             ratios.compare(samples["device"], tuned, best, 1.0 if options.thin == 1 else None, f", {name}, device")
             ratios.compare(samples["device"], f"{RECORDED_ONE}, tuned", RECORDED_ONE, None, f", {name}, device")
-        sizes = {key: getattr(options, key) for key in ("batch", "side", "thin", "dtype", "states")}
+        sizes = {key: getattr(options, key) for key in ("batch", "side", "thin", "dtype", "states", "lanes")}
         publish(options, "networks", driver.name, times, ratios, skipped, **sizes)
     return 0
 

@@ -2,6 +2,8 @@
 
 `record` runs the work once for real and once under capture, and instantiates the graph: that has to be earned back. The host's
 time of a replay is compared with the launch of a graph that was captured by hand from the same work, with everything at hand.
+
+What recording with lanes costs is told for each call of sequential code, over the same call made eagerly.
 """
 
 import sys
@@ -16,6 +18,9 @@ from work import SMALL, TINY, Shape, capture, check, graph_function
 import handlepool
 
 MOST_OF_A_LAUNCH = 1.2
+MOST_OF_A_NODE = 25.0
+"""Microseconds that a node of a recording with lanes takes, over what its call does."""
+FEW, MANY, LANES = 100, 10_000, 8
 
 
 class Maps:
@@ -70,6 +75,26 @@ class Maps:
                 replay()
 
 
+class Nodes:
+    """Sequential code of so many calls: made eagerly, and recorded with lanes."""
+
+    def __init__(self, maps: Maps, count: int) -> None:
+        self.count = count
+        self._conv, self._pairs = maps.conv, list(zip(maps.images, maps.filters, maps.outs, strict=True))
+
+    def calls(self) -> list[Any]:
+        """Each call writes what the one before it in its chain wrote, and there is a chain for each lane."""
+        conv, pairs = self._conv, self._pairs
+        for number in range(self.count):
+            x, w, out = pairs[number % len(pairs)]
+            conv(x, w, out=out)
+        return [out for _, _, out in pairs]
+
+    def recorded(self) -> None:
+        """Record them, without the launch of what was recorded."""
+        handlepool.record(self.calls, lanes=LANES).close()
+
+
 def compare(
     ratios: Ratios,
     samples: dict[str, dict[str, list[float]]],
@@ -115,6 +140,10 @@ def main() -> int:
                 cases[f"CuPy's Graph.launch{at}"] = maps.graph.launch
             whole |= {f"{replays} eager maps{at}": maps.eager_maps, f"record and {replays} replays{at}": maps.recorded}
             whole[f"record{at}"] = lambda maps=maps: maps.record().close()
+        few, many = (FEW, MANY) if options.replays > 3 else (4, 8)
+        for count in (few, many):
+            nodes = Nodes(maps, count)
+            whole |= {f"{count} calls": nodes.calls, f"{count} nodes": nodes.recorded}
         if driver.name != "cuda":
             skipped.append("bare graph launch: on a GPU alone")
         samples = regions(cases, options.repeats, options.calls, driver, stream)
@@ -125,6 +154,15 @@ def main() -> int:
                 if repeat:
                     totals[name].append(taken)
         compare(ratios, samples, totals, options.states, replays, bounded=bounded)
+        each = {
+            f"each of {count} nodes": [
+                (nodes - 2 * calls) / count  # `record` makes the calls twice
+                for nodes, calls in zip(totals[f"{count} nodes"], totals[f"{count} calls"], strict=True)
+            ]
+            for count in (few, many)
+        }
+        for name, values in each.items():
+            ratios.add(f"{name}, microseconds", values, MOST_OF_A_NODE if bounded else None)
         times = {f"microseconds, {clock}": {name: summary(values) for name, values in samples[clock].items()} for clock in CLOCKS}
         times["microseconds in all, wall"] = {name: summary(values) for name, values in totals.items()}
         more = {"count": options.count, "states": options.states, "replays": replays, "shape": str(shape)}

@@ -4,11 +4,12 @@ Each takes ``ops``, where its operations come from: the library's by default; th
 branch; NumPy's in float64 (`reference`) or torch's, for comparison. Weights are random, with batch norm folded into them.
 """
 
+from nets.ensemble import ensemble
 from nets.googlenet import googlenet
 from nets.parameters import Parameters
 from nets.resnet18 import resnet18
 from nets.squeezenet import squeezenet
 
-NETWORKS = {"googlenet": googlenet, "resnet18": resnet18, "squeezenet1_1": squeezenet}
+NETWORKS = {"googlenet": googlenet, "resnet18": resnet18, "squeezenet1_1": squeezenet, "ensemble": ensemble}
 
-__all__ = ["NETWORKS", "Parameters", "googlenet", "resnet18", "squeezenet"]
+__all__ = ["NETWORKS", "Parameters", "ensemble", "googlenet", "resnet18", "squeezenet"]

@@ -189,7 +189,7 @@ def test_own_kernels_are_bounded_on_the_sizes_of_googlenet_and_their_sum_by_how_
 def test_a_network_with_a_fork_is_compared_with_one_stream(written):
     _, results = written("networks")
     assert "one fork, 2 states / one stream, googlenet, wall" in results["ratios"]
-    assert "recorded, one fork, 2 states / recorded, one stream, resnet18, device" in results["ratios"]
+    assert "recorded, one fork, 2 states / recorded, one stream, ensemble, device" in results["ratios"]
 
 
 @pytest.mark.parametrize("name", ["googlenet", "resnet18", "squeezenet1_1"])
