@@ -417,14 +417,14 @@ def reference(case, arrays):
 # On the GPU
 
 
-def build(case, handle):
-    """The case's graph, with its plans listed, and its real tensors."""
+def build(case, where):
+    """The case's graph, with its plans listed, and its real tensors; ``where`` is what the frontend is told of the device."""
     import cudnn
 
     types = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16, "float32": cudnn.data_type.FLOAT}
     kind = types[case["dtype"]]
     g = cudnn.pygraph(
-        handle=handle, io_data_type=kind, intermediate_data_type=cudnn.data_type.FLOAT, compute_data_type=cudnn.data_type.FLOAT
+        **where, io_data_type=kind, intermediate_data_type=cudnn.data_type.FLOAT, compute_data_type=cudnn.data_type.FLOAT
     )
     xs = [g.tensor(dim=shape, stride=strides, data_type=kind, name=f"x{i}") for i, (shape, strides) in enumerate(case["in"])]
     if case["kind"] == "pointwise":
@@ -465,10 +465,10 @@ def build(case, handle):
     return g, xs, ys
 
 
-def declare(case, handle, ruled):
+def declare(case, where, ruled):
     """The case's graph, its operands, and the copies that the rule asks for; without the rule as the case says."""
     if not ruled:
-        g, xs, ys = build(case, handle)
+        g, xs, ys = build(case, where)
         return g, [*xs, *ys], ()
     from handlepool.graphs.forms import conform
     from handlepool.tensors.inference import infer
@@ -476,7 +476,7 @@ def declare(case, handle, ruled):
     told = {**case}
     for side in ("in", "out"):
         told[side] = [(shape, as_declared(shape, strides)) for shape, strides in case[side]]
-    g, xs, ys = build(told, handle)
+    g, xs, ys = build(told, where)
     shapes = infer(g, ys)
     return g, [*xs, *ys], conform(g, [*xs, *ys], len(xs), shapes, lambda place: f"operand {place}")
 
@@ -489,7 +489,7 @@ def run_case(case, handle, most_plans, ruled):
 
     dtype = np.dtype(case["dtype"]) if case["dtype"] != "bfloat16" else np.dtype(ml_dtypes.bfloat16)
     try:
-        g, operands, copies = declare(case, handle, ruled)
+        g, operands, copies = declare(case, {"handle": handle}, ruled)
         g.validate()
         g.build_operation_graph()
         g.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])

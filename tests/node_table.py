@@ -142,7 +142,7 @@ def measured():
     """The nodes in the graphs that were measured on GPUs: modes, kinds, and of convolutions their dimensions."""
     found = set()
     for seed in range(CASES):
-        graph, _, _ = geometries.build(geometries.make_case(seed, list(geometries.MAKERS)), None)
+        graph, _, _ = geometries.build(geometries.make_case(seed, list(geometries.MAKERS)), {})
         for node in graph.nodes:
             kind = node.node_type.name
             if kind == "POINTWISE":

@@ -86,33 +86,55 @@ class PlanningDriver(HostDriver):
     """A host driver that runs no graph which cuDNN has no plan for on a described device.
 
     ``planned`` has for each graph that was compiled its name, what cuDNN answered, and what the host driver did: an executable,
-    or the error.
+    or the error. With ``computes`` false cuDNN is asked alone, and calls go as far as to a launch: ``launched`` has the graphs'.
     """
 
-    def __init__(self, device, **options):
+    def __init__(self, device, computes=True, **options):
         super().__init__(**options)
         from handlepool.drivers.cuda.planning import DescribedDevice
 
         self.described = DescribedDevice(device)
+        self.computes = computes
         self.planned = []
+        self.launched = []
 
     def new_graph(self, handle, **settings):
         self._note("new_graph")
         return self.described.new_graph(**settings)
 
     def compile(self, graph, operands, *, copies=(), **settings):
-        executable = self._attempt(super().compile, graph, operands, copies, settings)
-        planned = self._attempt(self.described.compile, graph, operands, copies, settings)
+        if not self.computes:
+            return Unlaunched(self.described.compile(graph, operands, copies=copies, **settings), self.launched)
+        executable = _attempt(super().compile, graph, operands, copies, settings)
+        planned = _attempt(self.described.compile, graph, operands, copies, settings)
         self.planned.append((settings["name"], planned, executable))
         for made in (planned, executable):
             if isinstance(made, Exception):
                 raise made
-        executable.engine, executable.candidates, executable.planned = planned.engine, planned.candidates, planned
+        executable.engine, executable.candidates = planned.engine, planned.candidates
         return executable
 
-    @staticmethod
-    def _attempt(compile, graph, operands, copies, settings):
-        try:
-            return compile(graph, operands, copies=copies, **settings)
-        except GraphNotSupportedError as error:
-            return error
+    def kernel(self, kernel, operands, **names):
+        executable = super().kernel(kernel, operands, **names)
+        return executable if self.computes else Unlaunched(executable, [])
+
+
+class Unlaunched:
+    """An executable whose launches are listed, and nothing else."""
+
+    def __init__(self, executable, launched):
+        self._executable = executable
+        self._launched = launched
+
+    def __getattr__(self, name):
+        return getattr(self._executable, name)
+
+    def launch(self, *_):
+        self._launched.append(self._executable)
+
+
+def _attempt(compile, graph, operands, copies, settings):
+    try:
+        return compile(graph, operands, copies=copies, **settings)
+    except GraphNotSupportedError as error:
+        return error

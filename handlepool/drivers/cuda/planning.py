@@ -93,7 +93,8 @@ def plan(
     if len(operands) > MOST_OPERANDS:
         raise ArgumentError(f"a graph of {len(operands)} real tensors; at most {MOST_OPERANDS} can be launched")
     notes = []
-    if not allow_tf32:
+    # Products of 16-bit numbers are exact on tensor cores, and cuDNN multiplies matrices of them nowhere else.
+    if not allow_tf32 and any(tensor.data_type == cudnn.data_type.FLOAT for tensor in operands):
         notes.append(cudnn.numerical_note.TENSOR_CORE)
     if deterministic:
         notes.append(cudnn.numerical_note.NONDETERMINISTIC)

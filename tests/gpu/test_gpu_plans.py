@@ -1,0 +1,50 @@
+"""What cuDNN has plans for on this GPU is what it said it has for a described one."""
+
+import cudnn
+import pytest
+from planning.table import families, golden, lines, supported
+
+from handlepool.drivers.cuda.executable import CudaExecutable
+
+
+@pytest.fixture
+def table():
+    """The table of this cuDNN."""
+    number = cudnn.backend_version()
+    found = golden(f"{number // 10000}.{number // 100 % 100}")
+    if found is None:
+        pytest.skip(f"needs an NVIDIA GPU with a cuDNN that there is a table of, not {number}")
+    return found
+
+
+@pytest.fixture
+def complete(table):
+    """Whether all engines are in the table: 9.19 asks a GPU itself what some need, so what is missing may be there."""
+    return table["cudnn"] >= 92800
+
+
+def test_every_call_has_plans_where_the_table_has_some(pool, stream, table, complete, monkeypatch):
+    launched, launch = [], CudaExecutable.launch
+
+    def noted(executable, *rest):
+        launched.append(executable)
+        launch(executable, *rest)
+
+    monkeypatch.setattr(CudaExecutable, "launch", noted)
+    monkeypatch.setattr(CudaExecutable, "shortcut", lambda *_: None)
+    for group, found in lines(pool, launched).items():
+        for name, line in found.items():
+            assert supported(line) >= supported(table[group][name]), (group, name, line)
+            assert supported(line) == supported(table[group][name]) or not complete, (group, name, line)
+
+
+def test_g18_every_case_has_plans_where_the_table_has_some(pool, table, complete):
+    handle = pool.driver.create_handle()
+    try:
+        for kind, found in families({"handle": handle}).items():
+            for family, counts in found.items():
+                expected = table[kind][family].get("planned", 0)
+                assert counts.get("planned", 0) >= expected, (kind, family, counts)
+                assert counts.get("planned", 0) == expected or not complete, (kind, family, counts)
+    finally:
+        pool.driver.destroy_handle(handle)
