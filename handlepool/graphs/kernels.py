@@ -9,7 +9,7 @@ from handlepool.drivers.kernel import Add, Concat, Kernel
 from handlepool.drivers.protocol import operand_name
 from handlepool.errors import ArgumentError
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import hit, launch_new, option_key
+from handlepool.graphs.launch import hit, launch_new, settled
 from handlepool.graphs.plan import Plan, at_their_places
 from handlepool.graphs.trace import check_out
 from handlepool.pool.context import NOT_CACHED
@@ -34,30 +34,39 @@ class KernelFunction(GraphFunction[..., Any]):
         ``describe(layouts, **options)`` checks the inputs and returns a `Described`.
     name : str
         For messages.
+    options : sequence of str
+        The names of the values that `call` is given.
     """
 
-    def __init__(self, describe: Callable[..., Described], name: str) -> None:
+    def __init__(self, describe: Callable[..., Described], name: str, options: Sequence[str] = ()) -> None:
         super().__init__(describe, name=name)
         self._describe = describe
+        self._names = options
 
-    def call(self, arrays: tuple[Any, ...], out: Any, pool: HandlePool | None, options: dict[str, Any]) -> Any:
-        """Launch for the public function that these are the arguments of; ``options`` can be hashed.
+    def call(self, arrays: tuple[Any, ...], out: Any, pool: HandlePool | None, values: tuple[Any, ...]) -> Any:
+        """Launch for the public function that these are the arguments of; ``values`` are those of ``options``.
 
         In a fork, ``pool`` is as `hit_branch` says.
         """
-        key, begin = option_key(options), None
+        types = tuple(map(type, values))
+        if list in types:  # which has no hash
+            return self.call(arrays, out, pool, settled(values))
+        key, begin = (values, types), None  # as types, since 1, True and 1.0 are equal
         if pool is None:
             chosen = current_pool()
         elif type(pool) is tuple:  # type: ignore[comparison-overlap]
             chosen, begin = pool
             if begin is None:
-                return self.prepare(chosen, arrays, out, options, key=key)  # what the fork launches
+                return self.prepare(chosen, arrays, out, self._options(values), key=key)  # what the fork launches
         else:
             chosen = chosen_pool(self._name, pool)
         result = hit(self, chosen, begin, arrays, out, key)
         if result is NOT_CACHED and begin is None:
-            return launch_new(chosen, self.prepare(chosen, arrays, out, options, key=key))
+            return launch_new(chosen, self.prepare(chosen, arrays, out, self._options(values), key=key))
         return result
+
+    def _options(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip(self._names, values, strict=True))
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
         name, driver = self._name, pool.driver

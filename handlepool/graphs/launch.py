@@ -86,6 +86,11 @@ def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
     return (*options.items(), *map(type, options.values()))
 
 
+def settled(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return lists in a tuple as tuples, which have a hash, also those inside of them."""
+    return tuple([settled(tuple(value)) if type(value) in (list, tuple) else value for value in values])
+
+
 def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry[Plan]) -> Shortcut | None:
     """Make what `hit` finds: a function that launches a plan for arrays like these at once."""
     plan, driver = entry.plan, pool.driver

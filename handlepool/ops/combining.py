@@ -42,7 +42,7 @@ def add(x: ArrayT, *others: Any, activation: str | None = None, out: Any = None,
     ArgumentError
         For shapes, types or strides that cannot be taken, and an activation that there is not.
     """
-    return _add.call((x, *others), out, pool, {"activation": activation})
+    return _add.call((x, *others), out, pool, (activation,))
 
 
 @by_keyword
@@ -81,7 +81,7 @@ def concat(arrays: Sequence[ArrayT], axis: int, *extra: Never, out: Any = None, 
         raise misplaced(concat, extra)
     if type(arrays) not in (list, tuple):
         raise ArgumentError(f"concat takes a list or a tuple of arrays, not {shown(arrays)}")
-    return _concat.call(tuple(arrays), out, pool, {"axis": axis})
+    return _concat.call(tuple(arrays), out, pool, (axis,))
 
 
 def _check(name: str, layouts: tuple[Layout, ...]) -> None:
@@ -131,7 +131,7 @@ def _beside(layout: Layout, axis: int) -> tuple[int, ...]:
     return layout.shape[:axis] + layout.shape[axis + 1 :]
 
 
-_add = KernelFunction(_describe_add, "add")
-_concat = KernelFunction(_describe_concat, "concat")
+_add = KernelFunction(_describe_add, "add", ("activation",))
+_concat = KernelFunction(_describe_concat, "concat", ("axis",))
 # In a fork the output is allocated before the branch starts, as for any graph function.
 launchers |= dict.fromkeys((add, concat), (hit_branch, prepare_branch))

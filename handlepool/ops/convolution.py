@@ -14,7 +14,7 @@ from handlepool.graphs.arrays import ConvertedArguments
 from handlepool.graphs.forms import BEHIND_A_SUM, spaced_channels_last
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.kernels import Described, KernelFunction, dense, lying_as
-from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch
+from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch, settled
 from handlepool.graphs.plan import Plan
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate
 from handlepool.ops.epilogue import Stages, along, finisher, parts_of
@@ -257,6 +257,8 @@ def conv2d(
     deep = OWN_DEPTHWISE and groups != 1 and add is None
     if add is not None:  # of functions of its own: by position it might be taken for a bias
         arrays, (function, copying) = (*arrays, add), _summed
+    if list in (type(stride), type(padding), type(dilation)):  # which has no hash
+        stride, padding, dilation = settled((stride, padding, dilation))
     # What the tuple holds, `_prepare` takes apart. The type of ``groups``, since 1, True and 1.0 are equal.
     key = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
     begin = None

@@ -61,8 +61,7 @@ def max_pool2d(
     """
     if extra:
         raise misplaced(max_pool2d, extra)
-    pairs = {"window": _plain(window), "stride": _plain(stride), "padding": _plain(padding)}
-    return _max.call((x,), out, pool, {**pairs, "ceil_mode": ceil_mode})
+    return _max.call((x,), out, pool, (window, stride, padding, ceil_mode))
 
 
 @by_keyword
@@ -102,8 +101,7 @@ def avg_pool2d(
     """
     if extra:
         raise misplaced(avg_pool2d, extra)
-    pairs = {"window": _plain(window), "stride": _plain(stride), "padding": _plain(padding)}
-    return _mean_of_windows.call((x,), out, pool, {**pairs, "ceil_mode": ceil_mode, "count_include_pad": count_include_pad})
+    return _mean_of_windows.call((x,), out, pool, (window, stride, padding, ceil_mode, count_include_pad))
 
 
 @by_keyword
@@ -133,12 +131,7 @@ def mean2d(x: ArrayT, *extra: Never, keepdims: bool = False, out: Any = None, po
     """
     if extra:
         raise misplaced(mean2d, extra)
-    return _mean.call((x,), out, pool, {"keepdims": keepdims})
-
-
-def _plain(value: Any) -> Any:
-    """Return a list as a tuple, which can be hashed."""
-    return tuple(value) if type(value) is list else value
+    return _mean.call((x,), out, pool, (keepdims,))
 
 
 def _check(name: str, layouts: tuple[Layout, ...]) -> Layout:
@@ -200,8 +193,9 @@ def _describe_whole(layouts: tuple[Layout, ...], *, keepdims: bool) -> Described
     return Windows("mean", (height, width)), dense(shape, x.dtype)
 
 
-_max = KernelFunction(_describe_max, "max_pool2d")
-_mean_of_windows = KernelFunction(_describe_mean, "avg_pool2d")
-_mean = KernelFunction(_describe_whole, "mean2d")
+_WINDOWS = ("window", "stride", "padding", "ceil_mode")
+_max = KernelFunction(_describe_max, "max_pool2d", _WINDOWS)
+_mean_of_windows = KernelFunction(_describe_mean, "avg_pool2d", (*_WINDOWS, "count_include_pad"))
+_mean = KernelFunction(_describe_whole, "mean2d", ("keepdims",))
 # In a fork the output is allocated before the branch starts, as for any graph function.
 launchers |= dict.fromkeys((max_pool2d, avg_pool2d, mean2d), (hit_branch, prepare_branch))

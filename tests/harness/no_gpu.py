@@ -61,6 +61,8 @@ class Here(threading.local):
 class Executable(CudaExecutable):
     """A graph that was never built; ``driver.launches`` tells how it was launched."""
 
+    untried = False
+
     def __init__(self, driver, graph, operands, *, name, titles, plan_index=None, **_):
         driver.compiled += 1
         self.graph = SimpleNamespace(execute=self._execute)
