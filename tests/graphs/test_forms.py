@@ -70,7 +70,7 @@ def arrays(each_pool):
 def declared(case):
     """How the rule has the operands of a case of the table declared; None for those that it has copied."""
     case["dtype"] = "float32"
-    _, tensors, copies = geometries.declare(case, None, True)
+    _, tensors, copies = geometries.declare(case, {}, True)
     copied = {copy.operand for copy in copies}
     return [None if place in copied else (list(t.dim), list(t.stride)) for place, t in enumerate(tensors)]
 
@@ -97,7 +97,7 @@ def test_g18_under_the_rule_nothing_was_measured_wrong(path):
 def test_the_rule_catches_nothing_where_it_is_not_asked():
     """The control of the test above: declared as they are, the wrong cases are what they were measured as."""
     for case in json.loads(TABLES[0].read_text())["raw bad"][:20]:
-        _, tensors, copies = geometries.declare({**case, "dtype": "float32"}, None, False)
+        _, tensors, copies = geometries.declare({**case, "dtype": "float32"}, {}, False)
         assert not copies
         assert [(list(t.dim), list(t.stride)) for t in tensors] == [tuple(map(list, each)) for each in case["in"] + case["out"]]
 
