@@ -1,11 +1,10 @@
 """What `Program.explain` returns: which calls became nodes, what they wait for, and what stood in the way."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """A call that was recorded as a node, or, on no lane, other work between nodes.
 
     Attributes
@@ -86,8 +85,8 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it in dictionaries, lists, numbers and strings, as JSON takes them."""
-        known = asdict(self)
-        known["steps"] = [{**step, "after": [*step["after"]]} for step in known["steps"]]
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        known["steps"] = [{**step._asdict(), "after": [*step.after]} for step in self.steps]
         counts = {"nodes": len(self.nodes), "edges": self.edges, "serial": len(self.serial), "longest": self.longest}
         return {**known, **counts}
 

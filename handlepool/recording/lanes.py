@@ -12,7 +12,6 @@ the driver cannot do so, all is kept to the end of the recording.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -129,6 +128,8 @@ class Lanes:
         self._new: list[tuple[int, int]] = []  # memory that was allocated inside the node
         self._blocks: list[object] = []  # memory that is kept
         self._keeps = False
+        self._free: dict[int, tuple[int, Needs]] = {}  # of freed memory, by where it begins, its end, and its last users
+        self._asked: list[int] = []  # of these, those that were looked up since the last node began
         self._unwritten = Unwritten()
         self._expected: Pieces | None = None  # what the next node reads
         self._expected_known: Needs | None = None
@@ -150,7 +151,8 @@ class Lanes:
         self._base = self._put = base or ()
         self._keeps = self.exact and not memory.recycle(self.may_have)
         memory.tell(self.allocated)
-        return partial(do_all, [self._driver.watch_shared(self._shared, check=False), self._driver.watch_plain(self._plain)])
+        watches = [self._driver.watch_shared(self._shared, check=False), self._driver.watch_plain(self._plain)]
+        return partial(do_all, [*watches, partial(memory.tell, None), partial(memory.recycle, None)])
 
     def takes(self, pool: object, pointer: int) -> bool:
         """Whether a call of a pool on a stream becomes a node: the outermost, on the main stream."""
@@ -166,6 +168,7 @@ class Lanes:
         if self._keeps:
             self._blocks.append(block)
         piece = self._driver.block_range(block)
+        self._free.pop(piece[0], None)
         if self._inside:
             self._new.append(piece)
         else:
@@ -182,7 +185,12 @@ class Lanes:
 
         Outside of nodes that is a guess, and the books order who comes there as anywhere.
         """
-        needs = needs_of((), self._uses.meeting((start, stop, None)))
+        if start in self._free:
+            needs = self._free[start][1]
+        else:
+            needs = needs_of((), self._uses.meeting((start, stop, None)))
+            self._free[start] = stop, needs
+            self._asked.append(start)
         if not needs:
             return True
         if self._inside:
@@ -205,6 +213,14 @@ class Lanes:
                 if known.get(each, 0) < last:
                     known[each] = last
         return known
+
+    def _forget_asked(self, used: Iterable[Piece | Token]) -> None:
+        """Forget the last users of freed memory that the node used itself, which looked it up before that was written down."""
+        for start in self._asked:
+            if start in self._free:
+                stop = self._free[start][0]
+                if any(not isinstance(piece, Token) and piece[0] < stop and start < piece[1] for piece in used):
+                    del self._free[start]
 
     def _lane_of_node(self) -> _Lane:
         assert self._current is not None
@@ -254,6 +270,7 @@ class Lanes:
                 self._unwritten.wrote(writes)
             self._expected = None
             self._new.clear()
+            self._asked.clear()
             met, changed = [*map(self._uses.piece, reads)], [*map(self._uses.piece, writes)]
             lane, node = self._start(needs_of(met, changed), name, place)
             self._inside, self._current, self._why = True, lane, ""
@@ -274,6 +291,7 @@ class Lanes:
             made = [(start, stop, None) for start, stop in self._new if stop > start]
             changed += map(self._uses.piece, [*made, *written])
             write_down(lane.track, node.call, met, changed)
+            self._forget_asked((*reads, *writes, *made, *written))
             got = self._end(lane, node, place)
         finally:
             self._busy = False
@@ -375,15 +393,15 @@ class Lanes:
         if not self.exact:
             return True  # nobody can tell
         node.ends = self._dependencies(lane.slot.pointer)
-        if lane.slot is not self._main and {*(found := self._dependencies(self._main.pointer))} != {*self._put}:
+        if lane.slot is not self._main and not _same(found := self._dependencies(self._main.pointer), self._put):
             node.ends = tuple(dict.fromkeys(node.ends + found))  # which is after all before it
             self._why = self._why or "it gave work to the stream that is recorded, and not to its own lane alone"
         self._put = tuple(dict.fromkeys(end for leaf in self._leaves for end in leaf.ends)) or self._base
         self._driver.set_dependencies(self._main.pointer, self._put)
         if self._why:
-            self.steps[node.step] = replace(self.steps[node.step], why=self._why)
+            self.steps[node.step] = self.steps[node.step]._replace(why=self._why)
             self._start_anew(tuple(leaf.step for leaf in self._leaves))
-        return bool(self._why) or {*node.ends} != {*self._behind}
+        return bool(self._why) or not _same(node.ends, self._behind)
 
     def _check_nothing(self, name: str, place: str, reads: Pieces, writes: Pieces, result: object) -> None:
         """Refuse a call that gave the capture nothing and wrote something all the same: that ran now, and at no replay."""
@@ -408,16 +426,19 @@ class Lanes:
 
     def _see_others(self, place: str) -> None:
         """Start new books where the main stream was given something since the last node."""
-        others, self._others = self._others, []
-        allocations, self._allocations = dict.fromkeys(self._allocations), []
-        if not self.exact or {*(found := self._dependencies(self._main.pointer))} == {*self._put}:
+        others, allocations = self._others, self._allocations
+        if others:
+            self._others = []
+        if allocations:
+            self._allocations = []
+        if not self.exact or _same(found := self._dependencies(self._main.pointer), self._put):
             return
         self._put = found
         self._unwritten.clear()  # nobody knows what it wrote
         after = tuple(sorted(leaf.step for leaf in self._leaves)) or self._base_step
         if not others:
             where = f"between {self._last_place} and {place}"
-            if known := [each for each in allocations if each not in (place, self._last_place)]:
+            if known := [each for each in dict.fromkeys(allocations) if each not in (place, self._last_place)]:
                 where += f", maybe where memory was allocated: {', '.join(known)}"
             others = [("other work", PLAIN, where)]
         for (name, why), places in groupby(others, itemgetter(0, 1)):
@@ -432,6 +453,7 @@ class Lanes:
         self._uses.close()
         self._uses = Uses()
         self._leaves, self._of = [], {}
+        self._free.clear()
         for lane in self._lanes:
             lane.begin()
             self._of[lane.track] = lane
@@ -452,9 +474,13 @@ class Lanes:
                     lane.track.learn(leaf.known)
                 lane.nodes[-1].known = lane.track.known
                 step = self.steps[-1]
-                self.steps[-1] = replace(step, after=tuple(sorted({*step.after, *(leaf.step for leaf in self._leaves)})))
+                self.steps[-1] = step._replace(after=tuple(sorted({*step.after, *(leaf.step for leaf in self._leaves)})))
 
     def _plain(self, name: str) -> None:
         """Be told of work by the driver, which may be another thread's, or a branch's."""
         if thread.region is None and thread.recording is not None and thread.recording.lanes is self:
             self.other(name)
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return some == others or {*some} == {*others}

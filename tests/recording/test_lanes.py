@@ -6,11 +6,12 @@ import re
 import sys
 import threading
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
 from harness.graphs import double
+from harness.lines import DRIVERS, PACKAGE
 from harness.scenes import TIMEOUT, Scene, Thread, leased, works
 
 import handlepool
@@ -239,6 +240,82 @@ def test_graph_functions_are_nodes(scene):
         program.replay()
         assert [np.unique(scene.driver.asnumpy(y)).tolist() for y in program.outputs] == [[4], [2]]
         assert [step.after for step in program.explain().nodes] == [(), (0,), ()]
+
+
+# What a node costs
+
+
+def chains(step, x, nodes):
+    made = [x] * 8
+    for number in range(nodes):
+        made[number % 8] = step(made[number % 8])
+    return made
+
+
+def side_by_side(step, x, nodes):
+    return [step(x) for _ in range(nodes)]
+
+
+def overwritten(step, x, nodes):
+    made = [step(x) for _ in range(8)]
+    for number in range(nodes - 8):
+        step(made[number % 8], made[number * 3 % 8])
+    return made
+
+
+def lines_of_nodes(scene, shape, nodes):
+    """How many lines of the package run for each node that is recorded, but for drivers'."""
+    log, calls = SimpleNamespace(total=0, marks=[]), []  # an object: what a call's closure holds in lists is looked at
+
+    def trace(frame, event, argument):
+        name = frame.f_code.co_filename
+        if event == "call" and (not name.startswith(PACKAGE) or name.startswith(DRIVERS)):
+            return None
+        log.total += event == "line"
+        return trace
+
+    @handlepool.operation(mutates="y")
+    def step(x, y=None):
+        log.marks.append(log.total)
+        return scene.plus(x, 1) if y is None else scene.put(y, lambda y, x: x + y, y, x)
+
+    def function(x):
+        calls.append(1)
+        if len(calls) == 1:
+            return shape(step, x, nodes)
+        log.marks.clear()
+        sys.settrace(trace)
+        try:
+            return shape(step, x, nodes)
+        finally:
+            sys.settrace(None)
+
+    handlepool.record(function, scene.array(1), lanes=8).close()
+    return np.diff(log.marks)
+
+
+@pytest.mark.parametrize("shape", [chains, side_by_side, overwritten])
+def test_a_node_costs_the_same_however_many_there_were(scene, shape):
+    lines = lines_of_nodes(scene, shape, 400)
+    assert lines[300:].mean() < 1.05 * lines[50:150].mean()
+
+
+def test_control_what_looks_at_every_node_is_found(scene, monkeypatch):
+    def see_others(lanes, place):
+        for _ in lanes.steps:
+            pass
+        former(lanes, place)
+
+    former = books.Lanes._see_others
+    monkeypatch.setattr(books.Lanes, "_see_others", at_home(see_others))
+    lines = lines_of_nodes(scene, chains, 400)
+    assert lines[300:].mean() > 1.5 * lines[50:150].mean()
+
+
+def at_home(function):
+    """The function, as if it stood in the package."""
+    code = function.__code__.replace(co_filename=f"{PACKAGE}recording/late.py")
+    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
 
 # Lanes
