@@ -338,7 +338,7 @@ def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], parts: tuple[str, ...
         except GraphNotSupportedError:  # for cuDNN
             pass
     uneven = any(one != other for one, other in how["padding"])
-    return Stages("conv2d", pool, parts, activation, fused, _finish, uneven).call(arrays, out)
+    return Stages("conv2d", pool, parts, activation, fused, _finish, key, uneven).call(arrays, out)
 
 
 # In a fork the output is allocated before the branch starts, as for any graph function.

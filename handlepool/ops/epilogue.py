@@ -4,14 +4,14 @@ The rest is one launch more, over the result in place. An epilogue is fused from
 is both, or the bias alone, or neither. What may be fused is `handlepool.graphs.forms` to say, and cuDNN.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.arrays import ConvertedArguments
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import GraphCall
+from handlepool.graphs.launch import GraphCall, check_arrays
 from handlepool.ops.activations import activate
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Layout, share
@@ -62,6 +62,8 @@ class Stages:
         Raises `GraphNotSupportedError` for what cannot be fused.
     finish : GraphFunction
         From `finisher`.
+    key : object
+        Tells the operation's options from others.
     copying : bool
         Whether there is no form that is known to be right without copies.
     """
@@ -72,6 +74,7 @@ class Stages:
     activation: str | None
     fused: Prepare
     finish: GraphFunction[..., Any]
+    key: object
     copying: bool = False
 
     def call(self, arrays: tuple[Any, ...], out: Any) -> GraphCall:
@@ -88,8 +91,16 @@ class Stages:
             raise
 
     def _prepare(self, arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None) -> GraphCall:
-        parts = self.parts
-        for count in range(len(parts), -1, -1):
+        parts, splits = self.parts, self.pool.plans.splits
+        given = (*arrays, *_outs(out))
+        key = self._split_key(given)
+        most = None if key is None else splits.get(key)
+        if most is None:
+            most = len(parts)
+        else:  # what a build that is refused would have checked
+            driver = self.pool.driver
+            check_arrays(self.name, driver, driver.current_device(), arrays, given[len(arrays) :])
+        for count in range(most, -1, -1):
             some = parts[:count]
             first = 2 + sum(part != "activation" for part in some)
             try:
@@ -101,8 +112,21 @@ class Stages:
                 if advice:
                     raise GraphNotSupportedError(f"{error}{advice}") from error
                 raise
-            return call if count == len(parts) else self._finish(call, arrays, first, parts[count:], out)
+            if count == len(parts):
+                return call
+            if key is not None:
+                splits[key] = count
+            return self._finish(call, arrays, first, parts[count:], out)
         raise AssertionError
+
+    def _split_key(self, given: tuple[Any, ...]) -> Hashable | None:
+        try:
+            device = self.pool.driver.current_device()
+            key = (self.name, device, self.key, self.parts, *((array.shape, array.strides, array.dtype) for array in given))
+            hash(key)
+        except (AttributeError, TypeError):  # what is no array, or no option, is said elsewhere
+            return None
+        return key
 
     def _attempt(
         self, some: tuple[str, ...], arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None

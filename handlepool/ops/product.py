@@ -166,7 +166,7 @@ class _Product:
             known = key if some == parts and not copies else None
             return function.prepare(pool, arrays, out, {"activation": applied}, settings, converted, known)
 
-        return Stages(self.name, pool, parts, activation, fused, self.finish).call(arrays, out)
+        return Stages(self.name, pool, parts, activation, fused, self.finish, key).call(arrays, out)
 
 
 def _builder(transposed: bool) -> Callable[..., Any]:

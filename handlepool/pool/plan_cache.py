@@ -11,6 +11,7 @@ from handlepool.drivers.protocol import Copy
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 
 Shortcut = Callable[[Any, tuple[Any, ...], Any], Any]
+MOST_SPLITS = 1024
 MOST_SHORTCUTS = 16
 """Geometries that share a shortcut's key. Each that is tried costs a fiftieth of a launch; without one, a launch is slower."""
 
@@ -70,6 +71,15 @@ class Entry(Generic[P]):
         self.shortcuts: dict[Hashable, Shortcut | None] = {}
 
 
+class Recollection(dict[Hashable, int]):
+    """Numbers by key; all of them are forgotten where there are too many."""
+
+    def __setitem__(self, key: Hashable, value: int) -> None:
+        if len(self) >= MOST_SPLITS:
+            self.clear()
+        super().__setitem__(key, value)
+
+
 class PlanCache(Generic[P]):
     """Plans by key, least recently used out first.
 
@@ -88,6 +98,8 @@ class PlanCache(Generic[P]):
         stand for several: each of a list is tried. Read without the lock.
     tick : callable
         Tells the time: a number that grows from call to call.
+    splits : Recollection
+        How much of an operation one plan can be, where that is not all of it: found by asking for plans that are refused.
     recent : Entry or None
         The one whose shortcut was used last, which need not be told the time again.
     """
@@ -97,6 +109,7 @@ class PlanCache(Generic[P]):
         self._counts: dict[int, Counter[str]] = defaultdict(Counter)  # by device
         self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
+        self.splits = Recollection()
         self.recent: Entry[Any] | None = None
         self._dropped = False
         self._plans: dict[int, dict[Hashable, Entry[P]]] = {}
@@ -240,6 +253,7 @@ class PlanCache(Generic[P]):
     def _clear(self) -> None:
         self._plans.clear()
         self.shortcuts.clear()
+        self.splits.clear()
         self.recent = None
 
     def clear(self) -> None:
@@ -256,6 +270,7 @@ class PlanCache(Generic[P]):
                     self._forget(plans, key)
             for refused in [refused for refused in list(self._refusals) if match(refused[1])]:
                 self._refusals.pop(refused, None)
+            self.splits.clear()
 
     def count_copies(self, plan: P) -> None:
         """Count the operands that a launch of a plan copied."""

@@ -20,6 +20,7 @@ from handlepool import (
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.graphs import forms
 from handlepool.graphs.launch import GraphCall
+from handlepool.pool.plan_cache import PlanCache
 from handlepool.testing import reference
 
 
@@ -104,6 +105,47 @@ def test_what_cudnn_has_no_plan_for_follows_in_one_launch(make_pool, most, kind)
         count = launches(pool, lambda: conv2d(x, w, padding=1, activation=kind, out=out, pool=pool, **rest))
         assert count == 1 + (most < 3 + (kind is not None))
         assert arrays.error(out, expected(arrays, x, w, rest, padding=1, activation=kind)) < TOLERANCE["float32"]
+
+
+def test_what_was_refused_once_is_not_asked_for_at_each_call(make_pool, monkeypatch):
+    driver = Few()
+    driver.most = 1
+    pool = make_pool(driver=driver)
+    arrays = Arrays(pool, layout="NHWC")
+    x, w, rest = given(arrays, True, True)
+    asked = []
+    build = PlanCache.get_or_build
+
+    def counted(cache, *args):
+        asked.append(args)
+        return build(cache, *args)
+
+    monkeypatch.setattr(PlanCache, "get_or_build", counted)
+
+    def call(**options):
+        before = len(asked)
+        behind = {name: array for name, array in (rest | options).items() if array is not None}
+        y = conv2d(x, w, padding=1, activation="relu", pool=pool, **behind)
+        right = expected(arrays, x, w, behind, padding=1, activation="relu")
+        assert arrays.error(y, right) < TOLERANCE["float32"]
+        return len(asked) - before
+
+    assert call() > 2
+    assert call() == 0
+    assert call(bias=None) > 0  # other parts are asked for on their own
+    assert call(add=arrays.random(*rest["add"].shape, layout="NCHW")) > 0
+    assert call() == 0
+    pool.cache_clear()
+    driver.most = 9  # as if another cuDNN was there
+    assert launches(pool, call) == 1
+
+
+def test_splits_are_forgotten_where_there_are_too_many(monkeypatch):
+    monkeypatch.setattr("handlepool.pool.plan_cache.MOST_SPLITS", 3)
+    splits = PlanCache().splits
+    for number in range(4):
+        splits[number] = number
+    assert dict(splits) == {3: 3}
 
 
 WAYS = {
