@@ -20,7 +20,7 @@ class Recent:
 
     def __init__(self) -> None:
         self._launches: list[Launch] = []
-        self._outputs: dict[int, Launch] = {}  # by address
+        self._outputs: dict[int, tuple[Track, int, int]] = {}  # by address, the call that wrote it, and how many bytes
         self._read_from = self._written_from = 1 << 63  # the first byte of what was read, and the last; the same of the outputs
         self._read_to = self._written_to = -1
 
@@ -40,9 +40,11 @@ class Recent:
             end = start + longest
             if first < end and start < last:
                 output = self._outputs.get(start)
-                if output is None or _bytes(output, start) != operands.read[addresses.index(start)]:
+                if output is None:
                     return None
-                track, call = output[2:]
+                track, call, reach = output
+                if reach != operands.read[addresses.index(start)]:
+                    return None
                 if not needs:
                     needs = {track: call}
                 elif needs.get(track, 0) < call:
@@ -66,16 +68,9 @@ class Recent:
     def note(self, addresses: Sequence[int], operands: Operands, track: Track) -> None:
         """Write down a launch that was met, as the next call of a stream."""
         call = track.count = track.count + 1
-        launch = addresses, operands, track, call
-        self._launches.append(launch)
+        self._launches.append((addresses, operands, track, call))
         if operands.single:
-            self._outputs[addresses[-1]] = launch
+            self._outputs[addresses[-1]] = track, call, operands.outputs[0]
         else:
-            for start in addresses[operands.inputs :]:
-                self._outputs[start] = launch
-
-
-def _bytes(launch: Launch, output: int) -> int:
-    """Return how many bytes an output of a launch has, by its address."""
-    addresses, operands, _, _ = launch
-    return operands.outputs[addresses[operands.inputs :].index(output)]
+            for start, reach in zip(addresses[operands.inputs :], operands.outputs, strict=True):
+                self._outputs[start] = track, call, reach
