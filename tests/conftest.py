@@ -18,6 +18,15 @@ for name in list(os.environ):
     if name.startswith("HANDLEPOOL_") and not name.startswith(("HANDLEPOOL_TEST_", *ours)):
         del os.environ[name]  # a test sets what it is about
 
+
+def pytest_sessionfinish(session):
+    """Where HANDLEPOOL_TEST_SKIPS is "none", a skipped test is a failure: what it needs was brought, and is not found."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # of pytest-xdist's workers none has one
+    if os.environ.get("HANDLEPOOL_TEST_SKIPS") == "none" and reporter is not None and reporter.stats.get("skipped"):
+        reporter.write_line("tests were skipped, and none may be", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 TIMEOUT = 60
 """Of barriers, events and threads that are expected to be met, set or done."""
 

@@ -13,6 +13,7 @@ from handlepool.graphs import launch
 from handlepool.graphs.plan import Plan
 from handlepool.tensors.layout import Layout
 
+pytestmark = pytest.mark.cupy
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 cuda = pytest.importorskip("handlepool.drivers.cuda.driver", reason="the cuda driver's packages are not installed")
 from handlepool.drivers.cuda import fast_launch, kernel_executable, kernels  # noqa: E402
@@ -44,7 +45,7 @@ def executable():
     made = object.__new__(cuda.CudaExecutable)
     made._driver, made._device, made._several_devices = driver, 0, True
     made._uids, made._index = [1, 2, 3], 7
-    made._copies = ()
+    made._copies, made.untried = (), False
     made.name, made.titles = "conv2d", ["argument 0 (x)", "argument 1 (w)", "out="]
     made._raw = Entry()
     return made

@@ -174,6 +174,7 @@ def test_with_all_there_the_cuda_driver_is_taken(with_stubs):
     assert done.stdout == "cuda\n", done.stderr
 
 
+@pytest.mark.cupy
 def test_the_cuda_driver_asked_for_without_a_visible_gpu_says_so():
     pytest.importorskip("cupy")
     pytest.importorskip("cuda.bindings")

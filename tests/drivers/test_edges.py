@@ -27,6 +27,7 @@ def test_the_form_with_edge_data_is_asked(bindings):
     assert with_edge_data(SimpleNamespace(**bindings), "question")() == (0, "edge data")
 
 
+@pytest.mark.cupy
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_the_bindings_that_are_installed_have_that_form(name):
     driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
@@ -120,6 +121,7 @@ def test_a_refusal_of_the_driver_and_an_invalidated_capture_raise():
         dependencies(Stream(state=INVALIDATED)).read(3)
 
 
+@pytest.mark.cupy
 def test_the_bindings_that_are_installed_have_the_forms_that_are_called():
     driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     called = with_edge_data(driver, UPDATE)

@@ -113,6 +113,7 @@ def test_the_page_has_every_public_name_that_only_one_of_the_two_classes_has():
     assert not ours - cupys
 
 
+@pytest.mark.cupy
 def test_the_names_are_those_of_the_cupy_that_is_installed():
     cupy = pytest.importorskip("cupy")
     found = json.loads((ROOT / "tests/data/cupy_names.json").read_text())

@@ -33,6 +33,8 @@ from handlepool.drivers.cuda import fast_launch as shortcuts
 from handlepool.pool import context
 from handlepool.pool.plan_cache import MOST_SHORTCUTS
 
+pytestmark = pytest.mark.cupy
+
 
 class LaunchError(Exception):
     pass

@@ -405,6 +405,7 @@ def test_the_environment_decides_where_nothing_is_said(monkeypatch, value, check
     assert type(HandlePool(driver="host", check=False).internals.slot()) is Slot
 
 
+@pytest.mark.cupy
 def test_cupys_functions_are_replaced_while_a_pool_watches_alone():
     program = """
 from cupy.fft import _fft

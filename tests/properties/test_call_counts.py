@@ -33,6 +33,7 @@ def test_a_hot_path_makes_no_more_calls_than_it_did(counts, path):
     check(path, counts[path], BOUNDS[path])
 
 
+@pytest.mark.cupy
 @pytest.mark.parametrize("path", CUDA_BOUNDS)
 def test_a_hot_path_of_the_cuda_driver_makes_no_more_calls_than_it_did(cuda_counts, path):
     check(path, cuda_counts[path], CUDA_BOUNDS[path])
