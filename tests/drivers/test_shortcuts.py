@@ -27,6 +27,7 @@ from handlepool import (
     GraphFunction,
     OwnershipError,
     PoolClosedError,
+    concat,
     conv2d,
 )
 from handlepool.drivers.cuda import fast_launch as shortcuts
@@ -363,6 +364,23 @@ def test_slices_of_one_block_are_launched_at_once_where_they_share_no_element(wo
         assert again(world, conv2d, x, w, out=out).addresses == addresses(x, w, out)
         for shared in (block := image())[:, 4:12], block[:, :8], block[:, :8, ::-1][:, :, ::-1]:
             refused(world, ArgumentError, "shares memory with argument 0", conv2d, block[:, :8], w, out=shared)
+
+
+def test_a_concatenation_of_what_lies_in_its_place_is_launched_at_once(world):
+    def image(channels):
+        return world.array(2, 8, 8, channels).transpose(0, 3, 1, 2)
+
+    def parts(whole):
+        return [image(8), whole[:, 8:16]]
+
+    whole = image(16)
+    known(world, concat, parts(whole), 1, out=whole)
+    for _ in range(2):
+        whole = image(16)
+        given = parts(whole)
+        assert again(world, concat, given, 1, out=whole).addresses == addresses(*given, whole)
+        refused(world, ArgumentError, "shares memory with argument 1", concat, [image(8), whole[:, :8]], 1, out=whole)
+        refused(world, ArgumentError, "shares memory with argument 0", concat, [whole[:, 8:16], image(16)[:, :8]], 1, out=whole)
 
 
 def test_an_output_may_not_be_an_input_of_a_convolution(world):
