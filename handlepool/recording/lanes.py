@@ -171,6 +171,7 @@ class Lanes:
         self._free.pop(piece[0], None)
         if self._inside:
             self._new.append(piece)
+            self._unwritten.wrote([(*piece, None)])  # by the node, as far as is known
         else:
             place = place_of_call()
             self._allocations.append(place)
@@ -185,6 +186,15 @@ class Lanes:
 
         Outside of nodes that is a guess, and the books order who comes there as anywhere.
         """
+        if self._busy:  # a finaliser allocates that found its thread in the middle of the books
+            return False
+        self._busy = True
+        try:
+            return self._is_free(start, stop)
+        finally:
+            self._busy = False
+
+    def _is_free(self, start: int, stop: int) -> bool:
         if start in self._free:
             needs = self._free[start][1]
         else:

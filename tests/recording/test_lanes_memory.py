@@ -178,6 +178,17 @@ def test_memory_that_was_written_is_read(scene, how):
         assert program.outputs.get()[4] == 6
 
 
+def test_memory_that_was_freed_unwritten_is_another_calls_to_write(scene):
+    def function(x):
+        z = scene.array()
+        del z
+        return adding(scene, x, plus(scene, x, 1))
+
+    with handlepool.record(function, scene.array(1), lanes=4) as program:
+        program.replay()
+        assert scene.read(program.outputs) == 3
+
+
 # Too little
 
 
