@@ -1,7 +1,8 @@
 """cuDNN's own planning where there is no GPU: where it lies, and a driver that plans with it.
 
-A process preloads a libcuda of ours without a GPU behind it (`tests/planning/libcuda.c`), an nvrtc that compiles nothing, and one
-version of cuDNN; see `preload`. The host driver of `PlanningDriver` computes what that cuDNN has planned.
+A process preloads a libcuda of ours without a GPU behind it, an nvrtc that compiles nothing and a cuBLAS that refuses everything
+(``tests/planning/*.c``), and one version of cuDNN; see `preload`. The host driver of `PlanningDriver` computes what that cuDNN
+has planned.
 """
 
 import ctypes
@@ -17,44 +18,40 @@ from handlepool.drivers.host.driver import HostDriver
 from handlepool.tensors.device_properties import DeviceProperties
 
 TESTS = Path(__file__).parents[1]
-STUBS = {"libcuda.c": "libcuda.so.1", "libnvrtc.c": "libnvrtc.so.12"}
+STUBS = ("libcuda.so.1", "libnvrtc.so.12", "libcublasLt.so.12")
 PINNED = ("9.19", "9.28")
 """The versions of cuDNN that are planned with: a GPU host's, and the newest."""
 VARIABLE = "HANDLEPOOL_TEST_CUDNN"
-LIBRARIES = ("nvidia/cublas/lib/libcublasLt.so.12", "nvidia/cudnn/lib/libcudnn.so.9")
+LIBRARY = "nvidia/cudnn/lib/libcudnn.so.9"
 
 
 def compile_stubs(folder):
-    """Compile the libraries that stand in for the driver's and for nvrtc."""
-    for source, name in STUBS.items():
-        target = [f"-Wl,-soname,{name}", "-o", folder / name]
-        subprocess.run(["cc", "-shared", "-fPIC", *target, TESTS / "planning" / source], check=True)
+    """Compile the libraries that stand in for those that cuDNN loads."""
+    for name in STUBS:
+        source = TESTS / "planning" / f"{name.partition('.')[0]}.c"
+        subprocess.run(["cc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", folder / name, source], check=True)
 
 
 def installed():
-    """Return the versions of cuDNN that there are, as "9.19", each with the folders that it and cuBLAS are in.
+    """Return the versions of cuDNN that there are, as "9.19", each with its folder.
 
     They are where ``HANDLEPOOL_TEST_CUDNN`` says, folders that ``pip install --target`` made, else in this environment.
     """
     folders = [Path(folder) for folder in os.environ.get(VARIABLE, "").split(os.pathsep) if folder]
     folders = folders or [Path(folder) for folder in sys.path if (Path(folder) / "nvidia").is_dir()]
-    cublas = [folder for folder in folders if (folder / LIBRARIES[0]).exists()]
     found = {}
     for folder in folders:
         for package in folder.glob("nvidia_cudnn_cu12-*.dist-info"):
-            if cublas and (folder / LIBRARIES[1]).exists():
-                found[re.match(r"\d+\.\d+", package.name.partition("-")[2])[0]] = (folder, cublas[0])
+            if (folder / LIBRARY).exists():
+                found[re.match(r"\d+\.\d+", package.name.partition("-")[2])[0]] = folder
     return found
 
 
-def preload(stubs, folders):
-    """Load what cuDNN looks for by name, and it, from folders of ``pip install --target``; the frontend finds it loaded then."""
+def preload(stubs, folder):
+    """Load what cuDNN looks for by name, and it, from a folder of ``pip install --target``; the frontend finds it loaded then."""
     os.environ["CUDNN_NVRTC_RUNTIME_LINKING"] = "1"  # 9.28 has an nvrtc inside of it otherwise
-    ctypes.CDLL(str(stubs / STUBS["libcuda.c"]), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(stubs / STUBS["libnvrtc.c"]))
-    for library in LIBRARIES:
-        path = next(path for folder in folders if (path := Path(folder) / library).exists())
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    for library in [*(Path(stubs) / name for name in STUBS), Path(folder) / LIBRARY]:
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def h200(**more):
@@ -63,16 +60,16 @@ def h200(**more):
     return DeviceProperties.loads(json.dumps({**found, "memoryBusWidth": 6144, **more}))
 
 
-def call(stubs, folders, function, *arguments, timeout=120):
+def call(stubs, folder, function, *arguments, timeout=120):
     """Have a process that plans with a cuDNN call a function, "module.name", with what JSON can hold; return what it returned."""
     module, _, name = function.rpartition(".")
     code = (
-        "import json, sys; from pathlib import Path; from importlib import import_module; from harness.planning import preload\n"
-        "stubs, folders, module, name, arguments = json.loads(sys.argv[1])\n"
-        "preload(Path(stubs), folders)\n"
+        "import json, sys; from importlib import import_module; from harness.planning import preload\n"
+        "stubs, folder, module, name, arguments = json.loads(sys.argv[1])\n"
+        "preload(stubs, folder)\n"
         "print(json.dumps(getattr(import_module(module), name)(*arguments)))"
     )
-    given = json.dumps([str(stubs), list(map(str, folders)), module, name, arguments])
+    given = json.dumps([str(stubs), str(folder), module, name, arguments])
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-c", code, given]

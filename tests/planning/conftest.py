@@ -9,7 +9,7 @@ from harness import planning
 
 @pytest.fixture(scope="session")
 def stubs(tmp_path_factory):
-    """The folder of the libraries that stand in for the driver's and for nvrtc."""
+    """The folder of the libraries that stand in for those that cuDNN loads."""
     if shutil.which("cc") is None:
         missing("needs a C compiler, for a libcuda without a GPU")
     folder = tmp_path_factory.mktemp("stubs")
@@ -20,12 +20,12 @@ def stubs(tmp_path_factory):
 @pytest.fixture(scope="session", params=planning.PINNED)
 def cudnn(request, stubs):
     """Calls a function, by name, in a process with each pinned version of cuDNN in turn; see `harness.planning.call`."""
-    folders = planning.installed().get(request.param)
-    if folders is None:
+    folder = planning.installed().get(request.param)
+    if folder is None:
         missing(f"needs cuDNN {request.param}: {planning.VARIABLE} names no folder that has it; docs/testing.md says how")
 
     def call(function, *arguments, timeout=120):
-        return planning.call(stubs, folders, function, *arguments, timeout=timeout)
+        return planning.call(stubs, folder, function, *arguments, timeout=timeout)
 
     call.version = request.param
     return call

@@ -1,6 +1,6 @@
 """Makes the tables of what cuDNN has plans for, one for each version; they are reviewed as diffs, and compared by tests.
 
-    HANDLEPOOL_TEST_CUDNN=/tmp/cudnn-9.19:/tmp/cudnn-9.28:/tmp/cublas PYTHONPATH=.:tests python tests/planning/table.py
+    HANDLEPOOL_TEST_CUDNN=/tmp/cudnn-9.19:/tmp/cudnn-9.28 PYTHONPATH=.:tests python tests/planning/table.py
 
 writes ``tests/data/plans/cudnn-*.json`` for the versions that are there. A line says for each launch of a call: cuDNN's engine of
 how many candidates, bytes of scratch, and what was refused. Under "raw" and "ruled" stand the cases of
