@@ -186,6 +186,8 @@ class Lanes:
 
         Outside of nodes that is a guess, and the books order who comes there as anywhere.
         """
+        if self.limit == 1:  # all run one after the other
+            return True
         if self._busy:  # a finaliser allocates that found its thread in the middle of the books
             return False
         self._busy = True
@@ -214,9 +216,7 @@ class Lanes:
         return all(known.get(track, 0) >= call for track, call in needs.items())
 
     def _known_after(self, reads: Pieces) -> Needs:
-        """Return what a node that reads something comes after; with one lane, whatever it reads."""
-        if self.limit == 1 and self._lanes:
-            return self._lanes[0].track.known
+        """Return what a node that reads something comes after."""
         known: Needs = {}
         for track, call in needs_of(map(self._uses.piece, reads), ()).items():
             for each, last in self._of[track].nodes[call - 1].known.items():

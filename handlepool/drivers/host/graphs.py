@@ -8,7 +8,7 @@ from handlepool.drivers.host.memory import Block, DeviceMemory, Owner
 from handlepool.drivers.host.streams import StreamTable
 from handlepool.errors import ContractError
 
-MOST_TRIED = 8
+MOST_TRIED = 4
 """Of the blocks of one size, from each end."""
 
 
