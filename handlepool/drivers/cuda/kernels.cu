@@ -292,7 +292,8 @@ struct Depthwise {
 
 // A block has the filters of some channels, and goes over pixels of all images. Neighbours read neighbours in memory.
 ENTRY void depthwise(BY_VALUE Pointers operands, BY_VALUE Depthwise g) {
-    constexpr int taps = ROWS * COLUMNS, unrolled_rows = taps > 9 ? 1 : ROWS;  // or registers would keep blocks out
+    // Rows of a window whose loads are under way together; more registers would keep blocks out.
+    constexpr int taps = ROWS * COLUMNS, at_once = taps * sizeof(Pack) <= 256 ? ROWS : 1;
     __shared__ float filters[taps][LANES * PACK], biases[LANES * PACK];
     const int lanes = g.lanes, together = g.together;
 #if CHANNELS_INNERMOST
@@ -302,39 +303,67 @@ ENTRY void depthwise(BY_VALUE Pointers operands, BY_VALUE Depthwise g) {
 #endif
     for (offset_t first = (offset_t)blockIdx.y * lanes; first < g.images.channels; first += (offset_t)gridDim.y * lanes) {
         const int packs = g.images.channels - first < lanes ? (int)(g.images.channels - first) : lanes, channels = packs * PACK;
-        const ELEMENT* w = (const ELEMENT*)operands.at[1] + first * PACK * taps;
-        for (int i = threadIdx.x; i < channels * taps; i += blockDim.x)
-            filters[i / channels][i % channels] = widen(w[i % channels * taps + i / channels]);
-        for (int i = threadIdx.x; i < channels; i += blockDim.x)
-            biases[i] = BIAS ? widen(((const ELEMENT*)operands.at[2])[(first * PACK + i) * g.bias]) : 0;
-        __syncthreads();
-        const count_t pixels = lane < packs ? (count_t)g.pixels : 0;
-        for (count_t i = (count_t)blockIdx.x * together + place; i < pixels; i += (count_t)gridDim.x * together) {
-            const offset_t q = i % (count_t)g.columns, p = i / (count_t)g.columns % (count_t)g.rows;
-            const offset_t n = i / (count_t)g.columns / (count_t)g.rows, c = first + lane;
-            const offset_t top = p * g.stride[0] - g.padding[0], left = q * g.stride[1] - g.padding[1];
+        const count_t pixels = lane < packs ? (count_t)g.pixels : 0, step = (count_t)gridDim.x * together;
+        const offset_t c = first + lane;
+        offset_t n, p, q;
+        Pack seen[at_once][COLUMNS];
+        bool inside[at_once][COLUMNS];
+        auto load = [&](int above) {
             const Pack* x = (const Pack*)operands.at[0] + (n * g.images.from[0] + c * g.images.from[1]);
-            float total[PACK];
+            const offset_t top = p * g.stride[0] - g.padding[0], left = q * g.stride[1] - g.padding[1];
 #pragma unroll
-            for (int e = 0; e < PACK; ++e) total[e] = 0;
-#pragma unroll unrolled_rows
-            for (int r = 0; r < ROWS; ++r) {
-                const offset_t down = top + r * g.dilation[0], row = nearest(down, g.images.height);
+            for (int r = 0; r < at_once; ++r) {
+                const offset_t down = top + (above + r) * g.dilation[0], row = nearest(down, g.images.height);
 #pragma unroll
                 for (int s = 0; s < COLUMNS; ++s) {
                     const offset_t right = left + s * g.dilation[1], column = nearest(right, g.images.width);
-                    const bool inside = row == down && column == right;
-                    const Pack pixel = x[row * g.images.from[2] + column * g.images.from[3]];
-#pragma unroll
-                    for (int e = 0; e < PACK; ++e)
-                        total[e] += (inside ? widen(pixel.of[e]) : 0) * filters[r * COLUMNS + s][lane * PACK + e];
+                    inside[r][s] = row == down && column == right;
+                    seen[r][s] = x[row * g.images.from[2] + column * g.images.from[3]];
                 }
+            }
+        };
+        auto begin = [&](count_t i) {
+            q = i % (count_t)g.columns;
+            p = i / (count_t)g.columns % (count_t)g.rows;
+            n = i / (count_t)g.columns / (count_t)g.rows;
+            load(0);
+        };
+        count_t i = (count_t)blockIdx.x * together + place;
+        if (i < pixels) begin(i);  // under way while the filters are
+        const ELEMENT* w = (const ELEMENT*)operands.at[1] + first * PACK * taps;
+        for (int k = threadIdx.x; k < channels; k += blockDim.x) {
+            ELEMENT own[taps];
+#pragma unroll
+            for (int t = 0; t < taps; ++t) own[t] = w[k * taps + t];
+            biases[k] = BIAS ? widen(((const ELEMENT*)operands.at[2])[(first * PACK + k) * g.bias]) : 0;
+#pragma unroll
+            for (int t = 0; t < taps; ++t) filters[t][k] = widen(own[t]);
+        }
+        __syncthreads();
+        while (i < pixels) {
+            float total[PACK];
+#pragma unroll
+            for (int e = 0; e < PACK; ++e) total[e] = 0;
+#pragma unroll 1
+            for (int above = 0; above < ROWS; above += at_once) {
+                if (above) load(above);
+#pragma unroll
+                for (int r = 0; r < at_once; ++r)
+#pragma unroll
+                    for (int s = 0; s < COLUMNS; ++s)
+#pragma unroll
+                        for (int e = 0; e < PACK; ++e) {
+                            const float value = inside[r][s] ? widen(seen[r][s].of[e]) : 0;
+                            total[e] += value * filters[(above + r) * COLUMNS + s][lane * PACK + e];
+                        }
             }
             Pack y;
 #pragma unroll
             for (int e = 0; e < PACK; ++e) y.of[e] = narrow(activated(total[e] + biases[lane * PACK + e]));
             Pack* to = (Pack*)operands.at[2 + BIAS] + (n * g.images.to[0] + c * g.images.to[1]);
             to[p * g.images.to[2] + q * g.images.to[3]] = y;
+            i += step;
+            if (i < pixels) begin(i);
         }
         __syncthreads();  // before the next ones overwrite what others still read
     }
