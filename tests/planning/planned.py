@@ -91,6 +91,30 @@ def described():
     }
 
 
+def entries():
+    """Say what the entries are that a built graph is launched and saved by."""
+    graph = frontend.new_graph(None, io_dtype="float16", intermediate_dtype="float32", compute_dtype="float32", device=h200())
+    half = cudnn.data_type.HALF
+    x, w = (graph.tensor(dim=[8, 8, 3, 3], stride=[72, 1, 24, 8], data_type=half) for _ in range(2))
+    y = convolve(graph, x, w)
+    infer(graph, [y])
+    made = planning.plan(graph, [x, w, y])
+    lowered = graph._lowered_graph
+    lowered._prepare_variant_pack_template()
+    again = frontend.new_graph(None, device=h200())
+    again.deserialize(graph.serialize(as_bytes=True))
+    found = again._lowered_graph.query_tensor_attributes_of_uid(x.uid)
+    return {
+        "raw": lowered._execute_with_raw_ptrs.__doc__.splitlines()[0],
+        "uids": list(lowered._get_variant_pack_uids_sorted()) == made.uids,
+        "index": graph._plans[graph._plan_index].cpp_index,
+        "engine": graph.selected_engine,
+        "taken": made.raw is not None,
+        "read": [list(found.get_dim()), list(found.get_stride()), found.get_data_type() == half],
+        "frontend": cudnn.__version__,
+    }
+
+
 def without(key):
     """Return what is said of a description that has a key less; None where it will do."""
     values = json.loads(h200().text)
