@@ -168,7 +168,7 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
             thread.recording.check(f"a launch of {plan.name}", slot.pointer, pool.driver)
             thread.recording.keep(plan)
             inputs = len(plan.inputs)
-            pieces = [Layout.of(array).piece(pool.driver.array_pointer(array)) for array in operands]
+            pieces = pieces_of_operands(pool.driver, plan, operands)
             thread.recording.accessed(pieces[:inputs], pieces[inputs:])
         size = executable.workspace_size
         check = plan.check_aliases if given else None
@@ -187,6 +187,12 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
     if pool.plan_files is not None:
         pool.plan_files.reject(plan.key)
     launch(pool, plan.built_anew(), slot, operands, given)
+
+
+def pieces_of_operands(driver: Driver, plan: Plan, operands: Sequence[Any]) -> list[Piece]:
+    """Return the memory of a plan's arrays, the inputs first."""
+    layouts = plan.inputs + plan.outputs
+    return [layout.piece(driver.array_pointer(array)) for layout, array in zip(layouts, operands, strict=True)]
 
 
 def new_outputs(pool: PoolInternals, layouts: Sequence[Layout], empty: Callable[..., Any]) -> tuple[Any, ...]:
@@ -245,9 +251,8 @@ class GraphCall:
 
     def pieces(self) -> tuple[list[Piece], list[Piece]]:
         """Return the memory that is read, and that is written."""
-        driver = self._pool.driver
         inputs = len(self.plan.inputs)
-        found = [Layout.of(array).piece(driver.array_pointer(array)) for array in self._own]
+        found = pieces_of_operands(self._pool.driver, self.plan, self._own)
         reads, writes = found[:inputs], found[inputs:]
         for call in self._more:
             more, changed = call.pieces()

@@ -118,11 +118,18 @@ def share_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
 
 def piece(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Piece:
     """Return the memory of an array by its geometry; nothing, at its address, for one without elements."""
+    shape, strides = tuple(shape), tuple(strides)
+    start, stop, gaps = _reach(shape, strides, itemsize)
+    return address + start, address + stop, (address, shape, strides, itemsize) if gaps else None
+
+
+@lru_cache(maxsize=4096)
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int, bool]:
+    """Return where an array begins and ends behind its first element, and whether there are gaps in it."""
     if 0 in shape:
-        return address, address, None
-    start, stop = span(address, shape, strides, itemsize)
-    gaps = stop - start > math.prod(shape) * itemsize
-    return start, stop, (address, tuple(shape), tuple(strides), itemsize) if gaps else None
+        return 0, 0, False
+    start, stop = span(0, shape, strides, itemsize)
+    return start, stop, stop - start > math.prod(shape) * itemsize
 
 
 def share(one: Piece, other: Piece) -> bool:
