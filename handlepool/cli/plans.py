@@ -5,13 +5,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from handlepool.errors import ArgumentError, GraphNotSupportedError, HandlePoolError
-from handlepool.graphs.function import GraphFunction
 from handlepool.pool.plan_directory import VARIABLE, PlanDirectory, PlanFile
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
@@ -59,7 +58,8 @@ def _clear(files: PlanDirectory) -> int:
 
 
 def _build(name: str, properties: Path, path: str) -> int:
-    """Plan what a module lists for a described device; the status is 1 where something was refused."""
+    """Plan what a module lists for a described device; the status is 1 where a function cannot be planned."""
+    from handlepool.cli.planner import REFUSED, Planner
     from handlepool.pool.default import standing_in
     from handlepool.pool.pool import HandlePool
     from handlepool.tensors.device_properties import DeviceProperties
@@ -75,26 +75,30 @@ def _build(name: str, properties: Path, path: str) -> int:
         raise ArgumentError(
             f"module {name} has no list PLANS of what is to be planned: (function, specs) or (function, specs, options)"
         )
-    refused = 0
-    with HandlePool(driver="host", plan_directory=path) as pool, standing_in(pool):
+    failed: list[str] = []
+    planner = Planner(device, PlanDirectory(path))
+    with HandlePool(driver=planner) as pool, standing_in(pool), planner.create_stream():
         for entry in entries:
             function, specs, options = _entry(entry)
             try:
-                plan = function.compile(*specs, device=device, **options)
-                print(f"{plan.name}: {plan.engine}, {_size(plan.workspace_size)} of scratch")
+                function(*planner.arrays_of(specs), **planner.arrays_of(options))
             except GraphNotSupportedError as error:
-                refused += 1
-                print(f"refused: {error}")
-    print(f"{len(entries) - refused} of {len(entries)} plans for {device.name}")
-    return 1 if refused else 0
+                failed.append(f"{getattr(function, '__name__', function)} cannot be planned: {error}")
+    for title, plan in planner.planned.items():
+        print(f"{title}: {plan}")
+    for line in failed:
+        print(line)
+    refused = sum(plan.startswith(REFUSED) for plan in planner.planned.values())
+    print(f"{len(planner.planned) - refused} plans for {device.name}, {refused} refused")
+    return 1 if failed else 0
 
 
-def _entry(entry: Any) -> tuple[GraphFunction[..., Any], Iterable[Any], dict[str, Any]]:
+def _entry(entry: Any) -> tuple[Callable[..., Any], Iterable[Any], dict[str, Any]]:
     try:
         function, specs, *more = entry
         (options,) = more or ({},)
-        if not isinstance(function, GraphFunction):
-            raise ArgumentError(f"PLANS has {function!r}, which is no graph function")
+        if not callable(function):
+            raise ArgumentError(f"PLANS has {function!r}, which cannot be called")
         return function, tuple(specs), dict(options)
     except (TypeError, ValueError):
         raise ArgumentError(

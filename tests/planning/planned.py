@@ -67,10 +67,12 @@ def elsewhere(folder):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         status = main(["plans", "build", "planning.listed", "--device-properties", str(properties), "--directory", plans])
+    function, specs, options = listed.PLANS[0]
     with handlepool.HandlePool(driver="host", plan_directory=plans) as pool, standing_in(pool):
-        again = [function.compile(*specs, device=h200(), **options) for function, specs, options in listed.PLANS]
+        again = function.compile(*specs, device=h200(), **options)
         counts = {name: count for name, count in pool.stats().items() if name.startswith("plan_files_") and count}
-    return {"status": status, "said": said.getvalue().splitlines(), "engines": [plan.engine for plan in again], "counts": counts}
+    found = [file.plan.engine for file in PlanDirectory(plans).files()]
+    return {"status": status, "said": said.getvalue().splitlines(), "engine": again.engine, "counts": counts, "files": found}
 
 
 def described():

@@ -31,12 +31,17 @@ def test_plans_that_were_saved_are_made_again_and_in_the_place_of_another_refuse
 
 def test_a_command_plans_what_a_module_lists_for_whoever_has_the_device(cudnn, tmp_path):
     found = cudnn("planning.planned.elsewhere", str(tmp_path))
-    first, second, total = found["said"]
-    assert [first, second] == [line for line in (first, second) if line.startswith("convolve: eng")]
-    assert total == "2 of 2 plans for NVIDIA H200"
+    *lines, total = found["said"]
     assert found["status"] == 0
-    assert [f"convolve: {engine}" for engine in found["engines"]] == [line.partition(",")[0] for line in (first, second)]
-    assert found["counts"] == {"plan_files_loaded": 2}
+    assert [line.partition(":")[0] for line in lines] == [
+        "convolve over 2x64x28x28, 32x64x3x3, 2x32x28x28",
+        "conv2d over 4x64x28x28, 32x64x3x3, 1x32x1x1, 4x32x28x28",
+        "convolve over 4x64x28x28, 32x64x3x3, 4x32x26x26",
+    ]
+    assert total == "3 plans for NVIDIA H200, 0 refused"
+    assert f"{lines[0].partition(': ')[2]}" == found["engine"]
+    assert found["counts"] == {"plan_files_loaded": 1}
+    assert sorted(found["files"]) == sorted(line.partition(": ")[2] for line in lines)
 
 
 def test_the_version_that_plans_is_the_one_that_was_asked_for(cudnn):
