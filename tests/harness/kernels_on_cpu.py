@@ -50,7 +50,7 @@ template <class Run> static void launch(unsigned across, unsigned down, unsigned
 """
 GEOMETRIES = {"add": "Sum", "concat": "Parts", "windows": "Windows", "whole": "Whole", "depthwise": "Depthwise"}
 IN_STEP = ("whole", "depthwise")  # whose threads wait for each other
-OWN_MACROS = ("FOR_EACH_INDEX", "HELPER", "NOTHING")
+OWN_MACROS = ("FOR_EACH_INDEX", "LOADED", "HELPER", "NOTHING")
 
 
 def _variant(number, launch):

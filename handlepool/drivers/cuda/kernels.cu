@@ -33,6 +33,7 @@ typedef unsigned int count_t;
 }
 #endif
 
+#define LOADED asm volatile("" ::: "memory")  // no load is put off beyond this, so that those before it are under way together
 #define HELPER [[maybe_unused]] static __device__ inline
 
 struct alignas(PACK * sizeof(ELEMENT)) Pack {
@@ -182,7 +183,7 @@ struct Windows {  // each has a pixel of the image, so for a maximum no other on
 HELPER offset_t clipped(offset_t start, offset_t length, offset_t end) { return start + length < end ? length : end - start; }
 
 ENTRY void windows(BY_VALUE Pointers operands, BY_VALUE Windows g) {
-    constexpr int unrolled_rows = ROWS ? ROWS : 1, unrolled_columns = COLUMNS ? COLUMNS : 4;
+    constexpr int across = COLUMNS ? COLUMNS : 4, down = ROWS && ROWS * across * sizeof(Pack) <= 256 ? ROWS : 1;
     const offset_t height = ROWS ? ROWS : g.window[0], width = COLUMNS ? COLUMNS : g.window[1];
     FOR_EACH_INDEX(i, g.count) {
         count_t rest = i;
@@ -204,22 +205,32 @@ ENTRY void windows(BY_VALUE Pointers operands, BY_VALUE Windows g) {
 #pragma unroll
         for (int e = 0; e < PACK; ++e) result[e] = NOTHING;
         offset_t pixels = 0;
-#pragma unroll unrolled_rows
-        for (offset_t r = 0; r < height; ++r) {
-            const offset_t row = nearest(top + r, g.images.height);
-#pragma unroll unrolled_columns
-            for (offset_t s = 0; s < width; ++s) {
-                const offset_t column = nearest(left + s, g.images.width);
-                const bool inside = row == top + r && column == left + s;
-                const Pack pixel = x[row * g.images.from[2] + column * g.images.from[3]];
+        for (offset_t above = 0; above < height; above += down)
+            for (offset_t before = 0; before < width; before += across) {
+                Pack seen[down][across];
 #pragma unroll
-                for (int e = 0; e < PACK; ++e) {
-                    const float value = widen(pixel.of[e]);
-                    result[e] = joined(result[e], MAXIMUM || inside ? value : 0);
+                for (int r = 0; r < down; ++r) {
+                    const offset_t row = nearest(top + above + r, g.images.height);
+#pragma unroll
+                    for (int s = 0; s < across; ++s)
+                        seen[r][s] = x[row * g.images.from[2] + nearest(left + before + s, g.images.width) * g.images.from[3]];
                 }
-                pixels += inside;
+                LOADED;
+#pragma unroll
+                for (int r = 0; r < down; ++r)
+#pragma unroll
+                    for (int s = 0; s < across; ++s) {
+                        const offset_t row = top + above + r, column = left + before + s;
+                        const bool counts = COLUMNS || before + s < width;
+                        const bool inside = row == nearest(row, g.images.height) && column == nearest(column, g.images.width);
+#pragma unroll
+                        for (int e = 0; e < PACK; ++e) {
+                            const float value = widen(seen[r][s].of[e]);
+                            if (counts) result[e] = joined(result[e], MAXIMUM || inside ? value : 0);
+                        }
+                        pixels += counts && inside;
+                    }
             }
-        }
         const float area = MAXIMUM ? 1.0f : !g.counted ? (float)pixels
                          : (float)clipped(top, height, g.images.height + g.padding[0])
                              * (float)clipped(left, width, g.images.width + g.padding[1]);
@@ -255,12 +266,21 @@ ENTRY void whole(BY_VALUE Pointers operands, BY_VALUE Whole g) {
         for (int e = 0; e < PACK; ++e) result[e] = NOTHING;
         if (output < (count_t)g.outputs) {
             const Pack* x = (const Pack*)operands.at[0] + (n * g.images.from[0] + c * g.images.from[1]);
-#pragma unroll 4
-            for (offset_t i = share; i < pixels; i += SHARES) {
-                const offset_t row = (count_t)i / (count_t)g.images.width, column = (count_t)i % (count_t)g.images.width;
-                const Pack pixel = x[row * g.images.from[2] + column * g.images.from[3]];
+            constexpr int at_once = 8;  // loads; those past the end are of the last pixel, and not used
+            for (count_t i = share; i < (count_t)pixels; i += at_once * SHARES) {
+                Pack seen[at_once];
 #pragma unroll
-                for (int e = 0; e < PACK; ++e) result[e] = joined(result[e], widen(pixel.of[e]));
+                for (int k = 0; k < at_once; ++k) {
+                    const count_t pixel = i + k * SHARES < (count_t)pixels ? i + k * SHARES : (count_t)pixels - 1;
+                    const offset_t row = pixel / (count_t)g.images.width, column = pixel % (count_t)g.images.width;
+                    seen[k] = x[row * g.images.from[2] + column * g.images.from[3]];
+                }
+                LOADED;
+#pragma unroll
+                for (int k = 0; k < at_once; ++k)
+#pragma unroll
+                    for (int e = 0; e < PACK; ++e)
+                        if (i + k * SHARES < (count_t)pixels) result[e] = joined(result[e], widen(seen[k].of[e]));
             }
         }
 #pragma unroll
