@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness.arrays import MARK, Tensor
+from harness.planning import h200
 
 import handlepool
 from handlepool import ArraySpec, GraphFunction, HandlePool, ParallelStateExecutor, ParallelStates, drivers, ops
@@ -147,6 +148,7 @@ def cases(pool):
         "ops.conv2d_plan": case(ops.conv2d_plan, x, w, **CONVOLUTION),
         **{f"ops.{kind}": case(getattr(ops, kind), x, out=None, pool=None) for kind in ops.ACTIVATIONS},
         "ArraySpec": case(ArraySpec, (1, 4, 6, 6), "float32", layout="NCHW"),
+        "DeviceProperties": case(handlepool.DeviceProperties, h200().text),
         "Fork": case(entered, pool, 2, None),
         "Fork.run": case(in_fork("run"), plain, x, w, b, padding=1),
         "Fork.run, conv2d": case(in_fork("run"), handlepool.conv2d, x, w, None, **CONVOLUTION),

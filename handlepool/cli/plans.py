@@ -64,7 +64,7 @@ def _build(name: str, properties: Path, path: str) -> int:
     from handlepool.pool.pool import HandlePool
     from handlepool.tensors.device_properties import DeviceProperties
 
-    device = DeviceProperties.loads(properties.read_text(encoding="utf-8"))
+    device = DeviceProperties(properties.read_text(encoding="utf-8"))
     sys.path.insert(0, os.getcwd())  # as ``python -m`` has it for its own module
     try:
         module = import_module(name)

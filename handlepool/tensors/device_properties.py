@@ -44,28 +44,26 @@ LATER = ("memoryBusWidth",)
 class DeviceProperties:
     """A GPU as cuDNN describes it: what its heuristics ask a device for.
 
+    Parameters
+    ----------
+    text : str
+        JSON of one object, as from a file that ``python -m handlepool info --device-properties`` wrote.
+
     Attributes
     ----------
     text : str
-        JSON of one object, keys in order, so that what is equal has equal texts.
+        The same with its keys in order, so that what is equal has equal texts.
+
+    Raises
+    ------
+    ArgumentError
+        For what is no JSON object, and for a missing key, by its name.
     """
 
     text: str
 
-    @classmethod
-    def loads(cls, text: str) -> "DeviceProperties":
-        """Read a description.
-
-        Parameters
-        ----------
-        text : str
-            What `text` of another one was, as from a file.
-
-        Raises
-        ------
-        ArgumentError
-            For what is no JSON object, and for a missing key, by its name.
-        """
+    def __post_init__(self) -> None:
+        text = self.text
         try:
             found = json.loads(text)
         except (TypeError, ValueError) as error:
@@ -85,7 +83,7 @@ class DeviceProperties:
         for key in (VERSION, "deviceVer"):
             if type(found[key]) is not int:
                 raise ArgumentError(f"properties of a device have {found[key]!r} as {key!r}; it must be an integer")
-        return cls(json.dumps(found, sort_keys=True))
+        object.__setattr__(self, "text", json.dumps(found, sort_keys=True))
 
     @classmethod
     def of(cls, ordinal: int = 0) -> "DeviceProperties":
@@ -100,7 +98,7 @@ class DeviceProperties:
 
         try:
             found = json.loads(cudnn.create_device_properties(ordinal).serialize())
-            return cls.loads(json.dumps(found | {VERSION: cudnn.backend_version()}))
+            return cls(json.dumps(found | {VERSION: cudnn.backend_version()}))
         except RuntimeError as error:
             raise DriverNotAvailableError(f"cuDNN cannot describe device {shown(ordinal)}: {error}") from error
 
@@ -119,19 +117,12 @@ class DeviceProperties:
         """The version of the cuDNN that wrote this, as 91900 for 9.19.0."""
         return int(self._values()[VERSION])
 
+    @property
     def native(self) -> Any:
-        """Return the frontend's object, which graphs are planned with.
+        """The frontend's object, which graphs are planned with.
 
-        Returns
-        -------
-        cudnn.device_properties
-
-        Raises
-        ------
-        ArgumentError
-            For what the installed cuDNN asks for and this has not.
-        DriverNotAvailableError
-            Where there is no libcudnn, or not what it loads.
+        It is an ArgumentError where the installed cuDNN asks for what this has not, and a DriverNotAvailableError where there is
+        no libcudnn, or not what it loads.
         """
         import cudnn
 
@@ -154,14 +145,9 @@ class DeviceProperties:
                 f"{what}; describe the device again with this cuDNN or a later one"
             ) from error
 
+    @property
     def kind(self) -> dict[str, Any]:
-        """Return what is the same for every device of a kind: not where it is plugged in, nor who described it.
-
-        Returns
-        -------
-        dict
-            cuDNN's keys and values, but for those.
-        """
+        """What is the same for every device of a kind: not where it is plugged in, nor who described it."""
         return {key: value for key, value in self._values().items() if key not in _ITS_OWN}
 
     def _values(self) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def new_graph(
     def convert(dtype: Any) -> Any:
         return None if dtype is None else data_type(dtype)
 
-    described = {} if device is None else {"device_property": device.native(), "sm_version": device.architecture}
+    described = {} if device is None else {"device_property": device.native, "sm_version": device.architecture}
     return cudnn.pygraph(
         name=name,
         io_data_type=convert(io_dtype),

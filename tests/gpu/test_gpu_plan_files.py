@@ -86,7 +86,7 @@ def test_a_loaded_plan_is_recorded_forked_and_tuned_as_any_other(process, x, w):
 
 def test_a_description_of_this_device_is_what_its_plans_are_made_for():
     with HandlePool(driver="cuda") as pool:
-        described = DeviceProperties.loads(DeviceProperties.of(pool.driver.current_device()).text)
+        described = DeviceProperties(DeviceProperties.of(pool.driver.current_device()).text)
         assert planning.DescribedDevice(described).made_for() == pool.driver.made_for()
 
 

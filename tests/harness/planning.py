@@ -57,7 +57,7 @@ def preload(stubs, folder):
 def h200(**more):
     """Return an H200 as cuDNN 9.19 described it, with what later versions ask for beside that."""
     found = json.loads((TESTS / "data" / "h200_device_properties.json").read_text())
-    return DeviceProperties.loads(json.dumps({**found, "memoryBusWidth": 6144, **more}))
+    return DeviceProperties(json.dumps({**found, "memoryBusWidth": 6144, **more}))
 
 
 def call(stubs, folder, function, *arguments, timeout=120):

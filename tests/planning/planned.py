@@ -122,7 +122,7 @@ def without(key):
     values = json.loads(h200().text)
     del values[key]
     try:
-        DeviceProperties.loads(json.dumps(values)).native()
+        _ = DeviceProperties(json.dumps(values)).native
     except ArgumentError as error:
         return str(error)
     return None

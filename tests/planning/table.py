@@ -42,7 +42,7 @@ def described():
         "frontend": cudnn.__version__,
         "device": device.name,
         **found,
-        **families({"device_property": device.native(), "sm_version": device.architecture}),
+        **families({"device_property": device.native, "sm_version": device.architecture}),
     }
 
 

@@ -13,27 +13,27 @@ VALUES = json.loads(TEXT)
 
 
 def test_a_description_says_what_it_is_of_and_who_wrote_it():
-    device = DeviceProperties.loads(TEXT)
+    device = DeviceProperties(TEXT)
     assert (device.name, device.architecture, device.cudnn_version) == ("NVIDIA H200", 90, 91900)
     assert json.loads(device.text) == VALUES
 
 
 def test_descriptions_are_equal_whatever_the_order_of_their_keys():
     turned = json.dumps(dict(reversed(VALUES.items())), indent=1)
-    assert DeviceProperties.loads(turned) == DeviceProperties.loads(TEXT)
-    assert DeviceProperties.loads(json.dumps(VALUES | {"warpSize": 33})) != DeviceProperties.loads(TEXT)
+    assert DeviceProperties(turned) == DeviceProperties(TEXT)
+    assert DeviceProperties(json.dumps(VALUES | {"warpSize": 33})) != DeviceProperties(TEXT)
 
 
 @pytest.mark.parametrize("key", [*KEYS, VERSION])
 def test_a_missing_key_is_named(key):
     with pytest.raises(ArgumentError, match=repr(key)):
-        DeviceProperties.loads(json.dumps({name: value for name, value in VALUES.items() if name != key}))
+        DeviceProperties(json.dumps({name: value for name, value in VALUES.items() if name != key}))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", b"\xff", None, json.dumps(VALUES | {VERSION: "9.19"})])
 def test_what_is_no_description_is_refused(text):
     with pytest.raises(ArgumentError, match="properties of a device"):
-        DeviceProperties.loads(text)
+        DeviceProperties(text)
 
 
 def test_where_there_is_no_gpu_none_is_described():

@@ -180,7 +180,7 @@ def _raw_entry(graph: Any, uids: list[int], plan_index: int | None) -> tuple[Cal
 
 def made_for(properties: DeviceProperties) -> dict[str, Any]:
     """Return what plans depend on beside their graph: the versions in this process, and the device, wherever it is plugged in."""
-    return {"cudnn": cudnn.backend_version(), "frontend": cudnn.__version__, "device": properties.kind()}
+    return {"cudnn": cudnn.backend_version(), "frontend": cudnn.__version__, "device": properties.kind}
 
 
 class DescribedDevice:
