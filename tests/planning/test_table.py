@@ -1,6 +1,7 @@
 """What cuDNN has plans for, version by version, is what the tables in the repository say."""
 
 import json
+import re
 
 import pytest
 from planning.table import CASES, GOLDEN, differences, golden, supported
@@ -51,13 +52,21 @@ def test_g18_with_the_rules_more_is_planned(version):
 
 
 @pytest.mark.parametrize("version", ["9.19", "9.28"])
-def test_settings_are_honoured(version):
-    """Scratch stays within its limit, and other plans are taken where some are left out."""
-    lines = golden(version)["conv2d"]
-    for dtype, layout in (("float16", "NHWC"), ("float16", "NCHW"), ("float32", "NHWC"), ("float32", "NCHW")):
-        name = f"{dtype} {layout}"
-        assert " B" not in lines[f"{name} workspace_limit=0"]
-        assert " B" not in lines[f"{name} bias relu workspace_limit=0"]
-        if dtype == "float16":  # exact on tensor cores
-            assert lines[f"{name} allow_tf32=False"] == lines[name]
+def test_no_plan_needs_more_scratch_than_its_limit(version):
+    limited = {}
+    for group in ("conv2d", "gradients", "products", "graphs"):
+        limited |= {name: line for name, line in golden(version)[group].items() if "workspace_limit=" in name}
+    assert len(limited) > 20
+    for name, line in limited.items():
+        needed = [int(count.replace(",", "")) for count in re.findall(r"([\d,]+) B", line)]
+        assert max(needed, default=0) <= int(name.rpartition("=")[2]), (name, line)
+
+
+@pytest.mark.parametrize("version", ["9.19", "9.28"])
+def test_without_tf32_float32_gets_other_plans_and_what_is_exact_on_tensor_cores_the_same(version):
+    table = golden(version)
+    lines = table["conv2d"]
     assert lines["float32 NHWC allow_tf32=False"] != lines["float32 NHWC"]
+    for layout in ("NHWC", "NCHW"):
+        assert lines[f"float16 {layout} allow_tf32=False"] == lines[f"float16 {layout}"]
+    assert table["products"]["matmul bfloat16 allow_tf32=False"] == table["products"]["matmul bfloat16 batch"]
