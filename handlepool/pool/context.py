@@ -1,5 +1,6 @@
 """What a thread is in the middle of: the branch or task that it runs, the recording that it makes; and how a branch is run."""
 
+import functools
 import os
 import sys
 import threading
@@ -178,10 +179,15 @@ def run_on(
                 driver.pop_stream(stream, previous)
 
 
+@functools.cache
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in LIBRARIES
+
+
 def place_of_call() -> str:
     """Return the file and the line that called into this package, or an array library that calls it."""
     frame = sys._getframe(1)  # noqa: SLF001 - public in all but its name
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

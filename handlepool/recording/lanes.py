@@ -64,10 +64,6 @@ class _Node:
         self.ends: tuple[Any, ...] = ()
         self.step = step
 
-    def follows(self, track: Track, call: int) -> bool:
-        """Whether it is a call of a track, or comes after that."""
-        return self.known.get(track, 0) >= call
-
 
 class _Lane:
     """A slot that nodes are recorded on, with what it was given since the last work that was no node."""
@@ -279,8 +275,9 @@ class Lanes:
                 self._unwritten.check(name, place, reads, writes, keep)
                 self._unwritten.wrote(writes)
             self._expected = None
-            self._new.clear()
-            self._asked.clear()
+            if self._new or self._asked:
+                self._new.clear()
+                self._asked.clear()
             met, changed = [*map(self._uses.piece, reads)], [*map(self._uses.piece, writes)]
             lane, node = self._start(needs_of(met, changed), name, place)
             self._inside, self._current, self._why = True, lane, ""
@@ -298,10 +295,12 @@ class Lanes:
             raise
         self._busy = True
         try:
-            made = [(start, stop, None) for start, stop in self._new if stop > start]
-            changed += map(self._uses.piece, [*made, *written])
+            made = [(start, stop, None) for start, stop in self._new if stop > start] if self._new else []
+            if made or written:
+                changed += map(self._uses.piece, [*made, *written])
             write_down(lane.track, node.call, met, changed)
-            self._forget_asked((*reads, *writes, *made, *written))
+            if self._asked:
+                self._forget_asked((*reads, *writes, *made, *written))
             got = self._end(lane, node, place)
         finally:
             self._busy = False
@@ -339,37 +338,38 @@ class Lanes:
         lane = self._choose(producers)
         if lane.nodes and lane.nodes[-1] not in producers:
             producers.append(lane.nodes[-1])
-        # What another one of them comes after is waited for with that.
-        direct = [
-            each
-            for each in producers
-            if not any(other is not each and other.follows(each.track, each.call) for other in producers)
-        ]
+        direct = producers if len(producers) < 2 else _direct(producers)
         track = lane.track
         for each in direct:
             track.learn(each.known)
         track.count += 1
         node = _Node(track, len(self.steps))
         node.known = track.known = {**track.known, track: node.call}
-        after = tuple(dict.fromkeys(end for each in direct for end in each.ends)) if direct else self._base
+        after = _ends(direct) or self._base
         if self.exact:
             self._driver.set_dependencies(lane.slot.pointer, after)
         self._behind = after
-        self.steps.append(Step(name, place, lane.number, tuple(sorted(each.step for each in direct)) or self._base_step))
+        self.steps.append(Step(name, place, lane.number, tuple(sorted([each.step for each in direct])) or self._base_step))
         lane.nodes.append(node)
         self._nodes += 1
         return lane, node
 
     def _choose(self, producers: Sequence[_Node]) -> _Lane:
         """Return a lane for a node: that of a producer, one that is free for it, a new one, or the one idle for longest."""
-        lanes = self._lanes
-        going_on = [lane for each in producers if (lane := self._of[each.track]).nodes[-1] is each]
-        if going_on:
-            return max(going_on, key=lambda lane: lane.nodes[-1].step)
-        for lane in lanes:
-            if not lane.nodes or any(each.follows(lane.track, lane.track.count) for each in producers):
+        last: _Node | None = None
+        for each in producers:
+            if self._of[each.track].nodes[-1] is each and (last is None or each.step > last.step):
+                last = each
+        if last is not None:
+            return self._of[last.track]
+        for lane in self._lanes:
+            track = lane.track
+            if not track.count:
                 return lane
-        return self._new_lane() or min(lanes, key=lambda lane: lane.nodes[-1].step)
+            for each in producers:
+                if each.known.get(track, 0) >= track.count:
+                    return lane
+        return self._new_lane() or min(self._lanes, key=_last_step)
 
     def _new_lane(self) -> _Lane | None:
         """Lease one lane more; the main stream where there is none at all, and None where others have to do."""
@@ -398,7 +398,8 @@ class Lanes:
         """Take a node in that was captured, and put the main stream behind all leaves again; whether anything was captured."""
         self._inside = False
         self._last_place = place
-        self._leaves = [leaf for leaf in self._leaves if not node.follows(leaf.track, leaf.call)]
+        known = node.known
+        self._leaves = [leaf for leaf in self._leaves if known.get(leaf.track, 0) < leaf.call]
         self._leaves.append(node)
         if not self.exact:
             return True  # nobody can tell
@@ -406,7 +407,7 @@ class Lanes:
         if lane.slot is not self._main and not _same(found := self._dependencies(self._main.pointer), self._put):
             node.ends = tuple(dict.fromkeys(node.ends + found))  # which is after all before it
             self._why = self._why or "it gave work to the stream that is recorded, and not to its own lane alone"
-        self._put = tuple(dict.fromkeys(end for leaf in self._leaves for end in leaf.ends)) or self._base
+        self._put = _ends(self._leaves) or self._base
         self._driver.set_dependencies(self._main.pointer, self._put)
         if self._why:
             self.steps[node.step] = self.steps[node.step]._replace(why=self._why)
@@ -490,6 +491,30 @@ class Lanes:
         """Be told of work by the driver, which may be another thread's, or a branch's."""
         if thread.region is None and thread.recording is not None and thread.recording.lanes is self:
             self.other(name)
+
+
+def _direct(producers: Sequence[_Node]) -> list[_Node]:
+    """Return those that no other one of them comes after: what it comes after is waited for with that."""
+    direct = []
+    for each in producers:
+        track, call = each.track, each.call
+        for other in producers:
+            if other is not each and other.known.get(track, 0) >= call:
+                break
+        else:
+            direct.append(each)
+    return direct
+
+
+def _ends(nodes: Sequence[_Node]) -> tuple[Any, ...]:
+    """Return what whoever follows some nodes waits for."""
+    if len(nodes) == 1:
+        return nodes[0].ends
+    return tuple(dict.fromkeys([end for each in nodes for end in each.ends]))
+
+
+def _last_step(lane: _Lane) -> int:
+    return lane.nodes[-1].step
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
