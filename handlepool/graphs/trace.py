@@ -17,7 +17,7 @@ from handlepool.graphs.signature import Recipe, Settings, as_references
 from handlepool.graphs.tensor_names import References, is_tensor, made_by_nodes
 from handlepool.tensors import frontend
 from handlepool.tensors.inference import MOST_ELEMENTS, axis_order, dense_strides
-from handlepool.tensors.layout import Layout
+from handlepool.tensors.layout import Layout, overlaps_itself
 
 
 def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
@@ -85,12 +85,8 @@ def check_out(name: str, layout: Layout, out: Layout) -> None:
         raise ArgumentError(
             f"out= of {name} is {out.dtype} of shape {out.shape}; the output is {layout.dtype} of shape {layout.shape}"
         )
-    extents = sorted((step, extent) for step, extent in zip(out.strides, out.shape, strict=True) if extent > 1)
-    reach = out.dtype.itemsize
-    for step, extent in extents:
-        if 0 <= step < reach:  # what is negative is refused elsewhere, and need not overlap
-            raise ArgumentError(f"out= of {name} has strides {out.strides} bytes: its elements overlap")
-        reach = step * extent
+    if overlaps_itself(out.shape, out.strides, out.dtype.itemsize):
+        raise ArgumentError(f"out= of {name} has strides {out.strides} bytes: its elements overlap")
 
 
 Assignment = dict[str, int | None]

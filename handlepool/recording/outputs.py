@@ -11,7 +11,7 @@ from handlepool.drivers.protocol import Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.recording.update import PLAIN, Copy, is_foreign, keys_of, overlapping, piece_of
 from handlepool.tensors.inference import dense_strides
-from handlepool.tensors.layout import share
+from handlepool.tensors.layout import overlaps_itself, share
 
 _UNCHANGED = (type(None), Enum, np.dtype, *PLAIN)
 """What is returned as it is."""
@@ -63,8 +63,11 @@ class Results:
         self.pieces = [piece_of(driver, target) for target in targets]
         for one, other in overlapping(driver, targets):
             if share(self.pieces[one], self.pieces[other]):
-                places = [self.copies[index].place for index in sorted((one, other))]
-                raise ArgumentError(f"{' and '.join(places)} share memory, and would get two values")
+                first, second = (self.copies[index].place for index in sorted((one, other)))
+                raise ArgumentError(
+                    f"{first} and {second[len(name) + 2 :]} share memory, and would get two values; pass arrays that share none, "
+                    f"or None for one of them"
+                )
 
     def _entry(self, place: str, output: Any, given: Any) -> Any:
         if isinstance(output, (tuple, list, dict)):
@@ -121,8 +124,8 @@ class Results:
                 raise ArgumentError(f"{place} has {what} {there}, and what {self._name} returned {what} {returned}")
         if not getattr(found.flags, "writeable", True):
             raise ArgumentError(f"{place} is a read-only array")
-        if 0 in [step for extent, step in zip(found.shape, found.strides, strict=True) if extent > 1]:
-            raise ArgumentError(f"{place} has elements that share memory")
+        if found.size and overlaps_itself(found.shape, found.strides, found.dtype.itemsize):
+            raise ArgumentError(f"{place} has strides {found.strides} bytes: its elements overlap; pass an array without that")
         where = driver.array_device(given)
         if where != self._device:
             raise DeviceMismatchError(f"{place} is on device {where}, and the program on device {self._device}")

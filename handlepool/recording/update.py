@@ -65,7 +65,7 @@ class Inputs:
             )
         if len(args) < len(self._positional) and not kwargs:
             raise ArgumentError(
-                f"{name} was recorded with {len(self._positional)} positional arguments that hold arrays, and update was given "
+                f"{name} was recorded with {len(self._positional)} positional arguments that hold arrays, and was given "
                 f"{len(args)}; pass None for what is to stay as it is"
             )
         unknown = [key for key in kwargs if key not in self._named]
@@ -211,7 +211,7 @@ def _check_values(driver: Driver, name: str, copies: Sequence[Copy]) -> None:
         # Where both sources are as far away, every byte of both targets has one value.
         if first.shift != second.shift and share(piece_of(driver, first.target), piece_of(driver, second.target)):
             raise ArgumentError(
-                f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and was "
+                f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and were "
                 f"given two values for it; pass the same array for both, or None for one of them"
             )
 

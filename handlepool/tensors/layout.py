@@ -141,6 +141,16 @@ def share(one: Piece, other: Piece) -> bool:
     return share_bytes(_bytes_of(one), _bytes_of(other))
 
 
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether two elements of an array share a byte, or may: an axis steps into what the quicker axes reach over."""
+    reach = itemsize
+    for step, extent in sorted((abs(step), extent) for step, extent in zip(strides, shape, strict=True) if extent > 1):
+        if step < reach:
+            return True
+        reach = step * extent
+    return False
+
+
 def meeting(one: "Layout", other: "Layout") -> Callable[[int], bool] | None:
     """Return what tells whether arrays that lie so share an element, by how many bytes the other one begins behind the first.
 

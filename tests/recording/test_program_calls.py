@@ -147,9 +147,23 @@ def test_another_out_names_the_place_and_nothing_is_enqueued(scene, out, error, 
 def test_out_of_arrays_that_share_memory_is_refused(scene):
     with handlepool.record(lambda x: (scene.plus(x, 1), scene.plus(x, 2), x), scene.array(0)) as program:
         both = scene.array(size=12)
-        with pytest.raises(ArgumentError, match=r"out\[0\] and .*out\[1\] share memory"):
+        with pytest.raises(ArgumentError, match=r": out\[0\] and out\[1\] share memory, .*; pass arrays that share none"):
             program(None, out=(both[:8], both[4:], None))
         program(None, out=(both[:8], None, None))
+
+
+@pytest.mark.parametrize("strides", [(4, 4), (0, 4), (4, 0), (4, 8), (-4, 4)])
+def test_out_whose_elements_overlap_is_refused_and_one_with_gaps_is_not(scene, strides):
+    """What comes last into an element that two places share would be found in both."""
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    with handlepool.record(lambda x: handlepool.add(x, x), scene.driver.asarray(values)) as program:
+        memory = np.zeros(64, np.float32)
+        with pytest.raises(ArgumentError, match=r"out has strides .* bytes: its elements overlap; pass an array"):
+            program(None, out=np.lib.stride_tricks.as_strided(memory[16:], (3, 4), strides))
+        apart = memory[:48].reshape(4, 12)[:3, 8::-2][:, :4]
+        program(None, out=apart)
+        scene.driver.synchronize_stream(scene.stream.ptr)
+        assert (apart == 2 * values).all()
 
 
 def test_out_on_another_device_is_refused(scene, program):

@@ -746,7 +746,7 @@ def test_an_update_with_two_values_for_one_memory_names_both_places(scene):
 
     program = handlepool.record(body, x, more=given)
     new, other = scene.array(5), scene.array(6)
-    both = r"body: argument 0 and more\['part'\] were recorded with the same memory, and was given two values"
+    both = r"body: argument 0 and more\['part'\] were recorded with the same memory, and were given two values"
     for part in (other[2:], new[:6], x[2:]):
         with pytest.raises(ArgumentError, match=both):
             program.update(new, more={"x": None, "part": part, "first": None})
