@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from errno import EEXIST, ENOTDIR
 from hashlib import sha256
 from pathlib import Path
 
@@ -64,18 +65,19 @@ class PlanDirectory:
     Parameters
     ----------
     path : str or path
-        Made where there is none, for this user alone.
+        Made where there is none, for this user alone. A relative one is found from where the process is now, whatever it changes
+        to later.
     most : int
         Bytes of all files.
 
     Raises
     ------
     ArgumentError
-        For what is no directory, one that others may write to, and a symbolic link.
+        For what is no path or no directory, one that others may write to, and a symbolic link.
     """
 
     def __init__(self, path: str | os.PathLike[str], most: int = MOST_BYTES) -> None:
-        self.path = Path(path).expanduser()
+        self.path = _absolute(path)
         self._most = most
         self._written: int | None = None  # bytes since the size was last seen to; None before the first time
         self._counts: Counter[str] = Counter()
@@ -85,7 +87,8 @@ class PlanDirectory:
             self.path.mkdir(0o700, parents=True, exist_ok=True)
             os.close(self._open())
         except OSError as error:
-            raise ArgumentError(f"plan directory {shown(str(self.path))} cannot be used: {error.strerror or error}") from error
+            why = "it is no directory" if error.errno in (EEXIST, ENOTDIR) else error.strerror or error
+            raise ArgumentError(f"plan directory {shown(str(self.path))} cannot be used: {why}; pass another one") from error
 
     def load(self, key: str) -> SavedPlan | None:
         """Return the plan that was saved under a key; None where there is none that can be used."""
@@ -225,6 +228,17 @@ class PlanDirectory:
                 break
             _remove(name, directory)
             total -= nbytes
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    """Return where a directory is."""
+    text = path if isinstance(path, str) else os.fspath(path) if isinstance(path, os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ArgumentError(f"plan_directory={shown(path)}; it must be the path of a directory, as text or a pathlib.Path")
+    try:
+        return Path(text).expanduser().absolute()
+    except (RuntimeError, OSError) as error:  # no home is known; the process is in a directory that was removed
+        raise ArgumentError(f"plan_directory={shown(text)} cannot be found: {error}; pass a path from the root") from error
 
 
 def _name(key: str) -> str:

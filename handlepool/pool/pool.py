@@ -41,9 +41,9 @@ class HandlePool:
         beside them. Such pools share a driver of their own. CuPy's arrays are strict without it.
     plan_directory : str or path, optional
         Where compiled graphs are kept for the processes to come, which then plan nothing. Made for this user alone where there is
-        none. Where it is not given, the environment variable ``HANDLEPOOL_PLAN_DIRECTORY`` decides. Its files are looked for by
-        graph, settings, versions and device; one that is damaged, or of something else, is passed over. It is an ArgumentError
-        where others may write to it.
+        none; a relative path is from where the process is now. Where it is not given, the environment variable
+        ``HANDLEPOOL_PLAN_DIRECTORY`` decides. Its files are looked for by graph, settings, versions and device; one that is
+        damaged, or of something else, is passed over. It is an ArgumentError where others may write to it.
 
     Notes
     -----

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from handlepool import ArgumentError
+from handlepool import ArgumentError, HandlePool
 from handlepool.drivers.protocol import SavedPlan
 from handlepool.pool import plan_directory
 from handlepool.pool.plan_directory import PlanDirectory
@@ -36,6 +36,33 @@ def test_a_plan_comes_back_as_it_was_in_another_process_too(files):
     assert PlanDirectory(files.path).load("a graph") == PLAN
     assert files.load("another graph") is None
     assert files.counts() == {"plan_files_missed": 2, "plan_files_written": 1}
+
+
+def test_a_relative_path_stays_what_it_was_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere" / "plans").mkdir(0o700, parents=True)
+    monkeypatch.chdir(tmp_path)
+    files = PlanDirectory("plans")
+    monkeypatch.chdir("elsewhere")
+    files.save("a graph", PLAN)
+    assert files.load("a graph") == PLAN
+    assert [path.parent for path in tmp_path.rglob("*.plan")] == [tmp_path / "plans"]
+
+
+@pytest.mark.parametrize("path", ["", b"plans", 3, True, "pl\0ans", ["plans"]])
+def test_what_is_no_path_is_an_error_of_the_argument(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=r"plan_directory=.*; it must be the path of a directory"):
+        HandlePool(driver="host", plan_directory=path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_that_nobody_knows_and_a_file_are_errors_of_the_argument(tmp_path):
+    with pytest.raises(ArgumentError, match=r"home directory.*; pass a path from the root"):
+        PlanDirectory("~nobody-is-called-so/plans")
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "plans"):
+        with pytest.raises(ArgumentError, match="cannot be used: it is no directory; pass another one"):
+            PlanDirectory(path)
 
 
 def test_what_is_made_is_for_this_user_alone(files):
