@@ -13,7 +13,6 @@ from harness.region_worlds import books_of, default_pool
 
 import handlepool
 from handlepool import CaptureError, operation
-from handlepool.drivers.cuda import driver as cuda
 from handlepool.recording import lanes as books
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
@@ -27,7 +26,7 @@ WIDE = 8
 @pytest.fixture
 def lanes(pool, stream, monkeypatch):
     """Lanes on the test's pool, the default one, where the CUDA driver is new enough."""
-    monkeypatch.setattr(cuda, "MEASURED", True)
+    monkeypatch.setattr("handlepool.drivers.cuda.driver.MEASURED", True)
     with default_pool(pool), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a branch waits since")
         yield pool

@@ -1,10 +1,10 @@
 """What cuDNN has plans for on this GPU is what it said it has for a described one."""
 
-import cudnn
 import pytest
 from planning.table import families, golden, lines, supported
 
-from handlepool.drivers.cuda.executable import CudaExecutable
+pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+cudnn = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed", exc_type=ImportError)
 
 
 @pytest.fixture
@@ -24,6 +24,8 @@ def complete(table):
 
 
 def test_every_call_has_plans_where_the_table_has_some(pool, stream, table, complete, monkeypatch):
+    from handlepool.drivers.cuda.executable import CudaExecutable
+
     launched, launch = [], CudaExecutable.launch
 
     def noted(executable, *rest):
