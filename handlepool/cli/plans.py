@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from handlepool._util import shown
 from handlepool.errors import ArgumentError, GraphNotSupportedError, HandlePoolError
 from handlepool.pool.plan_directory import VARIABLE, PlanDirectory, PlanFile
 
@@ -64,8 +65,13 @@ def _build(name: str, properties: Path, path: str) -> int:
     from handlepool.pool.pool import HandlePool
     from handlepool.tensors.device_properties import DeviceProperties
 
-    device = DeviceProperties(properties.read_text(encoding="utf-8"))
+    try:
+        device = DeviceProperties(properties.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"{properties} is no file that info --device-properties wrote: {error}") from error
     sys.path.insert(0, os.getcwd())  # as ``python -m`` has it for its own module
+    if "" in name.split("."):
+        raise ArgumentError(f"{shown(name)} is no name of a module; pass one as in an import, mymodule or package.mymodule")
     try:
         module = import_module(name)
     except ImportError as error:

@@ -204,16 +204,16 @@ class Recipe:
         name, signature = self.name, self.signature
         for option, value in options.items():
             if holds_values(value) or isinstance(value, ArraySpec):
-                if option in signature.keywords:
+                order = [*signature.required, *signature.optional, *([f"*{signature.variadic}"] if signature.variadic else [])]
+                if self.inputs is not None:
+                    order = [entry if isinstance(entry, str) else shown(entry) for entry in self.inputs]
+                if option in signature.keywords or not (order or by_reference):
                     raise ArgumentError(
                         f"{name} was given {option}={shown(value)}: an option is no array, but a part of the plan's key; pass a "
                         f"number, a text or a tuple"
                     )
                 if by_reference:
                     raise ArgumentError(f"{name}.run was given {option}= by keyword; arrays go into its dictionary, by reference")
-                order = [*signature.required, *signature.optional, *([f"*{signature.variadic}"] if signature.variadic else [])]
-                if self.inputs is not None:
-                    order = [entry if isinstance(entry, str) else shown(entry) for entry in self.inputs]
                 which = f"{option} is parameter {order.index(option) + 1} of" if option in order else "they are"
                 raise ArgumentError(f"{name} was given {option}= by keyword: arrays are positional; {which} {', '.join(order)}")
             try:

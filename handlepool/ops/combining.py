@@ -113,6 +113,10 @@ def _describe_concat(layouts: tuple[Layout, ...], *, axis: int) -> Described:
     _check("concat", layouts)
     first = layouts[0]
     rank = first.ndim
+    if rank == 0:
+        raise ArgumentError(
+            f"concat: argument 0 has no axes, and axis={shown(axis)} is to be one; pass arrays of one axis or more"
+        )
     number = as_integer(axis, rank)
     if not -rank <= number < rank:
         raise ArgumentError(f"concat: axis={shown(axis)}; it must be an integer from {-rank} to {rank - 1} for {rank} axes")

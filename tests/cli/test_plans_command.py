@@ -2,6 +2,7 @@
 
 import pytest
 from harness.graphs import double, plus
+from harness.planning import h200
 from harness.scenes import Scene
 
 from handlepool.__main__ import main
@@ -63,3 +64,20 @@ def test_a_directory_that_others_may_write_to_is_refused(path, capsys):
     assert main(["plans", "clear", "--directory", str(path)]) == 2
     assert "can be written by others" in capsys.readouterr().err
     assert len(list(path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["", ".mymodule", "mymodule.", "my..module"])
+def test_what_is_no_name_of_a_module_is_told_so(name, tmp_path, capsys):
+    properties = tmp_path / "device.json"
+    properties.write_text(h200().text)
+    build = ["plans", "build", name, "--device-properties", str(properties), "--directory", str(tmp_path / "plans")]
+    assert main(build) == 2
+    assert f"{name!r} is no name of a module; pass one as in an import" in capsys.readouterr().err
+
+
+def test_a_description_that_is_no_text_is_told_so(tmp_path, capsys):
+    properties = tmp_path / "device.json"
+    properties.write_bytes(b"\xff\xfe{}")
+    build = ["plans", "build", "mymodule", "--device-properties", str(properties), "--directory", str(tmp_path / "plans")]
+    assert main(build) == 2
+    assert "device.json is no file that info --device-properties wrote" in capsys.readouterr().err

@@ -148,6 +148,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
         "concat: axis=4; it must be an integer from -4 to 3 for 4 axes": lambda: concat([x, x], 4),
         "concat: axis=-5": lambda: concat([x, x], -5),
         "concat: axis=True": lambda: concat([x, x], True),
+        "concat: argument 0 has no axes, and axis=0": lambda: concat([asarray(np.float32(1))], 0),
         "concat: axis=None": lambda: concat([x, x], None),
         "concat: argument 1 is float16 and argument 0 is float32": lambda: concat([x, half], 1),
         "concat: argument 0 is empty": lambda: concat([x[:0], x], 0),
