@@ -116,12 +116,15 @@ def _line(file: PlanFile) -> str:
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used))
     if file.plan is None or file.key is None:
         return f"{used}  {_size(file.nbytes):>10}  cannot be used: {file.name}"
-    known = json.loads(file.key)
-    made_for = known["made for"]
-    device = made_for.get("device", {}).get("deviceName", made_for.get("driver", ""))
-    nodes = " -> ".join(node[0].lower() for node in known["nodes"])
-    shapes = ", ".join("x".join(map(str, known["tensors"][place][1])) for place in known["operands"])
-    version = f", cuDNN {made_for['cudnn']}" if "cudnn" in made_for else ""
+    try:
+        known = json.loads(file.key)
+        made_for = known["made for"]
+        device = made_for.get("device", {}).get("deviceName", made_for.get("driver", ""))
+        nodes = " -> ".join(node[0].lower() for node in known["nodes"])
+        shapes = ", ".join("x".join(map(str, known["tensors"][place][1])) for place in known["operands"])
+        version = f", cuDNN {made_for['cudnn']}" if "cudnn" in made_for else ""
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return f"{used}  {_size(file.nbytes):>10}  of another version of handlepool: {file.name}"
     return f"{used}  {_size(file.nbytes):>10}  {device}{version}: {nodes} over {shapes}: {file.plan.engine}"
 
 

@@ -6,6 +6,8 @@ from harness.planning import h200
 from harness.scenes import Scene
 
 from handlepool.__main__ import main
+from handlepool.drivers.protocol import SavedPlan
+from handlepool.pool.plan_directory import PlanDirectory
 
 
 @pytest.fixture
@@ -44,6 +46,17 @@ def test_a_damaged_file_is_found_listed_and_cleared(path, capsys):
     assert main(["plans", "clear", "--directory", str(path)]) == 0
     assert capsys.readouterr().out == "2 files removed\n"
     assert list(path.iterdir()) == []
+
+
+def test_a_plan_that_another_version_named_otherwise_is_listed_by_its_file(path, capsys):
+    before = set(path.iterdir())
+    files = PlanDirectory(path)
+    for key in ("a graph", "[]", "3", '{"made for": 1}', '{"made for": {}, "nodes": [], "tensors": [], "operands": [0]}'):
+        files.save(key, SavedPlan("an engine", 0, 1, b""))
+    assert main(["plans", "list", "--directory", str(path)]) == 0
+    listed = capsys.readouterr().out
+    assert listed.count("of another version of handlepool: ") == 5
+    assert all(file.name in listed for file in {*path.iterdir()} - before)
 
 
 @pytest.mark.parametrize("action", ["list", "verify", "clear"])
