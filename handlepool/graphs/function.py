@@ -451,12 +451,13 @@ class GraphFunction(ArrayCall[P, R_co]):
 def _hit_branch(
     function: GraphFunction[..., Any], pool: PoolInternals, begin: Begin, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    options = kwargs
-    out = None
-    if kwargs:
-        options = dict(kwargs)
-        out = options.pop("out", None)
-    return hit(function, pool, begin, args, out, option_key(options) if options else ())
+    if not kwargs:
+        return hit(function, pool, begin, args, None, ())
+    if len(kwargs) == 1 and "out" in kwargs:
+        return hit(function, pool, begin, args, kwargs["out"], ())
+    options = dict(kwargs)
+    out = options.pop("out", None)
+    return hit(function, pool, begin, args, out, option_key(options))
 
 
 def _prepare_branch(function: GraphFunction[..., Any], pool: PoolInternals, args: Any, kwargs: dict[str, Any]) -> GraphCall:

@@ -34,29 +34,29 @@ class Recent:
             return None
         needs = NOTHING
         longest, inputs = operands.longest, operands.inputs
-        first, last = self._written_from, self._written_to
-        low, high = self._read_from, self._read_to
-        for start in addresses[:inputs]:
+        first, last = outputs_from, outputs_to = self._written_from, self._written_to
+        earliest, latest = low, high = self._read_from, self._read_to
+        for start in addresses:  # inputs first, counted by hand: two slices take as long as a look-up
             end = start + longest
-            if first < end and start < last:
-                output = self._outputs.get(start)
-                if output is None:
-                    return None
-                track, call, reach = output
-                if reach != operands.read[addresses.index(start)]:
-                    return None
-                if not needs:
-                    needs = {track: call}
-                elif needs.get(track, 0) < call:
-                    needs[track] = call
-            if start < low:
-                low = start
-            if end > high:
-                high = end
-        outputs_from, outputs_to = first, last
-        for start in addresses[inputs:]:
-            end = start + longest
-            if operands.written and ((first < end and start < last) or (self._read_from < end and start < self._read_to)):
+            if inputs:
+                inputs -= 1
+                if first < end and start < last:
+                    output = self._outputs.get(start)
+                    if output is None:
+                        return None
+                    track, call, reach = output
+                    if reach != operands.read[addresses.index(start)]:
+                        return None
+                    if not needs:
+                        needs = {track: call}
+                    elif needs.get(track, 0) < call:
+                        needs[track] = call
+                if start < low:
+                    low = start
+                if end > high:
+                    high = end
+                continue
+            if operands.written and ((first < end and start < last) or (earliest < end and start < latest)):
                 return None
             if start < outputs_from:
                 outputs_from = start
