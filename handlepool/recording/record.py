@@ -1,6 +1,6 @@
 """`record`: a function is called once for real, and once with all that it gives to streams captured."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -61,8 +61,8 @@ def record(
         For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded. With
         ``lanes`` for calls that were others at the second call, and for an operation that wrote and gave no work to the stream.
     ArgumentError
-        For ``lanes`` that are no integer from 1 to 32, for a function that returns nothing, and for iterators as arguments, which
-        the first call would use up.
+        For ``lanes`` that are no integer from 1 to 32, for a function that returns nothing, a generator or a coroutine, and for
+        iterators as arguments, which the first call would use up.
     OutOfMemoryError
         When there is no memory for the graph.
     StateBusyError
@@ -83,8 +83,16 @@ def record(
     inputs = Inputs(driver, args, kwargs)
     rehearsal = Rehearsal(chosen, home.pointer)
     first = run_on if lanes is None else partial(rehearsal.around, run_on)
-    if first(chosen, stream, home.device, None, function, args, kwargs) is None:
+    returned = first(chosen, stream, home.device, None, function, args, kwargs)
+    if returned is None:
         raise _nothing(name)
+    if isinstance(returned, (Generator, Coroutine)):
+        returned.close()  # or Python warns that nobody awaited it
+        raise ArgumentError(
+            f"{name} returned a {type(returned).__name__}, of which nothing has run: pass a function that does the work and "
+            f"returns arrays"
+        )
+    del returned
     recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)
     try:
         recording.kept.add(function, args, kwargs)

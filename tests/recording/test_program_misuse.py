@@ -229,6 +229,19 @@ def test_a_plan_that_is_refused_under_the_capture_is_the_functions_own_error(sce
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_what_returns_a_generator_or_a_coroutine_is_refused_by_its_kind(scene, lanes):
+    def generator(x):
+        yield scene.plus(x, 1)
+
+    async def coroutine(x):
+        return scene.plus(x, 1)
+
+    for function in (generator, coroutine):
+        with pytest.raises(ArgumentError, match=f"returned a {function.__name__}, of which nothing has run"):
+            handlepool.record(function, scene.array(1), pool=scene.pool, lanes=lanes)
+
+
 def test_no_function_and_a_function_without_work_are_refused(scene):
     with pytest.raises(CaptureError, match="nothing to replay"):
         handlepool.record(lambda x: x, scene.array(1))
