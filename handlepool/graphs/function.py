@@ -342,6 +342,8 @@ class GraphFunction(ArrayCall[P, R_co]):
         """
         if device is None:
             return self.plan_for(*arrays, out=out, **options)
+        if not isinstance(device, DeviceProperties):
+            raise ArgumentError(f"{self._name}.compile was given device={shown(device)}; pass DeviceProperties")
         from handlepool.drivers.cuda.planning import DescribedDevice  # loads the frontend
 
         files = current_pool().plan_files

@@ -177,3 +177,12 @@ def test_the_environment_names_a_directory_where_no_argument_does(monkeypatch, t
     monkeypatch.setenv("HANDLEPOOL_PLAN_DIRECTORY", str(tmp_path / "file"))
     with pytest.raises(ArgumentError, match=r"plan directory .* cannot be used"):
         HandlePool(driver="host")
+
+
+@pytest.mark.parametrize("device", ["h200.json", 0])
+def test_what_is_no_description_of_a_device_is_refused(process, device):
+    def compile(scene):
+        with pytest.raises(ArgumentError, match="pass DeviceProperties"):
+            double.compile(scene.array(2), device=device)
+
+    process(double, 2, before=compile)
