@@ -24,9 +24,8 @@ WIDE = 8
 
 
 @pytest.fixture
-def lanes(pool, stream, monkeypatch):
+def lanes(pool, stream):
     """Lanes on the test's pool, the default one, where the CUDA driver is new enough."""
-    monkeypatch.setattr("handlepool.drivers.cuda.driver.MEASURED", True)
     with default_pool(pool), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a branch waits since")
         yield pool

@@ -35,8 +35,6 @@ _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator
 _set_allocator: Callable[[Any], None] = cupy.cuda.memory._set_thread_local_allocator  # noqa: SLF001
 _capture_info = with_edge_data(cu, "cuStreamGetCaptureInfo")
 _dependencies = Dependencies(cu)
-MEASURED = False
-"""Whether nodes of a capture are put behind others by choice, which no GPU has shown yet: until then there is one lane."""
 _RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _STICKY = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
@@ -276,7 +274,7 @@ class CudaDriver:
         return recorded.CudaGraph(int(runtime.streamEndCapture(pointer)))
 
     def dependencies(self, pointer: int) -> tuple[int, ...] | None:
-        return _dependencies.read(pointer) if MEASURED else None
+        return _dependencies.read(pointer)
 
     def set_dependencies(self, pointer: int, nodes: Sequence[int]) -> None:
         _dependencies.put(pointer, nodes)
