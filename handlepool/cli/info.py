@@ -46,6 +46,7 @@ def collect() -> dict[str, Any]:
         "gil": gil,
         "platform": platform.platform,
         "packages": packages,
+        "integrations": integrations,
         "cudnn": cudnn_backend,
         "libraries": libraries,
         "cuda_driver": cuda_driver,
@@ -117,6 +118,14 @@ def packages() -> dict[str, str]:
     if not any(name.startswith("cupy") for name in found):
         found["cupy"] = "not installed; the cuda driver needs the extra cu12 or cu13"
     return found
+
+
+def integrations() -> dict[str, str]:
+    """Whether other libraries' code has the pool's handles now, and for which of their versions it can."""
+    from handlepool.integrations import cudnn
+
+    known = " and ".join(f"{version}.*" for version in cudnn.KNOWN_VERSIONS)
+    return {"cudnn": f"{'' if cudnn.is_installed() else 'not '}installed; for nvidia-cudnn-frontend {known}"}
 
 
 def cudnn_backend() -> dict[str, str]:

@@ -28,8 +28,8 @@ def test_info_as_json_has_every_finding_without_torch(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "torch was imported" not in done.stdout
     found = json.loads(done.stdout)
-    names = ["driver", "python", "gil", "platform", "packages", "cudnn", "libraries", "cuda_driver", "devices", "host_memory"]
-    assert list(found) == names
+    names = ["driver", "python", "gil", "platform", "packages", "integrations", "cudnn", "libraries", "cuda_driver", "devices"]
+    assert list(found) == [*names, "host_memory"]
     assert found["driver"] == "host (set by HANDLEPOOL_DRIVER)"
     assert found["gil"] in ("enabled", "disabled")
     assert {"handlepool", "numpy", "nvidia-cudnn-frontend"} <= set(found["packages"])
@@ -61,6 +61,7 @@ def test_nothing_raises_when_every_probe_fails(monkeypatch, capsys):
         "python",
         "gil",
         "packages",
+        "integrations",
         "cudnn_backend",
         "libraries",
         "cuda_driver",

@@ -5,6 +5,7 @@ cuDNN's binding. The runtime half of cuda-bindings is never used: it needs a dri
 that a handle is used by one thread at a time; who keeps it is the pool.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
@@ -189,7 +190,8 @@ class CudaDriver:
     # Handles
 
     def create_handle(self) -> Handle:
-        handle: Handle = cudnn.create_handle()
+        # The frontend's own, also where `handlepool.integrations.cudnn` has put another one in its place.
+        handle: Handle = inspect.unwrap(cudnn.create_handle)()
         return handle
 
     def bind_handle(self, handle: Handle, pointer: int) -> None:

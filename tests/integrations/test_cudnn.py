@@ -1,0 +1,582 @@
+"""The frontend's functions are the pool's while `handlepool.integrations.cudnn` is installed, and its own afterwards."""
+
+import inspect
+import subprocess
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import cudnn
+import pytest
+from cudnn import wrapper
+
+import handlepool
+from handlepool import CaptureError, ContractError, DriverNotAvailableError, HandlePool, OwnershipError, StreamError
+from handlepool.cli import info
+from handlepool.integrations import cudnn as shim
+
+NAMES = ("create_handle", "set_stream", "get_stream", "destroy_handle")
+
+
+@pytest.fixture
+def pool(make_driver, monkeypatch):
+    """The default pool, on a host driver; the frontend is left as it was found."""
+    with HandlePool(driver=make_driver()) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        yield pool
+        shim.uninstall()
+    assert not shim.is_installed()
+
+
+@pytest.fixture
+def installed(pool):
+    """The same, with the frontend's functions replaced."""
+    shim.install()
+    return pool
+
+
+@pytest.fixture
+def binding(monkeypatch):
+    """What the frontend's own functions told cuDNN; no library is there."""
+    told = []
+    numbers = iter(range(1, 1000))
+    for name, function in {
+        "create_handle": lambda: next(numbers),
+        "get_stream": lambda handle: 0,
+        "_raw_set_stream": lambda handle, stream: told.append(("bound", handle, stream)),
+        "_raw_destroy_handle": lambda handle: told.append(("destroyed", handle)),
+    }.items():
+        monkeypatch.setattr(cudnn._pybind_module, name, function)
+    return told
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    """As much of torch as says which of its streams is current."""
+
+    class Stream:
+        def __init__(self, pointer, device=0):
+            self.cuda_stream = pointer
+            self.device = SimpleNamespace(index=device)
+
+    here = SimpleNamespace(stream=Stream(0))
+    cuda = SimpleNamespace(
+        Stream=Stream, is_initialized=lambda: True, current_stream=lambda: here.stream, current_device=lambda: 0
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    here.Stream = Stream
+    return here
+
+
+def test_functions_are_replaced_and_put_back(pool):
+    before = [getattr(cudnn, name) for name in NAMES] + [wrapper.get_default_handle]
+    shim.install()
+    during = [getattr(cudnn, name) for name in NAMES] + [wrapper.get_default_handle]
+    assert shim.is_installed()
+    for old, new in zip(before, during, strict=True):
+        assert new is not old
+        assert inspect.unwrap(new) is old
+        assert (new.__name__, inspect.signature(new)) == (old.__name__, inspect.signature(old))
+    shim.uninstall()
+    assert [getattr(cudnn, name) for name in NAMES] + [wrapper.get_default_handle] == before
+    shim.uninstall()
+
+
+def test_installing_twice_and_in_many_threads_replaces_once(pool, in_thread):
+    before = cudnn.create_handle
+    begin = threading.Barrier(4)
+
+    def install():
+        begin.wait(60)
+        shim.install()
+        return cudnn.create_handle
+
+    threads = [threading.Thread(target=install) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert install().__wrapped__ is before
+    for thread in threads:
+        thread.join(60)
+    assert cudnn.create_handle.__wrapped__ is before
+    shim.uninstall()
+    assert cudnn.create_handle is before
+
+
+def test_of_several_contexts_the_last_one_ends_it_in_whatever_order(pool):
+    first, second = shim.pooled_handles(), shim.pooled_handles()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert shim.is_installed()
+    second.__exit__(None, None, None)
+    assert not shim.is_installed()
+
+
+def test_a_context_in_which_something_fails_ends_it_too(pool):
+    with pytest.raises(KeyError), shim.pooled_handles():
+        raise KeyError
+    assert not shim.is_installed()
+
+
+def test_install_and_a_context_end_when_both_have_ended(pool):
+    shim.install()
+    with shim.pooled_handles():
+        shim.uninstall()
+        assert shim.is_installed()
+    assert not shim.is_installed()
+    shim.install()
+    with shim.pooled_handles():
+        pass
+    assert shim.is_installed()
+
+
+@pytest.mark.parametrize("version", ["1.31.0", "1.320.0", "2.0.0", "1.3"])
+def test_another_version_is_refused_and_the_known_ones_are_said(pool, monkeypatch, version):
+    before = cudnn.create_handle
+    monkeypatch.setattr(cudnn, "__version__", version)
+    with pytest.raises(DriverNotAvailableError, match=rf"knows nvidia-cudnn-frontend 1\.32\.\*, and {version} is installed"):
+        shim.install()
+    assert cudnn.create_handle is before
+    assert not shim.is_installed()
+
+
+def test_a_frontend_without_a_name_that_is_replaced_is_refused_and_left_as_it_is(pool, monkeypatch):
+    before = cudnn.create_handle
+    for owner, name, called in ((cudnn, "get_stream", "cudnn.get_stream"), (cudnn.pygraph, "_execute", "cudnn.pygraph._execute")):
+        with monkeypatch.context() as patch:
+            patch.delattr(owner, name)
+            with pytest.raises(DriverNotAvailableError, match=f"has no {called}"):
+                shim.install()
+        assert cudnn.create_handle is before
+
+
+def test_each_loaded_module_that_keeps_an_original_is_warned_of(pool, monkeypatch):
+    for name, kept in (("kept_one", ["create_handle"]), ("kept_two", ["destroy_handle", "set_stream"])):
+        module = ModuleType(name)
+        for one in kept:
+            setattr(module, f"my_{one}", getattr(cudnn, one))
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.warns(RuntimeWarning) as caught:
+        shim.install()
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == 2
+    assert "kept_one keeps the frontend's own create_handle, imported" in texts[0]
+    assert "kept_two keeps the frontend's own destroy_handle, set_stream, imported" in texts[1]
+    assert {warning.filename for warning in caught} == {__file__}
+    shim.install()
+
+
+def test_a_warning_that_is_an_error_changes_nothing(pool, monkeypatch):
+    module = ModuleType("kept")
+    module.create_handle = before = cudnn.create_handle
+    monkeypatch.setitem(sys.modules, "kept", module)
+    with pytest.raises(RuntimeWarning):
+        shim.install()
+    assert cudnn.create_handle is before
+
+
+def test_what_somebody_else_has_put_over_it_is_not_taken_away(pool, monkeypatch):
+    shim.install()
+    with monkeypatch.context() as patch:
+        patch.setattr(cudnn, "set_stream", lambda handle, stream: None)
+        with pytest.raises(OwnershipError, match=r"cudnn\.set_stream was replaced by somebody else"):
+            shim.uninstall()
+        assert shim.is_installed()
+    shim.uninstall()
+
+
+def test_g1_one_handle_in_many_threads_is_another_of_the_pools_in_each(installed, in_thread):
+    handle = cudnn.create_handle()
+    assert isinstance(handle, cudnn.Handle)
+    end = threading.Barrier(8)
+    found = []
+
+    def use():
+        found.append(handle.backend_handle)
+        end.wait(60)
+
+    threads = [threading.Thread(target=use) for _ in range(7)]
+    for thread in threads:
+        thread.start()
+    use()
+    for thread in threads:
+        thread.join(60)
+    assert len(set(found)) == 8
+    assert handle.backend_handle == handlepool.get_handle().backend_handle
+
+
+def test_g1_control_a_handle_of_the_frontends_own_is_one_in_all_threads(pool, binding, in_thread):
+    handle = cudnn.create_handle()
+    assert in_thread(lambda: handle.backend_handle) == handle.backend_handle
+
+
+def test_each_thread_has_the_stream_that_it_has_set(installed, in_thread):
+    handle = cudnn.create_handle()
+    mine, theirs = (installed.driver.create_stream() for _ in range(2))
+    cudnn.set_stream(handle=handle, stream=mine.ptr)
+
+    def other():
+        cudnn.set_stream(handle, theirs.ptr)
+        return cudnn.get_stream(handle), handle.actual().stream
+
+    assert in_thread(other) == (theirs.ptr, theirs.ptr)
+    assert (cudnn.get_stream(handle), handle.actual().stream) == (mine.ptr, mine.ptr)
+
+
+def test_a_stream_that_was_not_set_is_the_current_one(installed):
+    handle, stream = cudnn.create_handle(), installed.driver.create_stream()
+    assert cudnn.get_stream(handle) == 0
+    with stream:
+        assert cudnn.get_stream(handle) == stream.ptr
+        assert handle.actual() is handlepool.get_handle()
+
+
+def test_a_handle_that_another_thread_has_bound_comes_with_its_stream(installed, in_thread):
+    handle, stream, other = cudnn.create_handle(), installed.driver.create_stream(), installed.driver.create_stream()
+    in_thread(cudnn.set_stream, handle, stream.ptr)
+    assert handle.actual().stream == stream.ptr
+    with other:
+        assert handle.actual().stream == other.ptr
+
+
+def test_a_set_stream_that_is_cupys_current_one_finds_the_slot_of_that(installed):
+    handle, stream = cudnn.create_handle(), installed.driver.create_stream()
+    cudnn.set_stream(handle, stream.ptr)
+    with stream:
+        assert handle.actual() is handlepool.get_handle()
+
+
+def test_torchs_current_stream_counts_and_two_that_differ_are_an_error(installed, torch):
+    handle, theirs, ours = cudnn.create_handle(), installed.driver.create_stream(), installed.driver.create_stream()
+    torch.stream = torch.Stream(theirs.ptr)
+    assert cudnn.get_stream(handle) == theirs.ptr
+    with theirs:
+        assert cudnn.get_stream(handle) == theirs.ptr
+    with ours:
+        with pytest.raises(StreamError, match=r"differ: say which is meant with cudnn\.set_stream"):
+            cudnn.get_stream(handle)
+        cudnn.set_stream(handle, ours.ptr)
+        assert handle.actual() is handlepool.get_handle()
+
+
+def test_default_handles_are_of_the_thread_and_device_and_bound(installed, torch, in_thread):
+    first, second = (installed.driver.create_stream() for _ in range(2))
+    handle = wrapper.get_default_handle(first.ptr)
+    assert handle.actual().stream == first.ptr
+    assert wrapper.get_default_handle(torch.Stream(second.ptr)) is handle
+    assert handle.actual().stream == second.ptr
+    torch.stream = torch.Stream(first.ptr)
+    assert wrapper.get_default_handle().actual().stream == first.ptr
+    assert wrapper.get_default_handle(torch.Stream(0, 1)) is not handle
+    assert in_thread(wrapper.get_default_handle) is not handle
+    cudnn.destroy_handle(handle)
+    assert wrapper.get_default_handle().actual().stream == first.ptr
+    assert wrapper._default_handle_registry == []
+
+
+def test_a_default_handle_without_torch_is_refused_as_the_frontend_does(installed, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(wrapper, "torch", None)
+    with pytest.raises(RuntimeError, match="PyTorch is not available"):
+        wrapper.get_default_handle()
+
+
+def test_what_is_no_stream_is_refused_as_the_frontend_does(installed):
+    handle = cudnn.create_handle()
+    with pytest.raises(TypeError):
+        cudnn.set_stream(handle, "stream")
+    with pytest.raises(TypeError, match=r"expects a cudnn.Handle"):
+        cudnn.set_stream(1234, 0)
+    with pytest.raises(TypeError, match=r"expects a cudnn.Handle"):
+        cudnn.destroy_handle(1234)
+
+
+def test_a_destroyed_handle_is_over_for_all_threads_and_costs_the_pool_nothing(installed, in_thread):
+    handle = cudnn.create_handle()
+    number = handle.backend_handle
+    in_thread(cudnn.destroy_handle, handle)
+    cudnn.destroy_handle(handle=handle)
+    assert (handle.backend_handle, handle.stream) == (None, None)
+    assert "destroyed" in repr(handle)
+    with pytest.raises(OwnershipError, match=r"make another one with cudnn\.create_handle"):
+        handle.actual()
+    assert cudnn.create_handle().backend_handle == number
+    assert installed.stats()["handles_destroyed"] == 0
+
+
+def test_short_threads_leave_nothing(installed, in_thread):
+    kept = []
+
+    def use():
+        handle = cudnn.create_handle()
+        kept.append(handle)
+        return handle.backend_handle
+
+    for _ in range(50):
+        in_thread(use)
+    assert installed.stats()["handles_live"] <= 2
+
+
+def test_handles_that_were_made_before_go_on_to_work(pool, binding):
+    handle = cudnn.create_handle()
+    shim.install()
+    cudnn.set_stream(handle, 77)
+    assert cudnn.get_stream(handle) == 77
+    cudnn.destroy_handle(handle)
+    assert binding == [("bound", 1, 77), ("destroyed", 1)]
+
+
+def test_handles_that_are_in_use_go_on_to_work_when_it_ends(installed, binding, in_thread):
+    handle, stream = cudnn.create_handle(), installed.driver.create_stream()
+    number = handle.backend_handle
+    shim.uninstall()
+    assert handle.backend_handle == number != in_thread(lambda: handle.backend_handle)
+    cudnn.set_stream(handle, stream.ptr)
+    assert cudnn.get_stream(handle) == stream.ptr
+    assert handle.actual().stream == stream.ptr
+    cudnn.destroy_handle(handle)
+    assert handle.backend_handle is None
+
+
+def test_g2_a_kept_set_stream_binds_a_handle_of_the_pools_and_that_is_mended(pool, binding):
+    kept = cudnn.set_stream
+    shim.install()
+    handle, stream = cudnn.create_handle(), pool.driver.create_stream()
+    first = handle.backend_handle
+    kept(handle, stream.ptr)  # the frontend's own: cuDNN is told, and then the handle
+    assert binding == [("bound", first, stream.ptr)]
+    assert handle.actual().stream == stream.ptr
+    before = pool.stats()
+    assert handlepool.get_handle().backend_handle == first
+    assert (pool.stats() - before)["handles_repaired"] == 1
+    assert handlepool.get_handle().stream == 0
+
+
+def test_a_kept_destroy_handle_costs_the_pool_one_handle_which_it_makes_anew(pool, binding):
+    kept = cudnn.destroy_handle
+    shim.install()
+    handle = cudnn.create_handle()
+    number = handle.backend_handle
+    kept(handle)
+    assert binding == [("destroyed", number)]
+    assert handle.backend_handle is None
+    assert handlepool.get_handle().backend_handle not in (None, number)
+
+
+def test_g9_a_handle_that_is_made_and_used_in_a_capture_harms_none(pool):
+    stream = pool.driver.create_stream()
+    stream.begin_capture("global")
+    with stream:
+        shim.install()
+        handle = cudnn.create_handle()
+        assert handle.actual().stream == stream.ptr
+        cudnn.set_stream(handle, stream.ptr)
+        assert handle.actual().stream == stream.ptr
+        cudnn.destroy_handle(handle)
+        shim.uninstall()
+    stream.end_capture()
+
+
+def test_g9_control_the_drivers_own_create_handle_ends_it(pool):
+    stream = pool.driver.create_stream()
+    stream.begin_capture("global")
+    with pytest.raises(ContractError):
+        pool.driver.create_handle()
+    with pytest.raises(CaptureError):
+        stream.end_capture()
+
+
+def test_without_a_driver_a_handle_is_refused(monkeypatch, unused):
+    monkeypatch.setenv("HANDLEPOOL_DRIVER", "cuda")
+    monkeypatch.setattr("handlepool.drivers.available", lambda name: "no GPU")
+    monkeypatch.setattr("handlepool.drivers.load", lambda *_, **__: (_ for _ in ()).throw(DriverNotAvailableError("no GPU")))
+    with shim.pooled_handles(), pytest.raises(DriverNotAvailableError):
+        cudnn.create_handle()
+
+
+@pytest.fixture(autouse=True)
+def hosts_handles_pass(monkeypatch):
+    """The frontend hands out the address of its own handles alone."""
+    monkeypatch.setattr("cudnn._pygraph.to_backend_handle", lambda handle: handle and handle.backend_handle)
+
+
+class Lowered:
+    """A built graph, as far as `cudnn.pygraph` launches it: what it was launched with."""
+
+    def __init__(self):
+        self.launches = []
+
+    def _execute(self, pack, workspace, handle, *_):
+        self.launches.append((handle, workspace))
+
+    def _execute_plan_at_index(self, pack, workspace, index, handle, *_):
+        self.launches.append((handle, workspace))
+
+    def get_workspace_size(self, *_):
+        return 1000
+
+    def get_execution_plan_count(self):
+        return 1
+
+
+def built(handle=None):
+    graph = cudnn.pygraph(handle=handle)
+    lowers_with = graph._backend_handle_for_lowering({})
+    graph._is_built, graph._lowered_graph = True, Lowered()
+    graph._normalize = lambda *_: None
+    graph._native_var_pack = lambda tensors, workspace: ({}, workspace)
+    return graph, lowers_with
+
+
+def test_graphs_are_built_with_a_handle_that_no_thread_has(installed, in_thread):
+    handle = cudnn.create_handle()
+    _, with_handle = built(handle)
+    _, in_another = in_thread(built, handle)
+    _, without = built()
+    assert with_handle == in_another == without
+    assert with_handle not in (handle.backend_handle, in_thread(lambda: handle.backend_handle))
+
+
+def test_a_graph_runs_with_what_it_is_given_else_its_own_else_the_current_streams(installed, in_thread):
+    handle, other = cudnn.create_handle(), cudnn.create_handle()
+    stream = installed.driver.create_stream()
+    cudnn.set_stream(other, stream.ptr)
+    graph, _ = built(handle)
+    alone, _ = built()
+    graph.execute({})
+    graph.execute({}, None, other)
+    in_thread(graph.execute, {})
+    graph.execute_plan_at_index({}, 77, 0)
+    with stream:
+        alone.execute({}, 88)
+        mine = handlepool.get_handle().backend_handle
+    first, second, third, fourth = graph._lowered_graph.launches
+    assert first == (handle.backend_handle, None)
+    assert second == (other.backend_handle, None)
+    assert third[0] not in (None, first[0])
+    assert fourth == (handle.backend_handle, 77)
+    assert alone._lowered_graph.launches == [(mine, 88)]
+
+
+def test_a_graph_that_was_made_meanwhile_goes_on_with_the_pool(installed):
+    handle = cudnn.create_handle()
+    graph, _ = built(handle)
+    alone, _ = built()
+    shim.uninstall()
+    graph.execute({})
+    alone.execute({})
+    assert graph._lowered_graph.launches == alone._lowered_graph.launches == [(handle.backend_handle, None)]
+
+
+def test_a_graph_of_the_frontends_own_handles_is_left_to_it(pool, binding):
+    handle = cudnn.create_handle()
+    with shim.pooled_handles():
+        graph, lowers_with = built(handle)
+        graph.execute({}, None, handle)
+    assert lowers_with == handle.backend_handle
+    assert graph._lowered_graph.launches == [(handle.backend_handle, None)]
+
+
+def test_a_graph_is_not_launched_with_a_destroyed_handle(installed):
+    handle = cudnn.create_handle()
+    graph, _ = built(handle)
+    cudnn.destroy_handle(handle)
+    with pytest.raises(OwnershipError, match=r"was given to cudnn\.destroy_handle"):
+        graph.execute({})
+    assert graph._lowered_graph.launches == []
+
+
+def wrapped(graph, handle="auto", workspace=None):
+    made = object.__new__(wrapper.Graph)
+    for name, value in {"graph": graph, "handle": handle, "workspace": workspace, "tensor_in": {}, "tensor_out": {}}.items():
+        setattr(made, f"_Graph__{name}", value)
+    return made
+
+
+@pytest.fixture
+def built_wrapped(monkeypatch):
+    """A `cudnn.Graph` over a graph that is built, left as `cudnn.Graph` leaves its ``with`` statement."""
+
+    def make(handle="auto", workspace=None):
+        graph, _ = built(None if handle == "auto" else handle)
+        for name in ("validate", "build_operation_graph", "create_execution_plans", "check_support", "build_plans"):
+            setattr(graph, name, lambda *_: None)
+        graph.get_workspace_size = lambda: 1000
+        graph.get_execution_plan_count = lambda: 1
+        made = wrapped(graph, handle, workspace)
+        for name in ("inputs", "outputs"):
+            setattr(made, f"_Graph__{name}", [])
+        made._Graph__heuristics, made._Graph__node_count = [], {}
+        wrapper.Graph.__exit__(made, None, None, None)
+        return made, graph._lowered_graph.launches
+
+    allocated = []
+    torch = SimpleNamespace(empty=lambda size, **_: allocated.append(size) or 4242, uint8=None)
+    monkeypatch.setattr(wrapper, "torch", torch)
+    make.allocated = allocated
+    return make
+
+
+def test_g5_a_wrapped_graph_has_the_workspace_of_the_stream_that_it_runs_on(installed, torch, built_wrapped):
+    made, launches = built_wrapped()
+    streams = [installed.driver.create_stream() for _ in range(2)]
+    for stream in streams:
+        torch.stream = torch.Stream(stream.ptr)
+        made({})
+    first, second = launches
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+    for stream, (handle, workspace) in zip(streams, launches, strict=True):
+        assert handle == handlepool.get_handle(stream.ptr).backend_handle
+        assert workspace == installed.driver.array_pointer(handlepool.get_workspace(1000, stream.ptr))
+    assert built_wrapped.allocated == []
+
+
+def test_g5_control_a_wrapped_graph_of_the_frontends_own_has_one_workspace(pool, torch, binding, built_wrapped):
+    made, launches = built_wrapped(cudnn.create_handle())
+    made({})
+    made({})
+    assert [workspace for _, workspace in launches] == [4242, 4242]
+
+
+def test_a_wrapped_graph_that_was_made_before_has_the_streams_workspace_while_it_lasts(pool, torch, binding, built_wrapped):
+    made, launches = built_wrapped(cudnn.create_handle())
+    with shim.pooled_handles():
+        made({})
+    made({})
+    assert launches[0][1] == pool.driver.array_pointer(handlepool.get_workspace(1000))
+    assert launches[1][1] == 4242
+
+
+def test_a_wrapped_graph_that_was_made_meanwhile_has_the_streams_workspace_for_good(installed, torch, built_wrapped):
+    made, launches = built_wrapped(cudnn.create_handle())
+    shim.uninstall()
+    made({})
+    assert launches[0][1] == installed.driver.array_pointer(handlepool.get_workspace(1000))
+
+
+def test_a_wrapped_graph_takes_the_callers_handle_and_workspace(installed, torch, built_wrapped):
+    made, launches = built_wrapped(None)
+    handle, stream = cudnn.create_handle(), installed.driver.create_stream()
+    cudnn.set_stream(handle, stream.ptr)
+    with pytest.raises(RuntimeError, match="Need to specify cudnn handle"):
+        made({})
+    made({}, handle=handle)
+    made({}, handle=handle, workspace=99)
+    assert [launch[0] for launch in launches] == [handle.backend_handle] * 2
+    assert launches[0][1] == installed.driver.array_pointer(handlepool.get_workspace(1000, stream.ptr))
+    assert launches[1][1] == 99
+    made, _ = built_wrapped(handle, False)
+    with pytest.raises(RuntimeError, match="Need to specify workspace"):
+        made({})
+
+
+def test_info_says_whether_it_is_installed(pool):
+    assert info.collect()["integrations"] == {"cudnn": "not installed; for nvidia-cudnn-frontend 1.32.*"}
+    with shim.pooled_handles():
+        assert info.collect()["integrations"] == {"cudnn": "installed; for nvidia-cudnn-frontend 1.32.*"}
+
+
+def test_importing_handlepool_imports_no_integration():
+    code = "import sys, handlepool; assert not [name for name in sys.modules if 'integrations' in name]"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
