@@ -241,6 +241,9 @@ class RecordingMemory(Protocol):
     def holds(self, value: object) -> bool:
         """Whether a value is an array in this memory, or what stands for a block of it."""
 
+    def begins(self, pointer: int) -> bool:
+        """Whether a block of this memory begins at an address."""
+
     def release(self) -> bool:
         """Give what no array has back to the device; called inside `Driver.relaxed`. Whether that was all."""
 

@@ -4,17 +4,23 @@ Torch's allocator gives a freed block back to the arena of the stream that was c
 does; other than CuPy's it can be told of further streams that use a block (``record_stream``), and then waits for them first.
 So a tensor that a branch's own code allocates belongs to the side stream's arena, and what the branch returns is recorded for
 the caller's stream (guarantee 8). Arguments are kept to the join.
+
+A recording has a memory pool of torch's to itself. Torch is told of no further streams there: it would record an event on each
+when a block is freed, maybe long after the recording, when the stream is somebody else's, or gone. What crosses streams is held
+instead.
 """
 
 import functools
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from handlepool._util import leaves
-from handlepool.errors import ArgumentError, ArrayTypeError
+from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.tensors.frontend import NAMES
 from handlepool.tensors.layout import View, as_dtype
 
@@ -103,9 +109,18 @@ def adopt_recorded(array: Any) -> Any:
 
 
 def run_branch(
-    pointer: int, caller: int, device: int, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+    pointer: int,
+    caller: int,
+    device: int,
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    held: list[Any] | None = None,
 ) -> T:
-    """Call a function with a stream current for torch, and record the tensors that it returns for the caller's stream."""
+    """Call a function with a stream current for torch, and record the tensors that it returns for the caller's stream.
+
+    Or put what it returns into a list, to be held until the recording has ended.
+    """
     previous = torch.cuda.current_stream(device)
     torch.cuda.set_stream(_stream(pointer, device))
     try:
@@ -113,8 +128,119 @@ def run_branch(
     finally:
         torch.cuda.set_stream(previous)
     if pointer != caller:
-        record(value, caller, device)
+        if held is None:
+            record(value, caller, device)
+        else:
+            held.append(value)
     return value
+
+
+class RecordingPool:
+    """Memory of torch's allocator for one recording, and for nothing else. Made and used with its device current.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes taken from the device; known once the recording has ended.
+    """
+
+    def __init__(self, device: int) -> None:
+        if not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):  # noqa: SLF001 - what use_mem_pool calls from 2.8 on
+            raise CaptureError(
+                f"torch uses the GPU, and torch {torch.__version__} has no memory pool for one thread, which a recording needs: "
+                f"use torch 2.8 or newer, or record in a process where torch does not use the GPU"
+            )
+        self.nbytes = 0
+        self._device = device
+        self._pool: Any = torch.cuda.MemPool()
+        self._entered = ExitStack()
+        self._starts: list[int] = []  # of its segments, in order
+        self._segments: list[tuple[int, int]] = []  # the end of each, and the stream that it was taken for
+        self._looked = -1  # how many bytes torch had taken from the device in all when they were looked up
+
+    def begin(self) -> None:
+        """Have this thread's tensors allocated here."""
+        # Torch keeps a workspace of cuBLAS's for each stream, which would be used by all graphs that were captured there.
+        _clear_workspaces()
+        self._entered.callback(_clear_workspaces)
+        # A backward pass in torch's own threads would allocate elsewhere.
+        self._entered.enter_context(torch.autograd.set_multithreading_enabled(False))
+        self._entered.enter_context(torch.cuda.use_mem_pool(self._pool, self._device))
+        self._before = self._taken()["allocation"]["all"]["allocated"]
+
+    def end(self) -> None:
+        """Have them allocated as before."""
+        self._entered.close()
+        self._look()
+        self.nbytes = sum(stop - start for start, (stop, _) in zip(self._starts, self._segments, strict=True))
+
+    def check(self) -> None:
+        """Raise where the tensors were allocated in another pool, from which others are given their memory later.
+
+        Of pools in use torch takes the one that was entered first.
+        """
+        self._look()
+        if self._starts or self._taken()["allocation"]["all"]["allocated"] == self._before:  # of all threads
+            return
+        if self.stream_of(torch.empty(1, dtype=torch.uint8, device=f"cuda:{self._device}").data_ptr()) is None:
+            raise CaptureError(
+                "torch's tensors are allocated in another pool than the recording's, whose memory others are given later: record "
+                "outside of torch.cuda.use_mem_pool"
+            )
+
+    def stream_of(self, pointer: int) -> int | None:
+        """Return the stream that a tensor's storage was allocated for; None for memory that is not from here."""
+        place = bisect_right(self._starts, pointer) - 1
+        if place < 0 or self._segments[place][0] <= pointer:
+            if self._taken()["reserved_bytes"]["all"]["allocated"] == self._looked:
+                return None
+            self._look()
+            place = bisect_right(self._starts, pointer) - 1
+        return self._segments[place][1] if place >= 0 and pointer < self._segments[place][0] else None
+
+    def storages(self, *values: object) -> Iterator[tuple[int, Any]]:
+        """Yield the storages of the GPU tensors that are reached from values, each with the address that it begins at.
+
+        Of tensors without strided memory the tensors themselves, with numbers that are no addresses.
+        """
+        for leaf in leaves(*values, calls=True):
+            tensor = leaf.owner if type(leaf) is View else leaf
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+                pointer = 0 if storage is None else storage.data_ptr()
+                yield (pointer, storage) if pointer else (-id(tensor), tensor)
+
+    def _taken(self) -> dict[str, Any]:
+        counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return counts
+
+    def _look(self) -> None:
+        self._looked = self._taken()["reserved_bytes"]["all"]["allocated"]
+        found = sorted((each["address"], each["total_size"], each["stream"]) for each in self._pool.snapshot())
+        self._starts = [start for start, _, _ in found]
+        self._segments = [(start + size, stream) for start, size, stream in found]
+
+    def close(self) -> object:
+        """Give all back that no tensor uses, and the rest after its last tensor. Called inside `Driver.relaxed`.
+
+        What is returned must live as long as the process: an interrupt left the pool in use, and its destructor would abort.
+        """
+        pool, self._pool = self._pool, None
+        return None if pool is None or pool.use_count() == 1 else pool
+
+
+def recording_pool(device: int) -> RecordingPool | None:
+    """Return memory for a recording; None where torch's allocator is the driver's own, whose allocations are captured."""
+    return RecordingPool(device) if torch.cuda.get_allocator_backend() == "native" else None
+
+
+def _clear_workspaces() -> None:
+    torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001 - it has no public name
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch found no memory."""
+    return isinstance(error, torch.cuda.OutOfMemoryError)
 
 
 def version(tensor: Any) -> int | None:

@@ -79,6 +79,10 @@ class UnderWay(Protocol):
     def kept(self) -> Keeper:
         """What the graph reads."""
 
+    @property
+    def held(self) -> list[Any]:
+        """What is held until the recording has ended: other libraries' memory, which they might give to others before."""
+
     def keep(self, plan: object) -> None:
         """Keep a plan that was launched."""
 

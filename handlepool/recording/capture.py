@@ -79,6 +79,8 @@ class Recording:
         Of the program that was made of it; None once that cannot be used any more.
     kept : Kept
         What the graph reads.
+    held : list
+        What other libraries would give others the memory of; let go of when the recording ends.
     lanes : Lanes or None
         Where calls are nodes that are ordered by their data.
     reads, writes : set of Piece or Token
@@ -98,7 +100,9 @@ class Recording:
         self._name = name
         self._rehearsed = rehearsed
         self._memory = pool.driver.recording_memory()
+        self._tensors: Any = None  # where torch's come from, where it is in use
         self.kept = Kept(self._memory.holds)
+        self.held: list[Any] = []
         self._plans: dict[int, object] = {}
         self._capture = 0
 
@@ -140,7 +144,7 @@ class Recording:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory for arrays and scratch."""
-        return self._memory.nbytes + self.scratch_bytes
+        return self._memory.nbytes + self.scratch_bytes + (0 if self._tensors is None else self._tensors.nbytes)
 
     @property
     def scratch_bytes(self) -> int:
@@ -220,9 +224,13 @@ class Recording:
 
     def _in_lanes(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         lanes = self.lanes
+        torch = torch_in_use(self.pool.driver) or torch_among(function, args, kwargs)
+        if torch is not None:
+            self._tensors = torch.recording_pool(self.device)
+            function, args, kwargs = in_torch(torch, slot.pointer, slot.pointer, self.device, function, args, kwargs)
         if lanes is None:
             return self._call(slot, function, args, kwargs)
-        end = lanes.begin(slot, self._memory)
+        end = lanes.begin(slot, self._memory, self._tensors)
         try:
             value = self._call(slot, function, args, kwargs)
             check_same(self._name, self._rehearsed, lanes.calls)
@@ -232,15 +240,18 @@ class Recording:
             end()
 
     def _call(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        driver = self.pool.driver
-        torch = torch_in_use(driver) or torch_among(function, args, kwargs)
-        if torch is not None:
-            function, args, kwargs = in_torch(torch, slot.pointer, slot.pointer, self.device, function, args, kwargs)
+        driver, tensors = self.pool.driver, self._tensors
         allocator = driver.swap_allocator(self._memory.allocator)
         try:
             thread.recording = self
             recordings.append(self)  # after: a launch that sees it asks the thread
-            return run_on(self.pool, slot.side_stream, self.device, None, function, args, kwargs)
+            if tensors is not None:
+                tensors.begin()
+            value = run_on(self.pool, slot.side_stream, self.device, None, function, args, kwargs)
+            if tensors is not None:
+                with driver.relaxed():
+                    tensors.check()
+            return value
         finally:
             thread.recording = None
             try:
@@ -249,6 +260,9 @@ class Recording:
                 pass
             finally:
                 driver.swap_allocator(allocator)
+                self.held.clear()
+                if tensors is not None:
+                    tensors.end()
 
     def _raise(self, error: BaseException | None, ending: BaseException | None) -> None:
         """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error."""
@@ -258,7 +272,7 @@ class Recording:
             if not isinstance(first, Exception):  # an interrupt
                 raise first
             self.pool.status.diagnose(first)
-            if isinstance(error, MemoryError) and self.lanes is not None:
+            if self.lanes is not None and self._is_out_of_memory(error):
                 lanes, calls = self.lanes, self.lanes.calls
                 raise OutOfMemoryError(
                     f"the recording of {self._name} finds no memory on device {self.device} ({error}) on {lanes.limit} lanes, at "
@@ -280,6 +294,10 @@ class Recording:
         finally:
             del first, error, ending
 
+    def _is_out_of_memory(self, error: BaseException | None) -> bool:
+        torch = torch_in_use(self.pool.driver)
+        return isinstance(error, MemoryError) or (torch is not None and error is not None and torch.is_out_of_memory(error))
+
     def destroy(self) -> bool:
         """Destroy the graph and free all memory that no array uses; whether all is done. No launch of the graph is under way.
 
@@ -294,6 +312,8 @@ class Recording:
             steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
             try:
                 do_all([*leases, self._destroy_graph, self._destroy_event, *steps, self.release_plans])
+                if self._tensors is not None and (left := self._tensors.close()) is not None:
+                    abandon(left)
             finally:
                 done = self._memory.release()
             return done

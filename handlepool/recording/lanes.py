@@ -24,6 +24,7 @@ from handlepool.pool.context import place_of_call, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread
 from handlepool.recording.explain import Step
+from handlepool.recording.held import Held
 from handlepool.recording.rehearsal import Made
 from handlepool.recording.unwritten import Unwritten
 from handlepool.regions.data_order import in_the_middle
@@ -138,9 +139,17 @@ class Lanes:
         self._inside = self._busy = False
         self._why = ""  # the node that is recorded is ordered as if it were none
         self._current: _Lane | None = None
+        self._tensors: Any = None
+        self._held: Held | None = None
 
-    def begin(self, slot: Slot, memory: RecordingMemory) -> Callable[[], None]:
-        """Record from now on what is given to a capturing slot, which is the main stream's; what is returned ends the watch."""
+    def begin(self, slot: Slot, memory: RecordingMemory, tensors: Any = None) -> Callable[[], None]:
+        """Record from now on what is given to a capturing slot, which is the main stream's; what is returned ends the watch.
+
+        ``tensors`` is where torch's come from meanwhile, if it is in use.
+        """
+        self._memory, self._tensors = memory, tensors
+        if tensors is not None and self.limit > 1:
+            self._held = Held(tensors)
         self._main = slot
         base = self._driver.dependencies(slot.pointer)
         self.exact = base is not None
@@ -280,6 +289,8 @@ class Lanes:
                 self._asked.clear()
             met, changed = [*map(self._uses.piece, reads)], [*map(self._uses.piece, writes)]
             lane, node = self._start(needs_of(met, changed), name, place)
+            if self._held is not None:
+                self._hold(lane, node, keep)
             self._inside, self._current, self._why = True, lane, ""
         finally:
             self._busy = False
@@ -326,9 +337,13 @@ class Lanes:
         self._uses.close()
         for each in (self._lanes, self._of, self._leaves, self._blocks):
             each.clear()
+        if self._held is not None:
+            self._held.close()
+        self._tensors = self._held = None
         self._base = self._put = self._behind = ()
         self._current = None
-        self.__dict__.pop("_main", None)
+        for name in ("_main", "_memory"):
+            self.__dict__.pop(name, None)
 
     # One node
 
@@ -353,6 +368,14 @@ class Lanes:
         lane.nodes.append(node)
         self._nodes += 1
         return lane, node
+
+    def _hold(self, lane: _Lane, node: _Node, given: object) -> None:
+        """Hold the tensors that a node is given; but not those in our own memory, which goes to those alone who may have it."""
+        pointer, begins = lane.slot.pointer, self._memory.begins
+        found = [(start, each) for start, each in self._tensors.storages(given) if not begins(start)]
+        assert self._held is not None
+        self._held.follow(pointer, node.known)
+        self._held.read(pointer, lane.track, node.call, found)
 
     def _choose(self, producers: Sequence[_Node]) -> _Lane:
         """Return a lane for a node: that of a producer, one that is free for it, a new one, or the one idle for longest."""
@@ -422,6 +445,8 @@ class Lanes:
             if not wrote and not isinstance(value, self._driver.array_types[0]):
                 memory = piece_of(self._driver, value)
                 wrote = memory is not None and not any(share(memory, each) for each in known)
+                if wrote and memory is not None and self._tensors is not None:  # what torch allocates is to be written by others
+                    wrote = self._tensors.stream_of(memory[0]) is None
         if wrote:
             raise CaptureError(
                 f"{name} at {place} gave no work to the stream that is recorded, so that replays would go without what it wrote. "
@@ -465,6 +490,8 @@ class Lanes:
         self._uses = Uses()
         self._leaves, self._of = [], {}
         self._free.clear()
+        if self._held is not None:
+            self._held.clear()
         for lane in self._lanes:
             lane.begin()
             self._of[lane.track] = lane

@@ -94,10 +94,10 @@ class Operation(Generic[P, R_co]):
         reads, writes = self.accesses(driver, args, kwargs)
         device = pool.current_device()
         lanes = lanes_for(pool, driver.current_stream(device).ptr) if recordings else None
-        if lanes is not None and torch_among(self.function, args, kwargs) is not None:
-            lanes.other(self._name, "torch's tensors are in memory that goes by torch's own streams")
-        elif lanes is not None:
+        if lanes is not None:
             call = pool, args, kwargs, writes
+            # Held until nobody reads it who is not waited for: torch would give it to others before.
+            given = (args, kwargs) if torch_in_use(driver) is None else self._reached(args, kwargs)
 
             def run(slot: Slot | None) -> R_co:
                 if slot is None:
@@ -111,7 +111,7 @@ class Operation(Generic[P, R_co]):
                 return run_on(pool, slot.side_stream, device, None, *rest)
 
             new = partial(_new_beside, driver, (*reads, *writes))
-            return lanes.run(self._name, reads, writes, (args, kwargs), run, new)
+            return lanes.run(self._name, reads, writes, given, run, new)
         before(pool, reads, writes, (args, kwargs))
         torch = None if thread.recording is not None else torch_among(self.function, args, kwargs)
         if torch is None:
@@ -170,6 +170,11 @@ class Operation(Generic[P, R_co]):
     def _writes(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pieces:
         found = pieces_or_tokens(driver, [find(args, kwargs) for find in self._mutates])
         return found + pieces_of(driver, self._out(args, kwargs))
+
+    def _reached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Return what leads to all that a call reads and overwrites."""
+        found = [find(args, kwargs) for find in (*self._reads, *self._mutates)]
+        return self._call(args, kwargs), found, self._out(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call as that of a method which is bound, so that its object's attributes are seen."""

@@ -9,6 +9,7 @@ from typing import Any
 from handlepool._util import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver
 from handlepool.errors import CaptureError
+from handlepool.pool.context import thread
 from handlepool.pool.internals import PoolInternals
 
 
@@ -60,4 +61,5 @@ def in_torch(
     torch: ModuleType, pointer: int, caller: int, device: int, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return a call that makes another one with a stream current for torch, too."""
-    return torch.run_branch, (pointer, caller, device, function, args, kwargs), {}
+    held = () if thread.recording is None else (thread.recording.held,)
+    return torch.run_branch, (pointer, caller, device, function, args, kwargs, *held), {}

@@ -391,7 +391,7 @@ def test_a_driver_without_the_call_gives_one_lane(monkeypatch):
 def test_torchs_stream_is_set_while_recording_wherever_it_uses_the_gpu(scene, monkeypatch, driver, initialised):
     """Also where tensors are in globals alone."""
 
-    def run_branch(pointer, caller, device, function, args, kwargs):
+    def run_branch(pointer, caller, device, function, args, kwargs, held=None):
         streams.append(pointer)
         try:
             return function(*args, **kwargs)
@@ -410,7 +410,8 @@ def test_torchs_stream_is_set_while_recording_wherever_it_uses_the_gpu(scene, mo
 
     torch = SimpleNamespace(Tensor=type("Tensor", (), {}), cuda=SimpleNamespace(is_initialized=lambda: initialised))
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr("handlepool.regions.stream_order.integration", lambda: SimpleNamespace(run_branch=run_branch))
+    foreign = SimpleNamespace(run_branch=run_branch, recording_pool=lambda device: None)
+    monkeypatch.setattr("handlepool.regions.stream_order.integration", lambda: foreign)
     scene.driver.name = driver
     for lanes in (None, 1, 4):
         streams, found = [None], []

@@ -91,6 +91,9 @@ class CudaRecordingMemory:
         memory = value.data.mem if isinstance(value, cupy.ndarray) else value
         return isinstance(memory, BaseMemory) and memory.ptr in self._addresses
 
+    def begins(self, pointer: int) -> bool:
+        return pointer in self._addresses
+
     def release(self) -> bool:
         self._on_each(self._pool.free_all_blocks)
         return not sum(self._on_each(self._pool.used_bytes))

@@ -99,6 +99,10 @@ class RecordingMemory:
         owner = owner_of(value) if isinstance(value, HostArray) else value
         return isinstance(owner, Owner) and owner.block in self._blocks
 
+    def begins(self, pointer: int) -> bool:
+        """Whether one of its blocks begins at an address."""
+        return any(block.address == pointer for block in self._blocks)
+
     def release(self) -> bool:
         """Free the blocks that no array has."""
         self._table.captures.forbid("release of a recording's memory")

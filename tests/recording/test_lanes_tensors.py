@@ -1,0 +1,203 @@
+"""Torch's operations on lanes: its allocator gives a freed block to whoever allocates next for the same stream (guarantee 8).
+
+A stand-in for torch allocates so from the host driver's arenas, and the race checker watches who uses the blocks.
+"""
+
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from harness.scenes import Scene, leased
+
+import handlepool
+from handlepool import ContractError, OutOfMemoryError
+from handlepool._util import leaves
+from handlepool.drivers.host.array import HostArray, owner_of
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.recording.held import Held
+
+LANES = (1, 2, 3, 8)
+
+
+class Tensor:
+    """Has a branch run with a stream current for torch."""
+
+    is_cuda = True
+
+
+class Torch:
+    """As `handlepool.foreign.torch`, and its pool of a recording, too."""
+
+    def __init__(self, driver):
+        self.driver = driver
+        self.streams = {}
+        self.nbytes = 0
+        self.calls = []
+        self.allocates = False
+
+    def recording_pool(self, device):
+        self.streams.clear()
+        return self
+
+    def begin(self):
+        self.allocates = True
+        self.calls.append("begin")
+
+    def check(self):
+        self.calls.append("check")
+
+    def end(self):
+        self.allocates = False
+        self.calls.append("end")
+        self.nbytes = 64 * len(self.streams)
+
+    def close(self):
+        self.calls.append("close")
+
+    def current_stream(self, device):
+        return self.driver.current_stream().ptr
+
+    def storage(self, tensor):
+        return id(tensor)
+
+    def version(self, tensor):
+        return None
+
+    def run_branch(self, pointer, caller, device, function, args, kwargs, held=None):
+        value = function(*args, **kwargs)
+        if pointer != caller and held is not None:
+            held.append(value)
+        return value
+
+    def is_out_of_memory(self, error):
+        return "CUDA out of memory" in str(error)
+
+    def empty(self, scene):
+        previous = self.driver.swap_allocator(None)
+        try:
+            with self.driver.relaxed():
+                array = scene.array()
+        finally:
+            self.driver.swap_allocator(previous)
+        if self.allocates:
+            self.streams[self.driver.array_pointer(array)] = self.driver.current_stream().ptr
+        return array
+
+    def stream_of(self, pointer):
+        return self.streams.get(pointer)
+
+    def storages(self, *values):
+        for leaf in leaves(*values, calls=True):
+            if isinstance(leaf, HostArray):
+                yield self.driver.array_pointer(leaf), owner_of(leaf)
+
+
+@pytest.fixture
+def scene(monkeypatch):
+    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        scene.torch = Torch(scene.driver)
+        loaded = SimpleNamespace(Tensor=Tensor, cuda=SimpleNamespace(is_initialized=lambda: True))
+        monkeypatch.setitem(sys.modules, "torch", loaded)
+        for place in ("stream_order", "undeclared"):
+            monkeypatch.setattr(f"handlepool.regions.{place}.integration", lambda: scene.torch)
+        scene.driver.name = "cuda"
+        yield scene
+
+
+@handlepool.operation
+def plus(scene, x, value):
+    return scene.put(scene.torch.empty(scene), lambda x: x + value, x)
+
+
+@handlepool.operation
+def adding(scene, x, y):
+    return scene.put(scene.torch.empty(scene), lambda x, y: x + y, plus(scene, x, 0), y)
+
+
+def crossing(scene, x):
+    """Chains whose values the next chain reads, too, and which nobody holds any more by then."""
+    chains = [plus(scene, x, value) for value in range(4)]
+    for _ in range(5):
+        chains = [adding(scene, one, other) for one, other in pairwise([*chains, chains[0]])]
+    return chains
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_g8_a_block_that_another_lane_reads_is_given_out_after_that(scene, lanes):
+    x = scene.array(1)
+    expected = [scene.read(y) for y in crossing(scene, x)]
+    with handlepool.record(crossing, scene, x, lanes=lanes) as program:
+        assert not program.explain().serial
+        for _ in range(3):
+            program.replay()
+            assert [scene.read(y) for y in program.outputs] == expected
+    assert scene.torch.calls == ["begin", "check", "end", "close"]
+    assert leased(scene) == 0
+
+
+def test_g8_control_a_block_that_is_given_out_at_once_is_caught(scene, monkeypatch):
+    monkeypatch.setattr(Held, "read", lambda *call: None)
+    program = handlepool.record(crossing, scene, scene.array(1), lanes=8)
+    with pytest.raises(ContractError, match="not ordered"):
+        program.replay()
+    scene.driver.order.found.clear()
+
+
+def blocks(scene, lanes):
+    """How many blocks torch gave a recording."""
+    with handlepool.record(crossing, scene, scene.array(1), lanes=lanes) as program:
+        assert program.nbytes == 64 * len(scene.torch.streams)
+        return len(scene.torch.streams)
+
+
+def test_a_block_is_given_out_again_where_its_lane_comes_after_its_readers(scene, monkeypatch):
+    one, several = blocks(scene, 1), blocks(scene, 3)
+    assert several <= 3 * one
+    monkeypatch.setattr(Held, "follow", lambda *call: None)
+    assert blocks(scene, 3) > several  # control: all is held to the end
+
+
+def test_blocks_are_let_go_of_at_work_that_is_no_node_and_at_the_end(scene):
+    seen = []
+
+    def function(x):
+        y = adding(scene, plus(scene, x, 1), plus(scene, x, 2))
+        x += 1
+        z = plus(scene, y, 1)
+        held = handlepool.pool.context.thread.recording
+        if held is not None:
+            seen.append(dict(held.lanes._held._of))
+        return z
+
+    handlepool.record(function, scene.array(1), lanes=4).close()
+    assert [*map(bool, seen)] == [True]  # what was read behind the plain code alone
+    assert all(len(each) == 1 for each in seen[0].values())
+
+
+def test_what_a_branch_returns_is_held_until_the_recording_has_ended(scene):
+    seen = []
+
+    def function(x):
+        with scene.states.fork() as fork:
+            y = fork.run(lambda x, tensor: scene.plus(x, 1), x, Tensor())
+        recording = handlepool.pool.context.thread.recording
+        if recording is not None:
+            seen.append(recording.held)
+            assert [*recording.held] == [y]
+        return y
+
+    handlepool.record(function, scene.array(1), lanes=4).close()
+    assert seen == [[]]
+
+
+def test_torchs_error_for_want_of_memory_is_ours(scene):
+    def function(x):
+        if scene.torch.allocates:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        return plus(scene, x, 1)
+
+    with pytest.raises(OutOfMemoryError, match="finds no memory on device 0"):
+        handlepool.record(function, scene.array(1), lanes=4)
+    assert scene.torch.calls == ["begin", "end", "close"]
