@@ -484,6 +484,9 @@ class Driver(Protocol):
     def adopt(self, view: View) -> Any:
         """Memory of another library's as an operand; raises ArrayTypeError for memory that the driver's graphs cannot use."""
 
+    def array_over(self, view: View) -> Any:
+        """Return an array over memory of another library's, which it keeps, to be copied; raises as `adopt`."""
+
     def launch_buffer(self) -> Any:
         """Storage that one launch at a time by a `shortcut` needs, made for each slot."""
 

@@ -67,6 +67,35 @@ def _dtype(kind: Any) -> np.dtype[Any]:
     return dtype
 
 
+_elements = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""By their bytes, types that CuPy copies as they are."""
+
+
+def elements(tensor: Any) -> View:
+    """Return a tensor's elements without their type.
+
+    Raises
+    ------
+    ArrayTypeError
+        For tensors whose elements are not in memory as they are.
+    """
+    if tensor.layout is not torch.strided:
+        raise ArrayTypeError(f"it is without strided memory ({tensor.layout})")
+    if tensor.is_neg() or tensor.is_conj():
+        raise ArrayTypeError("its values are not in memory as they are, but negative or conjugate; pass a copy")
+    size = tensor.element_size()
+    pointer = tensor.data_ptr()
+    if not pointer and tensor.numel():
+        raise ArrayTypeError("it has no memory")
+    strides = tuple([step * size for step in tensor.stride()])
+    return View(pointer, tuple(tensor.shape), strides, np.dtype(_elements[size]), tensor.get_device(), False, tensor)
+
+
+def empty_like(tensor: Any) -> Any:
+    """Return a new tensor without gaps, with its axes in the order of another one's."""
+    return torch.empty_like(tensor.detach(), memory_format=torch.preserve_format)
+
+
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
     """Return a new tensor on another one's device, allocated for torch's current stream; strides in bytes."""
     size = dtype.itemsize

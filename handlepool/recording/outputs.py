@@ -9,7 +9,9 @@ import numpy as np
 from handlepool._util import kind_of
 from handlepool.drivers.protocol import Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.recording import tensors
 from handlepool.recording.update import PLAIN, Copy, is_foreign, keys_of, overlapping, piece_of
+from handlepool.regions.stream_order import integration
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import overlaps_itself, share
 
@@ -83,6 +85,8 @@ class Results:
             return named(*entries) if hasattr(named, "_fields") else tuple(entries)
         if isinstance(output, self._driver.array_types):
             return self._array(place, output, given)
+        if tensors.takes(self._driver, output, self._device):
+            return self._tensor(place, output, given)
         if is_foreign(output):
             raise ArrayTypeError(
                 f"{self._name} returned a {kind_of(output)}, of which the {self._driver.name} driver makes no copies: replay it, "
@@ -106,6 +110,24 @@ class Results:
             if output.size and same[0] != same[1]:
                 self.copies.append(Copy(place, target, output, same[1][0] - same[0][0]))
         return target
+
+    def _tensor(self, place: str, output: Any, given: Any) -> Any:
+        key = id(output), id(given)
+        if key not in self._made:
+            target = given
+            if given is None:
+                with self._driver.relaxed():
+                    target = integration().empty_like(output)
+            else:
+                tensors.check_alike(self._driver, place, output, given, self._device, strides=False)
+            into, source = (tensors.elements(self._driver, place, each) for each in (target, output))
+            if overlaps_itself(into.shape, into.strides, into.dtype.itemsize):
+                raise ArgumentError(f"{place} has elements that overlap; pass a tensor without that")
+            same = [(self._driver.array_pointer(each), each.strides) for each in (source, into)]
+            if source.size and same[0] != same[1]:
+                self.copies.append(Copy(place, into, source, same[1][0] - same[0][0], target))
+            self._made[key] = target
+        return self._made[key]
 
     def _new(self, output: Any) -> Any:
         """Return a new array without gaps, with its axes in the order of the output's."""

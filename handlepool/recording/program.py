@@ -18,7 +18,8 @@ from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording.explain import Explanation
 from handlepool.recording.outputs import Results
-from handlepool.recording.update import Inputs, copy_all
+from handlepool.recording.tensors import in_order
+from handlepool.recording.update import Copy, Inputs, copy_all
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import before, opened
 from handlepool.regions.memory import branch_regions
@@ -207,7 +208,8 @@ class Program:
         ----------
         *args, **kwargs
             What was given to `record`, in the same places; positional arguments without an array are left out. Arrays are of the
-            driver's kind, of the same shapes, strides and types, on the same device. Containers are nested alike: lists and
+            driver's kind, and torch's tensors where tensors were, of the same shapes, strides and types, on the same device.
+            Tensors are copied in the order of torch's current stream, too. Containers are nested alike: lists and
             tuples of the same lengths (one may stand for the other), dictionaries of the same keys. None leaves an argument, or
             an entry, as it is. Every value is read before the first is overwritten, so inputs can be swapped.
 
@@ -215,7 +217,8 @@ class Program:
         ------
         ArgumentError, ArrayTypeError, DeviceMismatchError
             For what differs from what was recorded, by its place; for two values for one memory, as for an array that was
-            recorded in two places; for anything but None in the place of another library's array. Nothing is copied then.
+            recorded in two places; for anything but None in the place of an array of another library than torch. Nothing is
+            copied then.
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
             As in `replay`.
         """
@@ -230,7 +233,7 @@ class Program:
             sources, targets = ([getattr(copy, name) for copy in copies] for name in ("source", "target"))
             self._after_branches(pieces_of(self._driver, sources), pieces_of(self._driver, targets), None, copies)
         self._follow(None)
-        self._enqueue(partial(copy_all, self._driver, copies))
+        self._enqueue(self._beside_torch(copies, partial(copy_all, self._driver, copies)))
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Update the inputs, replay, and copy the outputs, in one turn: of the uses of other threads none comes in between.
@@ -243,21 +246,22 @@ class Program:
         *args, **kwargs
             As in `update`.
         out : optional
-            Arrays to copy the outputs into, in the structure of `outputs`: of the same shapes and types, in any memory that no
-            two of them share. None, or None in the place of one of them, stands for new arrays. An input that was recorded by
-            this name stays as it is.
+            Arrays to copy the outputs into, and torch's tensors where these are tensors, in the structure of `outputs`: of the
+            same shapes and types, in any memory that no two of them share. None, or None in the place of one of them, stands for
+            new arrays. An input that was recorded by this name stays as it is.
 
         Returns
         -------
         array, or list, tuple or dictionary
-            Copies of the outputs in the structure of `outputs`, ready in the order of the current stream; of one that was
-            returned in several places there is one. Numbers, strings and None are as they were recorded.
+            Copies of the outputs in the structure of `outputs`, ready in the order of the current stream, tensors in that of
+            torch's, too; of one that was returned in several places there is one. Numbers, strings and None are as they were
+            recorded.
 
         Raises
         ------
         ArgumentError, ArrayTypeError, DeviceMismatchError
-            As in `update`; for an ``out`` that differs from the outputs; for outputs that are arrays of other libraries, or
-            objects that may hold arrays. Nothing is enqueued then.
+            As in `update`; for an ``out`` that differs from the outputs; for outputs that are arrays of other libraries than
+            torch, or objects that may hold arrays. Nothing is enqueued then.
         MemoryError
             For want of memory for the copies.
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
@@ -284,8 +288,15 @@ class Program:
             keep = self, given, results
             self._after_branches([*self._memory.reads, *read], [*self._memory.writes, *changed], None, keep)
         self._follow(None)
-        self._enqueue(turn)
+        self._enqueue(self._beside_torch([*given, *results.copies], turn))
         return results.value
+
+    def _beside_torch(self, copies: Sequence[Copy], step: Callable[[], object]) -> Callable[[], object]:
+        """Return a step on the program's stream that is in order with torch's current one, where it copies tensors."""
+        recording = self._recording
+        if recording is None or all(copy.tensor is None for copy in copies):
+            return step
+        return lambda: in_order(recording.pool, self.device, self._pointer, step)
 
     def _enqueue(self, step: Callable[[], object]) -> None:
         """Give the stream that `_follow` made the program's something that uses the memory."""

@@ -38,16 +38,16 @@ def record(
         the host: the copy would read that memory again at each replay.
     *args, **kwargs
         For the function. Arrays among them, also in lists, tuples and dictionaries, are the inputs: kept alive, read by each
-        replay, and overwritten by `Program.update`. `Program.update` cannot write to arrays of other libraries; give what
-        ``cupy.from_dlpack`` makes of them where it is to. What closures hold is kept alive as well, of the function and of those
-        that are run in branches. What is read elsewhere (globals, attributes) the caller must keep.
+        replay, and overwritten by `Program.update`, also where they are torch's tensors. It cannot write to arrays of other
+        libraries; give what ``cupy.from_dlpack`` makes of them where it is to. What closures hold is kept alive as well, of the
+        function and of those that are run in branches. What is read elsewhere (globals, attributes) the caller must keep.
     pool : HandlePool, optional
         What is given no pool in the function uses this one. By default it is that of the states for a method of
         `ParallelStates`, else the default pool. To give the function itself a parameter of this name, use `functools.partial`.
     lanes : int, optional
         1 to 32. The outermost calls of graph functions and operations become nodes that are ordered by their data alone, and at
-        most so many of them run at once. Forks, operations on torch tensors, and whatever else is launched stand after all before
-        them, and before all after them; `Program.explain` says where. Memory goes to calls alone that come after its last users.
+        most so many of them run at once. Forks, and whatever else is launched, stand after all before them, and before all after
+        them; `Program.explain` says where. Memory goes to calls alone that come after its last users.
         By default the order of streams and forks is recorded.
 
     Returns
@@ -58,7 +58,8 @@ def record(
     Raises
     ------
     CaptureError
-        For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded. With
+        For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded; inside
+        ``torch.cuda.use_mem_pool``, and where torch uses the GPU and is older than 2.8. With
         ``lanes`` for calls that were others at the second call, and for an operation that wrote and gave no work to the stream.
     ArgumentError
         For ``lanes`` that are no integer from 1 to 32, for a function that returns nothing, a generator or a coroutine, and for

@@ -9,6 +9,8 @@ from handlepool._util import kind_of, leaves, shown
 from handlepool.drivers.protocol import ASARRAY, Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import is_array
+from handlepool.recording import tensors
+from handlepool.regions.stream_order import integration
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import Piece, piece, share
 
@@ -26,18 +28,21 @@ class Copy(NamedTuple):
         Of the driver's.
     shift : int
         Bytes from the target to the source; 0 where the two are the same.
+    tensor : object
+        Torch's, where the target is over its memory.
     """
 
     place: str
     target: Any
     source: Any
     shift: int
+    tensor: Any = None
 
 
 class Inputs:
     """The arguments that a function was recorded with, as they were then. Those without an array cannot be updated.
 
-    Arrays of other libraries have their places, too, and stay as they are.
+    Arrays of other libraries than torch have their places, too, and stay as they are.
     """
 
     def __init__(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -52,9 +57,9 @@ class Inputs:
         ------
         ArgumentError
             For another structure, shape, strides or type, for two values for the same memory, and for what was recorded as an
-            array of another library.
+            array of another library than torch.
         ArrayTypeError
-            For what is no array of the driver's.
+            For what is no array of the driver's, and no tensor in the place of one.
         DeviceMismatchError
             For an array on another device.
         """
@@ -87,6 +92,8 @@ def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:
         sources = [_read(driver, source) for source in sources]
     for copy, source in zip(copies, sources, strict=True):
         driver.copy(copy.target, source)
+        if copy.tensor is not None:
+            integration().written(copy.tensor)
 
 
 def _read(driver: Driver, array: Any) -> Any:
@@ -129,6 +136,11 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
         if new is not old:
             _check_alike(driver, place, device, old, new)
         yield Copy(place, old, new, driver.array_pointer(new) - driver.array_pointer(old))
+    elif tensors.takes(driver, old, device):
+        if new is not old:
+            tensors.check_alike(driver, place, old, new, device, strides=True)
+        target, source = tensors.elements(driver, place, old), tensors.elements(driver, place, new)
+        yield Copy(place, target, source, driver.array_pointer(source) - driver.array_pointer(target), old)
     elif new is not old:
         _check_unchanged(driver, place, old, new)
 

@@ -25,6 +25,7 @@ LIMIT = 20
 
 _needs = {
     "test_gpu_torch.py": "torch",
+    "test_gpu_program_torch.py": "torch",
     "test_gpu_lanes_torch.py": "torch",
     "test_gpu_torch_arrays.py": "torch",
     "test_gpu_torch_kernels.py": "torch",

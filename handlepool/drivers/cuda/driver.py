@@ -29,7 +29,7 @@ from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Before
 from handlepool.errors import ArrayTypeError, CaptureError
 from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
-from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View
+from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, span
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator  # noqa: SLF001
@@ -357,6 +357,13 @@ class CudaDriver:
         if view.device_id == HOST:
             raise ArrayTypeError("it is in host memory, and the cuda driver takes arrays in a GPU's; copy it there first")
         return view
+
+    def array_over(self, view: View) -> Any:
+        if not view.size:
+            return cupy.ndarray(view.shape, view.dtype)
+        start, stop = span(view.ptr, view.shape, view.strides, view.dtype.itemsize)
+        memory = UnownedMemory(start, stop - start, view.owner, view.device_id)
+        return cupy.ndarray(view.shape, view.dtype, MemoryPointer(memory, view.ptr - start), view.strides)
 
     def launch_buffer(self) -> Any:
         pointers = new_buffer()

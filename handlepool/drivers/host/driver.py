@@ -445,6 +445,10 @@ class HostDriver(Controls):
             raise ArrayTypeError("it has no memory")
         return HostArray(view.as_numpy(), None, self._work)
 
+    def array_over(self, view: View) -> HostArray:
+        """Host memory of another library's as an array; see `adopt`."""
+        return self.adopt(view)
+
     def launch_buffer(self) -> tuple[()]:
         """Nothing to write to: a launch here needs no storage of the slot's."""
         return ()

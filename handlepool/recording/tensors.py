@@ -1,0 +1,79 @@
+"""Torch's tensors as inputs and outputs of programs: their elements as arrays of the driver's, copied on the driver's stream."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from handlepool._util import kind_of
+from handlepool.drivers.protocol import Driver
+from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.pool.internals import PoolInternals
+from handlepool.regions.stream_order import integration, order
+from handlepool.tensors.layout import HOST
+
+
+def takes(driver: Driver, value: Any, device: int | None = None) -> bool:
+    """Whether a value is a tensor that the driver can copy, on a device if one is given."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor is None or not isinstance(value, tensor):
+        return False
+    on_gpu = driver.name == "cuda"
+    return value.is_cuda is on_gpu and (not on_gpu or device is None or value.get_device() == device)
+
+
+def elements(driver: Driver, place: str, tensor: Any) -> Any:
+    """Return an array over a tensor's memory, of as many bytes an element and without its type.
+
+    Raises
+    ------
+    ArrayTypeError
+        For tensors whose elements are not in memory as they are.
+    """
+    try:
+        return driver.array_over(integration().elements(tensor))
+    except ArrayTypeError as error:
+        raise ArrayTypeError(f"{place}, a {kind_of(tensor)}: {error}") from error
+
+
+def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: int, *, strides: bool) -> None:
+    """Refuse what cannot be copied into, or from, a tensor that was recorded.
+
+    Raises
+    ------
+    ArgumentError, ArrayTypeError, DeviceMismatchError
+    """
+    if not takes(driver, given):
+        raise ArrayTypeError(
+            f"{place} was recorded as a {kind_of(recorded)}, and is now a {kind_of(given)}; pass a tensor like it"
+        )
+    for what, was, now in (
+        ("shape", tuple(recorded.shape), tuple(given.shape)),
+        ("type", recorded.dtype, given.dtype),
+        ("strides", _strides(recorded), _strides(given)),
+    ):
+        if was != now and (strides or what != "strides"):
+            raise ArgumentError(f"{place} was recorded with {what} {was} and now has {what} {now}; record it again for that")
+    where = given.get_device()
+    if where not in (device, HOST):  # the host driver's devices share the host's memory
+        raise DeviceMismatchError(f"{place} is on device {where}, and the program on device {device}; copy it there first")
+
+
+def _strides(tensor: Any) -> tuple[int, ...]:
+    """Of the axes that have any, in elements."""
+    return tuple([step for extent, step in zip(tensor.shape, tensor.stride(), strict=True) if extent != 1])
+
+
+def in_order(pool: PoolInternals, device: int, pointer: int, step: Callable[[], object]) -> None:
+    """Do something with tensors on a stream: after torch's current one, which goes on after it.
+
+    So torch may have made the values just now, and may give their memory to others at once.
+    """
+    if pool.driver.name != "cuda":  # torch's tensors have no stream
+        step()
+        return
+    theirs = integration().current_stream(device)
+    order(pool, device, theirs, pointer)
+    try:
+        step()
+    finally:
+        order(pool, device, pointer, theirs)
