@@ -188,7 +188,9 @@ def count_cuda() -> dict[str, tuple[int, int]]:
 
         def end_capture(self, pointer):
             self.capturing = False
-            return SimpleNamespace(nodes=1, launch=nothing, upload=nothing, destroy=nothing)
+            graph = SimpleNamespace(nodes=1, launch=nothing, upload=nothing, instantiate=nothing, destroy=nothing)
+            graph.arranged = lambda: graph
+            return graph
 
         def recording_memory(self):
             return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: False, release=lambda: True)

@@ -200,8 +200,12 @@ class Executable(Protocol):
         """
 
 
+Edge = tuple[Any, Any, bool]
+"""Of a recorded graph, from one node to another; and whether the other waits for all of the one to end, and may be let go."""
+
+
 class RecordedGraph(Protocol):
-    """What was captured, ready to be launched again and again; a graph never runs beside itself."""
+    """What was captured, to be launched again and again once it is ready; a graph never runs beside itself."""
 
     @property
     def nodes(self) -> int:
@@ -209,7 +213,20 @@ class RecordedGraph(Protocol):
 
     @property
     def launch(self) -> Callable[[int], None]:
-        """``launch(pointer)`` enqueues all of it on a stream, as one launch. Used by one thread at a time."""
+        """``launch(pointer)`` enqueues all of it on a stream, as one launch. For one thread at a time, once it is ready."""
+
+    def edges(self) -> Sequence[Edge]:
+        """Return the edges as they were captured. Nodes compare as those of `Driver.dependencies`."""
+
+    def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
+        """Return a graph of the same nodes, with edges more and edges less; itself where there is nothing to do.
+
+        The driver may add what makes launches quicker. Called inside `Driver.relaxed`. Raises `CaptureError` for a graph that
+        cannot be copied, and `MemoryError` as `instantiate`.
+        """
+
+    def instantiate(self) -> None:
+        """Make it ready to be launched; called inside `Driver.relaxed`. Raises `MemoryError` where the device has none for it."""
 
     def upload(self, pointer: int) -> None:
         """Bring it to the device, in the order of a stream, so that the first launch does not have to."""
@@ -394,10 +411,7 @@ class Driver(Protocol):
         """Capture, in thread-local mode, what a stream is given from now on, and what the streams are that wait for it."""
 
     def end_capture(self, pointer: int) -> RecordedGraph:
-        """End the capture that began on a stream, also where this raises what was wrong with it; called inside `relaxed`.
-
-        Raises `MemoryError` where the device has no memory for the graph.
-        """
+        """End the capture that began on a stream, also where this raises what was wrong with it; called inside `relaxed`."""
 
     def dependencies(self, pointer: int) -> tuple[Any, ...] | None:
         """Return the nodes of its capture that whatever a capturing stream is given next will run after.

@@ -296,10 +296,11 @@ class TimingRig:
                 driver.record_event(slot.end_event, slot.pointer)
                 driver.wait_event(first.pointer, slot.end_event)
             graph = driver.end_capture(first.pointer)
+            self._graphs.append(graph)
+            graph.instantiate()
         except BaseException:
             abort_capture(driver, first.pointer)
             raise
-        self._graphs.append(graph)
         graph.upload(self._pointer)
         return graph
 

@@ -19,6 +19,7 @@ from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.workspace import DeviceScratch
 from handlepool.recording.lanes import Lanes
 from handlepool.recording.rehearsal import Made, check_same
+from handlepool.recording.schedule import Arrangement, Schedule, estimated
 from handlepool.regions.accesses import Memory
 from handlepool.regions.memory import underneath
 from handlepool.regions.plain_calls import piece_of, pieces_of
@@ -72,7 +73,13 @@ class Recording:
     Attributes
     ----------
     graph : RecordedGraph
-        Once `capture` has returned.
+        What is launched, once `capture` has returned.
+    captured : RecordedGraph
+        What was captured, which that may be a copy of with other edges.
+    schedule : Schedule or None
+        Where calls are nodes that the driver orders by choice.
+    arrangement : Arrangement or None
+        Of these, how the graph that is launched has them.
     scratch : set of DeviceScratch
         Where slots were given scratch under this capture.
     event : event
@@ -93,6 +100,9 @@ class Recording:
         self._leased: list[Slot] = []
         self.lanes = None if lanes is None else Lanes(pool, self.device, lanes, self._leased)
         self.graph: RecordedGraph | None = None
+        self.schedule: Schedule | None = None
+        self.arrangement: Arrangement | None = None
+        self.captured: RecordedGraph | None = None
         self.scratch: set[DeviceScratch] = set()
         self.reads: set[Piece | Token] = set()
         self.writes: set[Piece | Token] = set()
@@ -211,7 +221,9 @@ class Recording:
             for scratch in self.scratch:
                 scratch.keep_recorded(self._capture)
             with driver.relaxed():
-                self.graph = driver.end_capture(slot.pointer)
+                self.graph = self.captured = driver.end_capture(slot.pointer)
+                if error is None:
+                    self._arrange()
         except BaseException as trouble:
             ending = trouble
             abort_capture(driver, slot.pointer)
@@ -221,6 +233,20 @@ class Recording:
         finally:
             del error, ending  # or the error, its traceback and this frame would keep each other
         return value
+
+    def _arrange(self) -> None:
+        """Make what was captured ready to be launched, on as many lanes as were asked for."""
+        lanes, captured = self.lanes, self.captured
+        assert captured is not None
+        if lanes is not None and lanes.exact:
+            self.schedule = Schedule(captured, lanes.steps, tuple(lanes.ends), lanes.got)
+            self.arrangement = self.schedule.on(lanes.limit, estimated(lanes.used))
+        try:
+            self.graph = captured.arranged(*(self.arrangement.edges if self.arrangement else ()))
+        except CaptureError:  # the driver cannot copy it
+            self.arrangement = None if self.schedule is None else self.schedule.recorded
+        assert self.graph is not None
+        self.graph.instantiate()
 
     def _in_lanes(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         lanes = self.lanes
@@ -319,9 +345,9 @@ class Recording:
             return done
 
     def _destroy_graph(self) -> None:
-        graph, self.graph = self.graph, None
-        if graph is not None:
-            graph.destroy()
+        graphs = self.graph, self.captured
+        self.graph = self.captured = self.schedule = None
+        do_all([graph.destroy for graph in dict.fromkeys(graphs) if graph is not None])
 
     def _destroy_event(self) -> None:
         scratch = self.pool.device(self.device).scratch

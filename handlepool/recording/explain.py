@@ -1,6 +1,7 @@
 """What `Program.explain` returns: which calls became nodes, what they wait for, and what stood in the way."""
 
 from dataclasses import dataclass, fields
+from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 
@@ -43,8 +44,10 @@ class Explanation:
         How many of these are scratch.
     limit : int or None
         The ``lanes`` that `record` was given.
-    wanted, got : int
-        Lanes that the calls could have used, up to the limit, and those that there were.
+    wanted, recorded : int
+        Lanes that the calls could have used, up to 32, and those that they were recorded on: its memory is for so many.
+    got : int
+        Lanes that they run on, up to the limit.
     exact : bool
         Whether the driver can put a node behind its producers alone. Where it cannot there is one lane.
     steps : tuple of Step
@@ -56,6 +59,7 @@ class Explanation:
     scratch: int = 0
     limit: int | None = None
     wanted: int = 1
+    recorded: int = 1
     got: int = 1
     exact: bool = True
     steps: tuple[Step, ...] = ()
@@ -78,10 +82,10 @@ class Explanation:
     @property
     def longest(self) -> int:
         """How many steps there are on the longest way through them."""
-        ways: list[int] = []
-        for step in self.steps:
-            ways.append(1 + max([ways[before] for before in step.after], default=0))
-        return max(ways, default=0)
+        ways: dict[int, int] = {}
+        for number in TopologicalSorter({number: step.after for number, step in enumerate(self.steps)}).static_order():
+            ways[number] = 1 + max([ways[before] for before in self.steps[number].after], default=0)
+        return max(ways.values(), default=0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it in dictionaries, lists, numbers and strings, as JSON takes them."""
@@ -113,8 +117,10 @@ class Explanation:
         )
         if not self.exact:
             lines.append("The driver cannot put a node behind others by choice, so all run one after the other")
-        elif self.wanted > self.got:
+        elif self.wanted > self.recorded and self.recorded < self.limit:
             lines.append(f"Up to {self.wanted} lanes were wanted: no more side streams of the device were free")
+        if self.recorded > self.got:
+            lines.append(f"Recorded on {self.recorded} lanes, as the data allows, and brought onto {self.got} by edges")
         if self.serial:
             lines.append("After all before it, and before all after it:")
             lines += [f"  {step.name}, {step.place}: {step.why}" for step in self.serial]

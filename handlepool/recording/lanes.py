@@ -7,6 +7,8 @@ is used by one node at a time. The books are a region's, with a track for each l
 Outside of nodes the main stream is behind all leaves. So whatever is launched there unseen stands after all before it; that it
 was is seen at the next node, which starts new books behind it.
 
+There are as many lanes as the data allows: `handlepool.recording.schedule` brings them down to the number that was asked for.
+
 Memory that was freed while recording is given to a node alone that comes after all who used it: no edge is added for that. Where
 the driver cannot do so, all is kept to the end of the recording.
 """
@@ -22,6 +24,7 @@ from handlepool.drivers.protocol import RecordingMemory
 from handlepool.errors import CaptureError
 from handlepool.pool.context import place_of_call, thread
 from handlepool.pool.internals import PoolInternals
+from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.slot import Slot, bind_to_thread
 from handlepool.recording.explain import Step
 from handlepool.recording.held import Held
@@ -88,7 +91,8 @@ class Lanes:
     pool : PoolInternals
     device : int
     limit : int
-        How many lanes there may be.
+        How many of the nodes will run at once. For one, all are recorded one after the other, and else on as many lanes as there
+        may be.
     leased : list of Slot
         Gets those that are leased.
 
@@ -97,6 +101,11 @@ class Lanes:
     steps : list of Step
     calls : list of Made
         Those that became nodes.
+    ends : list of tuple of node
+        For each step, what whatever follows it waits for; nothing for other work that is told of as several steps, but for the
+        last of these.
+    used : list of (pieces, pieces)
+        For each step, the memory that it is known to read and write.
     wanted, got : int
         Lanes.
     exact : bool
@@ -106,9 +115,12 @@ class Lanes:
     def __init__(self, pool: PoolInternals, device: int, limit: int, leased: list[Slot]) -> None:
         self.limit = limit
         self.steps: list[Step] = []
+        self.ends: list[tuple[Any, ...]] = []
+        self.used: list[tuple[Pieces, Pieces]] = []
         self.calls: list[Made] = []
         self.wanted = self.got = 0
         self.exact = True
+        self._width = 1 if limit == 1 else MOST_SIDE_SLOTS
         self._pool = pool
         self._driver = pool.driver
         self._device = device
@@ -191,7 +203,7 @@ class Lanes:
 
         Outside of nodes that is a guess, and the books order who comes there as anywhere.
         """
-        if self.limit == 1:  # all run one after the other
+        if self._width == 1:  # all run one after the other
             return True
         if self._busy:  # a finaliser allocates that found its thread in the middle of the books
             return False
@@ -291,6 +303,7 @@ class Lanes:
             lane, node = self._start(needs_of(met, changed), name, place)
             if self._held is not None:
                 self._hold(lane, node, keep)
+            self.used[-1] = reads, writes
             self._inside, self._current, self._why = True, lane, ""
         finally:
             self._busy = False
@@ -310,6 +323,7 @@ class Lanes:
             if made or written:
                 changed += map(self._uses.piece, [*made, *written])
             write_down(lane.track, node.call, met, changed)
+            self.used[node.step] = reads, [*writes, *made, *written]
             if self._asked:
                 self._forget_asked((*reads, *writes, *made, *written))
             got = self._end(lane, node, place)
@@ -335,7 +349,7 @@ class Lanes:
     def forget(self) -> None:
         """Let go of what was kept for the recording."""
         self._uses.close()
-        for each in (self._lanes, self._of, self._leaves, self._blocks):
+        for each in (self._lanes, self._of, self._leaves, self._blocks, self.ends):
             each.clear()
         if self._held is not None:
             self._held.close()
@@ -365,6 +379,7 @@ class Lanes:
             self._driver.set_dependencies(lane.slot.pointer, after)
         self._behind = after
         self.steps.append(Step(name, place, lane.number, tuple(sorted([each.step for each in direct])) or self._base_step))
+        self._tell_step()
         lane.nodes.append(node)
         self._nodes += 1
         return lane, node
@@ -397,7 +412,7 @@ class Lanes:
     def _new_lane(self) -> _Lane | None:
         """Lease one lane more; the main stream where there is none at all, and None where others have to do."""
         lanes = self._lanes
-        if len(lanes) >= (self.limit if self.exact else 1):
+        if len(lanes) >= (self._width if self.exact else 1):
             return None
         slot = self._sides.lease() if self.exact and self.wanted <= len(lanes) else None
         self.wanted = max(self.wanted, len(lanes) + 1)
@@ -430,6 +445,7 @@ class Lanes:
         if lane.slot is not self._main and not _same(found := self._dependencies(self._main.pointer), self._put):
             node.ends = tuple(dict.fromkeys(node.ends + found))  # which is after all before it
             self._why = self._why or "it gave work to the stream that is recorded, and not to its own lane alone"
+        self.ends[node.step] = node.ends
         self._put = _ends(self._leaves) or self._base
         self._driver.set_dependencies(self._main.pointer, self._put)
         if self._why:
@@ -480,8 +496,14 @@ class Lanes:
         for (name, why), places in groupby(others, itemgetter(0, 1)):
             where = ", ".join(dict.fromkeys(where for _, _, where in places))
             self.steps.append(Step(name, where, None, after, why))
+            self._tell_step()
             after = (len(self.steps) - 1,)
+        self.ends[-1] = found
         self._start_anew(after)
+
+    def _tell_step(self) -> None:
+        self.ends.append(())
+        self.used.append(((), ()))
 
     def _start_anew(self, steps: tuple[int, ...]) -> None:
         """Have all that follows come after what the main stream is behind now."""

@@ -130,7 +130,9 @@ class Program:
         lanes = recording.lanes
         if lanes is None:
             return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes)
-        known = lanes.limit, lanes.wanted, lanes.got, lanes.exact, tuple(lanes.steps)
+        arrangement = recording.arrangement
+        steps, got = (lanes.steps, lanes.got) if arrangement is None else (arrangement.steps, arrangement.lanes)
+        known = lanes.limit, lanes.wanted, lanes.got, got, lanes.exact, tuple(steps)
         return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, *known)
 
     @property

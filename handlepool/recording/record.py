@@ -46,8 +46,9 @@ def record(
         `ParallelStates`, else the default pool. To give the function itself a parameter of this name, use `functools.partial`.
     lanes : int, optional
         1 to 32. The outermost calls of graph functions and operations become nodes that are ordered by their data alone, and at
-        most so many of them run at once. Forks, and whatever else is launched, stand after all before them, and before all after
-        them; `Program.explain` says where. Memory goes to calls alone that come after its last users.
+        most so many of them run at once. They are recorded on as many lanes as the data allows, for which memory is taken; only 1
+        takes the least. Forks, and whatever else is launched, stand after all before them, and before all after them;
+        `Program.explain` says where. Memory goes to calls alone that come after its last users.
         By default the order of streams and forks is recorded.
 
     Returns

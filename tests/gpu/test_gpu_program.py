@@ -218,7 +218,7 @@ def test_a_replay_is_one_graph_launch_and_nothing_else(pool, stream, images, wei
 def test_branches_are_parallel_in_the_captured_graph(pool, stream, images, weights, edges, count):
     states = ParallelStates(count, pool=pool)
     with handlepool.record(states.map, conv, images, [weights] * 8, pool=pool) as program:
-        nodes, pairs = edges(program._recording.graph.pointer)
+        nodes, pairs = edges(program._recording.captured.pointer)
         assert program.nodes == len(nodes) >= 8
         assert len(set(nodes) - {after for _, after in pairs}) == count  # begin on nothing
         assert len(set(nodes) - {before for before, _ in pairs}) == count  # end in nothing but the graph's end

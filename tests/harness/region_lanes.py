@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from harness.region_cases import SMALL, Case, Look, Make, Sizes, leaves
 from harness.region_runs import Sequential, Values
 from harness.region_worlds import World, books_of, default_pool, expected_of
 
 import handlepool
 from handlepool import CaptureError, ContractError
+from handlepool.drivers.host.graphs import RecordedGraph
+from handlepool.recording import capture
 from handlepool.recording import lanes as books
 from handlepool.recording.explain import Explanation
 
@@ -95,11 +98,34 @@ def wanted(case: Case) -> Values:
     return {name: value for name, value in expected_of(case).items() if name[0] != "look"}
 
 
-def run(world: World, case: Case, lanes: int, left_out: int | None = None) -> Outcome:
-    """Record a case and replay it once, over the values that it begins with; without one of its needs."""
+@dataclass
+class Scheduled(Edges):
+    """The same of the edges that a recording has in the end, where steps take times at random."""
+
+    seed: int = 0
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        former = RecordedGraph.arranged
+        rng = random.Random(self.seed)
+
+        def arranged(graph: Any, add: Any = (), remove: Any = ()) -> Any:
+            made = former(graph, add, remove)
+            edges = [(one, other) for one, other, _ in made.edges()]
+            self.found = len(edges)
+            return made if self.left_out is None else former(made, (), [edges[self.left_out]])
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RecordedGraph, "arranged", arranged)
+            patch.setattr(capture, "estimated", lambda used: [rng.choice([0.5, 1, 2, 5, 30]) for _ in used])
+            yield
+
+
+def run(world: World, case: Case, lanes: int, left_out: int | None = None, kind: type[Edges] = Edges) -> Outcome:
+    """Record a case and replay it once, over the values that it begins with; without one of its needs, or edges."""
     driver = world.driver
     driver._streams.scheduler._random.seed(case.seed)
-    edges = Edges(left_out)
+    edges = Scheduled(left_out, seed=case.seed) if kind is Scheduled else Edges(left_out)
     values, error, how = None, None, None
     with default_pool(world.pool), books_of(case), world._home:
         driver.blind = True
@@ -124,11 +150,11 @@ def run(world: World, case: Case, lanes: int, left_out: int | None = None) -> Ou
 
 
 def control(world: World, case: Case, lanes: int, edges: Edges, expected: Values) -> str | None:
-    """Leave out what a node needs, and say what went wrong; None where that does no harm, whatever is left out."""
+    """Leave out what a node needs, or an edge, and say what went wrong; None where that does no harm, whatever is left out."""
     choices = [*range(edges.found)]
     random.Random(case.seed).shuffle(choices)
     for left_out in choices[:MOST_TRIES]:
-        outcome = run(world, case, lanes, left_out)
+        outcome = run(world, case, lanes, left_out, type(edges))
         if why := outcome.differs(expected):
             return why  # or another way leads there; or both calls were given an array that one of them leaves alone
     return None

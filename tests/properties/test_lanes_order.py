@@ -7,7 +7,7 @@ import os
 from collections import Counter
 
 import pytest
-from harness.region_lanes import control, run, wanted
+from harness.region_lanes import Scheduled, control, run, wanted
 from harness.region_maker import make_case
 from harness.region_worlds import World
 
@@ -41,3 +41,27 @@ def test_g17_random_programs_give_what_one_stream_gives_and_most_lost_needs_go_w
     print(dict(counts))
     assert counts[8] > counts[2] > counts[1]
     assert counts["caught"] > 0.7 * counts["tried"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_g17_schedules_by_random_times_give_what_one_stream_gives_and_most_lost_edges_go_wrong(part):
+    world = World()
+    counts = Counter()
+    for seed in range(FIRST + part, FIRST + PROGRAMS, PARTS):
+        case = make_case(seed)
+        expected = wanted(case)
+        lanes = 2 + seed // PARTS % 3
+        outcome = run(world, case, lanes, kind=Scheduled)
+        if "nothing to replay" in str(outcome.error):
+            continue
+        assert not (why := outcome.differs(expected)), f"{why}\n{lanes} lanes, {case}"
+        assert outcome.how.got <= lanes
+        if outcome.how.recorded > lanes:
+            counts["scheduled"] += 1
+            counts["caught"] += control(world, case, lanes, outcome.edges, expected) is not None
+        assert not world.left_behind()
+    world.close()
+    print(dict(counts))
+    assert counts["caught"] > 0.9 * counts["scheduled"] > 0

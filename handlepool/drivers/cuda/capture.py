@@ -1,6 +1,6 @@
 """What the cuda driver needs to record: graphs, and memory of a recording's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -9,6 +9,21 @@ import cupy
 from cuda.bindings import driver as cu
 from cupy.cuda import runtime
 from cupy.cuda.memory import BaseMemory, OutOfMemoryError
+
+from handlepool.drivers.cuda.rewiring import Rewiring
+from handlepool.drivers.protocol import Edge
+
+_rewiring = Rewiring(cu)
+_kernels: dict[int, Any] = {}
+"""By device, the kernel of one thread that does nothing. None is ever let go of, as the kernels of our own."""
+
+
+def _kernel() -> int:
+    device = runtime.getDevice()
+    if device not in _kernels:
+        module = cupy.RawModule(code='extern "C" __global__ void handlepool_gather() {}')
+        _kernels[device] = module.get_function("handlepool_gather").kernel
+    return int(_kernels[device].ptr)
 
 
 class CudaGraph:
@@ -25,17 +40,40 @@ class CudaGraph:
     def __init__(self, pointer: int) -> None:
         self.pointer = pointer
         self._executable = 0
+        self.launch: Callable[[int], None] = _not_ready
         try:
             status, _, self.nodes = cu.cuGraphGetNodes(pointer)
             if status != cu.CUresult.CUDA_SUCCESS:
                 raise RuntimeError(f"CUDA driver error: {status.name}")
-            self._executable = int(runtime.graphInstantiate(pointer))
-        except BaseException as error:
+        except BaseException:
             self.destroy()
-            if getattr(error, "status", 0) == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise
+
+    def edges(self) -> list[Edge]:
+        return _rewiring.edges(self.pointer)
+
+    def arranged(self, add: Sequence[tuple[int, int]] = (), remove: Sequence[tuple[int, int]] = ()) -> "CudaGraph":
+        if not (add or remove or _rewiring.has_many_ends(self.pointer)):
+            return self
+        copied = CudaGraph(_rewiring.copy(self.pointer))
+        try:
+            _rewiring.rewire(copied.pointer, add, remove)
+            if _rewiring.has_many_ends(copied.pointer):
+                _rewiring.gather(copied.pointer, _kernel())
+        except BaseException:
+            copied.destroy()
+            raise
+        copied.nodes = self.nodes
+        return copied
+
+    def instantiate(self) -> None:
+        try:
+            self._executable = int(runtime.graphInstantiate(self.pointer))
+        except runtime.CUDARuntimeError as error:
+            if error.status == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
                 raise MemoryError(str(error)) from error
             raise
-        self.launch: Callable[[int], None] = partial(runtime.graphLaunch, self._executable)
+        self.launch = partial(runtime.graphLaunch, self._executable)
 
     def upload(self, pointer: int) -> None:
         runtime.graphUpload(self._executable, pointer)
@@ -49,6 +87,10 @@ class CudaGraph:
         finally:
             if pointer:
                 runtime.graphDestroy(pointer)
+
+
+def _not_ready(pointer: int) -> None:
+    raise RuntimeError("the graph was not instantiated")
 
 
 class CudaRecordingMemory:

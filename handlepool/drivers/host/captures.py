@@ -8,6 +8,7 @@ joins it; a stream that did not come back to the first by the end is an error. W
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
 from handlepool.drivers.host.race_checker import Access
@@ -281,3 +282,34 @@ def _ancestors(nodes: Sequence[Node]) -> set[Node]:
             found.add(node)
             left += node.after
     return found
+
+
+def rewired(nodes: Sequence[Node], add: Sequence[tuple[Node, Node]], remove: Sequence[tuple[Node, Node]]) -> list[Node]:
+    """Return copies of nodes, with edges more and edges less, each behind all that it runs after.
+
+    Their lanes are those of the edges that there are then: two nodes that lost their order are on one lane no more.
+
+    Raises
+    ------
+    ContractError
+        For an edge to be taken away that is not there, and for edges in a circle.
+    """
+    after = {node: dict.fromkeys(node.after) for node in nodes}
+    for earlier, later in remove:
+        if earlier not in after[later]:
+            raise ContractError(f"there is no edge from {earlier.label!r} to {later.label!r} that could be taken away")
+        del after[later][earlier]
+    for earlier, later in add:
+        after[later][earlier] = None
+    order = TopologicalSorter(after)
+    try:
+        sequence = [*order.static_order()]
+    except CycleError as error:
+        raise ContractError(f"edges of {len(nodes)} nodes lead in a circle: {error}") from error
+    copies: dict[Node, Node] = {}
+    last: dict[object, Node] = {}
+    for node in sequence:
+        behind = tuple(copies[earlier] for earlier in after[node])
+        lane = next((earlier.lane for earlier in behind if last[earlier.lane] is earlier), None) or object()
+        copies[node] = last[lane] = Node(node.function, node.label, node.accesses, behind, lane)
+    return [*copies.values()]

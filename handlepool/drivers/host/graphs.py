@@ -1,11 +1,13 @@
 """What the host driver needs to record: graphs that are launched by a stream's pointer, and memory of a recording's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from handlepool.drivers.host.array import HostArray, owner_of
-from handlepool.drivers.host.captures import HostGraph
+from handlepool.drivers.host.captures import HostGraph, rewired
 from handlepool.drivers.host.memory import Block, DeviceMemory, Owner
 from handlepool.drivers.host.streams import StreamTable
+from handlepool.drivers.protocol import Edge
 from handlepool.errors import ContractError
 
 MOST_TRIED = 4
@@ -21,6 +23,22 @@ class RecordedGraph:
         self._table = table
         self._note = note
         self._destroyed = False
+
+    def edges(self) -> Sequence[Edge]:
+        """Return the edges as they were captured."""
+        return [(earlier, node, True) for node in self.graph.nodes for earlier in node.after]
+
+    def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
+        """Return a graph of the same nodes, with edges more and edges less."""
+        self._note("arrange_graph")
+        if not add and not remove:
+            return self
+        return RecordedGraph(HostGraph(self._table, rewired(self.graph.nodes, add, remove)), self._table, self._note)
+
+    def instantiate(self) -> None:
+        """Nothing: there is no device to make it ready for."""
+        self._note("instantiate_graph")
+        self._table.captures.forbid("instantiate_graph")
 
     def launch(self, pointer: int) -> None:
         """Queue it on a stream."""

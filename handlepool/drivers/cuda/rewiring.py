@@ -1,0 +1,98 @@
+"""Graphs that were captured, as raw pointers: their edges, copies with other edges, and what stands before all and after all."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from handlepool.drivers.cuda.edges import with_edge_data
+from handlepool.drivers.protocol import Edge
+from handlepool.errors import CaptureError
+
+MOST_ENDS = 4
+"""Roots, or leaves, that a graph may have before a kernel stands before all and after all. Each costs a launch host time. An
+empty node would not help."""
+
+
+class Rewiring:
+    """What is done with a graph's edges; nodes and graphs are integers.
+
+    Parameters
+    ----------
+    bindings : module
+        ``cuda.bindings.driver``.
+    """
+
+    def __init__(self, bindings: Any) -> None:
+        self._bindings = bindings
+
+    def edges(self, graph: int) -> list[Edge]:
+        """Return a graph's edges. A programmatic one is said not to wait for the end of what it leads from."""
+        question = with_edge_data(self._bindings, "cuGraphGetEdges")
+        *_, count = self._answer(question(graph))
+        if not count:
+            return []
+        ones, others, data, _ = self._answer(question(graph, count))
+        return [(int(one), int(other), _is_plain(each)) for one, other, each in zip(ones, others, data, strict=True)]
+
+    def copy(self, graph: int) -> int:
+        """Return a copy of a graph.
+
+        Raises
+        ------
+        CaptureError
+            For one that cannot be copied: it allocates memory.
+        """
+        status, copied = self._bindings.cuGraphClone(graph)
+        if status == self._bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryError(f"CUDA driver error: {status.name}")
+        if status:
+            raise CaptureError(f"CUDA cannot copy the graph ({status.name}), as of one that allocates memory")
+        return int(copied)
+
+    def rewire(self, copied: int, add: Sequence[tuple[int, int]], remove: Sequence[tuple[int, int]]) -> None:
+        """Give a copy plain edges more, and plain edges less, which are told by the nodes of the original."""
+        found: dict[int, Any] = {}
+        for node in {node for edge in (*add, *remove) for node in edge}:
+            (found[node],) = self._answer(self._bindings.cuGraphNodeFindInClone(node, copied))
+        for name, edges in (("cuGraphRemoveDependencies", remove), ("cuGraphAddDependencies", add)):
+            if edges:
+                self._change(name, copied, [found[one] for one, _ in edges], [found[other] for _, other in edges])
+
+    def has_many_ends(self, graph: int) -> bool:
+        """Whether a graph has so many roots or leaves that it is worth to have a kernel before all, and one after all."""
+        *_, count = self._answer(self._bindings.cuGraphGetNodes(graph))
+        return count > MOST_ENDS and max(map(len, self._ends(graph))) > MOST_ENDS
+
+    def gather(self, graph: int, kernel: int) -> None:
+        """Let a kernel of one thread stand before all of a graph, and one after all: a ``CUfunction`` without arguments."""
+        roots, leaves = self._ends(graph)
+        parameters = self._bindings.CUDA_KERNEL_NODE_PARAMS()
+        parameters.func = self._bindings.CUfunction(kernel)
+        for name in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ"):
+            setattr(parameters, name, 1)
+        (first,) = self._answer(self._bindings.cuGraphAddKernelNode(graph, [], 0, parameters))
+        self._change("cuGraphAddDependencies", graph, [first] * len(roots), roots)
+        self._answer(self._bindings.cuGraphAddKernelNode(graph, leaves, len(leaves), parameters))
+
+    def _ends(self, graph: int) -> tuple[list[Any], list[Any]]:
+        """Return the roots of a graph, and its leaves."""
+        *_, count = self._answer(self._bindings.cuGraphGetNodes(graph))
+        nodes = self._answer(self._bindings.cuGraphGetNodes(graph, count))[0]
+        edges = self.edges(graph)
+        later, earlier = {other for _, other, _ in edges}, {one for one, _, _ in edges}
+        return [node for node in nodes if int(node) not in later], [node for node in nodes if int(node) not in earlier]
+
+    def _change(self, name: str, graph: int, ones: list[Any], others: list[Any]) -> None:
+        # Without data the edges are plain.
+        self._answer(with_edge_data(self._bindings, name)(graph, ones, others, None, len(ones)))
+
+    def _answer(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
+        status, *values = result
+        if status == self._bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryError(f"CUDA driver error: {status.name}")
+        if status:
+            raise RuntimeError(f"CUDA driver error: {status.name}")
+        return tuple(values)
+
+
+def _is_plain(data: Any) -> bool:
+    return all(value in (0, b"\0") for value in (data.from_port, data.to_port, data.type))

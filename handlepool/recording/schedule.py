@@ -1,0 +1,318 @@
+"""Schedules: the steps of a recording as parts of its graph, and edges so that at most so many of them run at once.
+
+A recording is made with as many lanes as its data allows. Only then is the whole graph known: who chooses among few lanes while
+recording puts independent parts behind each other. Here steps are given to lanes in the order in which they could run, and of
+those that are ready the one with the longest way to the end comes first. An edge is added from the last step of the lane, unless
+others imply it. Edges that are implied then are taken away, which spares the device (transitive reduction). All order that was
+recorded stays: of data, of memory that was given out again, and of scratch that is kept by stream.
+"""
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
+
+from handlepool.drivers.protocol import Edge, RecordedGraph
+from handlepool.recording.explain import Step
+from handlepool.tensors.layout import Piece, Token
+
+LEAST_TIME = 2.0
+"""Microseconds that a step is taken for, where nobody measured, beside what it moves."""
+BYTES_A_MICROSECOND = 1_000_000
+"""That a step is taken to move."""
+
+Pair = tuple[Any, Any]
+
+
+class Arrangement(NamedTuple):
+    """What makes a schedule of a recorded graph, and how its steps lie then.
+
+    Attributes
+    ----------
+    lanes : int
+        How many there are.
+    steps : tuple of Step
+        With their lanes, and what they wait for.
+    add, remove : list of (node, node)
+        Edges, for `RecordedGraph.arranged`.
+    """
+
+    lanes: int
+    steps: tuple[Step, ...]
+    add: list[Pair]
+    remove: list[Pair]
+
+    @property
+    def edges(self) -> tuple[list[Pair], list[Pair]]:
+        """Those to add, and those to take away."""
+        return self.add, self.remove
+
+
+class _Part:
+    """What a step became in the graph.
+
+    Attributes
+    ----------
+    entries, exits : list of node
+        Those that come after, and before, no other one of it.
+    after : set of int
+        The steps that some of it come after.
+    whole : set of int
+        Of these, the ones that all of it come after: each exit there leads to each entry here.
+    fixed : set of int
+        Of these, the ones with an edge that has to stay.
+    """
+
+    __slots__ = ("after", "entries", "exits", "fixed", "whole")
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+        self.exits: list[Any] = []
+        self.after: set[int] = set()
+        self.whole: set[int] = set()
+        self.fixed: set[int] = set()
+
+    def leading_to(self, other: "_Part") -> list[Pair]:
+        """Return the edges by which all of another one comes after all of this one."""
+        return [(end, entry) for end in self.exits for entry in other.entries]
+
+
+class Schedule:
+    """The steps of a recording that was captured, to be brought onto fewer lanes.
+
+    Parameters
+    ----------
+    graph : RecordedGraph
+    steps : sequence of Step
+        In the order in which they were recorded.
+    ends : sequence of tuple of node
+        For each step, what whatever followed it waited for; none for a step that is counted with the next one.
+    lanes : int
+        How many were recorded.
+
+    Attributes
+    ----------
+    recorded : Arrangement
+        The graph as it was captured.
+    """
+
+    def __init__(self, graph: RecordedGraph, steps: Sequence[Step], ends: Sequence[Sequence[Any]], lanes: int) -> None:
+        self.recorded = Arrangement(lanes, tuple(steps), [], [])
+        self._graph = graph
+        self._ends = ends
+        self._parts: list[_Part] = []
+        self._pairs: set[Pair] = set()
+
+    def on(self, lanes: int, times: Sequence[float]) -> Arrangement:
+        """Return the steps on at most so many lanes.
+
+        As it was recorded where that has no more lanes, and where the graph has work that no step is known to have made.
+
+        Parameters
+        ----------
+        lanes : int
+        times : sequence of float
+            Of the steps, in any unit; see `estimated`.
+        """
+        if lanes >= self.recorded.lanes:
+            return self.recorded
+        if not self._parts:
+            edges = self._graph.edges()
+            self._parts = _parts(edges, self._ends)
+            self._pairs = {(one, other) for one, other, _ in edges}
+        places = _Placing(self._parts, times, lanes).run()
+        if len(places) < sum(bool(part.entries) for part in self._parts) or not places:
+            return self.recorded
+        return self._arrangement(places)
+
+    def _arrangement(self, places: "dict[int, _Place]") -> Arrangement:
+        parts = self._parts
+        add: list[Pair] = []
+        remove: list[Pair] = []
+        steps = list(self.recorded.steps)
+        for number, place in places.items():
+            part = parts[number]
+            before = part.whole if place.behind is None else {*part.whole, place.behind}
+            needed = {each for each in before if not any(places[each].precedes(places[other]) for other in before)}
+            for each in part.whole - part.fixed - needed:
+                remove += parts[each].leading_to(part)
+            if place.behind is not None:
+                add += [pair for pair in parts[place.behind].leading_to(part) if pair not in self._pairs]
+            step = steps[number]
+            waits = tuple(sorted({*needed, *part.fixed, *(part.after - part.whole)}))
+            steps[number] = step._replace(after=waits, lane=None if step.lane is None else place.lane)
+        for number, step in enumerate(steps):
+            if step.lane is not None and number not in places:  # it gave the graph nothing
+                steps[number] = step._replace(lane=max([steps[each].lane or 0 for each in step.after], default=0))
+        return Arrangement(len({step.lane for step in steps if step.lane is not None}), tuple(steps), add, remove)
+
+
+class _Place:
+    """Where a step is in a schedule.
+
+    Attributes
+    ----------
+    lane, at : int
+        Which lane, and which of its steps.
+    known : tuple of int
+        Of each lane, how many of its steps are over when this one is.
+    behind : int or None
+        The last step of the lane, where nothing else says that this one comes after that.
+    """
+
+    __slots__ = ("at", "behind", "known", "lane")
+
+    def __init__(self, lane: int, at: int, known: Sequence[int], behind: int | None) -> None:
+        self.lane = lane
+        self.at = at
+        self.known = (*known[:lane], at, *known[lane + 1 :])
+        self.behind = behind
+
+    def precedes(self, other: "_Place") -> bool:
+        """Whether another step comes after this one."""
+        return other is not self and other.known[self.lane] >= self.at
+
+
+def estimated(used: Sequence[tuple[Sequence[Piece | Token], Sequence[Piece | Token]]]) -> list[float]:
+    """Return what steps may take, in microseconds, by the memory that they read and write."""
+    times = []
+    for pieces in used:
+        moved = sum(piece[1] - piece[0] for each in pieces for piece in each if not isinstance(piece, Token))
+        times.append(LEAST_TIME + moved / BYTES_A_MICROSECOND)
+    return times
+
+
+def _parts(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> list[_Part]:
+    """Return what each step became; nothing where there is more in the graph than that.
+
+    A programmatic edge counts as order as it did while recording, where what follows it is behind the later node alone. It stays.
+    """
+    before: dict[Any, list[Any]] = {}
+    for one, other, _ in edges:
+        before.setdefault(other, []).append(one)
+        before.setdefault(one, [])
+    parts = [_Part() for _ in ends]
+    owner: dict[Any, int] = {}
+    for number, last in enumerate(ends):
+        left = [*last]
+        while left:
+            node = left.pop()
+            if node not in owner:
+                owner[node] = number
+                left += before.get(node, ())
+    if any(node not in owner for node in before):
+        return []
+    inner = {one for one, other, _ in edges if owner[one] == owner[other]}
+    for node, number in owner.items():
+        behind = {owner[each] for each in before.get(node, ())}
+        if number not in behind:
+            parts[number].entries.append(node)
+        if node not in inner:
+            parts[number].exits.append(node)
+        parts[number].after |= behind - {number}
+    kinds = {(one, other): plain for one, other, plain in edges}
+    for part in parts:
+        for each in part.after:
+            pairs = [kinds.get(pair) for pair in parts[each].leading_to(part)]
+            if None not in pairs:
+                part.whole.add(each)
+                if False in pairs:
+                    part.fixed.add(each)
+    return parts
+
+
+class _Placing:
+    """A list schedule: steps that are in the graph are given to lanes as these become free, while a clock goes from end to end.
+
+    Attributes
+    ----------
+    places : dict
+        By step, in the order in which they begin. Of steps in a circle some are missing.
+    """
+
+    def __init__(self, parts: Sequence[_Part], times: Sequence[float], lanes: int) -> None:
+        self.places: dict[int, _Place] = {}
+        self._parts = parts
+        self._times = times
+        self._lanes = lanes
+        self._followers: list[list[int]] = [[] for _ in parts]
+        for number, part in enumerate(parts):
+            for each in part.after:
+                self._followers[each].append(number)
+        self._rank = [0.0] * len(parts)  # on one lane steps begin as they were recorded
+        if lanes > 1:
+            for number in reversed(range(len(parts))):  # less the time to the end, the longest way
+                after = [self._rank[each] for each in self._followers[number]]
+                self._rank[number] = min(after, default=0.0) - times[number]
+        self._missing = [len(part.after) for part in parts]
+        self._ready = [(self._rank[number], number) for number, part in enumerate(parts) if part.entries and not part.after]
+        heapify(self._ready)
+        self._running: list[tuple[float, int]] = []
+        self._free, self._last, self._counts = [*range(lanes)], [-1] * lanes, [0] * lanes
+        self._now, self._left = 0.0, sum(times)  # of steps that have not begun
+
+    def run(self) -> dict[int, _Place]:
+        """Place all steps."""
+        while self._ready or self._running:
+            while self._ready and self._free:
+                self._begin(self._next())
+            self._end()
+        return self.places
+
+    def _next(self) -> int:
+        """Take the step that begins now: of those with the longest way to the end, or one more in a row where there is time."""
+        rank, number = self._ready[0]
+        at_work = sum(end - self._now for end, _ in self._running)
+        slack = (self._left + at_work) / self._lanes + rank  # the longest way may begin so much later
+        best: tuple[float, int] | None = None
+        for lane in self._free if slack > 0 and self._lanes > 1 else ():
+            for each in self._followers[self._last[lane]] if self._counts[lane] else ():
+                found = self._rank[each], each
+                if not self._missing[each] and each not in self.places and self._times[each] <= slack:
+                    best = found if best is None else min(best, found)
+        return number if best is None else best[1]
+
+    def _begin(self, number: int) -> None:
+        part = self._parts[number]
+        known = _merged([self.places[each].known for each in part.whole], self._lanes)
+        lane = self._lane_for(part, known)
+        self._free.remove(lane)
+        behind = None
+        if self._counts[lane] > known[lane]:
+            behind = self._last[lane]
+            known = _merged([known, self.places[behind].known], self._lanes)
+        self._counts[lane] += 1
+        self._last[lane] = number
+        self._left -= self._times[number]
+        self.places[number] = _Place(lane, self._counts[lane], known, behind)
+        heappush(self._running, (self._now + self._times[number], number))
+        while self._ready and self._ready[0][1] in self.places:  # some begin before their turn
+            heappop(self._ready)
+
+    def _lane_for(self, part: _Part, known: Sequence[int]) -> int:
+        """Return a free lane: where the last step is one that this follows, where it waits for nothing more, or any."""
+        best = -1
+        for lane in self._free:
+            if known[lane] >= self._counts[lane]:
+                if self._last[lane] in part.whole:
+                    return lane
+                if best < 0 or self._counts[best] < self._counts[lane]:  # a lane in use, rather than one more
+                    best = lane
+        return self._free[0] if best < 0 else best
+
+    def _end(self) -> None:
+        """Let the clock go on to the next end."""
+        self._now = self._running[0][0]
+        while self._running and self._running[0][0] <= self._now:
+            _, number = heappop(self._running)
+            self._free.append(self.places[number].lane)
+            for each in self._followers[number]:
+                self._missing[each] -= 1
+                if not self._missing[each]:
+                    heappush(self._ready, (self._rank[each], each))
+
+
+def _merged(known: Sequence[Sequence[int]], lanes: int) -> Sequence[int]:
+    """Return of each lane the most that is known."""
+    if len(known) < 2:
+        return known[0] if known else (0,) * lanes
+    return tuple(map(max, *known))

@@ -1,0 +1,157 @@
+"""Copies of captured graphs with other edges, by cuda-bindings of either generation, with graphs that are sets of edges."""
+
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from handlepool.drivers.cuda.rewiring import MOST_ENDS, Rewiring
+from handlepool.errors import CaptureError
+
+PLAIN, PROGRAMMATIC = (0, 0, 0), (1, 0, 1)
+
+
+class Status(int):
+    name = "CUDA_ERROR_OF_A_TEST"
+
+
+class Node(int):
+    pass
+
+
+class Bindings:
+    """Graphs as sets of edges, behind the names of one generation."""
+
+    def __init__(self, old=False, status=0):
+        self.graphs, self.copies, self.numbers, self.status = {}, {}, count(1000), status
+        self.CUresult = SimpleNamespace(CUDA_ERROR_OUT_OF_MEMORY=2)
+        self.CUgraphNode, self.CUfunction, self.CUDA_KERNEL_NODE_PARAMS = Node, int, SimpleNamespace
+        for name in ("cuGraphGetEdges", "cuGraphAddDependencies", "cuGraphRemoveDependencies"):
+            setattr(self, f"{name}_v2" if old else name, getattr(self, name.removeprefix("cuGraph")))
+            if old:
+                setattr(self, name, self.without_data)
+
+    def graph(self, nodes, edges=(), programmatic=()):
+        number = next(self.numbers)
+        self.graphs[number] = [*nodes], {**dict.fromkeys(edges, PLAIN), **dict.fromkeys(programmatic, PROGRAMMATIC)}
+        return number
+
+    def without_data(self, *_):
+        raise AssertionError("the form without edge data")
+
+    def GetEdges(self, graph, count=0):
+        edges = self.graphs[graph][1]
+        if not count:
+            return Status(0), None, None, None, len(edges)
+        data = [SimpleNamespace(from_port=p, to_port=q, type=bytes([kind]) if kind else kind) for p, q, kind in edges.values()]
+        return Status(0), [Node(one) for one, _ in edges], [Node(other) for _, other in edges], data, len(edges)
+
+    def cuGraphGetNodes(self, graph, count=0):
+        nodes = self.graphs[graph][0]
+        return Status(0), [Node(node) for node in nodes] if count else None, len(nodes)
+
+    def cuGraphClone(self, graph):
+        if self.status:
+            return Status(self.status), None
+        nodes, edges = self.graphs[graph]
+        copied = self.graph([])
+        self.copies[copied] = {node: next(self.numbers) for node in nodes}
+        of = self.copies[copied]
+        self.graphs[copied] = [*of.values()], {(of[one], of[other]): data for (one, other), data in edges.items()}
+        return Status(0), copied
+
+    def cuGraphNodeFindInClone(self, node, copied):
+        return Status(0), Node(self.copies[copied][int(node)])
+
+    def AddDependencies(self, graph, ones, others, data, count):
+        assert data is None
+        assert len(ones) == len(others) == count > 0
+        for pair in zip(ones, others, strict=True):
+            assert all(type(node) is Node for node in pair)
+            assert pair not in self.graphs[graph][1]
+            self.graphs[graph][1][pair] = PLAIN
+        return (Status(0),)
+
+    def RemoveDependencies(self, graph, ones, others, data, count):
+        assert data is None
+        assert len(ones) == len(others) == count > 0
+        for pair in zip(ones, others, strict=True):
+            if self.graphs[graph][1].pop(pair, None) != PLAIN:
+                return (Status(1),)
+        return (Status(0),)
+
+    def cuGraphAddKernelNode(self, graph, behind, count, parameters):
+        assert len(behind) == count
+        assert vars(parameters) == {"func": 7, **{f"{of}Dim{axis}": 1 for of in ("grid", "block") for axis in "XYZ"}}
+        node = Node(next(self.numbers))
+        self.graphs[graph][0].append(node)
+        self.graphs[graph][1].update({(each, node): PLAIN for each in behind})
+        return Status(0), node
+
+
+@pytest.fixture(params=[False, True], ids=["13", "12.9"])
+def bindings(request):
+    return Bindings(request.param)
+
+
+def test_edges_are_told_with_what_is_programmatic(bindings):
+    graph = bindings.graph([1, 2, 3], [(1, 2)], [(2, 3)])
+    assert Rewiring(bindings).edges(graph) == [(1, 2, True), (2, 3, False)]
+    assert Rewiring(bindings).edges(bindings.graph([1])) == []
+
+
+def test_a_copy_gets_other_edges_and_keeps_what_is_programmatic(bindings):
+    rewiring = Rewiring(bindings)
+    graph = bindings.graph([1, 2, 3, 4], [(1, 2), (1, 3)], [(3, 4)])
+    copied = rewiring.copy(graph)
+    rewiring.rewire(copied, [(2, 3)], [(1, 3)])
+    of = {number: node for node, number in bindings.copies[copied].items()}
+    assert {(of[one], of[other], plain) for one, other, plain in rewiring.edges(copied)} == {
+        (1, 2, True),
+        (2, 3, True),
+        (3, 4, False),
+    }
+    assert len(rewiring.edges(graph)) == 3
+    rewiring.rewire(copied, [], [])
+
+
+def test_a_programmatic_edge_is_not_taken_away(bindings):
+    rewiring = Rewiring(bindings)
+    copied = rewiring.copy(bindings.graph([1, 2], [], [(1, 2)]))
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_OF_A_TEST"):
+        rewiring.rewire(copied, [], [(1, 2)])
+
+
+@pytest.mark.parametrize(("status", "error"), [(2, MemoryError), (801, CaptureError)])
+def test_what_cannot_be_copied_says_so(status, error):
+    bindings = Bindings(status=status)
+    with pytest.raises(error, match="CUDA_ERROR_OF_A_TEST"):
+        Rewiring(bindings).copy(bindings.graph([1]))
+
+
+@pytest.mark.parametrize(("chains", "joined"), [(MOST_ENDS, False), (MOST_ENDS + 1, False), (MOST_ENDS + 1, True)])
+def test_many_roots_or_leaves_are_gathered_between_two_kernels(bindings, chains, joined):
+    rewiring = Rewiring(bindings)
+    nodes = [*range(2 * chains), *([99] if joined else [])]
+    edges = [(each, each + chains) for each in range(chains)] + [(each + chains, 99) for each in range(chains) if joined]
+    graph = bindings.graph(nodes, edges)
+    assert rewiring.has_many_ends(graph) == (chains > MOST_ENDS)
+    rewiring.gather(graph, 7)
+    *_, first, last = bindings.graphs[graph][0]
+    pairs = {edge[:2] for edge in rewiring.edges(graph)}
+    assert {other for one, other in pairs if one == first} == {*range(chains)}
+    assert {one for one, other in pairs if other == last} == ({99} if joined else {*range(chains, 2 * chains)})
+    assert not rewiring.has_many_ends(graph)
+
+
+@pytest.mark.cupy
+@pytest.mark.parametrize("name", ["cuGraphAddDependencies", "cuGraphRemoveDependencies", "cuGraphGetEdges"])
+def test_the_bindings_that_are_installed_have_the_forms_that_are_called(name):
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    from handlepool.drivers.cuda.edges import with_edge_data
+
+    assert "edgeData" in with_edge_data(driver, name).__doc__
+    parameters = driver.CUDA_KERNEL_NODE_PARAMS()
+    parameters.func = driver.CUfunction(7)
+    parameters.gridDimX = 1
+    assert (int(parameters.func), parameters.gridDimX, parameters.sharedMemBytes) == (7, 1, 0)

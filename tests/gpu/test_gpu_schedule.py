@@ -1,0 +1,147 @@
+"""Schedules on a GPU: fewer lanes than were recorded give the same bits, and as many steps run at once as there are lanes."""
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+from harness.region_gpu import CALLS
+from harness.region_maker import make_case
+from harness.region_worlds import default_pool
+
+import handlepool
+from handlepool import operation
+from handlepool.recording import capture
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+
+from test_gpu_lanes import World, chains  # noqa: E402
+
+from handlepool.drivers.cuda.rewiring import MOST_ENDS, Rewiring  # noqa: E402
+
+PROGRAMS = 600
+WIDE = 12
+
+
+@pytest.fixture
+def lanes(pool, stream):
+    with default_pool(pool), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a branch waits since")
+        yield pool
+
+
+@pytest.mark.timeout(600)
+def test_g17_random_programs_scheduled_by_random_times_give_what_one_stream_gives(lanes, eager_work, monkeypatch):
+    world = World()
+    for seed in range(PROGRAMS):
+        rng = random.Random(seed)
+        monkeypatch.setattr(capture, "estimated", lambda used, rng=rng: [rng.choice([0.5, 1, 2, 5, 30]) for _ in used])
+        wrong = world.wrong(make_case(seed, CALLS, few=True), 2 + seed % 3)
+        assert not wrong, f"seed {seed}: {wrong}"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16])
+def test_any_number_of_lanes_gives_the_same_bits(lanes, eager_work, count):
+    run, images, filters = chains(WIDE)
+    expected = [y.copy() for y in run(images, filters)]
+    with handlepool.record(run, images, filters, lanes=count) as program:
+        assert program.explain().got == min(count, WIDE)
+        wrong = []
+        for _ in range(200):
+            for y in program.outputs:
+                y.fill(np.nan)
+            program.replay()
+            wrong += [(y != right).any() for y, right in zip(program.outputs, expected, strict=True)]
+    assert not cupy.stack(wrong).any()
+
+
+@pytest.fixture
+def spins(kernels):
+    @operation(mutates=())
+    def slow(x):
+        kernels.spin(2)
+        return x + 1
+
+    def run(xs):
+        return [slow(slow(x)) for x in xs]
+
+    return run, [cupy.zeros((1, 4, 8, 8), np.float32) for _ in range(8)]
+
+
+def milliseconds(program):
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    program.replay()
+    start.record()
+    program.replay()
+    end.record()
+    end.synchronize()
+    return cupy.cuda.get_elapsed_time(start, end)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_as_many_steps_run_at_once_as_there_are_lanes(lanes, spins, count):
+    run, xs = spins
+    with handlepool.record(run, xs, lanes=count) as program:
+        alone = 8 * 2 * 2 / count
+        assert alone * 0.95 < milliseconds(program) < alone * 1.3 + 1
+        assert all(float(y.sum()) == 2 * y.size for y in program.outputs)
+
+
+# Roots and leaves
+
+
+@pytest.mark.parametrize("count", [2, MOST_ENDS, MOST_ENDS + 1, 16])
+def test_a_graph_has_few_roots_and_leaves(lanes, edges, count):
+    run, images, filters = chains(16, depth=1)
+    with handlepool.record(run, images, filters, lanes=count) as program:
+        nodes, pairs = edges(program._recording.graph.pointer)
+        roots = {*nodes} - {later for _, later in pairs}
+        leaves = {*nodes} - {earlier for earlier, _ in pairs}
+        assert max(len(roots), len(leaves)) <= MOST_ENDS
+        if count > MOST_ENDS:
+            assert len(nodes) == program.nodes + 2
+        program.replay()
+
+
+def test_edges_that_are_programmatic_stay(lanes, edges):
+    from cuda.bindings import driver
+
+    rewiring = Rewiring(driver)
+    run, images, filters = chains(8)
+    with handlepool.record(run, images, filters, lanes=3) as program:
+        recording = program._recording
+        late = [edge for edge in rewiring.edges(recording.captured.pointer) if not edge[2]]
+        assert sum(not plain for *_, plain in rewiring.edges(recording.graph.pointer)) == len(late)
+        print(f"{len(late)} programmatic edges")
+        program.replay()
+
+
+# What cannot be copied
+
+
+def test_a_graph_that_allocates_memory_runs_as_it_was_recorded(lanes):
+    stream_of = cupy.cuda.get_current_stream
+
+    @operation(mutates=())
+    def allocating(x):
+        pointer = stream_of().ptr
+        memory = cupy.cuda.runtime.mallocAsync(1 << 20, pointer)
+        y = x + 1
+        cupy.cuda.runtime.freeAsync(memory, pointer)
+        return y
+
+    xs = [cupy.full(64, value, np.float32) for value in range(6)]
+    with handlepool.record(lambda xs: [allocating(x) for x in xs], xs, lanes=2) as program:
+        for _ in range(10):
+            program.replay()
+        assert [float(y[0]) for y in program.outputs] == [value + 1 for value in range(6)]
+        assert program.explain().got == 6
+
+
+def test_programs_are_made_and_closed_without_a_leak(lanes):
+    run, images, filters = chains(6)
+    handlepool.record(run, images, filters, lanes=2).close()
+    before = cupy.cuda.Device().mem_info[0]
+    for _ in range(50):
+        handlepool.record(run, images, filters, lanes=2).close()
+    assert before - cupy.cuda.Device().mem_info[0] < 32 << 20
