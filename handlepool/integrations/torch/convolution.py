@@ -1,0 +1,188 @@
+"""Convolution of torch tensors with gradients: three operations of torch's dispatcher, of which each is the others' gradient.
+
+What an operation returns is allocated by torch, in the layout that its fake kernel says. Tensors, above all gradients, come in
+any layout; what has gaps, or is neither contiguous nor channels-last, is copied.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import handlepool
+from handlepool import ArgumentError
+
+_GEOMETRY = "int[] stride, int[] padding, int[] dilation, int groups, bool? allow_tf32, bool? deterministic"
+
+
+def conv2d(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    allow_tf32: bool | None = None,
+    deterministic: bool | None = None,
+) -> Tensor:
+    """Convolve images with filters, with gradients, as the operation ``handlepool::conv2d`` on torch's current stream.
+
+    Parameters
+    ----------
+    x : Tensor, shape (N, C, H, W)
+        Images; float16, bfloat16 or float32. Of any strides; what is not contiguous or channels-last is copied.
+    w : Tensor, shape (K, C / groups, R, S)
+        Filters, of the same type.
+    bias : Tensor, shape (K,), optional
+        Added to each channel.
+    stride, padding, dilation : int or sequence of two
+        Along height and width, in pixels.
+    groups : int
+        Groups of channels that are convolved apart.
+    allow_tf32, deterministic : bool, optional
+        As in `handlepool.conv2d`. What torch says where they are not given, when each of the passes runs:
+        ``torch.backends.cudnn.allow_tf32``, and ``torch.backends.cudnn.deterministic`` or `torch.use_deterministic_algorithms`.
+
+    Returns
+    -------
+    Tensor, shape (N, K, P, Q)
+        It lies as ``x`` does, without gaps. Under autocast tensors are converted as for torch's own convolution.
+
+    Raises
+    ------
+    ArgumentError, GraphNotSupportedError
+        As in `handlepool.conv2d`, and as in its gradients from a backward pass.
+    """
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, w, bias = x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
+    pairs = [_pair(name, value) for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation))]
+    y: Tensor = torch.ops.handlepool.conv2d(x, w, bias, *pairs, groups, allow_tf32, deterministic)
+    return y
+
+
+def _pair(name: str, value: int | Sequence[int]) -> list[int]:
+    pair = [value, value] if isinstance(value, int) else [*value]
+    least = 0 if name == "padding" else 1
+    if len(pair) != 2 or min(pair) < least:
+        raise ArgumentError(f"conv2d: {name} is {value}; give an integer of at least {least}, or two for height and width")
+    return pair
+
+
+# The three operations, and the shapes and layouts of what they return
+
+
+def _like(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a new tensor of a shape that is channels-last or contiguous as another one is; also a fake kernel's."""
+    channels_last = x.dim() == 4 and x.stride(1) == 1 and not x.is_contiguous()
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+def _result(
+    x: Tensor, w: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], *_: Any
+) -> Tensor:
+    if x.dim() != 4 or w.dim() != 4:
+        raise ArgumentError(f"conv2d: x of {x.dim()} axes and w of {w.dim()}; both have four")
+    extents = [
+        (x.shape[axis + 2] + 2 * padding[axis] - (w.shape[axis + 2] - 1) * dilation[axis] - 1) // stride[axis] + 1
+        for axis in (0, 1)
+    ]
+    if min(extents) < 1:
+        raise ArgumentError(f"conv2d: nothing comes out of images {tuple(x.shape)} and filters {tuple(w.shape)}; add padding")
+    return _like(x, [x.shape[0], w.shape[0], *extents])
+
+
+def _options(
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    allow_tf32: bool | None,
+    deterministic: bool | None,
+) -> dict[str, Any]:
+    if allow_tf32 is None:
+        allow_tf32 = torch.backends.cudnn.allow_tf32
+    if deterministic is None:
+        deterministic = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    how = {"stride": tuple(stride), "padding": tuple(padding), "dilation": tuple(dilation), "groups": groups}
+    return {**how, "allow_tf32": allow_tf32, "deterministic": deterministic}
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return a tensor in a layout that cuDNN takes."""
+    if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last):
+        return x
+    return x.contiguous(memory_format=torch.channels_last if x.stride(1) == 1 else torch.contiguous_format)
+
+
+def _conv2d(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    with torch.no_grad():
+        return handlepool.conv2d(_dense(x), _dense(w), bias=bias, out=_result(x, w, bias, *geometry), **_options(*geometry))
+
+
+def _input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], *geometry: Any) -> Tensor:
+    with torch.no_grad():
+        return handlepool.conv2d_input_grad(_dense(dy), _dense(w), tuple(shape), out=_like(dy, shape), **_options(*geometry))
+
+
+def _weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], *geometry: Any) -> Tensor:
+    with torch.no_grad():
+        return handlepool.conv2d_weight_grad(_dense(x), _dense(dy), tuple(shape), out=_like(x, shape), **_options(*geometry))
+
+
+def _define(name: str, arguments: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
+    schema = f"({arguments}, {_GEOMETRY}) -> Tensor"
+    operation = torch.library.custom_op(f"handlepool::{name}", kernel, mutates_args=(), schema=schema)
+    operation.register_fake(fake)
+    return operation
+
+
+_forward = _define("conv2d", "Tensor x, Tensor w, Tensor? bias", _conv2d, _result)
+_to_input = _define(
+    "conv2d_input_grad", "Tensor dy, Tensor w, SymInt[] shape", _input_grad, lambda dy, w, shape, *_: _like(dy, shape)
+)
+_to_weight = _define(
+    "conv2d_weight_grad", "Tensor x, Tensor dy, SymInt[] shape", _weight_grad, lambda x, dy, shape, *_: _like(x, shape)
+)
+
+
+# Their gradients. Each operation is linear in both of its first two arguments.
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    first, second, ctx.third, *ctx.geometry = inputs
+    ctx.save_for_backward(first, second)
+
+
+def _of_conv2d(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, w = ctx.saved_tensors
+    need_x, need_w, need_bias, *_ = ctx.needs_input_grad
+    dx = _to_input(dy, w, x.shape, *ctx.geometry) if need_x else None
+    dw = _to_weight(x, dy, w.shape, *ctx.geometry) if need_w else None
+    return dx, dw, dy.sum((0, 2, 3)) if need_bias else None, *[None] * len(ctx.geometry)
+
+
+def _of_input_grad(ctx: Any, ddx: Tensor) -> tuple[Any, ...]:
+    dy, w = ctx.saved_tensors
+    need_dy, need_w, *_ = ctx.needs_input_grad
+    ddy = _forward(ddx, w, None, *ctx.geometry) if need_dy else None
+    dw = _to_weight(ddx, dy, w.shape, *ctx.geometry) if need_w else None
+    return ddy, dw, *[None] * (1 + len(ctx.geometry))
+
+
+def _of_weight_grad(ctx: Any, ddw: Tensor) -> tuple[Any, ...]:
+    x, dy = ctx.saved_tensors
+    need_x, need_dy, *_ = ctx.needs_input_grad
+    dx = _to_input(dy, ddw, x.shape, *ctx.geometry) if need_x else None
+    ddy = _forward(x, ddw, None, *ctx.geometry) if need_dy else None
+    return dx, ddy, *[None] * (1 + len(ctx.geometry))
+
+
+_forward.register_autograd(_of_conv2d, setup_context=_keep)
+_to_input.register_autograd(_of_input_grad, setup_context=_keep)
+_to_weight.register_autograd(_of_weight_grad, setup_context=_keep)

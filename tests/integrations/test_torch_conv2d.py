@@ -1,0 +1,223 @@
+"""Convolution as an operation of torch's, on the host driver. Skipped where torch is not installed; on a GPU see `tests/gpu`."""
+
+import threading
+
+import pytest
+
+import handlepool
+from handlepool import ArgumentError, HandlePool
+
+torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
+
+from handlepool.integrations.torch import conv2d  # noqa: E402 - imports torch
+
+GEOMETRIES = [
+    {},
+    {"padding": 1},
+    {"stride": 2, "padding": (1, 0)},
+    {"dilation": (2, 1), "padding": 2},
+    {"groups": 2, "padding": 1},
+    {"groups": 4, "stride": (1, 2)},
+]
+OPTIONS = ([2, 2], [1, 1], [1, 1], 1, None, None)
+INEXACT = pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double")
+
+
+@pytest.fixture(autouse=True)
+def pool(make_driver, monkeypatch):
+    with HandlePool(driver=make_driver()) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        yield pool
+
+
+def random(*shape, seed=0, layout="contiguous", grad=True):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if layout == "channels last":
+        values = values.to(memory_format=torch.channels_last)
+    elif layout == "with gaps":
+        values = torch.randn((*shape[:-1], 2 * shape[-1]), generator=torch.Generator().manual_seed(seed))[..., ::2]
+    elif layout == "expanded":
+        values = values[:1].expand(shape)
+    return values.requires_grad_(grad)
+
+
+def case(layout="contiguous", groups=1, **_):
+    return random(2, 4, 9, 8, layout=layout), random(8, 4 // groups, 3, 3, seed=1, layout=layout), random(8, seed=2)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "with gaps", "expanded"])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_values_gradients_and_layouts_are_torchs(layout, geometry):
+    arguments = case(layout, **geometry)
+    y, expected = conv2d(*arguments, **geometry), torch.nn.functional.conv2d(*arguments, **geometry)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    if layout in ("contiguous", "channels last"):
+        assert y.stride() == expected.stride()
+    dy = torch.randn_like(expected)
+    for got, right in zip(torch.autograd.grad(y, arguments, dy), torch.autograd.grad(expected, arguments, dy), strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("needed", [0, 1, 2])
+def test_only_gradients_that_are_needed_are_computed(needed, pool, monkeypatch):
+    asked = []
+    for name in ("conv2d_input_grad", "conv2d_weight_grad"):
+        function = getattr(handlepool, name)
+        monkeypatch.setattr(handlepool, name, lambda *a, name=name, f=function, **k: asked.append(name) or f(*a, **k))
+    arguments = [value.detach().requires_grad_(index == needed) for index, value in enumerate(case())]
+    conv2d(*arguments).sum().backward()
+    assert asked == [["conv2d_input_grad"], ["conv2d_weight_grad"], []][needed]
+    assert [value.grad is not None for value in arguments] == [index == needed for index in range(3)]
+
+
+def test_a_gradient_that_is_one_element_is_made_dense():
+    x, w, _ = case()
+    conv2d(x, w).sum().backward()
+    other = x.detach().requires_grad_()
+    torch.nn.functional.conv2d(other, w).sum().backward()
+    torch.testing.assert_close(x.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+@INEXACT
+@pytest.mark.parametrize("geometry", [{"padding": 1, "stride": 2}, {"groups": 2}], ids=str)
+def test_gradcheck_and_gradgradcheck(geometry):
+    x, b = random(1, 2, 5, 5), random(4, seed=2)
+    w = random(4, 2 // geometry.get("groups", 1), 3, 3, seed=1)
+
+    def function(x, w, b):
+        return conv2d(x, w, b, allow_tf32=False, **geometry)
+
+    tolerance = {"eps": 1e-2, "atol": 1e-2, "rtol": 1e-2}
+    assert torch.autograd.gradcheck(function, (x, w, b), **tolerance)
+    assert torch.autograd.gradgradcheck(function, (x, w, b), **tolerance | {"atol": 1e-1})
+
+
+@INEXACT
+def test_control_gradcheck_sees_a_gradient_that_is_wrong(monkeypatch):
+    right = handlepool.conv2d_weight_grad
+    monkeypatch.setattr(handlepool, "conv2d_weight_grad", lambda *a, **k: right(*a, **k).mul_(1.1))
+    x, w = random(1, 2, 5, 5), random(3, 2, 3, 3, seed=1)
+    assert not torch.autograd.gradcheck(conv2d, (x, w), eps=1e-2, atol=1e-2, rtol=1e-2, raise_exception=False)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "with gaps"])
+def test_opcheck(layout):
+    x, w, b = case(layout)
+    dy = torch.randn_like(conv2d(x, w, b, stride=2, padding=1)).requires_grad_()
+    ops = torch.ops.handlepool
+    for operation, arguments in (
+        (ops.conv2d, (x, w, b)),
+        (ops.conv2d, (x, w, None)),
+        (ops.conv2d_input_grad, (dy, w, list(x.shape))),
+        (ops.conv2d_weight_grad, (x, dy, list(w.shape))),
+    ):
+        assert set(torch.library.opcheck(operation, (*arguments, *OPTIONS)).values()) == {"SUCCESS"}
+
+
+class Network(torch.nn.Module):
+    """Two convolutions, with what torch has around them."""
+
+    def __init__(self, convolve):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolve = convolve
+        self.first, self.second = torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3)
+        self.norm, self.last = torch.nn.BatchNorm2d(8), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.convolve(x, self.first.weight, self.first.bias, padding=1)))
+        return self.last(self.convolve(x, self.second.weight, self.second.bias, stride=2).mean((2, 3)))
+
+
+def trained(network, steps=3, seed=0):
+    """The losses of a few steps, and the parameters after them."""
+    optimizer, losses = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9), []
+    x = random(4, 3, 10, 10, seed=seed, grad=False)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(network(x), torch.arange(4))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [torch.stack(losses), *(parameter.detach() for parameter in network.parameters())]
+
+
+def test_training_is_torchs():
+    torch.testing.assert_close(trained(Network(conv2d)), trained(Network(torch.nn.functional.conv2d)), rtol=1e-3, atol=1e-4)
+
+
+def test_training_in_four_threads_at_once_is_torchs():
+    found, begin = [None] * 4, threading.Barrier(4)
+
+    def train(i):
+        begin.wait(60)
+        found[i] = trained(networks[i], seed=i)
+
+    networks = [Network(conv2d) for _ in found]
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for i, got in enumerate(found):
+        torch.testing.assert_close(got, trained(Network(torch.nn.functional.conv2d), seed=i), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*lr_scheduler")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_whole_it_trains_as_before(dynamic):
+    torch._dynamo.reset()
+    network = Network(conv2d)
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    torch.testing.assert_close(trained(compiled), trained(Network(conv2d)), rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_converts_as_torch_does():
+    x, w, b = case()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = conv2d(x, w, b, padding=1), torch.nn.functional.conv2d(x, w, b, padding=1)
+    assert y.dtype is expected.dtype is torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    y.sum().backward()
+    assert x.grad.dtype is torch.float32
+
+
+def test_options_that_are_not_given_are_torchs_when_it_runs(monkeypatch):
+    asked = []
+    real = handlepool.conv2d
+    monkeypatch.setattr(
+        handlepool, "conv2d", lambda *a, **k: asked.append((k["allow_tf32"], k["deterministic"])) or real(*a, **k)
+    )
+    x, w, _ = case()
+    for allowed in (False, True):
+        with torch.backends.cudnn.flags(allow_tf32=allowed, deterministic=not allowed):
+            conv2d(x, w)
+            conv2d(x, w, allow_tf32=not allowed, deterministic=allowed)
+    assert asked == [(False, True), (True, False), (True, False), (False, True)]
+
+
+def test_bad_arguments_are_typed_errors():
+    x, w, b = (value.detach() for value in case())
+    for arguments, options, message in (
+        ((x, w), {"stride": (1, 2, 3)}, r"stride is \(1, 2, 3\); give an integer of at least 1, or two"),
+        ((x, w), {"padding": []}, r"padding is \[\]; give an integer of at least 0"),
+        ((x, w), {"dilation": 5}, "nothing comes out of images"),
+        ((x, w), {"groups": 3}, "4 channels in x"),
+        ((x, w), {"stride": 0}, "stride is 0; give an integer of at least 1"),
+        ((x[0], w), {}, "x of 3 axes and w of 4; both have four"),
+        ((x, w[:, :3]), {}, "4 channels in x"),
+        ((x, w.half()), {}, "w is float16 and x is float32"),
+        ((x.double(), w.double()), {}, "float64"),
+        ((x, w, b[:3]), {}, "bias of shape"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            conv2d(*arguments, **options)
+
+
+def test_a_gradient_of_a_gradient_is_torchs():
+    x, w, b = case()
+    (dx,) = torch.autograd.grad(conv2d(x, w, b).square().sum(), x, create_graph=True)
+    (ddx,) = torch.autograd.grad(dx.square().sum(), x)
+    (right,) = torch.autograd.grad(torch.nn.functional.conv2d(x, w, b).square().sum(), x, create_graph=True)
+    (right,) = torch.autograd.grad(right.square().sum(), x)
+    torch.testing.assert_close(ddx, right, rtol=1e-3, atol=1e-2)
