@@ -66,6 +66,7 @@ class PlainCall(Memory):
     __slots__ = ("_codes", "_driver", "_exact", "_given", "_out")
 
     def __init__(self, driver: Driver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = getattr(function, "__qualname__", None) or kind_of(function)
         function = bound_call(function)
         self._driver = driver
         self._codes = tuple(_codes((function, args, kwargs)))
@@ -73,7 +74,7 @@ class PlainCall(Memory):
         self._given = [] if self._exact else pieces_of(driver, args, kwargs, function, calls=True)
         self._out = pieces_of(driver, kwargs.get("out"))
         guessed = [] if _may_write.get(self._codes) is False else self._given
-        super().__init__(self._given, self._out, guessed, getattr(function, "__qualname__", None) or kind_of(function))
+        super().__init__(self._given, self._out, guessed, name)
 
     def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any], result: object) -> None:
         """Write down what the function wrote, now that it has returned."""
@@ -131,6 +132,17 @@ def _codes(values: Iterable[Any], depth: int = 4) -> Iterator[CodeType]:
             if depth:
                 cells = getattr(function, "__closure__", None) or ()
                 yield from _codes([content(cell) for cell in cells], depth - 1)
+            yield from _forwards(getattr(value, "__self__", None))
+
+
+def _forwards(value: object) -> Iterator[CodeType]:
+    """Yield the code of what each part of a ``torch.nn.Module`` computes; one function calls them all."""
+    module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", ())
+    if isinstance(value, module):
+        for part in value.modules():
+            code = getattr(getattr(type(part), "forward", None), "__code__", None)
+            if code is not None:
+                yield code
 
 
 def warn_of_guess(name: str) -> None:

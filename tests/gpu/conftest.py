@@ -29,6 +29,8 @@ _needs = {
     "test_gpu_lanes_torch.py": "torch",
     "test_gpu_torch_arrays.py": "torch",
     "test_gpu_torch_kernels.py": "torch",
+    "test_gpu_integrations_torch.py": "torch",
+    "test_gpu_integrations_cudnn.py": "torch",
     "test_gpu_jax.py": "jax",
     "test_gpu_numba.py": "numba_cuda",
 }

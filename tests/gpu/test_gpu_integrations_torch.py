@@ -1,0 +1,318 @@
+"""Convolutions of torch's dispatcher, and torch's modules as branches, on a GPU. Collected only where torch is installed."""
+
+import pytest
+
+import handlepool
+from handlepool import ParallelStates
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+
+TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 1e-4}
+GEOMETRIES = [{"padding": 1}, {"stride": 2, "padding": (1, 0)}, {"dilation": (2, 1), "padding": 2}, {"groups": 2, "padding": 1}]
+SLEEP = 40_000_000
+"""Cycles; some twenty milliseconds."""
+
+
+@pytest.fixture(autouse=True)
+def default(pool, monkeypatch):
+    """The test's pool as the default one."""
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    return pool
+
+
+@pytest.fixture
+def torch():
+    import torch
+
+    torch.cuda.init()
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        yield torch
+
+
+@pytest.fixture
+def conv2d(torch):
+    from handlepool.integrations.torch import conv2d
+
+    return conv2d
+
+
+def random(*shape, seed=0, dtype="float32", layout="contiguous"):
+    import torch
+
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to("cuda", getattr(torch, dtype))
+    if layout == "channels last":
+        values = values.to(memory_format=torch.channels_last)
+    return values.requires_grad_()
+
+
+# Convolutions
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_values_and_gradients_are_torchs(torch, conv2d, dtype, layout, geometry):
+    groups = geometry.get("groups", 1)
+    x = random(2, 16, 15, 14, dtype=dtype, layout=layout)
+    w, b = random(32, 16 // groups, 3, 3, seed=1, dtype=dtype, layout=layout), random(32, seed=2, dtype=dtype)
+    y = conv2d(x, w, b, **geometry)
+    exact = [value.detach().double().requires_grad_() for value in (x, w, b)]
+    expected = torch.nn.functional.conv2d(*exact, **geometry)
+    assert y.stride() == torch.nn.functional.conv2d(x, w, b, **geometry).stride()
+    dy = torch.randn_like(y)
+    found = [y, *torch.autograd.grad(y, (x, w, b), dy)]
+    right = [expected, *torch.autograd.grad(expected, exact, dy.double())]
+    for got, value in zip(found, right, strict=True):
+        assert got.dtype is x.dtype
+        assert float((got.double() - value).norm() / value.norm()) < TOLERANCE[dtype]
+
+
+@pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double")
+@pytest.mark.parametrize("geometry", [{"padding": 1, "stride": 2}, {"groups": 2}], ids=str)
+def test_gradcheck_in_float32_without_tf32(torch, conv2d, geometry):
+    arguments = random(1, 4, 6, 6), random(4, 4 // geometry.get("groups", 1), 3, 3, seed=1), random(4, seed=2)
+
+    def function(*arguments):
+        return conv2d(*arguments, allow_tf32=False, **geometry)
+
+    tolerance = {"eps": 1e-2, "atol": 1e-2, "rtol": 1e-2, "nondet_tol": 1e-3}
+    assert torch.autograd.gradcheck(function, arguments, **tolerance)
+    assert torch.autograd.gradgradcheck(function, arguments, **tolerance | {"atol": 1e-1})
+
+
+@pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double")
+def test_control_gradcheck_sees_a_gradient_that_is_wrong(torch, conv2d, monkeypatch):
+    right = handlepool.conv2d_input_grad
+    monkeypatch.setattr(handlepool, "conv2d_input_grad", lambda *a, **k: right(*a, **k).mul_(1.1))
+    arguments = random(1, 4, 6, 6), random(4, 4, 3, 3, seed=1)
+    tolerance = {"eps": 1e-2, "atol": 1e-2, "rtol": 1e-2, "nondet_tol": 1e-3}
+    assert not torch.autograd.gradcheck(conv2d, arguments, **tolerance, raise_exception=False)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+def test_opcheck(torch, conv2d, layout):
+    x, w, b = random(2, 8, 9, 8, layout=layout), random(8, 8, 3, 3, seed=1, layout=layout), random(8, seed=2)
+    dy = torch.randn_like(conv2d(x, w, b, stride=2, padding=1)).requires_grad_()
+    ops, options = torch.ops.handlepool, ([2, 2], [1, 1], [1, 1], 1, False, True)
+    for operation, arguments in (
+        (ops.conv2d, (x, w, b)),
+        (ops.conv2d_input_grad, (dy, w, list(x.shape))),
+        (ops.conv2d_weight_grad, (x, dy, list(w.shape))),
+    ):
+        assert set(torch.library.opcheck(operation, (*arguments, *options)).values()) == {"SUCCESS"}
+
+
+def network(torch, convolve):
+    """Two convolutions, with what torch has around them."""
+
+    class Network(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = torch.nn.Conv2d(8, 16, 3), torch.nn.Conv2d(16, 16, 3)
+            self.norm, self.last = torch.nn.BatchNorm2d(16), torch.nn.Linear(16, 4)
+
+        def forward(self, x):
+            x = torch.relu(self.norm(convolve(x, self.first.weight, self.first.bias, padding=1)))
+            return self.last(convolve(x, self.second.weight, self.second.bias, stride=2).mean((2, 3)))
+
+    return Network().cuda()
+
+
+def trained(torch, network, steps=3, seed=0):
+    """The losses of a few steps, and the parameters after them."""
+    optimizer, losses = torch.optim.SGD(network.parameters(), 0.05, momentum=0.9), []
+    x, labels = random(4, 8, 16, 16, seed=seed).detach(), torch.arange(4, device="cuda")
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(network(x), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [torch.stack(losses), *(parameter.detach() for parameter in network.parameters())]
+
+
+def test_a_compiled_network_trains_whole(torch, conv2d):
+    torch._dynamo.reset()
+    compiled = torch.compile(network(torch, conv2d), fullgraph=True)
+    expected = trained(torch, network(torch, torch.nn.functional.conv2d))
+    torch.testing.assert_close(trained(torch, compiled), expected, rtol=2e-3, atol=1e-4)
+
+
+def test_training_on_four_streams_in_four_threads_at_once_is_torchs(torch, conv2d, in_threads):
+    expected = [trained(torch, network(torch, torch.nn.functional.conv2d), seed=i) for i in range(4)]
+    networks = [network(torch, conv2d) for _ in range(4)]
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+
+    def train(i):
+        with torch.backends.cudnn.flags(allow_tf32=False), torch.cuda.stream(streams[i]):
+            found = trained(torch, networks[i], seed=i)
+            streams[i].synchronize()
+            return found
+
+    for found, right in zip(in_threads(4, train), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=2e-3, atol=1e-4)
+
+
+def test_a_captured_training_pass_is_replayed(torch, conv2d):
+    w = random(16, 8, 3, 3, seed=1)
+    x, y = random(2, 8, 12, 12), random(2, 8, 12, 12, seed=3).detach()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            torch.autograd.grad(conv2d(x, w, padding=1).square().sum(), w)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        (dw,) = torch.autograd.grad(conv2d(x, w, padding=1).square().sum(), w)
+    with torch.no_grad():
+        x.copy_(y)
+    graph.replay()
+    (expected,) = torch.autograd.grad(torch.nn.functional.conv2d(y, w, padding=1).square().sum(), w)
+    torch.testing.assert_close(dw, expected, rtol=1e-3, atol=1e-2)
+    graph.reset()
+
+
+def test_a_tensor_on_another_device_is_a_typed_error(torch, conv2d):
+    with pytest.raises((handlepool.ArrayTypeError, RuntimeError), match=r"host memory|same device|cpu"):
+        conv2d(random(1, 8, 6, 6), random(8, 8, 3, 3, seed=1).cpu())
+
+
+@pytest.mark.two_gpus
+def test_tensors_on_two_devices_are_a_typed_error_and_the_other_device_works(torch, conv2d):
+    x, w = random(1, 8, 6, 6), random(8, 8, 3, 3, seed=1)
+    with pytest.raises((handlepool.DeviceMismatchError, RuntimeError)):
+        conv2d(x, w.to("cuda:1"))
+    with torch.cuda.device(1):
+        y = conv2d(x.to("cuda:1"), w.to("cuda:1"))
+    torch.testing.assert_close(y.cpu(), torch.nn.functional.conv2d(x, w).cpu(), rtol=1e-4, atol=1e-4)
+
+
+# Modules as branches
+
+
+@pytest.fixture
+def late(torch):
+    """A convolution that keeps its stream busy first."""
+
+    class Late(torch.nn.Module):
+        def __init__(self, seed=0, cycles=SLEEP):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.convolution, self.cycles = torch.nn.Conv2d(8, 8, 3, padding=1), cycles
+
+        def forward(self, x):
+            torch.cuda._sleep(self.cycles)
+            return self.convolution(x)
+
+    def make(*arguments):
+        return Late(*arguments).cuda()
+
+    return make
+
+
+@pytest.fixture
+def warm(torch, late, pool):
+    """Every kernel is loaded, and what modules of this kind return is known."""
+    states, x = ParallelStates(4, pool=pool), random(2, 8, 12, 12).detach()
+    with torch.no_grad():
+        for _ in range(2):
+            with states.fork() as fork:
+                for seed in range(4):
+                    fork.run(late(seed, 0), x)
+    torch.cuda.synchronize()
+    return states, x
+
+
+def test_g17_a_module_is_ordered_after_the_one_whose_output_it_reads(torch, late, warm):
+    states, x = warm
+    first, second = late(0), late(1, 0)
+    with torch.no_grad():
+        with states.fork() as fork:
+            y = fork.run(second, fork.run(first, x))
+        torch.testing.assert_close(y, second(first(x)))
+
+
+def test_g17_control_a_module_in_a_fork_without_order_reads_too_early(torch, late, warm):
+    states, x = warm
+    first, second = late(0), late(1, 0)
+    with torch.no_grad():
+        expected = second(first(x))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        with states.fork(ordered=False) as fork:
+            middle = fork.run(first, x)
+            y = fork.run(second, middle)
+        torch.cuda.synchronize()
+        assert not torch.allclose(y, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_g17_modules_that_share_a_normalization_in_training_run_one_after_the_other(torch, warm):
+    states, x = warm
+
+    class Normalized(torch.nn.Module):
+        def __init__(self, norm, cycles):
+            super().__init__()
+            self.norm, self.cycles = norm, cycles
+
+        def forward(self, x):
+            torch.cuda._sleep(self.cycles)
+            return self.norm(x)
+
+    def run(call):
+        norm = torch.nn.BatchNorm2d(8).cuda()
+        with torch.no_grad():
+            for cycles, scale in ((0, 1), (SLEEP, 2), (0, 3)):
+                call(Normalized(norm, cycles), scale * x)
+        return norm
+
+    with states.fork() as fork:
+        norm = run(fork.run)
+    expected = run(lambda module, x: module(x))
+    torch.testing.assert_close(norm.running_mean, expected.running_mean)
+    assert norm.num_batches_tracked == 3
+
+
+def test_g7_modules_overlap(torch, late, warm):
+    states, x = warm
+    modules = [late(seed) for seed in range(4)]
+
+    def milliseconds(run):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    def branches():
+        with states.fork() as fork:
+            for module in modules:
+                fork.run(module, x)
+
+    with torch.no_grad():
+        one_after_the_other = milliseconds(lambda: [module(x) for module in modules])
+        assert milliseconds(branches) < 0.5 * one_after_the_other
+
+
+def test_modules_in_branches_have_their_gradients(torch, conv2d, warm):
+    states, x = warm
+
+    class Convolution(torch.nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            self.w = torch.nn.Parameter(random(8, 8, 3, 3, seed=seed).detach())
+
+        def forward(self, x):
+            return conv2d(x, self.w, padding=1)
+
+    modules = [Convolution(seed) for seed in range(4)]
+    with states.fork() as fork:
+        outputs = [fork.run(module, x) for module in modules]
+    torch.stack(outputs).square().sum().backward()
+    for module in modules:
+        w = module.w.detach().requires_grad_()
+        torch.nn.functional.conv2d(x, w, padding=1).square().sum().backward()
+        torch.testing.assert_close(module.w.grad, w.grad, rtol=1e-3, atol=1e-2)
