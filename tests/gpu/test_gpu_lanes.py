@@ -1,6 +1,7 @@
 """Recordings with lanes on a GPU: random sequential programs give, bit for bit, what one stream gives (guarantee 17)."""
 
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from harness.region_runs import Sequential
 from harness.region_worlds import books_of, default_pool
 
 import handlepool
-from handlepool import CaptureError, operation
+from handlepool import CaptureError, OutOfMemoryError, operation
 from handlepool.recording import lanes as books
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROGRAMS = 3000
 LANES = 1, 2, 3, 8
 REPLAYS = 1000
@@ -213,3 +215,132 @@ def test_as_many_nodes_as_one_likes_cost_the_same_each(lanes):
     with handlepool.record(run, x, lanes=8) as program:
         assert len(program.explain().steps) == 2000
         program.replay()
+
+
+# Memory
+
+
+def network(name, monkeypatch):
+    """A network of the benchmarks, its parameters, and images."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from nets import NETWORKS, Parameters
+
+    x = cupy.random.default_rng(3).standard_normal((8, 224, 224, 3), np.float32).astype(np.float16).transpose(0, 3, 1, 2)
+    return NETWORKS[name], Parameters(cupy.asarray), x
+
+
+def sizes_of(network, p, x, numbers):
+    """Bytes on so many lanes, with scratch and without."""
+    found = []
+    for number in numbers:
+        with handlepool.record(network, p, x, lanes=number) as program:
+            found.append((program.nbytes, program.nbytes - program.explain().scratch))
+    return found
+
+
+@pytest.mark.parametrize("name", ["googlenet", "squeezenet1_1"])
+def test_a_network_takes_at_most_half_as_much_again_as_on_one_lane(lanes, monkeypatch, name):
+    one, *others = sizes = sizes_of(*network(name, monkeypatch), (1, 2, 4, WIDE))
+    for which in (0, 1):
+        assert max(size[which] for size in others) <= 1.5 * one[which], sizes
+
+
+def test_control_googlenet_with_all_memory_kept_takes_more_than_that(lanes, monkeypatch):
+    function, p, x = network("googlenet", monkeypatch)
+    ((_, one),) = sizes_of(function, p, x, (1,))
+    monkeypatch.setattr("handlepool.drivers.cuda.capture.CudaRecordingMemory.recycle", lambda memory, may_have: False)
+    ((_, more),) = sizes_of(function, p, x, (WIDE,))
+    assert more > 1.5 * one
+
+
+@pytest.mark.parametrize("name", ["googlenet", "squeezenet1_1"])
+def test_a_network_gives_the_same_bits_at_every_replay(lanes, monkeypatch, eager_work, name):
+    function, p, x = network(name, monkeypatch)
+    expected = function(p, x).view(np.int16).copy()
+    wrong = []
+    with handlepool.record(function, p, x, lanes=WIDE) as program:
+        for _ in range(200):
+            program.outputs.fill(np.nan)
+            program.replay()
+            wrong.append((program.outputs.view(np.int16) != expected).any())
+    assert not cupy.stack(wrong).any()
+
+
+def test_chains_without_an_order_take_as_many_times_the_memory_as_there_are_lanes(lanes):
+    run, images, filters = chains(WIDE)
+    one, *others = sizes_of(run, images, filters, (1, 2, 3, WIDE))
+    for number, (_, size) in zip((2, 3, WIDE), others, strict=True):
+        assert size <= one[1] * number * 1.1
+
+
+def slow_readers(kernels):
+    """Values that another lane reads late, when nodes that do not follow it allocate as much."""
+
+    @operation(mutates=())
+    def late(x):
+        kernels.spin(1)
+        return x + 1
+
+    @operation(mutates=())
+    def quick(x):
+        return x + 1
+
+    def run(x):
+        parts, results = [quick(x * number) for number in range(4)], []
+        for _ in range(4):
+            following = [quick(each) for each in parts]
+            results += [late(each) for each in parts]
+            parts.clear()
+            parts = [quick(quick(each)) for each in following]
+        return results + parts
+
+    return run
+
+
+def wrong_values(run, x, replays=30):
+    expected = [y.copy() for y in run(x)]
+    wrong = []
+    with handlepool.record(run, x, lanes=WIDE) as program:
+        for _ in range(replays):
+            program.replay()
+            wrong.append(cupy.stack([(y != right).any() for y, right in zip(program.outputs, expected, strict=True)]).any())
+    return int(cupy.stack(wrong).sum())
+
+
+def test_g8_memory_that_was_freed_goes_to_calls_that_come_after_its_readers(lanes, kernels):
+    assert wrong_values(slow_readers(kernels), cupy.ones(1 << 16, np.float32)) == 0
+
+
+def test_g8_control_memory_that_goes_to_whoever_asks_is_overwritten(lanes, kernels, monkeypatch):
+    monkeypatch.setattr(books.Lanes, "may_have", lambda lanes, start, stop: True)
+    assert wrong_values(slow_readers(kernels), cupy.ones(1 << 16, np.float32)) > 0
+
+
+def test_outputs_outlive_their_program_and_all_memory_goes_back(lanes, kernels):
+    x = cupy.ones(1 << 20, np.float32)
+    run = slow_readers(kernels)
+    program = handlepool.record(run, x, lanes=WIDE)
+    free = cupy.cuda.runtime.memGetInfo()[0]
+    program.replay()
+    kept, size = program.outputs[0], program.nbytes
+    program.close()
+    others = [cupy.full_like(x, np.nan) for _ in range(32)]
+    assert bool((kept == 2).all())
+    del kept, program, others
+    lanes.trim()
+    cupy.get_default_memory_pool().free_all_blocks()
+    assert cupy.cuda.runtime.memGetInfo()[0] >= free + size // 2
+
+
+def test_too_little_memory_is_an_error_that_says_what_lanes_take(lanes):
+    large = operation(mutates=())(lambda x: cupy.empty(1 << 50, np.uint8)[:4] if x.size > 8 else x + 1)
+    first = []
+
+    def run(x, y):
+        calls = [large(x) for _ in range(3)]
+        first.append(1)
+        return [*calls, large(y if len(first) > 1 else x)]
+
+    with pytest.raises(OutOfMemoryError, match="finds no memory"):
+        handlepool.record(run, cupy.ones(4, np.float32), cupy.ones(16, np.float32), lanes=4)
+    assert lanes.stats()["handles_leased"] == 0

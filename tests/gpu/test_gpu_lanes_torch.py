@@ -365,7 +365,7 @@ def test_memory_with_torchs_operations_is_at_most_five_times_that_of_one_lane(de
             for name in ("conv2d", "add", "avg_pool2d", "max_pool2d", "mean2d", "concat", "linear")
         }
     )
-    for name in ("googlenet", "squeezenet"):
+    for name in ("googlenet", "squeezenet1_1"):
         p = Parameters(lambda values: torch.from_numpy(np.ascontiguousarray(values)).cuda())
         x = torch.randn(8, 3, 224, 224, device="cuda", dtype=torch.float16)
         sizes = []

@@ -8,11 +8,13 @@ from typing import Any
 import cupy
 from cuda.bindings import driver as cu
 from cupy.cuda import runtime
-from cupy.cuda.memory import BaseMemory, OutOfMemoryError
+from cupy.cuda.memory import BaseMemory, MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers.cuda.rewiring import Rewiring
+from handlepool.drivers.freed_blocks import FreedBlocks
 from handlepool.drivers.protocol import Edge
 
+_ALIGNMENT = 512  # CuPy's pool gives nothing smaller
 _rewiring = Rewiring(cu)
 _kernels: dict[int, Any] = {}
 """By device, the kernel of one thread that does nothing. None is ever let go of, as the kernels of our own."""
@@ -93,10 +95,24 @@ def _not_ready(pointer: int) -> None:
     raise RuntimeError("the graph was not instantiated")
 
 
+class _Owner:
+    """What arrays over a block keep; the block goes back to the freed ones with it. ``memory`` is the pool's."""
+
+    __slots__ = ("_home", "memory")
+
+    def __init__(self, memory: Any, home: list[Any]) -> None:
+        self.memory = memory
+        self._home = home
+
+    def __del__(self) -> None:
+        self._home.append(self.memory)
+
+
 class CudaRecordingMemory:
     """A pool of CuPy's for one recording.
 
-    It must live as long as any array in it does: a pool of CuPy's that goes frees what is in use.
+    It must live as long as any array in it does: a pool of CuPy's that goes frees what is in use. While blocks are recycled they
+    are kept whole, and from the pool's own arenas, which go by streams.
     """
 
     def __init__(self, relaxed: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -105,8 +121,16 @@ class CudaRecordingMemory:
         self._tell: Callable[[object], None] | None = None
         self._devices: set[int] = set()
         self._addresses: set[int] = set()  # of what was given: no other pool has them as long as this one has not given them back
+        self._may_have: Callable[[int, int], bool] | None = None
+        self._freed: dict[int, FreedBlocks[Any]] = {}  # by device
 
     def allocator(self, nbytes: int) -> Any:
+        memory = self._fresh(nbytes) if self._may_have is None or not nbytes else self._recycled(nbytes)
+        if self._tell is not None:
+            self._tell(memory.mem)
+        return memory
+
+    def _fresh(self, nbytes: int) -> Any:
         with self._relaxed():
             self._devices.add(runtime.getDevice())
             try:
@@ -115,15 +139,26 @@ class CudaRecordingMemory:
                 cupy.get_default_memory_pool().free_all_blocks()
                 memory = self._pool.malloc(nbytes)
             self._addresses.add(memory.mem.ptr)
-            if self._tell is not None:
-                self._tell(memory.mem)
             return memory
+
+    def _recycled(self, nbytes: int) -> Any:
+        device = runtime.getDevice()
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        freed = self._freed.setdefault(device, FreedBlocks())
+        block, home = freed.take(size, self._is_free) or (None, freed.home(size))
+        if block is None:
+            block = self._fresh(size)
+        return MemoryPointer(UnownedMemory(block.ptr, block.mem.size, _Owner(block, home), device), 0)
+
+    def _is_free(self, block: Any) -> bool:
+        return self._may_have is not None and self._may_have(block.ptr, block.ptr + block.mem.size)
 
     def tell(self, of: Callable[[object], None] | None) -> None:
         self._tell = of
 
     def recycle(self, may_have: Callable[[int, int], bool] | None) -> bool:
-        return False  # CuPy's pool merges what was freed
+        self._may_have = may_have
+        return True
 
     @property
     def nbytes(self) -> int:
@@ -137,6 +172,9 @@ class CudaRecordingMemory:
         return pointer in self._addresses
 
     def release(self) -> bool:
+        for freed in self._freed.values():
+            for block in freed.take_all():
+                del block  # to the pool
         self._on_each(self._pool.free_all_blocks)
         return not sum(self._on_each(self._pool.used_bytes))
 

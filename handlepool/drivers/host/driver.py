@@ -447,6 +447,7 @@ class HostDriver(Controls):
 
     def array_over(self, view: View) -> HostArray:
         """Host memory of another library's as an array; see `adopt`."""
+        self._note("array_over")
         return self.adopt(view)
 
     def launch_buffer(self) -> tuple[()]:

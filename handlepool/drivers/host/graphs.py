@@ -3,15 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from handlepool.drivers.freed_blocks import FreedBlocks
 from handlepool.drivers.host.array import HostArray, owner_of
 from handlepool.drivers.host.captures import HostGraph, rewired
 from handlepool.drivers.host.memory import Block, DeviceMemory, Owner
 from handlepool.drivers.host.streams import StreamTable
 from handlepool.drivers.protocol import Edge
 from handlepool.errors import ContractError
-
-MOST_TRIED = 4
-"""Of the blocks of one size, from each end."""
 
 
 class RecordedGraph:
@@ -64,7 +62,7 @@ class RecordingMemory:
 
     def __init__(self, table: StreamTable) -> None:
         self._table = table
-        self._homes: dict[object, tuple[DeviceMemory, list[Block]]] = {}
+        self._arenas: dict[tuple[DeviceMemory, object], FreedBlocks[Block]] = {}
         self._blocks: set[Block] = set()
         self.allocator = self
         self.nbytes = 0
@@ -74,32 +72,32 @@ class RecordingMemory:
     def take(self, device: DeviceMemory, key: object, nbytes: int) -> Owner:
         """Return a block; take care of captures by itself, as an allocator must."""
         size = DeviceMemory.rounded(nbytes)
-        _, home = self._homes.setdefault((device, None if self._may_have else key, size), (device, []))
-        block = self._freed(home) or self._fresh(device, size)
+        arena = self._arenas.setdefault((device, None if self._may_have else key), FreedBlocks())
+        if self._may_have is None:  # the block freed last comes first
+            home = arena.home(size)
+            block = home.pop() if home else None
+        else:
+            block, home = arena.take(size, self._free) or (None, arena.home(size))
+        if block is None:
+            block = self._fresh(device, size)
+        else:
+            block.generation += 1
         owner = Owner(block, home)
         if self._tell is not None:
             self._tell(owner)
         return owner
+
+    def _free(self, block: Block) -> bool:
+        return self._may_have is None or self._may_have(block.address, block.address + block.nbytes)
 
     def tell(self, of: Callable[[object], None] | None) -> None:
         """Pass each block that is allocated from now on to a function."""
         self._tell = of
 
     def recycle(self, may_have: Callable[[int, int], bool] | None) -> bool:
-        """Ask a function for whom a block may be; those that were freed last, and first, are tried."""
+        """Ask a function for whom a block may be."""
         self._may_have = may_have
         return True
-
-    def _freed(self, home: list[Block]) -> Block | None:
-        for block in home[:-2:-1] if self._may_have is None else (*home[: -MOST_TRIED - 1 : -1], *home[:MOST_TRIED]):
-            if self._may_have is None or self._may_have(block.address, block.address + block.nbytes):
-                try:
-                    home.remove(block)
-                except ValueError:  # another thread has taken it
-                    continue
-                block.generation += 1
-                return block
-        return None
 
     def _fresh(self, device: DeviceMemory, size: int) -> Block:
         thread = self._table.thread
@@ -124,9 +122,8 @@ class RecordingMemory:
     def release(self) -> bool:
         """Free the blocks that no array has."""
         self._table.captures.forbid("release of a recording's memory")
-        for device, home in self._homes.values():
-            while home:
-                block = home.pop()
+        for (device, _), arena in self._arenas.items():
+            for block in arena.take_all():
                 device.give_back(block)
                 self._blocks.discard(block)
                 self.nbytes -= block.nbytes
