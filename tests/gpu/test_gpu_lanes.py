@@ -229,11 +229,12 @@ def network(name, monkeypatch):
     return NETWORKS[name], Parameters(cupy.asarray), x
 
 
-def sizes_of(network, p, x, numbers):
+def sizes_of(*call):
     """Bytes on so many lanes, with scratch and without."""
+    *call, numbers = call
     found = []
     for number in numbers:
-        with handlepool.record(network, p, x, lanes=number) as program:
+        with handlepool.record(*call, lanes=number) as program:
             found.append((program.nbytes, program.nbytes - program.explain().scratch))
     return found
 
@@ -268,9 +269,9 @@ def test_a_network_gives_the_same_bits_at_every_replay(lanes, monkeypatch, eager
 
 def test_chains_without_an_order_take_as_many_times_the_memory_as_there_are_lanes(lanes):
     run, images, filters = chains(WIDE)
-    one, *others = sizes_of(run, images, filters, (1, 2, 3, WIDE))
-    for number, (_, size) in zip((2, 3, WIDE), others, strict=True):
-        assert size <= one[1] * number * 1.1
+    (_, one), (_, size) = sizes_of(run, images, filters, (1, WIDE))
+    with handlepool.record(run, images, filters, lanes=WIDE) as program:
+        assert size <= one * program.explain().recorded * 1.1
 
 
 def slow_readers(kernels):
@@ -300,7 +301,7 @@ def slow_readers(kernels):
 def wrong_values(run, x, replays=30):
     expected = [y.copy() for y in run(x)]
     wrong = []
-    with handlepool.record(run, x, lanes=WIDE) as program:
+    with handlepool.record(run, x, lanes=32) as program:  # as the data allows
         for _ in range(replays):
             program.replay()
             wrong.append(cupy.stack([(y != right).any() for y, right in zip(program.outputs, expected, strict=True)]).any())

@@ -248,13 +248,13 @@ def crossing(torch):
 
 def test_g8_a_block_that_another_lane_reads_is_given_out_after_that(default, torch):
     x = torch.ones(1 << 16, device="cuda")
-    assert different(torch, crossing(torch), [x], replays=50) == 0
+    assert different(torch, crossing(torch), [x], 32, replays=50) == 0
 
 
 def test_g8_control_a_block_that_is_given_out_at_once_is_overwritten(default, torch, monkeypatch):
     monkeypatch.setattr(Held, "read", lambda *call: None)
     x = torch.ones(1 << 16, device="cuda")
-    assert different(torch, crossing(torch), [x], replays=50) > 0
+    assert different(torch, crossing(torch), [x], 32, replays=50) > 0
 
 
 # Programs beside each other
