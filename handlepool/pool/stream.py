@@ -81,6 +81,15 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
     return StreamReference(device, pointer, key, None, stream)
 
 
+def is_over(key: Any, now: Any) -> bool:
+    """Whether what a bare pointer was known by is over, now that it is known by another key.
+
+    A stream takes part in one capture at a time, and in none where its id could be read; and a pointer is one stream's at a time.
+    Whether a capturing stream is the one whose id was read before, nobody can tell.
+    """
+    return bool(key != now and key[:2] == now[:2] and len(key) >= len(now))
+
+
 def check_foreign(driver: Driver, reference: StreamReference) -> None:
     """Raise `DeviceMismatchError` when a bare pointer is a stream of another device; asked on a miss alone."""
     if reference.stream is None:

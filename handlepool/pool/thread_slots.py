@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from handlepool.pool.slot import Slot
+from handlepool.pool.stream import is_over
 
 MOST_FOREIGN_STREAMS = 64
 """Bare pointers and foreign streams that one thread's slots are kept for; nothing tells of such a stream's end."""
@@ -28,7 +29,10 @@ class ThreadSlots:
         self._sweep_at = 16
 
     def add(self, slot: Slot, *, foreign: bool) -> None:
-        """Take a new slot in. Of those for foreign streams the least recently used beyond the limit is left behind."""
+        """Take a new slot in. Of those for foreign streams the least recently used beyond the limit is left behind.
+
+        So are those for streams and captures that are over, as the new one's key tells.
+        """
         if len(self.slots) >= self._sweep_at:  # those whose streams have gone; doubling makes the sweeps rare
             for key, left in list(self.slots.items()):
                 if left.owner is None and self.slots.get(key) is left:
@@ -44,13 +48,20 @@ class ThreadSlots:
             self._left.append(known)
         if not foreign:
             return
+        for other in list(self._foreign):  # a finaliser that comes meanwhile may add to it
+            if is_over(other, key):
+                self._forget(other)
         self._foreign[key] = None
         while len(self._foreign) > MOST_FOREIGN_STREAMS:
-            key, _ = self._foreign.popitem(last=False)
-            oldest = self.slots.pop(key, None)
-            if oldest is not None:
-                oldest.end()
-                self._left.append(oldest)
+            oldest, _ = self._foreign.popitem(last=False)
+            self._forget(oldest)
+
+    def _forget(self, key: Hashable) -> None:
+        self._foreign.pop(key, None)
+        slot = self.slots.pop(key, None)
+        if slot is not None:
+            slot.end()
+            self._left.append(slot)
 
     def touch(self, key: Hashable) -> None:
         """Count a foreign stream's key as used."""

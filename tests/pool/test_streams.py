@@ -361,3 +361,23 @@ def test_the_current_stream_is_resolved_where_none_is_given(make_driver):
     assert resolve(driver).stream is driver.legacy_stream
     with driver.create_stream() as stream:
         assert resolve(driver).stream is stream
+
+
+def test_g11_captures_and_streams_that_are_over_at_a_pointer_keep_no_handle(make_pool):
+    """Torch's streams are known by their pointers, and each capture is a key of its own."""
+    pool = make_pool()
+    stream = pool.driver.create_stream()
+    for _ in range(20):
+        stream.begin_capture()
+        captured = pool.get_handle(stream.ptr)
+        assert pool.get_handle(stream.ptr) is captured
+        stream.end_capture()
+        eager = pool.get_handle(stream.ptr)
+        assert eager.stream == stream.ptr
+    assert pool.stats()["handles_live"] <= 3
+    for _ in range(20):
+        other = pool.driver.create_stream()
+        pool.get_handle(other.ptr)
+        del other  # its pointer is the next one's
+    assert pool.stats()["handles_live"] <= 5
+    assert pool.get_handle(stream.ptr) is eager
