@@ -28,9 +28,7 @@ from work import check
 
 import handlepool
 from handlepool import ops
-from handlepool.ops import convolution
 
-OWN_DEPTHWISE = "handlepool, own kernel"
 OURS, EAGER = "handlepool", "handlepool, eager"
 APART, SLICED = "made and concatenated", "made in slices"
 TORCH_GRAPH, TORCH, INDUCTOR = "torch graph", "torch, eager", "Inductor graph"
@@ -191,22 +189,6 @@ def cases_of(call: Call, driver: Any, torch: Any, options: Any, skipped: list[st
     return cases
 
 
-def own_depthwise(call: Call, driver: Any, options: Any) -> dict[str, Callable[[], object]]:
-    """A depthwise convolution by the library's own kernel, which conv2d does not take by itself before it was measured here."""
-    if call.operation != "conv2d" or call.kwargs.get("groups", 1) == 1:
-        return {}
-    own = call.on(ops, lambda array: array)
-    right = call.on(Reference(), lambda array: driver.asnumpy(array).astype(np.float64))()
-    before, convolution.OWN_DEPTHWISE = convolution.OWN_DEPTHWISE, True
-    try:
-        program = handlepool.record(repeated(own, options.times))
-    finally:
-        convolution.OWN_DEPTHWISE = before
-    program.replay()
-    check(driver, f"{call}, by the own kernel", program.outputs, right)
-    return {OWN_DEPTHWISE: program.replay}
-
-
 def made(call: Call, driver: Any, options: Any) -> dict[str, Callable[[], object]]:
     """A concatenation with what makes its arrays: apart from each other, and each in its slice of one array."""
     if not call.makers or any(array.shape[1] % 8 for array in call.args[0]):  # a slice begins at a multiple of 16 bytes
@@ -256,8 +238,6 @@ def compare(ratios: Ratios, network: str, found: dict[str, tuple[Call, dict[str,
         ratios.compare(samples, OURS, TORCH_GRAPH, MOST_OF_TORCH if bounded else None, f", {network}, {name}")
         ratios.compare(samples, OURS, INDUCTOR, None, f", {network}, {name}")
         ratios.compare(samples, SLICED, APART, None, f", {network}, {name}")
-        for peer in (OURS, TORCH_GRAPH, INDUCTOR):
-            ratios.compare(samples, OWN_DEPTHWISE, peer, None, f", {network}, {name}")
     for peer in (TORCH_GRAPH, INDUCTOR):
         both = [
             (call.count, samples[OURS], samples[peer])
@@ -306,7 +286,7 @@ def main() -> int:
             found = {}
             for call in chosen(calls_of(network, driver, options), options):
                 cases = cases_of(call, driver, torch, options, skipped)
-                cases |= made(call, driver, options) | own_depthwise(call, driver, options)
+                cases |= made(call, driver, options)
                 samples = regions(cases, options.repeats, options.calls, driver, stream)["device"]
                 samples = {name: [value / options.times for value in values] for name, values in samples.items()}
                 found[str(call)] = call, samples

@@ -281,6 +281,8 @@ class Driver(Protocol):
     name: str
     array_types: tuple[type, ...]
     """What it takes as it is; the first is what it makes."""
+    block_type: type
+    """Of the blocks of its array library's pool. Two that live at once share no byte."""
     memory_advice: str
     """What the message of an error adds where memory is out: how to have more, if a setting says how much there is."""
 
@@ -494,6 +496,9 @@ class Driver(Protocol):
 
     def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
         """Return the addresses of many arrays; raises AttributeError or TypeError for what is none of the driver's."""
+
+    def array_block(self, array: Any) -> object:
+        """Return the block of memory that an array lies in: of `block_type`, or anything else where that is not known."""
 
     def adopt(self, view: View) -> Any:
         """Memory of another library's as an operand; raises ArrayTypeError for memory that the driver's graphs cannot use."""

@@ -23,8 +23,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _log = logging.getLogger("handlepool")
 
 
-Begin = Callable[[tuple[Any, ...], Shortcut, tuple[int, ...]], Slot]
-"""What a fork gives to a `hit`: told the operands, what launches them and their addresses, it returns the slot to launch on."""
+Begin = Callable[[tuple[Any, ...], Shortcut, tuple[int, ...], tuple[object, ...]], Slot]
+"""What a fork gives to a `hit`: told the operands, what launches them, their addresses and blocks, it returns the slot to launch
+on."""
 
 
 def hit(
@@ -143,7 +144,10 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
             addresses = tuple(map(pool.driver.array_pointer, arrays + made))
             if begin is None:
                 _before(pool, arrays + made, at_once, addresses)
-            slot = pool.slot() if begin is None else begin(arrays + made, at_once, addresses)
+            if begin is None:
+                slot = pool.slot()
+            else:
+                slot = begin(arrays + made, at_once, addresses, tuple(map(pool.driver.array_block, arrays + made)))
         launch(pool, plan, slot, arrays + made, given)
         return out if given else made[0] if plan.single else made
 

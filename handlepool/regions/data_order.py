@@ -108,7 +108,7 @@ class DataOrder:
         self._events = pool.device(device).edges
         self._free = self._events.free
         self._record = self.driver.record_event
-        self.recent: Recent | None = Recent()
+        self.recent: Recent | None = Recent(self.driver.block_type)
         self._uses = Uses()
         self._known = self._uses.known
         self._orders = _thread.orders

@@ -362,7 +362,7 @@ class Fork:
         attempt: Any = None  # what the first branch launches by
         fresh: list[Any] = []
 
-        def start(operands: tuple[Any, ...], launch: Any, addresses: tuple[int, ...]) -> Slot:
+        def start(operands: tuple[Any, ...], launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Slot:
             nonlocal attempt
             attempt = launch
             # Nothing comes after these, nothing that is open came before, and what they write is new.
@@ -377,7 +377,7 @@ class Fork:
             self._start(self._next + len(calls))
             self._started = True
             begin = self._begin if self._ordered else self._begin_unordered
-            return begin(operands, launch, addresses)
+            return begin(operands, launch, addresses, blocks)
 
         first, *others = calls
         arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, keywords)
@@ -457,6 +457,7 @@ class Fork:
         kept: object,
         launch: Any = None,
         addresses: tuple[int, ...] = (),
+        blocks: tuple[object, ...] = (),
         *,
         memory: Memory | None = None,
         owned: bool = False,
@@ -473,17 +474,18 @@ class Fork:
         order = self._order
         if order is None or order.busy:
             order = self._open_order()
-        known = index = -1
+        known = -1
         track: Track | None = None
-        slot: Slot | None = None
+        recent = needs = None
         try:
             order.busy = True
-            operands, recent, needs = launch and launch.operands, order.recent, None
             if memory is not None:
                 reads, writes, needs = order.meet_any(memory)
-            elif recent is None or (needs := recent.meet(addresses, operands)) is None:
-                recent = None
-                reads, writes, needs = order.meet(addresses, operands)
+            else:
+                operands, recent = launch.operands, order.recent
+                if recent is None or (needs := recent.meet(addresses, operands, blocks)) is None:
+                    recent = None
+                    reads, writes, needs = order.meet(addresses, operands)
             if needs:
                 if order.guesses:
                     self._warn(order, needs)
@@ -496,14 +498,18 @@ class Fork:
                         break
             home = self._home
             if track is None:
-                known, index = len(self._leased), self._next
-                track = self._tracks[index] if index < len(self._tracks) else self._lease_track(order, index)
-                self._next = index + 1 if index + 1 < self._count else 0
-                if track is home:
-                    slot = self._pool.slot(self._stream)
-            if slot is None:
-                slot = track.slot
-                assert slot is not None
+                index = self._next
+                try:
+                    track = self._tracks[index]
+                except IndexError:
+                    known, former = len(self._leased), index
+                    track = self._lease_track(order, index)
+                index += 1
+                self._next = index if index < self._count else 0
+            slot: Slot | None = track.slot
+            if slot is None or track is home:
+                slot = self._pool.slot(self._stream)
+            else:
                 if (owned or self._checked) and slot.owner is None:
                     bind_to_thread(self._pool.sound(slot))
                 if not self._started:
@@ -520,11 +526,11 @@ class Fork:
             elif recent is None:
                 order.note_launch(track, reads, writes, addresses, operands)
             else:
-                recent.note(addresses, operands, track)
+                recent.note(addresses, operands, blocks, track)
         except BaseException:
             if known >= 0:
                 self._release_from(known)
-                self._next = index
+                self._next = former
             raise
         finally:
             order.busy = False
@@ -536,7 +542,7 @@ class Fork:
             return self._begin_unordered(operands, owned=True)
         return self._begin(operands, memory=memory, owned=True)
 
-    def _begin_unordered(self, operands: object, _: object = None, __: object = None, *, owned: bool = False) -> Slot:
+    def _begin_unordered(self, operands: object, *_: object, owned: bool = False) -> Slot:
         """Start the next branch on the next state, whatever it reads and writes."""
         self._keep(operands)
         pool, leased, index = self._pool, self._leased, self._next

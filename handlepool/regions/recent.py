@@ -1,7 +1,8 @@
 """The first launches of a region, as long as each of them wrote memory of its own: then nothing has to be looked up.
 
-Most regions stay so. What a launch reads is then the output of one that is known, byte for byte, or lies outside of all that was
-written, from its first byte to its last. What it writes was allocated for it, or lies outside of all that was used.
+Most regions stay so. What a launch reads is then the output of one that is known, byte for byte, or lies in a block that none of
+them wrote to. What it writes was allocated for it, or lies in a block that none of them used. Blocks are what the array library's
+pool gave out: two that live at once share no byte, and these live as long as they are known here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,63 +15,58 @@ Launch = tuple[Sequence[int], Operands, Track, int]
 
 
 class Recent:
-    """Launches of which none wrote what another one used, other than to be read."""
+    """Launches of which none wrote what another one used, other than to be read.
 
-    __slots__ = ("_launches", "_outputs", "_read_from", "_read_to", "_written_from", "_written_to")
+    Parameters
+    ----------
+    block_type : type
+        The driver's; memory of any other kind is looked up.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_block_type", "_launches", "_outputs", "_written")
+
+    def __init__(self, block_type: type) -> None:
+        self._block_type = block_type
         self._launches: list[Launch] = []
         self._outputs: dict[int, tuple[Track, int, int]] = {}  # by address, the call that wrote it, and how many bytes
-        self._read_from = self._written_from = 1 << 63  # the first byte of what was read, and the last; the same of the outputs
-        self._read_to = self._written_to = -1
+        self._written: dict[object, bool] = {}  # of the blocks that launches used, whether one was written to
 
     def __iter__(self) -> Iterator[Launch]:
         """Give the launches in the order in which they were given to streams."""
         return iter(self._launches)
 
-    def meet(self, addresses: Sequence[int], operands: Operands) -> Needs | None:
+    def meet(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object]) -> Needs | None:
         """Return what a launch waits for; None for one that has to be looked up, and so all of these."""
+        needs, written, index = NOTHING, self._written, 0
+        for reach in operands.read:  # counted by hand: a `zip` takes as long as two look-ups
+            block = blocks[index]
+            if block not in written:
+                if type(block) is not self._block_type:
+                    return None
+                written[block] = False
+            elif written[block]:
+                output = self._outputs.get(addresses[index])
+                if output is None or output[2] != reach:
+                    return None
+                track, call, _ = output
+                if not needs:
+                    needs = {track: call}
+                elif needs.get(track, 0) < call:
+                    needs[track] = call
+            index += 1
         if not operands.dense:
             return None
-        needs = NOTHING
-        longest, inputs = operands.longest, operands.inputs
-        first, last = outputs_from, outputs_to = self._written_from, self._written_to
-        earliest, latest = low, high = self._read_from, self._read_to
-        for start in addresses:  # inputs first, counted by hand: two slices take as long as a look-up
-            end = start + longest
-            if inputs:
-                inputs -= 1
-                if first < end and start < last:
-                    output = self._outputs.get(start)
-                    if output is None:
-                        return None
-                    track, call, reach = output
-                    if reach != operands.read[addresses.index(start)]:
-                        return None
-                    if not needs:
-                        needs = {track: call}
-                    elif needs.get(track, 0) < call:
-                        needs[track] = call
-                if start < low:
-                    low = start
-                if end > high:
-                    high = end
-                continue
-            if operands.written and ((first < end and start < last) or (earliest < end and start < latest)):
+        for block in blocks[index:]:
+            if type(block) is not self._block_type or (block in written and operands.written):
                 return None
-            if start < outputs_from:
-                outputs_from = start
-            if end > outputs_to:
-                outputs_to = end
-        self._read_from, self._read_to, self._written_from, self._written_to = low, high, outputs_from, outputs_to
         return needs
 
-    def note(self, addresses: Sequence[int], operands: Operands, track: Track) -> None:
+    def note(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object], track: Track) -> None:
         """Write down a launch that was met, as the next call of a stream."""
         call = track.count = track.count + 1
         self._launches.append((addresses, operands, track, call))
-        if operands.single:
-            self._outputs[addresses[-1]] = track, call, operands.outputs[0]
-        else:
-            for start, reach in zip(addresses[operands.inputs :], operands.outputs, strict=True):
-                self._outputs[start] = track, call, reach
+        index = operands.inputs
+        for reach in operands.outputs:
+            self._outputs[addresses[index]] = track, call, reach
+            self._written[blocks[index]] = True
+            index += 1

@@ -96,16 +96,6 @@ def test_g18_a_product_far_from_zero(pool, stream, dtype, kind):
     assert arrays.error(y, expected) < 2 * TOLERANCE[dtype]
 
 
-def test_a_product_without_tf32(pool, stream):
-    arrays = Arrays(pool)
-    a, b = arrays.random(64, 256), arrays.random(256, 64)
-    try:
-        y = handlepool.matmul(a, b, allow_tf32=False, pool=pool)
-    except GraphNotSupportedError:  # cuDNN may have no plan for that
-        return
-    assert arrays.error(y, reference.matmul(arrays.take(a), arrays.take(b))) < 1e-5
-
-
 def test_a_layer_in_concurrent_branches(pool, stream):
     arrays = Arrays(pool, "float16")
     xs, w, bias = [arrays.random(8, 512) for _ in range(16)], arrays.random(512, 512), arrays.random(512)

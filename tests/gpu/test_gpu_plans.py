@@ -34,19 +34,24 @@ def test_every_call_has_plans_where_the_table_has_some(pool, stream, table, comp
 
     monkeypatch.setattr(CudaExecutable, "launch", noted)
     monkeypatch.setattr(CudaExecutable, "shortcut", lambda *_: None)
+    told = []
     for group, found in lines(pool, launched).items():
         for name, line in found.items():
-            assert supported(line) >= supported(table[group][name]), (group, name, line)
-            assert supported(line) == supported(table[group][name]) or not complete, (group, name, line)
+            here, there = supported(line), supported(table[group][name])
+            if here < there or (complete and here > there):
+                told.append((group, name, line))
+    assert told == []
 
 
 def test_g18_every_case_has_plans_where_the_table_has_some(pool, table, complete):
     handle = pool.driver.create_handle()
     try:
+        told = []
         for kind, found in families({"handle": handle}).items():
             for family, counts in found.items():
-                expected = table[kind][family].get("planned", 0)
-                assert counts.get("planned", 0) >= expected, (kind, family, counts)
-                assert counts.get("planned", 0) == expected or not complete, (kind, family, counts)
+                here, there = counts.get("planned", 0) + counts.get("not compiled", 0), table[kind][family].get("planned", 0)
+                if here < there or (complete and here > there) or (kind == "ruled" and "not compiled" in counts):
+                    told.append((kind, family, counts))
+        assert told == []
     finally:
         pool.driver.destroy_handle(handle)

@@ -1,6 +1,4 @@
-"""Depthwise convolutions by the kernel of our own, which conv2d launches where it is told to; the kernel itself is held by
-`drivers/test_cuda_kernels.py`.
-"""
+"""Depthwise convolutions by the kernel of our own; the kernel itself is held by `drivers/test_cuda_kernels.py`."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -9,18 +7,12 @@ import pytest
 from harness.arrays import FULL, Arrays
 from harness.scenes import Scene
 
-from handlepool import ParallelStates, conv2d, record
+from handlepool import HandlePoolError, ParallelStates, conv2d, record
 from handlepool.ops import conv2d_plan, convolution
 from handlepool.testing import reference
 
 TOLERANCE = {"float16": 1e-3, "bfloat16": 1e-2, "float32": FULL}
 """Of one rounding."""
-BY_DEFAULT = convolution.OWN_DEPTHWISE
-
-
-@pytest.fixture(autouse=True)
-def own(monkeypatch):
-    monkeypatch.setattr(convolution, "OWN_DEPTHWISE", True)
 
 
 def is_own(*args, **kwargs):
@@ -29,12 +21,6 @@ def is_own(*args, **kwargs):
 
 def given(arrays, channels=24, kernel=3):
     return arrays.random(2, channels, 9, 8), arrays.random(channels, 1, kernel, kernel), arrays.random(channels)
-
-
-def test_it_is_not_used_before_it_was_measured(pool, monkeypatch):
-    monkeypatch.setattr(convolution, "OWN_DEPTHWISE", BY_DEFAULT)
-    x, w, _ = given(Arrays(pool, layout="NHWC"))
-    assert not is_own(x, w, groups=24)
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
@@ -115,27 +101,27 @@ def test_what_it_does_not_take_is_cudnns(pool):
         )
 
 
-def test_bad_input_is_refused_as_without_it(each_pool, monkeypatch):
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"padding": -1}, "padding=-1"),
+        ({"stride": 0}, "stride=0"),
+        ({"bias": 8}, r"bias of shape \(8,\) for 24 filters"),
+        ({"activation": "rely"}, "activation='rely'"),
+        ({"workspace_limit": "much"}, "workspace_limit='much'"),
+        ({"padding": 10**9}, "1,000,000,000|1000000000"),
+        ({"dilation": 9}, "dilation"),
+        ({"out": "x"}, "out"),
+        ({"groups": 24.0}, r"groups=24\.0"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused(each_pool, wrong, words):
     arrays = Arrays(each_pool, layout="NHWC")
     x, w, b = given(arrays)
-    for options in (
-        {"padding": -1},
-        {"stride": 0},
-        {"bias": b[:8]},
-        {"activation": "rely"},
-        {"workspace_limit": "much"},
-        {"padding": 10**9},
-        {"dilation": 9},
-        {"out": x},
-        {"groups": 24.0},
-    ):
-        said = []
-        for flag in (True, False):
-            monkeypatch.setattr(convolution, "OWN_DEPTHWISE", flag)
-            with pytest.raises(Exception) as caught:  # noqa: PT011 (whatever it is, it is the same)
-                conv2d(x, w, **{"groups": 24, **options})
-            said.append((type(caught.value), str(caught.value)))
-        assert said[0] == said[1]
+    made = {name: {"bias": b[:8], "out": x}.get(name, value) for name, value in wrong.items()}
+    with pytest.raises(HandlePoolError, match=words):
+        conv2d(x, w, **{"groups": 24, **made})
 
 
 def test_in_branches_and_recorded(each_pool):

@@ -95,6 +95,8 @@ def families(where):
                 outcome = "planned"
             except Exception as error:  # the frontend's own, too
                 outcome = "refused" if isinstance(error, HandlePoolError) and "answered" not in str(error) else "unsupported"
+                if "COMPILATION_FAILED" in str(error):  # by a real compiler: the one that tests have takes everything
+                    outcome = "not compiled"
             table[geometries.family(case["label"])][outcome] += 1
         found[name] = {family: dict(sorted(counts.items())) for family, counts in sorted(table.items())}
     return found

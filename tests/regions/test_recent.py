@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -25,20 +26,31 @@ def at(*numbers):
     return tuple((1 << 40) + int(BYTES * number) for number in numbers)
 
 
+class Block:
+    """What a pool gave out: two arrays lie in each."""
+
+
+BLOCKS = defaultdict(Block)
+
+
+def blocks(addresses):
+    return tuple([BLOCKS[address // (2 * BYTES)] for address in addresses])
+
+
 def given(recent, track, addresses, spec):
-    needs = recent.meet(addresses, spec)
+    needs = recent.meet(addresses, spec, blocks(addresses))
     assert needs is not None
-    recent.note(addresses, spec, track)
+    recent.note(addresses, spec, blocks(addresses), track)
     return needs
 
 
 def test_g17_what_reads_an_output_waits_for_it_and_what_reads_others_for_nothing():
-    recent, one, two = Recent(), Track(1), Track(2)
-    assert given(recent, one, at(0, 5), operands(1)) == {}
+    recent, one, two = Recent(Block), Track(1), Track(2)
+    assert given(recent, one, at(0, 4), operands(1)) == {}
     assert given(recent, two, at(0, 6), operands(1)) == {}
-    assert given(recent, one, at(1, 7), operands(1)) == {}
-    assert given(recent, two, at(5, 6, 8), operands(2)) == {one: 1, two: 1}
-    assert given(recent, two, at(7, 5, 9), operands(2)) == {one: 2}
+    assert given(recent, one, at(1, 8), operands(1)) == {}
+    assert given(recent, two, at(4, 6, 10), operands(2)) == {one: 1, two: 1}
+    assert given(recent, two, at(8, 4, 12), operands(2)) == {one: 2}
     assert [call for *_, call in recent] == [1, 1, 2, 2, 3]
 
 
@@ -47,25 +59,36 @@ def test_g17_what_reads_an_output_waits_for_it_and_what_reads_others_for_nothing
     [
         (at(3, 5), operands(1), "writes what was written"),
         (at(3, 0), operands(1), "writes what was read"),
-        (at(3, 1), operands(1), "writes between what was used"),
+        (at(3, 1), operands(1), "writes beside what was read"),
         (at(5.5, 8), operands(1), "reads a part of an output, and more"),
         (at(4.5, 8), operands(1), "reads what ends in an output"),
-        (at(6, 8), operands(1), "reads between what was written"),
-        (at(3, 6.5), operands(1), "writes what begins in what was written"),
+        (at(6, 8), operands(1), "reads beside an output"),
+        (at(3, 6.5), operands(1), "writes beside an output"),
         (at(3, 8), operands(1, strides=(8,)), "has gaps"),
         (at(5, 9), Operands([Layout((SIZE // 2,), (4,), np.dtype(np.float32))] * 2, 1, True), "reads half an output"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_g17_what_comes_near_others_is_looked_up(addresses, spec, why):
-    recent = Recent()
+    recent = Recent(Block)
     given(recent, Track(1), at(0, 5), operands(1))
     given(recent, Track(1), at(2, 7), operands(1))
-    assert recent.meet(addresses, spec) is None
+    assert recent.meet(addresses, spec, blocks(addresses)) is None
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_g17_memory_that_is_no_block_of_the_pool_is_looked_up(place):
+    recent = Recent(Block)
+    given(recent, Track(1), at(0, 5), operands(1))
+    addresses = at(8, 10, 12)
+    mixed = [*blocks(addresses)]
+    assert recent.meet(addresses, operands(2), mixed) == {}
+    mixed[place] = object()
+    assert Recent(Block).meet(addresses, operands(2), mixed) is None
 
 
 def test_g17_new_outputs_may_lie_anywhere():
-    recent, track = Recent(), Track(1)
+    recent, track = Recent(Block), Track(1)
     given(recent, track, at(0, 9), operands(1))
     assert given(recent, track, at(0, 4), operands(1, fresh=True)) == {}
     assert given(recent, track, at(4, 3), operands(1, fresh=True)) == {track: 2}
@@ -75,7 +98,7 @@ def test_g17_new_outputs_may_lie_anywhere():
 def test_g17_what_is_not_looked_up_needs_what_each_pair_of_calls_says(seed):
     """Random launches, whole arrays and halves: the needs are the last conflict on each stream, and none is missing."""
     rng = random.Random(seed)
-    recent, tracks = Recent(), [Track(1), Track(2), Track(3)]
+    recent, tracks = Recent(Block), [Track(1), Track(2), Track(3)]
     half = Operands([Layout((SIZE // 2,), (4,), np.dtype(np.float32))] * 2, 1, False)
     calls, taken = [], 0
     for _ in range(200):
@@ -84,7 +107,7 @@ def test_g17_what_is_not_looked_up_needs_what_each_pair_of_calls_says(seed):
         known = [start for *_, written in calls for start, _ in written] or [at(0)[0]]
         addresses = [rng.choice([rng.choice(known), at(rng.randrange(8))[0]]) for _ in range(spec.inputs)]
         addresses += at(*[rng.choice([len(calls) * 2 + 20, rng.randrange(60)]) + each for each in range(count - spec.inputs)])
-        addresses = [start + rng.choice([0] * 9 + [BYTES // 2]) for start in addresses]
+        addresses = [start + rng.choice([0] * 9 + [BYTES // 2]) * (start // BYTES % 2 == 0) for start in addresses]
         if spec.fresh:
             addresses[-1] = at(1000 + len(calls))[0]
         reaches = [layout.reach for layout in spec.layouts]
@@ -97,13 +120,13 @@ def test_g17_what_is_not_looked_up_needs_what_each_pair_of_calls_says(seed):
             near = [(reads, written), (writes, written), (writes, read)]
             if any(meets(one, other) for mine, theirs in near for one in mine for other in theirs):
                 expected[track] = max(call, expected.get(track, 0))
-        needs = recent.meet(tuple(addresses), spec)
+        needs = recent.meet(tuple(addresses), spec, blocks(addresses))
         if needs is None:  # of such a region everything is looked up from now on; here it goes on without that launch
             continue
         taken += 1
         assert needs == expected
         track = rng.choice(tracks)
-        recent.note(tuple(addresses), spec, track)
+        recent.note(tuple(addresses), spec, blocks(addresses), track)
         calls.append((track, track.count, reads, writes))
     assert taken > 10
 

@@ -530,10 +530,10 @@ def test_g6_control_a_map_after_other_branches_that_starts_only_the_states_of_th
 
 
 def arguments_are_dropped(scene, keeps=True):
-    """The caller drops a map's arguments inside the fork, and gives their blocks to other arrays."""
+    """The caller drops a map's arguments inside the fork, and gives their blocks to other arrays. The books keep them, too."""
     outs = arrays(scene, [None] * 6)
     scene.states.map(double, arrays(scene, range(6)), out=outs)
-    with scene.states.fork() as fork:
+    with scene.states.fork(ordered=keeps) as fork:
         if not keeps:
             fork._keep = lambda _: None
         fork.map(double, arrays(scene, range(6)), out=outs)

@@ -106,6 +106,7 @@ class CudaDriver:
     name = "cuda"
     memory_advice = ""
     array_types: tuple[type, ...] = (cupy.ndarray,)
+    block_type: type = cupy.cuda.memory.PooledMemory
     current_device: Callable[[], int] = staticmethod(runtime.getDevice)
     current_stream: Callable[..., Stream] = staticmethod(cupy.cuda.get_current_stream)
     record_event: Callable[[Any, int], None] = staticmethod(runtime.eventRecord)
@@ -345,6 +346,9 @@ class CudaDriver:
 
     def array_pointer(self, array: Any) -> int:
         return int(array.data.ptr)
+
+    def array_block(self, array: Any) -> object:
+        return array.data.mem
 
     def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
         return list(map(_POINTER, arrays))

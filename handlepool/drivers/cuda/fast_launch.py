@@ -46,7 +46,7 @@ def launch(begin, arrays, out, fresh=None):
                 slot = find()
                 handle = slot.handle
         else:
-            slot = begin(({operands},), launch, ({pointers},))
+            slot = begin(({operands},), launch, ({pointers},), ({blocks},))
             handle = slot.handle
             if handle.stream is not slot.pointer:
                 handle = sound(slot).handle
@@ -140,6 +140,7 @@ def shortcut(
         ys=", ".join(ys),
         operands=", ".join(operands),
         pointers=", ".join(f"p{a}" for a in operands),
+        blocks=", ".join(f"{a}.data.mem" for a in operands),
         workspace=f"slot.reserve({workspace_size})" if workspace_size else 0,
         store="; ".join(f"buffer[{i}] = p{a}" for i, a in enumerate(operands)),
         count=len(operands),

@@ -79,6 +79,7 @@ class HostDriver(Controls):
     memory_advice = f"; {ADVICE}"
     _numbers = itertools.count(0x1000)  # of handles
     array_types: tuple[type, ...] = (HostArray, np.ndarray)
+    block_type: type = Owner
 
     def __init__(
         self,
@@ -435,6 +436,10 @@ class HostDriver(Controls):
 
     def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
         return [self.array_pointer(array) for array in arrays]
+
+    def array_block(self, array: Array) -> object:
+        self._note("array_block")
+        return owner_of(array)
 
     def adopt(self, view: View) -> HostArray:
         """Host memory of another library's as an array; no device is its own."""
