@@ -36,7 +36,7 @@ BOUNDS = {
     "fork, 4 graph functions, join": (260, 150),
     "fork, 4 conv2d, join": (270, 150),
     "fork, 4 Python functions, join": (505, 720),
-    "map of a graph function over 4": (136, 54),
+    "map of a graph function over 4": (144, 54),
     "replay": (4, 2),
 }
 CUDA_BOUNDS = {

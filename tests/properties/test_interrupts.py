@@ -178,7 +178,7 @@ def test_an_interrupt_at_every_line_of_a_build_keeps_nobody_waiting():
             try:
                 where = at_line(k, call, interrupt)
             except KeyboardInterrupt as error:
-                if line_of(error).startswith(spared):
+                if line_of(error) == "return" or line_of(error).startswith(spared):
                     continue
             Thread(call).finish()  # a build that nobody ends would be waited for
             assert scene.read(call()[0]) == 2
