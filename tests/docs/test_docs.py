@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import cudnn
 import numpy as np
 import pytest
 from harness.arrays import Arrays
@@ -93,6 +94,47 @@ def test_the_example_of_recording_runs(make_driver, monkeypatch):
     assert len(used) == 3
     for y, right in zip(used, expected, strict=True):
         assert np.abs(y - right).max() < 1e-4
+
+
+def test_the_examples_of_libraries_that_keep_handles_run(make_driver, monkeypatch):
+    before = cudnn.create_handle
+    with HandlePool(driver=make_driver()) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        installed, asked = blocks_of("handle-caches.md")
+        names = {}
+        exec(installed, names)
+        assert names["handle"].backend_handle is None
+        exec(asked, names)
+        assert names["handle"] is pool.get_handle()
+        assert names["scratch"].shape == (1 << 20,)
+    assert cudnn.create_handle is before
+
+
+def test_the_fourteen_ways_of_keeping_a_handle_are_those_that_are_tested():
+    rows = re.findall(r"^\| ([^|]*?) \| [^|]* \| [^|]* \| [^|]* \|$", (DOCS / "handle-caches.md").read_text(), re.MULTILINE)[1:]
+    tests = (Path(__file__).parents[1] / "gpu" / "test_gpu_integrations_cudnn.py").read_text(encoding="utf-8")
+    ways = re.findall(r'^    "(.*)": \(\w+, "\w+"\),$', tests, re.MULTILINE)
+    assert len(rows) == len(ways) + 1 == 14
+    assert "the frontend's `cudnn.Graph`" in rows
+    named = {
+        "PyTorch's threads": "PyTorch's test with threads",
+        "the frontend's default handle": "the frontend's `get_default_handle`",
+    }
+    assert {named.get(way, way) for way in ways} < set(rows)
+
+
+def test_the_examples_with_torch_run(make_driver, monkeypatch):
+    torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
+    with HandlePool(driver="cuda" if torch.cuda.is_available() else make_driver()) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        names = {}
+        for block in blocks_of("torch.md"):
+            exec(block, names)
+        x, w, c = (names[name] for name in "xwc")
+        torch.testing.assert_close(names["y"], torch.nn.functional.conv2d(x, w, padding=1), rtol=1e-2, atol=1e-2)
+        assert w.grad.shape == w.shape
+        with torch.no_grad():
+            torch.testing.assert_close(c, names["first"](names["second"](x)), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
