@@ -124,16 +124,18 @@ class Program:
         PoolClosedError
             After the program was closed.
         """
-        recording = self._recording
-        if recording is None:
-            self._refuse()
+        with self._lock:  # or another thread could end the graph that is asked
+            recording = self._recording
+            if recording is None:
+                self._refuse()
+            allocations = tuple(recording.allocations)
         lanes = recording.lanes
         if lanes is None:
-            return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes)
+            return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations)
         arrangement = recording.arrangement
         steps, got = (lanes.steps, lanes.got) if arrangement is None else (arrangement.steps, arrangement.lanes)
         known = lanes.limit, lanes.wanted, lanes.got, got, lanes.exact, tuple(steps)
-        return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, *known)
+        return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations, *known)
 
     @property
     def closed(self) -> bool:
