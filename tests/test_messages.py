@@ -90,6 +90,7 @@ def cases(pool):
     states = ParallelStates(2, pool=pool)
     executor = ParallelStateExecutor(1, pool=pool)
     program = handlepool.record(plain, x, w, pool=pool)
+    tuned = handlepool.record(lambda x, w: [plain(x, w), plain(x, w)], x, w, pool=pool, lanes=2)
 
     def in_fork(method):
         def call(*args, **kwargs):
@@ -195,6 +196,7 @@ def cases(pool):
         "Program.close": None,
         "Program.explain": None,
         "Program.replay": case(program.replay, stream=None),
+        "Program.tune": case(tuned.tune, (1, 2), goal="clock", seconds=0.01),
         "Program.update": case(program.update, x, w),
         "Program.update, by name": case(program.update, x=x),
         "StreamFuture": None,

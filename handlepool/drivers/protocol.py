@@ -218,15 +218,17 @@ class RecordedGraph(Protocol):
     def edges(self) -> Sequence[Edge]:
         """Return the edges as they were captured. Nodes compare as those of `Driver.dependencies`."""
 
-    def allocations(self) -> Sequence[Any]:
-        """Return the nodes that allocate memory each time the graph runs; they compare as those of `edges`."""
-
     def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
         """Return a graph of the same nodes, with edges more and edges less; itself where there is nothing to do.
 
         The driver may add what makes launches quicker. Called inside `Driver.relaxed`. Raises `CaptureError` for a graph that
         cannot be copied, and `MemoryError` as `instantiate`.
         """
+
+    def marked(
+        self, add: Sequence[tuple[Any, Any]], remove: Sequence[tuple[Any, Any]], groups: Sequence[Sequence[Any]]
+    ) -> "MarkedGraph":
+        """Return a graph as `arranged`, which takes the time when all nodes of a group have ended; raises as that."""
 
     def instantiate(self) -> None:
         """Make it ready to be launched; called inside `Driver.relaxed`. Raises `MemoryError` where the device has none for it."""
@@ -236,6 +238,13 @@ class RecordedGraph(Protocol):
 
     def destroy(self) -> None:
         """Give it back; a launch that is under way goes on. Called inside `Driver.relaxed`."""
+
+
+class MarkedGraph(RecordedGraph, Protocol):
+    """A graph that takes times."""
+
+    def times(self) -> list[float]:
+        """Return for each group the microseconds from the beginning to its end, of the last launch, which has passed."""
 
 
 class RecordingMemory(Protocol):
@@ -248,10 +257,6 @@ class RecordingMemory(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes taken from the device."""
-
-    @property
-    def in_order(self) -> int:
-        """Bytes that would have been taken, since `recycle`, if all that was recorded ran one after the other."""
 
     def tell(self, of: Callable[[object], None] | None) -> None:
         """Pass each block that is allocated from now on to a function; None ends that. See `Driver.block_range`."""

@@ -227,6 +227,11 @@ class RecordingPool:
             place = bisect_right(self._starts, pointer) - 1
         return self._segments[place][1] if place >= 0 and pointer < self._segments[place][0] else None
 
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where its segments begin and end; known once the recording has ended."""
+        return [(start, stop) for start, (stop, _) in zip(self._starts, self._segments, strict=True)]
+
     def storages(self, *values: object) -> Iterator[tuple[int, Any]]:
         """Yield the storages of the GPU tensors that are reached from values, each with the address that it begins at.
 

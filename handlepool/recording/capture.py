@@ -53,6 +53,10 @@ class Kept:
             if not self._holds(value):
                 self._values[id(value)] = value
 
+    def values(self) -> list[object]:
+        """Return them."""
+        return [*self._values.values()]
+
     def take(self) -> dict[int, object]:
         """Take everything out, to be let go of where that may run code of the user's."""
         values, self._values = self._values, {}
@@ -80,6 +84,8 @@ class Recording:
         Where calls are nodes that the driver orders by choice.
     arrangement : Arrangement or None
         Of these, how the graph that is launched has them.
+    times : list of float or None
+        Microseconds of each step, where they were measured.
     scratch : set of DeviceScratch
         Where slots were given scratch under this capture.
     event : event
@@ -103,6 +109,7 @@ class Recording:
         self.schedule: Schedule | None = None
         self.arrangement: Arrangement | None = None
         self.captured: RecordedGraph | None = None
+        self.times: list[float] | None = None
         self.scratch: set[DeviceScratch] = set()
         self.reads: set[Piece | Token] = set()
         self.writes: set[Piece | Token] = set()
@@ -162,11 +169,12 @@ class Recording:
         return sum(block.nbytes for place in self.scratch for block in place.recorded.get(self._capture, ()))
 
     @property
-    def allocations(self) -> list[int | None]:
-        """For each node of the graph that allocates memory, the step that made it, where that is known."""
-        captured, schedule = self.captured, self.schedule
-        nodes = () if captured is None else captured.allocations()
-        return [None for _ in nodes] if schedule is None else schedule.steps_of(nodes)
+    def own(self) -> list[tuple[int, int]]:
+        """Where memory of its own begins and ends that calls may have written, of a recording with lanes."""
+        found = [] if self.lanes is None else [*self.lanes.own]
+        blocks = [block for place in self.scratch for block in place.recorded.get(self._capture, ())]
+        found += [(block.pointer, block.pointer + block.nbytes) for block in blocks]
+        return found if self._tensors is None else found + self._tensors.ranges
 
     def capture(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Call a function with all that it gives to streams captured; its value.
@@ -295,8 +303,7 @@ class Recording:
                 driver.swap_allocator(allocator)
                 self.held.clear()
                 if tensors is not None:
-                    with driver.relaxed():
-                        tensors.end()
+                    tensors.end()
 
     def _raise(self, error: BaseException | None, ending: BaseException | None) -> None:
         """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error."""
@@ -308,15 +315,11 @@ class Recording:
             self.pool.status.diagnose(first)
             if self.lanes is not None and self._is_out_of_memory(error):
                 lanes, calls = self.lanes, self.lanes.calls
-                took, advice = f"{self.nbytes:,} bytes on {lanes.got} lanes", ""
-                if lanes.got > 1:
-                    rest = self.nbytes - self._memory.nbytes - self.scratch_bytes
-                    one = self._memory.in_order + self.scratch_bytes // lanes.got + rest
-                    took, advice = f"{took}, where 1 lane takes about {one:,}", "record it with lanes=1; or "
                 raise OutOfMemoryError(
-                    f"the recording of {self._name} finds no memory on device {self.device} ({error}), at call {len(calls)} of "
-                    f"{len(self._rehearsed)}: until there it took {took}. To have enough, {advice}free arrays, close programs, "
-                    f"and call HandlePool.trim() and CuPy's free_all_blocks()"
+                    f"the recording of {self._name} finds no memory on device {self.device} ({error}) on {lanes.limit} lanes, at "
+                    f"call {len(calls)} of {len(self._rehearsed)}: until there it took {self.nbytes:,} bytes on {lanes.got}. "
+                    f"Fewer lanes take less, as a rule; or free arrays, close programs, and call HandlePool.trim() and CuPy's "
+                    f"free_all_blocks()"
                 ) from error
             if error is None and isinstance(ending, MemoryError):
                 raise OutOfMemoryError(

@@ -106,6 +106,8 @@ class Lanes:
         last of these.
     used : list of (pieces, pieces)
         For each step, the memory that it is known to read and write.
+    own : set of (int, int)
+        Where blocks of memory begin and end that were allocated.
     wanted, got : int
         Lanes.
     exact : bool
@@ -117,6 +119,7 @@ class Lanes:
         self.steps: list[Step] = []
         self.ends: list[tuple[Any, ...]] = []
         self.used: list[tuple[Pieces, Pieces]] = []
+        self.own: set[tuple[int, int]] = set()
         self.calls: list[Made] = []
         self.wanted = self.got = 0
         self.exact = True
@@ -185,6 +188,7 @@ class Lanes:
         if self._keeps:
             self._blocks.append(block)
         piece = self._driver.block_range(block)
+        self.own.add(piece)
         self._free.pop(piece[0], None)
         if self._inside:
             self._new.append(piece)
@@ -460,7 +464,9 @@ class Lanes:
         for value in leaves(result):
             if not wrote and not isinstance(value, self._driver.array_types[0]):
                 memory = piece_of(self._driver, value)
-                wrote = memory is not None and memory[0] < memory[1] and not any(share(memory, each) for each in known)
+                wrote = memory is not None and not any(share(memory, each) for each in known)
+                if wrote and memory is not None and self._tensors is not None:  # what torch allocates is to be written by others
+                    wrote = self._tensors.stream_of(memory[0]) is None
         if wrote:
             raise CaptureError(
                 f"{name} at {place} gave no work to the stream that is recorded, so that replays would go without what it wrote. "

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from threading import get_ident
@@ -11,14 +11,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Stream
-from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
+from handlepool.errors import ArgumentError, CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.pool import deferred as leftovers
 from handlepool.pool.context import on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording.explain import Explanation
 from handlepool.recording.outputs import Results
+from handlepool.recording.outside import Outside
 from handlepool.recording.tensors import in_order
+from handlepool.recording.tuning import Candidate, LanesRig, LanesTuning, checked
 from handlepool.recording.update import Copy, Inputs, copy_all
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import before, opened
@@ -79,7 +81,7 @@ class Program:
         # One use at a time: CUDA takes no two launches of a graph at once, and a close ends what launches read. A finaliser that
         # the collector runs inside a use may take it, too: it finds `_busy`, and is refused: it could only wait for itself.
         self._lock = threading.RLock()
-        self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated or closed
+        self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated, tuned or closed
         self._updating = 0  # the thread that updates
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Stream] = driver.current_stream
@@ -124,18 +126,84 @@ class Program:
         PoolClosedError
             After the program was closed.
         """
-        with self._lock:  # or another thread could end the graph that is asked
-            recording = self._recording
-            if recording is None:
-                self._refuse()
-            allocations = tuple(recording.allocations)
+        recording = self._recording
+        if recording is None:
+            self._refuse()
         lanes = recording.lanes
         if lanes is None:
-            return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations)
+            return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes)
         arrangement = recording.arrangement
         steps, got = (lanes.steps, lanes.got) if arrangement is None else (arrangement.steps, arrangement.lanes)
         known = lanes.limit, lanes.wanted, lanes.got, got, lanes.exact, tuple(steps)
-        return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations, *known)
+        return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, *known)
+
+    def tune(self, lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0) -> LanesTuning:
+        """Measure on how many lanes it runs best, and run it on so many from now on.
+
+        Other lanes are another schedule of the same recording, by the times of its nodes, which are measured first: the function
+        is not called again, and arrays that were handed out stay valid. The program is replayed for that, on the current stream,
+        and this waits for the GPU. What replays write outside of the program's own memory is saved before, and restored. Of plain
+        code, whose writes nobody sees, that is all that the function was given: what it writes elsewhere (globals) is changed.
+        Other threads' uses of the program wait.
+
+        Parameters
+        ----------
+        lanes : iterable of int
+            Each 1 to 32. One lane stays unless another number wins by 3 %, if 1 is among them.
+        goal : {"clock", "device"}
+            What counts: the time that the host sees from a replay's launch to its end, or that of replays in a row on the device.
+        seconds : float
+            After which no more samples are taken; there are three of each at least.
+
+        Returns
+        -------
+        LanesTuning
+            What was tried, which can be printed as a table. On a terminal progress is shown meanwhile.
+
+        Raises
+        ------
+        ArgumentError
+            For a program that was recorded without lanes, or with one; for what replays write and nobody can restore, by its
+            place or the call's; for other arguments than these.
+        CaptureError
+            Inside a recording, a branch or a task; while the current stream is being captured; for a graph that cannot be copied.
+        MemoryError
+            For want of memory for graphs, or for what is saved.
+        OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
+            As in `replay`.
+        """
+        self._status.check()
+        asked = checked(self._name, lanes, goal, seconds)
+        for inside, where in ((thread.recording, "a recording"), (thread.region, "a branch or a task")):
+            if inside is not None:
+                raise CaptureError(f"{self._name} cannot be tuned inside {where}, where it cannot be timed: tune it outside")
+        return self._use("tuned", self._tune, *asked)
+
+    def _tune(self, lanes: Sequence[int], goal: str, seconds: float) -> LanesTuning:
+        recording = self._recording
+        if recording is None:
+            self._refuse()
+        if recording.schedule is None or recording.lanes is None or recording.lanes.limit == 1:
+            raise ArgumentError(
+                f"{self._name} was not recorded on several lanes, so there is no other number to try: record it with lanes, as "
+                f"in record(function, ..., lanes=8), and its calls are ordered by their data"
+            )
+        outside = Outside(recording, self._name, self._inputs)
+        if opened:
+            self._after_branches(self._memory.reads, self._memory.writes, None)
+        self._follow(None)
+        rig = LanesRig(recording, self._name, self._pointer, outside)
+        found: list[tuple[LanesTuning, Candidate]] = []
+        self._enqueue(lambda: found.append(rig.tune(lanes, goal, seconds)))
+        ((tuning, best),) = found
+        former, launch = recording.graph, partial(best.graph.launch, self._pointer)
+        # No call in between, after which an interrupt could come.
+        recording.graph, recording.arrangement = best.graph, best.arrangement
+        self._launch_on, self._launch = best.graph.launch, launch
+        if former not in (None, best.graph, recording.captured):
+            with self._driver.relaxed():
+                former.destroy()
+        return tuning
 
     @property
     def closed(self) -> bool:

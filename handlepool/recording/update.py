@@ -50,6 +50,13 @@ class Inputs:
         self._positional = [_fixed(argument) for argument in args if _has_array(argument, kind)]
         self._named = {name: _fixed(argument) for name, argument in kwargs.items() if _has_array(argument, kind)}
 
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield the arguments' arrays, of any library, each with its place."""
+        for place, value in enumerate(self._positional):
+            yield from _arrays(f"argument {place}", value)
+        for name, value in self._named.items():
+            yield from _arrays(name, value)
+
     def match(self, driver: Driver, name: str, device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Copy]:
         """Return what is to be copied, for `copy_all`.
 
@@ -119,6 +126,14 @@ def _fixed(value: Any) -> Any:
 
 def _has_array(value: Any, kind: tuple[type, ...]) -> bool:
     return any(isinstance(leaf, kind) or is_foreign(leaf) for leaf in leaves(value))
+
+
+def _arrays(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (tuple, dict)):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from _arrays(f"{place}[{shown(key)}]", value[key])
+    else:
+        yield place, value
 
 
 def is_foreign(value: Any) -> bool:

@@ -77,18 +77,19 @@ def test_the_example_of_recording_runs(make_driver, monkeypatch):
             "next_images": next_images,
             "use": lambda outputs: used.extend(map(arrays.take, outputs)),
         }
-        first, second, third = blocks_of("recording.md")
+        first, second, tuned, third = blocks_of("recording.md")
         exec(first, names)
         assert names["program"].closed
         names |= {"v": arrays.random(8, 16, 3, 3), "w": w, **{x: arrays.random(2, 16, 14, 14) for x in ("x", "x2", "x3")}}
         exec(second, names)
+        exec(tuned, names)
         v = arrays.take(names["v"])
         for x, block, y in (("x", "", "program.outputs"), ("x3", third, "y")):
             exec(block, names)
             x = arrays.take(names[x])
             right = reference.conv2d(x, v, padding=1) + reference.conv2d(x, arrays.take(w), padding=1)
             assert arrays.error(eval(y, names), right) < 1e-5
-        assert names["program"].explain().got == 2
+        assert names["program"].explain().got in (1, 2)
         names["program"].close()
         expected = [reference.conv2d(arrays.take(x), arrays.take(w)) for x in next_images]
     assert len(used) == 3

@@ -23,7 +23,7 @@ class Bindings:
     """Graphs as sets of edges, behind the names of one generation."""
 
     def __init__(self, old=False, status=0):
-        self.graphs, self.copies, self.numbers, self.status = {}, {}, count(1000), status
+        self.graphs, self.copies, self.events, self.numbers, self.status = {}, {}, {}, count(1000), status
         self.CUresult = SimpleNamespace(CUDA_ERROR_OUT_OF_MEMORY=2)
         self.CUgraphNode, self.CUfunction, self.CUDA_KERNEL_NODE_PARAMS = Node, int, SimpleNamespace
         for name in ("cuGraphGetEdges", "cuGraphAddDependencies", "cuGraphRemoveDependencies"):
@@ -80,6 +80,14 @@ class Bindings:
                 return (Status(1),)
         return (Status(0),)
 
+    def cuGraphAddEventRecordNode(self, graph, behind, count, event):
+        assert len(behind) == count
+        node = Node(next(self.numbers))
+        self.events[node] = event
+        self.graphs[graph][0].append(node)
+        self.graphs[graph][1].update({(each, node): PLAIN for each in behind})
+        return Status(0), node
+
     def cuGraphAddKernelNode(self, graph, behind, count, parameters):
         assert len(behind) == count
         assert vars(parameters) == {"func": 7, **{f"{of}Dim{axis}": 1 for of in ("grid", "block") for axis in "XYZ"}}
@@ -92,13 +100,6 @@ class Bindings:
 @pytest.fixture(params=[False, True], ids=["13", "12.9"])
 def bindings(request):
     return Bindings(request.param)
-
-
-def test_nodes_that_allocate_are_told(bindings):
-    bindings.CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_MEM_ALLOC=10)
-    bindings.cuGraphNodeGetType = lambda node: (Status(0), 10 if node in (2, 5) else 0)
-    assert Rewiring(bindings).allocations(bindings.graph([1, 2, 3, 4, 5])) == [2, 5]
-    assert Rewiring(bindings).allocations(bindings.graph([])) == []
 
 
 def test_edges_are_told_with_what_is_programmatic(bindings):
@@ -149,6 +150,24 @@ def test_many_roots_or_leaves_are_gathered_between_two_kernels(bindings, chains,
     assert {other for one, other in pairs if one == first} == {*range(chains)}
     assert {one for one, other in pairs if other == last} == ({99} if joined else {*range(chains, 2 * chains)})
     assert not rewiring.has_many_ends(graph)
+
+
+def test_events_stand_before_all_and_behind_each_group(bindings):
+    rewiring = Rewiring(bindings)
+    copied = rewiring.copy(bindings.graph([1, 2, 3], [(1, 3)]))
+    rewiring.mark(copied, [(1,), (2, 3)], [70, 71, 72])
+    of = {number: node for node, number in bindings.copies[copied].items()}
+    *_, first, one, other = bindings.graphs[copied][0]
+    assert [bindings.events[each] for each in (first, one, other)] == [70, 71, 72]
+    of |= {first: "first", one: "one", other: "other"}
+    assert {(of[a], of[b]) for a, b, _ in rewiring.edges(copied)} == {
+        (1, 3),
+        ("first", 1),
+        ("first", 2),
+        (1, "one"),
+        (2, "other"),
+        (3, "other"),
+    }
 
 
 @pytest.mark.cupy

@@ -87,6 +87,68 @@ def test_as_many_steps_run_at_once_as_there_are_lanes(lanes, spins, count):
         assert all(float(y.sum()) == 2 * y.size for y in program.outputs)
 
 
+# Tuning
+
+
+@pytest.mark.parametrize("goal", ["clock", "device"])
+def test_tuning_finds_the_lanes_that_are_best_and_restores_what_is_written_in_place(lanes, spins, goal):
+    run, xs = spins
+
+    @operation(mutates="y")
+    def doubled(y):
+        y *= 2
+
+    def function(y, xs):
+        doubled(y)
+        return [y, *run(xs)]
+
+    y = cupy.ones(64, np.float32)
+    with handlepool.record(function, y, xs, lanes=2) as program:
+        found = program.tune((1, 2, 4, 8, 16), goal=goal, seconds=5)
+        print(found)
+        assert found.winner.lanes == program.explain().got == 8
+        assert 3 < getattr(found.trials[0], goal) / getattr(found.winner, goal) < 9
+        assert all(1500 < time < 3000 for time in sorted(program._recording.times)[-16:])
+        assert float(y[0]) == 2
+        program.replay()
+        assert float(y[0]) == 4
+        assert all(float(each.sum()) == 2 * each.size for each in program.outputs[1:])
+
+
+def test_any_schedule_of_a_recording_gives_the_same_bits(lanes, eager_work):
+    run, images, filters = chains(WIDE)
+    expected = [y.copy() for y in run(images, filters)]
+    with handlepool.record(run, images, filters, lanes=8) as program:
+        wrong = []
+        for count in (1, 2, 3, 5, 8, 16):
+            program.tune((count,), seconds=0.5)
+            for _ in range(50):
+                for y in program.outputs:
+                    y.fill(np.nan)
+                program.replay()
+                wrong += [(y != right).any() for y, right in zip(program.outputs, expected, strict=True)]
+    assert not cupy.stack(wrong).any()
+
+
+def test_tuning_restores_tensors(lanes):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    @operation(mutates="y")
+    def doubled(y):
+        y.mul_(2)
+
+    def function(y, x):
+        doubled(y)
+        return [x + value for value in range(3)]
+
+    y, x = torch.ones(64, device="cuda"), cupy.ones(64, np.float32)
+    torch.cuda.synchronize()
+    with handlepool.record(function, y, x, lanes=4) as program:
+        program.tune((1, 2), seconds=0.5)
+        cupy.cuda.get_current_stream().synchronize()
+        assert float(y[0]) == 2
+
+
 # Roots and leaves
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from harness.region_runs import Sequential, Values
 from harness.region_worlds import World, books_of, default_pool, expected_of
 
 import handlepool
-from handlepool import CaptureError, ContractError
+from handlepool import CaptureError, ContractError, Program
 from handlepool.drivers.host.graphs import RecordedGraph
 from handlepool.recording import capture
 from handlepool.recording import lanes as books
@@ -121,7 +121,14 @@ class Scheduled(Edges):
             yield
 
 
-def run(world: World, case: Case, lanes: int, left_out: int | None = None, kind: type[Edges] = Edges) -> Outcome:
+def run(
+    world: World,
+    case: Case,
+    lanes: int,
+    left_out: int | None = None,
+    kind: type[Edges] = Edges,
+    before: Callable[[Program], object] = lambda program: None,
+) -> Outcome:
     """Record a case and replay it once, over the values that it begins with; without one of its needs, or edges."""
     driver = world.driver
     driver._streams.scheduler._random.seed(case.seed)
@@ -135,6 +142,7 @@ def run(world: World, case: Case, lanes: int, left_out: int | None = None, kind:
                 how = program.explain()
                 for number, array in flat.given.items():
                     driver.copy(array, flat.initial(number))
+                before(program)
                 program.replay()
                 values = {("array", base): array.get() for base, array in flat.arrays.items()}
                 values |= {("token", number): token.hidden.get() for number, token in flat.tokens.items()}

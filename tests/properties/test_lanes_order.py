@@ -11,6 +11,9 @@ from harness.region_lanes import Scheduled, control, run, wanted
 from harness.region_maker import make_case
 from harness.region_worlds import World
 
+from handlepool import ArgumentError
+from handlepool.recording import tuning
+
 PROGRAMS = int(os.environ.get("PROGRAMS", "80"))
 FIRST = int(os.environ.get("FIRST", "0"))
 LANES = (1, 2, 3, 8)
@@ -65,3 +68,34 @@ def test_g17_schedules_by_random_times_give_what_one_stream_gives_and_most_lost_
     world.close()
     print(dict(counts))
     assert counts["caught"] > 0.9 * counts["scheduled"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.parametrize("restores", [True, False], ids=["", "control"])
+def test_programs_that_were_tuned_give_what_one_stream_gives_and_not_all_do_where_nothing_is_restored(restores, monkeypatch):
+    world, counts = World(), Counter()
+    monkeypatch.setattr(tuning, "MOST_ROUNDS", 1)
+    if not restores:
+        monkeypatch.setattr(tuning.Outside, "restore", lambda outside: None)
+
+    def tuned(program):
+        try:
+            program.tune((2, 3), seconds=1)
+            counts["tuned"] += 1
+        except ArgumentError as error:  # an object is changed
+            counts["refused"] += "could not be restored" in str(error)
+
+    for seed in range(FIRST, FIRST + PROGRAMS // 2):
+        case = make_case(seed)
+        outcome = run(world, case, 4, before=tuned)
+        if "nothing to replay" in str(outcome.error):
+            continue
+        why = outcome.differs(wanted(case))
+        counts["wrong"] += bool(why)
+        assert not (why and restores), f"{why}\n{case}"
+        assert not world.left_behind()
+    world.close()
+    print(dict(counts))
+    assert counts["tuned"] > PROGRAMS // 10
+    assert bool(counts["wrong"]) is not restores

@@ -54,9 +54,6 @@ class CudaGraph:
     def edges(self) -> list[Edge]:
         return _rewiring.edges(self.pointer)
 
-    def allocations(self) -> list[int]:
-        return _rewiring.allocations(self.pointer)
-
     def arranged(self, add: Sequence[tuple[int, int]] = (), remove: Sequence[tuple[int, int]] = ()) -> "CudaGraph":
         if not (add or remove or _rewiring.has_many_ends(self.pointer)):
             return self
@@ -71,7 +68,24 @@ class CudaGraph:
         copied.nodes = self.nodes
         return copied
 
+    def marked(
+        self, add: Sequence[tuple[int, int]], remove: Sequence[tuple[int, int]], groups: Sequence[Sequence[int]]
+    ) -> "MarkedGraph":
+        copied = MarkedGraph(_rewiring.copy(self.pointer))
+        try:
+            _rewiring.rewire(copied.pointer, add, remove)
+            for _ in range(len(groups) + 1):
+                copied.events.append(int(runtime.eventCreateWithFlags(0)))
+            _rewiring.mark(copied.pointer, groups, copied.events)
+        except BaseException:
+            copied.destroy()
+            raise
+        copied.nodes = self.nodes
+        return copied
+
     def instantiate(self) -> None:
+        if self._executable:
+            return
         try:
             self._executable = int(runtime.graphInstantiate(self.pointer))
         except runtime.CUDARuntimeError as error:
@@ -92,6 +106,27 @@ class CudaGraph:
         finally:
             if pointer:
                 runtime.graphDestroy(pointer)
+
+
+class MarkedGraph(CudaGraph):
+    """A graph with nodes that record events, the first of which stands before all others."""
+
+    __slots__ = ("events",)
+
+    def __init__(self, pointer: int) -> None:
+        self.events: list[int] = []
+        super().__init__(pointer)
+
+    def times(self) -> list[float]:
+        first, *others = self.events
+        return [1e3 * float(runtime.eventElapsedTime(first, event)) for event in others]
+
+    def destroy(self) -> None:
+        try:
+            super().destroy()
+        finally:
+            while self.events:
+                runtime.eventDestroy(self.events.pop())
 
 
 def _not_ready(pointer: int) -> None:
@@ -151,7 +186,6 @@ class CudaRecordingMemory:
         block, home = freed.take(size, self._is_free) or (None, freed.home(size))
         if block is None:
             block = self._fresh(size)
-        freed.given(block, size)
         return MemoryPointer(UnownedMemory(block.ptr, block.mem.size, _Owner(block, home), device), 0)
 
     def _is_free(self, block: Any) -> bool:
@@ -167,10 +201,6 @@ class CudaRecordingMemory:
     @property
     def nbytes(self) -> int:
         return sum(self._on_each(self._pool.total_bytes))
-
-    @property
-    def in_order(self) -> int:
-        return sum(freed.in_order() for freed in self._freed.values())
 
     def holds(self, value: object) -> bool:
         memory = value.data.mem if isinstance(value, cupy.ndarray) else value

@@ -33,13 +33,6 @@ class Rewiring:
         ones, others, data, _ = self._answer(question(graph, count))
         return [(int(one), int(other), _is_plain(each)) for one, other, each in zip(ones, others, data, strict=True)]
 
-    def allocations(self, graph: int) -> list[int]:
-        """Return the nodes that allocate memory, as `cudaMallocAsync` becomes them."""
-        *_, count = self._answer(self._bindings.cuGraphGetNodes(graph))
-        nodes = self._answer(self._bindings.cuGraphGetNodes(graph, count))[0] if count else ()
-        kind = self._bindings.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEM_ALLOC
-        return [int(node) for node in nodes if self._answer(self._bindings.cuGraphNodeGetType(node))[0] == kind]
-
     def copy(self, graph: int) -> int:
         """Return a copy of a graph.
 
@@ -63,6 +56,16 @@ class Rewiring:
         for name, edges in (("cuGraphRemoveDependencies", remove), ("cuGraphAddDependencies", add)):
             if edges:
                 self._change(name, copied, [found[one] for one, _ in edges], [found[other] for _, other in edges])
+
+    def mark(self, copied: int, groups: Sequence[Sequence[int]], events: Sequence[int]) -> None:
+        """Let the first event be recorded before all nodes of a copy, and each other one behind a group of the original's."""
+        roots, _ = self._ends(copied)
+        (first,) = self._answer(self._bindings.cuGraphAddEventRecordNode(copied, [], 0, events[0]))
+        if roots:
+            self._change("cuGraphAddDependencies", copied, [first] * len(roots), roots)
+        for group, event in zip(groups, events[1:], strict=True):
+            behind = [self._answer(self._bindings.cuGraphNodeFindInClone(node, copied))[0] for node in group]
+            self._answer(self._bindings.cuGraphAddEventRecordNode(copied, behind, len(behind), event))
 
     def has_many_ends(self, graph: int) -> bool:
         """Whether a graph has so many roots or leaves that it is worth to have a kernel before all, and one after all."""

@@ -1,11 +1,13 @@
 """What the host driver needs to record: graphs that are launched by a stream's pointer, and memory of a recording's own."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 from handlepool.drivers.freed_blocks import FreedBlocks
 from handlepool.drivers.host.array import HostArray, owner_of
-from handlepool.drivers.host.captures import HostGraph, rewired
+from handlepool.drivers.host.captures import HostGraph, Node, rewired
 from handlepool.drivers.host.memory import Block, DeviceMemory, Owner
 from handlepool.drivers.host.streams import StreamTable
 from handlepool.drivers.protocol import Edge
@@ -26,16 +28,25 @@ class RecordedGraph:
         """Return the edges as they were captured."""
         return [(earlier, node, True) for node in self.graph.nodes for earlier in node.after]
 
-    def allocations(self) -> Sequence[Any]:
-        """Nothing: what is allocated under a capture is allocated then."""
-        return ()
-
     def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
         """Return a graph of the same nodes, with edges more and edges less."""
         self._note("arrange_graph")
         if not add and not remove:
             return self
         return RecordedGraph(HostGraph(self._table, rewired(self.graph.nodes, add, remove)), self._table, self._note)
+
+    def marked(
+        self, add: Sequence[tuple[Any, Any]], remove: Sequence[tuple[Any, Any]], groups: Sequence[Sequence[Any]]
+    ) -> "MarkedGraph":
+        """Return a graph as `arranged`, which takes the time when all nodes of a group have ended."""
+        self._note("mark_graph")
+        moments: dict[int, float] = {}
+        first, *marks = [Node(partial(_take, moments, place), "a mark", (), (), object()) for place in range(len(groups) + 1)]
+        later = {node for _, node in add}
+        more = [(first, node) for node in self.graph.nodes if not node.after and node not in later]
+        more += [(node, mark) for mark, group in zip(marks, groups, strict=True) for node in (*group, first)]
+        nodes = rewired([first, *self.graph.nodes, *marks], [*add, *more], remove)
+        return MarkedGraph(HostGraph(self._table, nodes), self._table, self._note, moments)
 
     def instantiate(self) -> None:
         """Nothing: there is no device to make it ready for."""
@@ -59,6 +70,22 @@ class RecordedGraph:
         self._note("destroy_graph")
         self._table.captures.forbid("destroy_graph")
         self._destroyed = True
+
+
+class MarkedGraph(RecordedGraph):
+    """As `handlepool.drivers.protocol.MarkedGraph`."""
+
+    def __init__(self, graph: HostGraph, table: StreamTable, note: Callable[[str], None], moments: dict[int, float]) -> None:
+        super().__init__(graph, table, note)
+        self._moments = moments
+
+    def times(self) -> list[float]:
+        """Return for each group the microseconds from the beginning to its end."""
+        return [(self._moments[place] - self._moments[0]) * 1e6 for place in range(1, len(self._moments))]
+
+
+def _take(moments: dict[int, float], place: int) -> None:
+    moments[place] = perf_counter()
 
 
 class RecordingMemory:
@@ -86,7 +113,6 @@ class RecordingMemory:
             block = self._fresh(device, size)
         else:
             block.generation += 1
-        arena.given(block, size)
         owner = Owner(block, home)
         if self._tell is not None:
             self._tell(owner)
@@ -114,11 +140,6 @@ class RecordingMemory:
         self._blocks.add(block)
         self.nbytes += size
         return block
-
-    @property
-    def in_order(self) -> int:
-        """Bytes that it would have taken if all that was recorded ran one after the other."""
-        return sum(arena.in_order() for arena in self._arenas.values())
 
     def holds(self, value: object) -> bool:
         """Whether a value is an array in this memory, or what owns a block of it."""

@@ -1,0 +1,134 @@
+"""What a program writes outside of its own memory: saved before replays that nobody asked for, and restored after them."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from handlepool._util import kind_of
+from handlepool.errors import ArgumentError
+from handlepool.recording import tensors
+from handlepool.recording.update import Inputs, is_foreign
+from handlepool.regions.plain_calls import piece_of
+from handlepool.tensors.inference import dense_strides
+from handlepool.tensors.layout import Piece, Token, share
+
+if TYPE_CHECKING:
+    from handlepool.recording.capture import Recording
+
+
+class Outside:
+    """The arrays that a replay may change and that are not the program's own. Used with its device current, on its stream.
+
+    Where all work is calls whose writes are known, these are the arrays that they write. Plain code may write whatever the
+    function was given, so all of that counts where there is any.
+
+    Parameters
+    ----------
+    recording : Recording
+        With lanes.
+    name : str
+        Of the program.
+    inputs : Inputs
+
+    Raises
+    ------
+    ArgumentError
+        Naming an array that is written and cannot be copied, or the call that writes something else.
+    """
+
+    def __init__(self, recording: "Recording", name: str, inputs: Inputs) -> None:
+        self._driver = recording.pool.driver
+        self._device = recording.device
+        self._name = name
+        self._arrays: list[Any] = []
+        self._saved: list[Any] = []
+        lanes = recording.lanes
+        assert lanes is not None
+        unseen = any(step.lane is None for step in lanes.steps)
+        own = Ranges(recording.own)
+        calls = [(written, f"{step.name} at {step.place}") for step, (_, written) in zip(lanes.steps, lanes.used, strict=True)]
+        calls.append(([*recording.writes], name))
+        written: dict[Piece, str] = {}
+        for pieces, call in calls:
+            for piece in pieces:
+                if isinstance(piece, Token):
+                    raise self._refused(f"{call} changes an object that is no array and that nobody can copy")
+                if piece[1] > piece[0] and not own.have(piece):
+                    written.setdefault(piece, call)
+        known: list[Piece] = []
+        for place, value in self._given(recording, inputs):
+            memory = piece_of(self._driver, value)
+            if memory is None:
+                if unseen and is_foreign(value):
+                    raise self._not_copied(place, value)
+                continue
+            if memory[1] <= memory[0] or memory in known:
+                continue
+            writes = any(share(memory, piece) for piece in written)
+            if writes or unseen:
+                array = self._array(place, value, writes)
+                if array is not None:
+                    self._arrays.append(array)
+                    known.append(memory)
+        for piece, call in written.items():
+            if not any(memory[0] <= piece[0] and piece[1] <= memory[1] for memory in known):
+                raise self._refused(f"{call} writes memory that the function was not given")
+
+    def save(self) -> None:
+        """Enqueue copies of all."""
+        driver = self._driver
+        for array in self._arrays:
+            strides = [step * array.dtype.itemsize for step in dense_strides(array.shape)]
+            saved = driver.empty(array.shape, strides, array.dtype)
+            driver.copy(saved, array)
+            self._saved.append(saved)
+
+    def restore(self) -> None:
+        """Enqueue what brings back all that was saved."""
+        for array, saved in zip(self._arrays, self._saved, strict=False):
+            self._driver.copy(array, saved)
+
+    def _given(self, recording: "Recording", inputs: Inputs) -> Iterator[tuple[str, Any]]:
+        yield from inputs.arrays()
+        for value in recording.kept.values():
+            yield f"an array that {self._name} holds", value
+
+    def _array(self, place: str, value: Any, writes: bool) -> Any:
+        if isinstance(value, self._driver.array_types):
+            found: Any = value
+            return found if getattr(found.flags, "writeable", True) else None
+        if tensors.takes(self._driver, value, self._device):
+            return tensors.elements(self._driver, f"{self._name}: {place}", value)
+        if writes or (is_foreign(value) and not isinstance(value, np.ndarray)):
+            raise self._not_copied(place, value)
+        return None
+
+    def _not_copied(self, place: str, value: object) -> ArgumentError:
+        return self._refused(f"{place}, a {kind_of(value)}, may be written, and the {self._driver.name} driver cannot copy it")
+
+    def _refused(self, why: str) -> ArgumentError:
+        return ArgumentError(
+            f"{self._name} cannot be replayed to be timed, since what replays change could not be restored: {why}. Record it "
+            f"with the lanes that you want, and time replays of your own"
+        )
+
+
+class Ranges:
+    """Memory, as where its parts begin and end."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for start, stop in sorted(ranges):
+            if self._stops and start <= self._stops[-1]:
+                self._stops[-1] = max(stop, self._stops[-1])
+            else:
+                self._starts.append(start)
+                self._stops.append(stop)
+
+    def have(self, piece: Piece) -> bool:
+        """Whether a piece of memory is in one of them."""
+        place = bisect_right(self._starts, piece[0]) - 1
+        return place >= 0 and piece[1] <= self._stops[place]

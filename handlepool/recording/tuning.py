@@ -1,0 +1,335 @@
+"""Tuning of programs: on how many lanes one runs best, by measuring other schedules of the same recording."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any
+
+from handlepool._util import as_integer, do_all, shown
+from handlepool.drivers.protocol import RecordedGraph
+from handlepool.errors import ArgumentError, CaptureError
+from handlepool.pool.side_streams import MOST_SIDE_SLOTS
+from handlepool.recording.outside import Outside
+from handlepool.recording.schedule import Arrangement, Schedule, estimated
+
+if TYPE_CHECKING:
+    from handlepool.recording.capture import Recording
+
+GOALS = ("clock", "device")
+GAIN = 1.03
+"""How many times as long as on another number of lanes it must take on one lane to be brought onto these."""
+MOST_ROUNDS = 31
+LEAST_ROUNDS = 3
+"""Rounds of samples, also where the time is up."""
+A_SAMPLE = 1000.0
+"""Microseconds that the replays of a sample need not exceed."""
+MOST_REPLAYS = 8
+"""Of a sample."""
+MARKED = 5
+"""Replays from which the times of nodes are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class LanesTrial:
+    """One number of lanes that was tried.
+
+    Attributes
+    ----------
+    lanes : int
+    edges : int
+        Waits between steps.
+    clock, device : float or None
+        Microseconds of a replay, by the host's clock from the launch until it has seen the end, and on the device with a replay
+        before it; None where it was not timed.
+    skipped : str
+        Why it was not timed, or "".
+    """
+
+    lanes: int
+    edges: int = 0
+    clock: float | None = None
+    device: float | None = None
+    skipped: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LanesTuning:
+    """What `Program.tune` tried and found; as text a table.
+
+    Attributes
+    ----------
+    name : str
+        Of the program.
+    goal : {"clock", "device"}
+    trials : tuple of LanesTrial
+        In the order in which they were asked for.
+    winner : LanesTrial
+        What the program runs on from now on.
+    previous : int
+        Lanes that it had before.
+    rounds : int
+        Samples of each, of which the median counts.
+    seconds : float
+        How long all of it took.
+    """
+
+    name: str
+    goal: str
+    trials: tuple[LanesTrial, ...]
+    winner: LanesTrial
+    previous: int
+    rounds: int
+    seconds: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: lanes by {self.goal}, medians of {self.rounds} samples in {self.seconds:.1f} s; microseconds a replay"
+        ]
+        lines.append(f"{'lanes':>5}{'edges':>8}{'clock':>12}{'device':>12}")
+        for trial in self.trials:
+            if trial.skipped:
+                lines.append(f"{trial.lanes:>5}  {trial.skipped}")
+                continue
+            note = ", ".join(
+                word for word, is_so in (("chosen", trial is self.winner), ("before", trial.lanes == self.previous)) if is_so
+            )
+            lines.append(f"{trial.lanes:>5}{trial.edges:>8}{trial.clock:>12,.2f}{trial.device:>12,.2f}  {note}".rstrip())
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A schedule that is timed.
+
+    Attributes
+    ----------
+    asked : int
+        The number of lanes that it is for.
+    arrangement : Arrangement
+    graph : RecordedGraph
+    """
+
+    asked: int
+    arrangement: Arrangement
+    graph: RecordedGraph
+    replays: int = 1
+    clock: list[float] = field(default_factory=list)
+    device: list[float] = field(default_factory=list)
+
+    def result(self) -> LanesTrial:
+        """Return what is told of it."""
+        edges = sum(len(step.after) for step in self.arrangement.steps)
+        return LanesTrial(self.asked, edges, median(self.clock), median(self.device))
+
+
+def checked(name: str, lanes: object, goal: object, seconds: object) -> tuple[tuple[int, ...], str, float]:
+    """Check what `Program.tune` was given, and return it.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if isinstance(lanes, (str, bytes)) or not isinstance(lanes, Iterable):
+        raise ArgumentError(f"{name}: tune(lanes={shown(lanes)}); pass several numbers of lanes, as (1, 2, 4, 8, 16)")
+    counts = tuple(dict.fromkeys(as_integer(each, 0) for each in lanes))
+    if not counts or not all(1 <= each <= MOST_SIDE_SLOTS for each in counts):
+        raise ArgumentError(
+            f"{name}: tune(lanes={shown(lanes)}); they must be integers from 1 to {MOST_SIDE_SLOTS}, at least one"
+        )
+    if goal not in GOALS:
+        raise ArgumentError(f"{name}: tune(goal={shown(goal)}); it must be 'clock' or 'device'")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+        raise ArgumentError(f"{name}: tune(seconds={shown(seconds)}); it must be a number of seconds above 0")
+    return counts, str(goal), float(seconds)
+
+
+class LanesRig:
+    """Where schedules of a recording are timed. Made and used in its program's turn, with its device current.
+
+    Parameters
+    ----------
+    recording : Recording
+        With lanes.
+    name : str
+        Of the program.
+    pointer : int
+        The stream to replay on, the current one.
+    outside : Outside
+        What replays change.
+    """
+
+    def __init__(self, recording: "Recording", name: str, pointer: int, outside: Outside) -> None:
+        assert recording.schedule is not None
+        assert recording.graph is not None
+        assert recording.arrangement is not None
+        self._recording = recording
+        self._schedule: Schedule = recording.schedule
+        self._driver = recording.pool.driver
+        self._name = name
+        self._pointer = pointer
+        self._outside = outside
+        self._graphs: list[RecordedGraph] = []
+        self._events: list[Any] = []
+
+    def tune(self, counts: Sequence[int], goal: str, seconds: float) -> tuple[LanesTuning, Candidate]:
+        """Time the schedules for these numbers of lanes; what is told of it, and the one to take.
+
+        The graph of that one is the caller's from then on.
+        """
+        start = monotonic()
+        progress = _progress(self._name, seconds)
+        previous = self._recording.arrangement
+        assert previous is not None
+        winner: Candidate | None = None
+        with self._driver.relaxed():
+            self._outside.save()
+            try:
+                for _ in range(2):
+                    self._events.append(self._driver.create_event(timing=True))
+                self._recording.times = self.times()
+                candidates, skipped = self._candidates(counts, start + seconds, progress)
+                rounds = self._sample(candidates, start + seconds, progress)
+                results = {each.asked: each.result() for each in candidates}
+                winner = _best(candidates, results, goal)
+            finally:
+                progress(None)
+                self._end(winner)
+        trials = tuple([results.get(count) or skipped[count] for count in counts])
+        took = monotonic() - start
+        return LanesTuning(self._name, goal, trials, results[winner.asked], previous.lanes, rounds, took), winner
+
+    def times(self) -> list[float]:
+        """Return the microseconds of each step, one after the other; as they are estimated where the graph cannot be copied."""
+        lanes = self._recording.lanes
+        assert lanes is not None
+        times = estimated(lanes.used)
+        exits = self._schedule.exits()
+        numbers = [number for number, nodes in enumerate(exits) if nodes]
+        alone = self._schedule.on(1, times)
+        captured = self._recording.captured
+        assert captured is not None
+        try:
+            graph = captured.marked(alone.add, alone.remove, [exits[number] for number in numbers])
+        except CaptureError:
+            return times
+        self._graphs.append(graph)
+        graph.instantiate()
+        samples: list[list[float]] = []
+        for _ in range(MARKED + 1):
+            graph.launch(self._pointer)
+            self._driver.synchronize_stream(self._pointer)
+            ends = graph.times()
+            samples.append([end - begin for begin, end in zip([0.0, *ends], ends, strict=False)])
+        for number, *taken in zip(numbers, *samples[1:], strict=True):
+            times[number] = max(median(taken), 0.0)
+        for number in {*range(len(exits))} - {*numbers}:
+            times[number] = 0.0
+        return times
+
+    def _candidates(
+        self, counts: Sequence[int], until: float, progress: Callable[[str | None], None]
+    ) -> tuple[list[Candidate], dict[int, LanesTrial]]:
+        captured, times = self._recording.captured, self._recording.times
+        assert captured is not None
+        assert times is not None
+        found: list[Candidate] = []
+        skipped: dict[int, LanesTrial] = {}
+        for count in sorted(counts):
+            arrangement = self._schedule.on(count, times)
+            same = next((each for each in found if each.arrangement is arrangement), None)
+            if same is not None:
+                why = f"as on {same.asked}: the data allows no more than {arrangement.lanes}"
+                skipped[count] = LanesTrial(count, skipped=why)
+                continue
+            if found and monotonic() > until:
+                skipped[count] = LanesTrial(count, skipped="the time was up")
+                continue
+            progress(f"{count} lanes")
+            try:
+                graph = captured.arranged(*arrangement.edges)
+                if graph is not captured:
+                    self._graphs.append(graph)
+                graph.instantiate()
+            except (CaptureError, MemoryError) as error:
+                if not found and count == max(counts):
+                    raise
+                skipped[count] = LanesTrial(count, skipped=f"its graph cannot be made: {error}")
+                continue
+            candidate = Candidate(count, arrangement, graph)
+            self._clock(candidate, 1)
+            candidate.replays = max(1, min(MOST_REPLAYS, int(A_SAMPLE / max(self._clock(candidate, 1), 1.0))))
+            found.append(candidate)
+        return found, skipped
+
+    def _sample(self, candidates: Sequence[Candidate], until: float, progress: Callable[[str | None], None]) -> int:
+        for number in range(MOST_ROUNDS):
+            if number >= LEAST_ROUNDS and monotonic() > until:
+                return number
+            progress(f"round {number + 1} of {MOST_ROUNDS}")
+            for each in candidates:
+                each.clock.append(self._clock(each, each.replays))
+                each.device.append(self._device(each, each.replays))
+        return MOST_ROUNDS
+
+    def _clock(self, candidate: Candidate, replays: int) -> float:
+        launch, synchronize, pointer = candidate.graph.launch, self._driver.synchronize_stream, self._pointer
+        begin = perf_counter()
+        for _ in range(replays):
+            launch(pointer)
+            synchronize(pointer)
+        return (perf_counter() - begin) * 1e6 / replays
+
+    def _device(self, candidate: Candidate, replays: int) -> float:
+        driver, (start, end), pointer = self._driver, self._events, self._pointer
+        candidate.graph.launch(pointer)
+        driver.record_event(start, pointer)
+        for _ in range(replays):
+            candidate.graph.launch(pointer)
+        driver.record_event(end, pointer)
+        driver.synchronize_event(end)
+        return driver.elapsed(start, end) * 1e3 / replays
+
+    def _end(self, winner: Candidate | None) -> None:
+        """Restore what replays changed, and give back all but the winner's graph."""
+        pool = self._recording.pool
+        if pool.status.untouchable:
+            return
+        destroy = pool.device(self._recording.device).scratch.destroy_event
+        others = [graph for graph in self._graphs if winner is None or graph is not winner.graph]
+        do_all(
+            [
+                self._outside.restore,
+                partial(self._driver.synchronize_stream, self._pointer),
+                *(graph.destroy for graph in others),
+                *(partial(destroy, event) for event in self._events),
+            ]
+        )
+
+
+def _best(candidates: Sequence[Candidate], results: dict[int, LanesTrial], goal: str) -> Candidate:
+    """Return the quickest; the one lane, where none wins by 3 %."""
+
+    def time(candidate: Candidate) -> float:
+        taken: float = getattr(results[candidate.asked], goal)
+        return taken
+
+    best = min(candidates, key=time)
+    one = next((each for each in candidates if each.asked == 1), None)
+    return best if one is None or time(one) > GAIN * time(best) else one
+
+
+def _progress(name: str, seconds: float) -> Callable[[str | None], None]:
+    """Return what shows on a terminal how far it is, and what clears that again when it is given None."""
+    if not sys.stderr.isatty():
+        return lambda what: None
+    start = monotonic()
+
+    def show(what: str | None) -> None:
+        line = "" if what is None else f"{name}: {what}, {monotonic() - start:.1f} of {seconds:.0f} s"
+        sys.stderr.write(f"\r\x1b[K{line}")
+        sys.stderr.flush()
+
+    return show
