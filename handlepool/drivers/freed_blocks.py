@@ -14,22 +14,59 @@ MOST_TIMES = 2
 B = TypeVar("B")
 
 
+Log = list[tuple[int, int]]
+
+
+class Home(list[B]):
+    """Freed blocks of one size. They are appended by destructors, in whatever thread: both steps of that are atomic."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def append(self, block: B) -> None:
+        """Take a block that was freed."""
+        self._log.append((id(block), 0))
+        super().append(block)
+
+
 class FreedBlocks(Generic[B]):
     """Blocks of one device, by their sizes."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        self._of: dict[int, list[B]] = {}
+        self._of: dict[int, Home[B]] = {}
+        self._log: Log = []  # what was given out, with the bytes that were asked for, and freed, with none
 
-    def home(self, size: int) -> list[B]:
-        """Return the list that blocks of a size are appended to when they are freed, by whatever thread: that is atomic."""
+    def home(self, size: int) -> Home[B]:
+        """Return the list that blocks of a size are appended to when they are freed."""
         home = self._of.get(size)
         if home is None:
-            home = self._of[size] = []
+            home = self._of[size] = Home(self._log)
             insort(self._sizes, size)
         return home
 
-    def take(self, size: int, may_have: Callable[[B], bool]) -> tuple[B, list[B]] | None:
+    def given(self, block: B, size: int) -> None:
+        """Be told that a block is given out, for so many bytes."""
+        self._log.append((id(block), size))
+
+    def in_order(self) -> int:
+        """Return the bytes that all this would have taken where whatever was freed before may be given to anybody."""
+        again: FreedBlocks[int] = FreedBlocks()
+        total = 0
+        live: dict[int, int] = {}
+        for block, size in self._log:
+            if not size:
+                own = live.pop(block, None)
+                if own is not None:
+                    again.home(own).append(own)
+                continue
+            found = again.take(size, lambda _: True)
+            total += size if found is None else 0
+            live[block] = size if found is None else found[0]
+        return total
+
+    def take(self, size: int, may_have: Callable[[B], bool]) -> tuple[B, Home[B]] | None:
         """Return a block, and its list: the smallest that is large enough; of one size those freed last, and first, are tried."""
         first = bisect_left(self._sizes, size)
         for found in self._sizes[first : first + MOST_SIZES]:

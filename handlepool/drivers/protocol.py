@@ -218,6 +218,9 @@ class RecordedGraph(Protocol):
     def edges(self) -> Sequence[Edge]:
         """Return the edges as they were captured. Nodes compare as those of `Driver.dependencies`."""
 
+    def allocations(self) -> Sequence[Any]:
+        """Return the nodes that allocate memory each time the graph runs; they compare as those of `edges`."""
+
     def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
         """Return a graph of the same nodes, with edges more and edges less; itself where there is nothing to do.
 
@@ -257,6 +260,10 @@ class RecordingMemory(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes taken from the device."""
+
+    @property
+    def in_order(self) -> int:
+        """Bytes that would have been taken, since `recycle`, if all that was recorded ran one after the other."""
 
     def tell(self, of: Callable[[object], None] | None) -> None:
         """Pass each block that is allocated from now on to a function; None ends that. See `Driver.block_range`."""

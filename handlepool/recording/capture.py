@@ -169,6 +169,13 @@ class Recording:
         return sum(block.nbytes for place in self.scratch for block in place.recorded.get(self._capture, ()))
 
     @property
+    def allocations(self) -> list[int | None]:
+        """For each node of the graph that allocates memory, the step that made it, where that is known."""
+        captured, schedule = self.captured, self.schedule
+        nodes = () if captured is None else captured.allocations()
+        return [None for _ in nodes] if schedule is None else schedule.steps_of(nodes)
+
+    @property
     def own(self) -> list[tuple[int, int]]:
         """Where memory of its own begins and ends that calls may have written, of a recording with lanes."""
         found = [] if self.lanes is None else [*self.lanes.own]
@@ -303,7 +310,8 @@ class Recording:
                 driver.swap_allocator(allocator)
                 self.held.clear()
                 if tensors is not None:
-                    tensors.end()
+                    with driver.relaxed():
+                        tensors.end()
 
     def _raise(self, error: BaseException | None, ending: BaseException | None) -> None:
         """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error."""
@@ -315,11 +323,15 @@ class Recording:
             self.pool.status.diagnose(first)
             if self.lanes is not None and self._is_out_of_memory(error):
                 lanes, calls = self.lanes, self.lanes.calls
+                took, advice = f"{self.nbytes:,} bytes on {lanes.got} lanes", ""
+                if lanes.got > 1:
+                    rest = self.nbytes - self._memory.nbytes - self.scratch_bytes
+                    one = self._memory.in_order + self.scratch_bytes // lanes.got + rest
+                    took, advice = f"{took}, where 1 lane takes about {one:,}", "record it with lanes=1; or "
                 raise OutOfMemoryError(
-                    f"the recording of {self._name} finds no memory on device {self.device} ({error}) on {lanes.limit} lanes, at "
-                    f"call {len(calls)} of {len(self._rehearsed)}: until there it took {self.nbytes:,} bytes on {lanes.got}. "
-                    f"Fewer lanes take less, as a rule; or free arrays, close programs, and call HandlePool.trim() and CuPy's "
-                    f"free_all_blocks()"
+                    f"the recording of {self._name} finds no memory on device {self.device} ({error}), at call {len(calls)} of "
+                    f"{len(self._rehearsed)}: until there it took {took}. To have enough, {advice}free arrays, close programs, "
+                    f"and call HandlePool.trim() and CuPy's free_all_blocks()"
                 ) from error
             if error is None and isinstance(ending, MemoryError):
                 raise OutOfMemoryError(

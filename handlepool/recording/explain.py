@@ -1,5 +1,6 @@
 """What `Program.explain` returns: which calls became nodes, what they wait for, and what stood in the way."""
 
+from collections import Counter
 from dataclasses import dataclass, fields
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
@@ -42,6 +43,9 @@ class Explanation:
         Device memory of arrays and scratch.
     scratch : int
         How many of these are scratch.
+    allocations : tuple of (int or None)
+        For each node of the graph that allocates memory whenever it runs, as ``cudaMallocAsync`` becomes one, the place of its
+        step in ``steps``; None where that is not known.
     limit : int or None
         The ``lanes`` that `record` was given.
     wanted, recorded : int
@@ -57,6 +61,7 @@ class Explanation:
     operations: int
     nbytes: int
     scratch: int = 0
+    allocations: tuple[int | None, ...] = ()
     limit: int | None = None
     wanted: int = 1
     recorded: int = 1
@@ -90,6 +95,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Return all of it in dictionaries, lists, numbers and strings, as JSON takes them."""
         known = {field.name: getattr(self, field.name) for field in fields(self)}
+        known["allocations"] = [*self.allocations]
         known["steps"] = [{**step._asdict(), "after": [*step.after]} for step in self.steps]
         counts = {"nodes": len(self.nodes), "edges": self.edges, "serial": len(self.serial), "longest": self.longest}
         return {**known, **counts}
@@ -110,7 +116,8 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.operations} operations, {self.nbytes:,} bytes, {self.scratch:,} of them scratch"]
         if self.limit is None:
-            return f"{lines[0]}. Recorded in the order of streams and forks; record(lanes=...) orders calls by their data"
+            lines[0] += ". Recorded in the order of streams and forks; record(lanes=...) orders calls by their data"
+            return "\n".join(lines + self._who_allocates())
         lines.append(
             f"{len(self.nodes)} nodes, {self.edges} edges, {self.got} of {self.limit} lanes; the longest way has {self.longest} "
             f"steps of {len(self.steps)}"
@@ -121,10 +128,24 @@ class Explanation:
             lines.append(f"Up to {self.wanted} lanes were wanted: no more side streams of the device were free")
         if self.recorded > self.got:
             lines.append(f"Recorded on {self.recorded} lanes, as the data allows, and brought onto {self.got} by edges")
+        lines += self._who_allocates()
         if self.serial:
             lines.append("After all before it, and before all after it:")
             lines += [f"  {step.name}, {step.place}: {step.why}" for step in self.serial]
         return "\n".join(lines)
+
+    def _who_allocates(self) -> list[str]:
+        if not self.allocations:
+            return []
+        known = Counter(self.allocations)
+        return [
+            f"Operations that allocate memory at each replay (cudaMallocAsync): {len(self.allocations)}",
+            *[
+                f"  {count} by "
+                + ("calls that are not known" if each is None else f"{self.steps[each].name}, {self.steps[each].place}")
+                for each, count in known.items()
+            ],
+        ]
 
 
 def _quoted(text: str) -> str:

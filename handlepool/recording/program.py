@@ -126,16 +126,18 @@ class Program:
         PoolClosedError
             After the program was closed.
         """
-        recording = self._recording
-        if recording is None:
-            self._refuse()
+        with self._lock:  # or another thread could end the graph that is asked
+            recording = self._recording
+            if recording is None:
+                self._refuse()
+            allocations = tuple(recording.allocations)
         lanes = recording.lanes
         if lanes is None:
-            return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes)
+            return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations)
         arrangement = recording.arrangement
         steps, got = (lanes.steps, lanes.got) if arrangement is None else (arrangement.steps, arrangement.lanes)
         known = lanes.limit, lanes.wanted, lanes.got, got, lanes.exact, tuple(steps)
-        return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, *known)
+        return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations, *known)
 
     def tune(self, lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0) -> LanesTuning:
         """Measure on how many lanes it runs best, and run it on so many from now on.

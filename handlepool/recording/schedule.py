@@ -7,7 +7,7 @@ others imply it. Edges that are implied then are taken away, which spares the de
 recorded stays: of data, of memory that was given out again, and of scratch that is kept by stream.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
@@ -102,6 +102,14 @@ class Schedule:
         self._parts: list[_Part] = []
         self._pairs: set[Pair] = set()
 
+    def steps_of(self, nodes: Sequence[Any]) -> list[int | None]:
+        """Return the step that made each of some nodes of the graph; None where none is known to have."""
+        before: dict[Any, list[Any]] = {}
+        for one, other, _ in self._graph.edges() if nodes else ():
+            before.setdefault(other, []).append(one)
+        owner = _owners(before, self._ends)
+        return [owner.get(node) for node in nodes]
+
     def on(self, lanes: int, times: Sequence[float]) -> Arrangement:
         """Return the steps on at most so many lanes.
 
@@ -189,6 +197,19 @@ def estimated(used: Sequence[tuple[Sequence[Piece | Token], Sequence[Piece | Tok
     return times
 
 
+def _owners(before: Mapping[Any, Sequence[Any]], ends: Sequence[Sequence[Any]]) -> dict[Any, int]:
+    """Return the step of each node: the first one at whose end it was over."""
+    owner: dict[Any, int] = {}
+    for number, last in enumerate(ends):
+        left = [*last]
+        while left:
+            node = left.pop()
+            if node not in owner:
+                owner[node] = number
+                left += before.get(node, ())
+    return owner
+
+
 def _parts(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> list[_Part]:
     """Return what each step became; nothing where there is more in the graph than that.
 
@@ -199,14 +220,7 @@ def _parts(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> list[_Part]:
         before.setdefault(other, []).append(one)
         before.setdefault(one, [])
     parts = [_Part() for _ in ends]
-    owner: dict[Any, int] = {}
-    for number, last in enumerate(ends):
-        left = [*last]
-        while left:
-            node = left.pop()
-            if node not in owner:
-                owner[node] = number
-                left += before.get(node, ())
+    owner = _owners(before, ends)
     if any(node not in owner for node in before):
         return []
     inner = {one for one, other, _ in edges if owner[one] == owner[other]}

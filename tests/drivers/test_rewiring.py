@@ -102,6 +102,13 @@ def bindings(request):
     return Bindings(request.param)
 
 
+def test_nodes_that_allocate_are_told(bindings):
+    bindings.CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_MEM_ALLOC=10)
+    bindings.cuGraphNodeGetType = lambda node: (Status(0), 10 if node in (2, 5) else 0)
+    assert Rewiring(bindings).allocations(bindings.graph([1, 2, 3, 4, 5])) == [2, 5]
+    assert Rewiring(bindings).allocations(bindings.graph([])) == []
+
+
 def test_edges_are_told_with_what_is_programmatic(bindings):
     graph = bindings.graph([1, 2, 3], [(1, 2)], [(2, 3)])
     assert Rewiring(bindings).edges(graph) == [(1, 2, True), (2, 3, False)]

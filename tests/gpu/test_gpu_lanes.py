@@ -345,3 +345,31 @@ def test_too_little_memory_is_an_error_that_says_what_lanes_take(lanes):
     with pytest.raises(OutOfMemoryError, match="finds no memory"):
         handlepool.record(run, cupy.ones(4, np.float32), cupy.ones(16, np.float32), lanes=4)
     assert lanes.stats()["handles_leased"] == 0
+
+
+def test_allocations_of_the_graphs_own_are_counted_and_their_callers_named(lanes):
+    blocks = cupy.cuda.MemoryAsyncPool()
+
+    @operation(mutates=())
+    def allocates(x):
+        memory = blocks.malloc(x.nbytes)
+        scratch = cupy.ndarray(x.shape, x.dtype, memory)
+        scratch[...] = x + 1
+        y = scratch * 2
+        del scratch, memory
+        return y
+
+    def run(x):
+        return double(allocates(double(x))), allocates(x)
+
+    x = cupy.ones((1, 4, 8, 8), np.float32)
+    for count in (None, 1, 4):
+        with handlepool.record(run, x, lanes=count) as program:
+            how = program.explain()
+            assert len(how.allocations) == 2
+            if count is not None:
+                assert {how.steps[each].name.rpartition(".")[2] for each in how.allocations} == {"allocates"}
+                assert "test_gpu_lanes.py" in str(how)
+            for _ in range(5):
+                program.replay()
+                assert [float(y.min()) for y in program.outputs] == [float(y.max()) for y in program.outputs] == [12, 4]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import handlepool
-from handlepool import CaptureError, OutOfMemoryError, ParallelStates, operation
+from handlepool import CaptureError, ContractError, OutOfMemoryError, ParallelStates, operation
 from handlepool.recording import lanes as books
 from handlepool.recording.held import Held
 from handlepool.recording.lanes import Lanes
@@ -452,6 +452,30 @@ def test_a_tensor_that_is_read_on_the_host_is_refused_with_its_line(default, tor
         handlepool.record(function, x, lanes=4)
     assert default.stats()["handles_leased"] == 0
     assert different(torch, lambda x: [x * 2], [x]) == 0
+
+
+def test_an_undeclared_write_to_a_tensor_is_an_error_and_leaves_nothing_open(default, torch):
+    sly = operation(mutates=())(lambda x: x.add_(1) * 2)
+    with pytest.raises(ContractError, match="did not declare"):
+        handlepool.record(lambda x: [sly(x)], torch.ones(8, device="cuda"), lanes=4)
+    assert default.stats()["handles_leased"] == 0
+
+
+def test_work_of_torch_on_a_stream_that_is_not_recorded_is_an_error(default, torch):
+    other = torch.cuda.Stream()
+
+    @operation
+    def elsewhere(x):
+        with torch.cuda.stream(other):
+            return x * 2
+
+    def function(x):
+        return [elsewhere(x), x * 3]
+
+    with pytest.raises(CaptureError):
+        handlepool.record(function, torch.ones(8, device="cuda"), lanes=4)
+    assert default.stats()["handles_leased"] == 0
+    assert different(torch, lambda x: [x * 2], [torch.ones(8, device="cuda")]) == 0
 
 
 def test_threads_record_programs_of_torch_at_once(default, torch, in_threads):

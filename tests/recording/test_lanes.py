@@ -18,6 +18,7 @@ import handlepool
 from handlepool import ArgumentError, CaptureError, ContractError, PoolClosedError
 from handlepool.drivers.host.array import raw_view
 from handlepool.drivers.host.driver import HostDriver
+from handlepool.drivers.host.graphs import RecordedGraph
 from handlepool.recording import lanes as books
 
 LANES = (1, 2, 3, 8)
@@ -569,7 +570,15 @@ def test_an_operation_that_gives_no_work_and_writes_nothing_is_taken(scene):
     def half(x):
         return x[: x.size // 2]
 
-    with handlepool.record(lambda x: half(plus(scene, half(x), 1)), scene.array(1, size=16), lanes=4) as program:
+    @handlepool.operation
+    def nothing(x):
+        return np.empty(0)
+
+    def function(x):
+        nothing(x)
+        return half(plus(scene, half(x), 1))
+
+    with handlepool.record(function, scene.array(1, size=16), lanes=4) as program:
         program.replay()
         assert scene.read(program.outputs) == 2
 
@@ -624,6 +633,38 @@ def test_a_program_of_a_closed_pool_and_a_closed_program_say_so(scene):
 
 
 # What it says
+
+
+@pytest.mark.parametrize("lanes", [None, 1, 4])
+def test_what_allocates_at_each_replay_is_counted_and_its_callers_are_named(scene, monkeypatch, lanes):
+    def function(scene, x):
+        left, right = plus(scene, x, 1), twice(scene, x)
+        left *= 2
+        return adding(scene, left, right)
+
+    @handlepool.operation
+    def twice(scene, x):
+        return scene.plus(scene.plus(x, 1), 1)
+
+    monkeypatch.setattr(RecordedGraph, "allocations", lambda graph: graph.graph.nodes)  # as if each were one
+    with handlepool.record(function, scene, scene.array(1), lanes=lanes) as program:
+        how = program.explain()
+        assert len(how.allocations) == program.nodes == 5
+        text = str(how)
+        assert "allocate memory at each replay (cudaMallocAsync): 5" in text
+        if lanes is None:
+            assert how.allocations == (None,) * 5
+            assert "5 by calls that are not known" in text
+        else:
+            assert sorted(how.allocations) == [0, 1, 1, 2, 3]
+            assert re.search(r"2 by \S*twice, \S+test_lanes\.py:\d+", text)
+        assert how.to_dict()["allocations"] == [*how.allocations]
+
+
+def test_a_recording_that_allocates_nothing_when_it_runs_says_nothing_of_it(scene):
+    with handlepool.record(diamond, scene, scene.array(1), lanes=4) as program:
+        assert program.explain().allocations == ()
+        assert "allocate" not in str(program.explain())
 
 
 def test_an_explanation_can_be_printed_and_stored_and_drawn(scene):

@@ -1,5 +1,6 @@
 """Memory of a recording on lanes: a block that was freed goes to those alone who come after all of its users (guarantee 8)."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -196,7 +197,7 @@ def test_memory_that_was_freed_unwritten_is_another_calls_to_write(scene):
 # Too little
 
 
-def test_too_little_memory_says_how_much_there_was_and_for_how_many_lanes(monkeypatch):
+def test_too_little_memory_says_how_far_it_came_and_how_much_there_was(monkeypatch):
     with Scene(HostDriver(memory=512 * 50, check_order=True)) as scene:
         monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
         held = [[]]
@@ -207,9 +208,40 @@ def test_too_little_memory_says_how_much_there_was_and_for_how_many_lanes(monkey
                 each += made
             return made
 
-        message = r"function finds no memory on device 0 .* on 8 lanes, at call 1\d of 40: .* took [\d,]+ bytes"
+        message = r"function finds no memory on device 0 .*, at call 1\d of 40: until there it took [\d,]+ bytes on 1\d lanes"
         with pytest.raises(OutOfMemoryError, match=message):
             handlepool.record(function, scene.array(1), lanes=8)
         assert leased(scene) == 0
         held.clear()
         handlepool.record(function, scene.array(1), lanes=8).close()
+
+
+def test_too_little_memory_for_several_lanes_says_what_one_takes(monkeypatch):
+    with Scene(HostDriver(memory=512 * 14, check_order=True)) as scene:
+        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        x = scene.array(1)
+        expected = [scene.read(y) for y in beside(scene, x)]
+        with pytest.raises(OutOfMemoryError, match="record it with lanes=1") as caught:
+            handlepool.record(beside, scene, x, lanes=8)
+        assert leased(scene) == 0
+        took, one = re.search(r"took ([\d,]+) bytes on \d lanes, where 1 lane takes about ([\d,]+)", str(caught.value)).groups()
+        with handlepool.record(beside, scene, x, lanes=1) as program:  # as it says
+            program.replay()
+            assert [scene.read(y) for y in program.outputs] == expected
+            assert int(one.replace(",", "")) <= program.nbytes < int(took.replace(",", ""))
+
+
+def test_what_one_lane_takes_is_told_without_a_try(scene):
+    recordings = []
+    original = RecordingMemory.release
+
+    def release(memory):
+        recordings.append(memory.in_order)
+        return original(memory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordingMemory, "release", release)
+        for lanes in (8, 1):
+            with handlepool.record(beside, scene, scene.array(1), lanes=lanes) as program:
+                took = program.nbytes
+    assert recordings == [took, took]

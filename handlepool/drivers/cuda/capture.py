@@ -54,6 +54,9 @@ class CudaGraph:
     def edges(self) -> list[Edge]:
         return _rewiring.edges(self.pointer)
 
+    def allocations(self) -> list[int]:
+        return _rewiring.allocations(self.pointer)
+
     def arranged(self, add: Sequence[tuple[int, int]] = (), remove: Sequence[tuple[int, int]] = ()) -> "CudaGraph":
         if not (add or remove or _rewiring.has_many_ends(self.pointer)):
             return self
@@ -186,6 +189,7 @@ class CudaRecordingMemory:
         block, home = freed.take(size, self._is_free) or (None, freed.home(size))
         if block is None:
             block = self._fresh(size)
+        freed.given(block, size)
         return MemoryPointer(UnownedMemory(block.ptr, block.mem.size, _Owner(block, home), device), 0)
 
     def _is_free(self, block: Any) -> bool:
@@ -201,6 +205,10 @@ class CudaRecordingMemory:
     @property
     def nbytes(self) -> int:
         return sum(self._on_each(self._pool.total_bytes))
+
+    @property
+    def in_order(self) -> int:
+        return sum(freed.in_order() for freed in self._freed.values())
 
     def holds(self, value: object) -> bool:
         memory = value.data.mem if isinstance(value, cupy.ndarray) else value

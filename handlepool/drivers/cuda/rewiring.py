@@ -33,6 +33,13 @@ class Rewiring:
         ones, others, data, _ = self._answer(question(graph, count))
         return [(int(one), int(other), _is_plain(each)) for one, other, each in zip(ones, others, data, strict=True)]
 
+    def allocations(self, graph: int) -> list[int]:
+        """Return the nodes that allocate memory, as `cudaMallocAsync` becomes them."""
+        *_, count = self._answer(self._bindings.cuGraphGetNodes(graph))
+        nodes = self._answer(self._bindings.cuGraphGetNodes(graph, count))[0] if count else ()
+        kind = self._bindings.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEM_ALLOC
+        return [int(node) for node in nodes if self._answer(self._bindings.cuGraphNodeGetType(node))[0] == kind]
+
     def copy(self, graph: int) -> int:
         """Return a copy of a graph.
 

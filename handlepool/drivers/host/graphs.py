@@ -28,6 +28,10 @@ class RecordedGraph:
         """Return the edges as they were captured."""
         return [(earlier, node, True) for node in self.graph.nodes for earlier in node.after]
 
+    def allocations(self) -> Sequence[Any]:
+        """Nothing: what is allocated under a capture is allocated then."""
+        return ()
+
     def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
         """Return a graph of the same nodes, with edges more and edges less."""
         self._note("arrange_graph")
@@ -113,6 +117,7 @@ class RecordingMemory:
             block = self._fresh(device, size)
         else:
             block.generation += 1
+        arena.given(block, size)
         owner = Owner(block, home)
         if self._tell is not None:
             self._tell(owner)
@@ -140,6 +145,11 @@ class RecordingMemory:
         self._blocks.add(block)
         self.nbytes += size
         return block
+
+    @property
+    def in_order(self) -> int:
+        """Bytes that it would have taken if all that was recorded ran one after the other."""
+        return sum(arena.in_order() for arena in self._arenas.values())
 
     def holds(self, value: object) -> bool:
         """Whether a value is an array in this memory, or what owns a block of it."""
