@@ -184,3 +184,26 @@ def test_the_cuda_driver_asked_for_without_a_visible_gpu_says_so():
     )
     assert done.stdout.startswith("the cuda driver (set by HANDLEPOOL_DRIVER) cannot run here: no "), done.stderr
     assert done.stdout.endswith("set HANDLEPOOL_DRIVER=host or pass driver='host'\n")
+
+
+@pytest.mark.cupy
+def test_handles_are_the_frontends_own_also_where_others_have_the_pools(monkeypatch, unused):
+    pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+    import cudnn
+
+    from handlepool.drivers.cuda.driver import CudaDriver
+    from handlepool.integrations.cudnn import PooledHandle, pooled_handles
+
+    told = []
+    monkeypatch.setattr(cudnn._pybind_module, "create_handle", lambda: 77)
+    monkeypatch.setattr(cudnn._pybind_module, "get_stream", lambda handle: 0)
+    monkeypatch.setattr(cudnn._pybind_module, "_raw_set_stream", lambda *call: told.append(call))
+    monkeypatch.setattr(cudnn._pybind_module, "_raw_destroy_handle", lambda *call: told.append(call))
+    driver = object.__new__(CudaDriver)
+    with pooled_handles():
+        assert type(cudnn.create_handle()) is PooledHandle
+        handle = driver.create_handle()
+        assert type(handle) is cudnn.Handle
+        driver.bind_handle(handle, 88)
+        driver.destroy_handle(handle)
+    assert told == [(77, 88), (77,)]

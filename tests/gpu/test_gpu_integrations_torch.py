@@ -25,7 +25,7 @@ def torch():
     import torch
 
     torch.cuda.init()
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield torch
 
 
@@ -89,6 +89,7 @@ def test_control_gradcheck_sees_a_gradient_that_is_wrong(torch, conv2d, monkeypa
     assert not torch.autograd.gradcheck(conv2d, arguments, **tolerance, raise_exception=False)
 
 
+@pytest.mark.filterwarnings("default")  # the compiler's own
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 def test_opcheck(torch, conv2d, layout):
     x, w, b = random(2, 8, 9, 8, layout=layout), random(8, 8, 3, 3, seed=1, layout=layout), random(8, seed=2)
@@ -132,6 +133,7 @@ def trained(torch, network, steps=3, seed=0):
     return [torch.stack(losses), *(parameter.detach() for parameter in network.parameters())]
 
 
+@pytest.mark.filterwarnings("default")  # the compiler's own
 def test_a_compiled_network_trains_whole(torch, conv2d):
     torch._dynamo.reset()
     compiled = torch.compile(network(torch, conv2d), fullgraph=True)
@@ -146,7 +148,7 @@ def test_training_on_four_streams_in_four_threads_at_once_is_torchs(torch, conv2
     torch.cuda.synchronize()
 
     def train(i):
-        with torch.backends.cudnn.flags(allow_tf32=False), torch.cuda.stream(streams[i]):
+        with torch.cuda.stream(streams[i]):
             found = trained(torch, networks[i], seed=i)
             streams[i].synchronize()
             return found

@@ -190,10 +190,27 @@ def test_options_that_are_not_given_are_torchs_when_it_runs(monkeypatch):
     )
     x, w, _ = case()
     for allowed in (False, True):
-        with torch.backends.cudnn.flags(allow_tf32=allowed, deterministic=not allowed):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed, deterministic=not allowed):
             conv2d(x, w)
             conv2d(x, w, allow_tf32=not allowed, deterministic=allowed)
     assert asked == [(False, True), (True, False), (True, False), (False, True)]
+
+
+def test_the_newer_name_of_torchs_precision_counts(monkeypatch):
+    asked = []
+    real = handlepool.conv2d
+    monkeypatch.setattr(handlepool, "conv2d", lambda *a, **k: asked.append(k["allow_tf32"]) or real(*a, **k))
+    own = getattr(torch.backends.cudnn, "conv", None)
+    if own is None:
+        pytest.skip("torch is older than 2.9")
+    before = own.fp32_precision
+    try:
+        for precision in ("ieee", "tf32"):
+            own.fp32_precision = precision
+            conv2d(*case()[:2])
+    finally:
+        own.fp32_precision = before
+    assert asked == [False, True]
 
 
 def test_bad_arguments_are_typed_errors():

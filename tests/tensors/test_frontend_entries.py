@@ -4,10 +4,14 @@ Continuous integration runs this with the oldest version that is supported and w
 built graph is in `tests/planning`.
 """
 
+import inspect
+
 import cudnn
 import numpy as np
 import pytest
+from cudnn import wrapper
 
+from handlepool.integrations import cudnn as integration
 from handlepool.tensors import frontend
 
 
@@ -74,3 +78,16 @@ def test_a_handle_says_its_address_and_its_stream_and_can_be_made_to_forget_that
     assert (handle.backend_handle, handle.stream) == (1234, 77)
     handle.stream = None
     assert handle.stream is None
+
+
+def test_what_an_integration_replaces_is_there_and_takes_what_it_is_given():
+    functions, methods = integration._places()
+    for owner, name, _ in functions + methods:
+        assert callable(getattr(owner, name)), name
+    takes = [list(inspect.signature(inspect.unwrap(getattr(cudnn.pygraph, name))).parameters) for _, name, _ in methods[:3]]
+    lowering, execute, execute_at = takes
+    assert len(lowering) == 2
+    assert execute[:4] == ["self", "tensor_dict", "workspace", "handle"]
+    assert execute_at[:5] == ["self", "tensor_dict", "workspace", "index", "handle"]
+    assert (wrapper.Graph._Graph__workspace, wrapper.Graph._Graph__handle) == (None, None)
+    assert cudnn.pygraph(handle=None)._handle is None

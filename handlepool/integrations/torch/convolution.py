@@ -44,7 +44,8 @@ def conv2d(
         Groups of channels that are convolved apart.
     allow_tf32, deterministic : bool, optional
         As in `handlepool.conv2d`. What torch says where they are not given, when each of the passes runs:
-        ``torch.backends.cudnn.allow_tf32``, and ``torch.backends.cudnn.deterministic`` or `torch.use_deterministic_algorithms`.
+        ``torch.backends.cudnn.allow_tf32`` or ``.conv.fp32_precision``, and ``torch.backends.cudnn.deterministic`` or
+        `torch.use_deterministic_algorithms`.
 
     Returns
     -------
@@ -106,7 +107,8 @@ def _options(
     deterministic: bool | None,
 ) -> dict[str, Any]:
     if allow_tf32 is None:
-        allow_tf32 = torch.backends.cudnn.allow_tf32
+        own = getattr(torch.backends.cudnn, "conv", None)  # from torch 2.9 on; where it is used, the older name may be an error
+        allow_tf32 = torch.backends.cudnn.allow_tf32 if own is None else own.fp32_precision == "tf32"
     if deterministic is None:
         deterministic = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     how = {"stride": tuple(stride), "padding": tuple(padding), "dilation": tuple(dilation), "groups": groups}
