@@ -25,11 +25,11 @@ class Operands:
         Those of the outputs that are given, and that are allocated.
     longest : int
         Of all.
-    single : bool
-        Whether there is one output.
+    simple : bool
+        Whether none has gaps and there is one output.
     """
 
-    __slots__ = ("dense", "fresh", "inputs", "layouts", "longest", "made", "outputs", "read", "single", "written")
+    __slots__ = ("dense", "fresh", "inputs", "layouts", "longest", "made", "outputs", "read", "simple", "written")
 
     def __init__(self, layouts: Sequence[Layout], inputs: int, fresh: bool) -> None:
         self.layouts = tuple(layouts)
@@ -39,7 +39,7 @@ class Operands:
         self.longest = max(reaches)
         self.read = reaches[:inputs] if self.dense else ()
         self.outputs = reaches[inputs:] if self.dense else ()
-        self.single = len(self.outputs) == 1
+        self.simple = len(self.outputs) == 1
         self.written = () if fresh else self.outputs
         self.made = self.outputs if fresh else ()
         self.inputs = inputs

@@ -26,6 +26,7 @@ from handlepool.regions.data_order import DataOrder, in_the_middle, open_order, 
 from handlepool.regions.memory import Region, branch_regions, held_by, inherited
 from handlepool.regions.operation import OperationCall, operation_of
 from handlepool.regions.plain_calls import PlainCall, pieces_of, warn_of_guess
+from handlepool.regions.recent import Recent
 from handlepool.regions.stream_order import in_torch, torch_among
 from handlepool.regions.stream_order import order as order_streams
 from handlepool.regions.track import NOBODYS, Needs, Track
@@ -168,11 +169,13 @@ class Fork:
         if pool.current_device() != ordinal:  # inside `with other_device:` in the fork's body
             with driver.device(ordinal):
                 return self.run(function, *args, **kwargs)
-        if type(function) is partial:  # of a graph function, say
-            args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
-            function = function.func
         kind = type(function)
-        hit, prepare = launchers.get(function if kind is FunctionType else kind, NO_LAUNCHER)
+        launcher = launchers.get(kind)
+        if launcher is None:
+            if type(function) is partial:  # of a graph function, say
+                return self.run(function.func, *function.args, *args, **{**function.keywords, **kwargs})
+            launcher = launchers.get(function, NO_LAUNCHER) if kind is FunctionType else NO_LAUNCHER
+        hit, prepare = launcher
         if hit is not None and driver.current_stream(ordinal) is self._stream:
             result: T = hit(function, pool, self._begin if self._ordered else self._begin_unordered, args, kwargs)
             if result is not NOT_CACHED:
@@ -476,16 +479,17 @@ class Fork:
             order = self._open_order()
         known = -1
         track: Track | None = None
-        recent = needs = None
+        recent: Recent | None = None
         try:
             order.busy = True
-            if memory is not None:
-                reads, writes, needs = order.meet_any(memory)
-            else:
-                operands, recent = launch.operands, order.recent
-                if recent is None or (needs := recent.meet(addresses, operands, blocks)) is None:
+            if memory is None:
+                recent, operands = order.recent, launch.operands
+                needs = recent and recent.meet(addresses, operands, blocks)
+                if needs is None:
                     recent = None
                     reads, writes, needs = order.meet(addresses, operands)
+            else:
+                reads, writes, needs = order.meet_any(memory)
             if needs:
                 if order.guesses:
                     self._warn(order, needs)
@@ -521,12 +525,12 @@ class Fork:
                     track.seen = home.known
             if needs and (len(needs) > 1 or track not in needs):
                 order.follow(track, needs)
-            if memory is not None:
-                order.note(track, reads, writes)
-            elif recent is None:
+            if recent is not None:
+                recent.note(addresses, operands, blocks, track)
+            elif memory is None:
                 order.note_launch(track, reads, writes, addresses, operands)
             else:
-                recent.note(addresses, operands, blocks, track)
+                order.note(track, reads, writes)
         except BaseException:
             if known >= 0:
                 self._release_from(known)

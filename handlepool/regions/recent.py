@@ -54,19 +54,25 @@ class Recent:
                 elif needs.get(track, 0) < call:
                     needs[track] = call
             index += 1
-        if not operands.dense:
+        block = blocks[-1]
+        if type(block) is not self._block_type or (operands.written and block in written):
             return None
-        for block in blocks[index:]:
-            if type(block) is not self._block_type or (block in written and operands.written):
+        if operands.simple:
+            return needs
+        for block in blocks[index:-1]:
+            if type(block) is not self._block_type or (operands.written and block in written):
                 return None
-        return needs
+        return needs if operands.dense else None
 
     def note(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object], track: Track) -> None:
         """Write down a launch that was met, as the next call of a stream."""
         call = track.count = track.count + 1
         self._launches.append((addresses, operands, track, call))
-        index = operands.inputs
-        for reach in operands.outputs:
-            self._outputs[addresses[index]] = track, call, reach
-            self._written[blocks[index]] = True
-            index += 1
+        if operands.simple:
+            self._outputs[addresses[-1]] = track, call, operands.outputs[0]
+            self._written[blocks[-1]] = True
+        else:
+            inputs = operands.inputs
+            for start, reach, block in zip(addresses[inputs:], operands.outputs, blocks[inputs:], strict=True):
+                self._outputs[start] = track, call, reach
+                self._written[block] = True
