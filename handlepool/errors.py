@@ -69,5 +69,9 @@ class DriverNotAvailableError(HandlePoolError, RuntimeError):
     """The driver that was asked for cannot run here: no GPU, or a package is missing (the message names the extra)."""
 
 
+class PackageMissingError(HandlePoolError, ImportError):
+    """A package that only this needs is not installed; the message says which."""
+
+
 class ContractError(HandlePoolError, RuntimeError):
     """A rule that cuDNN and CUDA leave unchecked was broken, and a check was on to see it."""

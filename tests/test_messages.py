@@ -3,6 +3,8 @@
 import functools
 import inspect
 import logging
+import os
+import tempfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -194,7 +196,8 @@ def cases(pool):
         "Plan.select": case(plan.select, 0),
         "Program": None,
         "Program.close": None,
-        "Program.explain": None,
+        "Program.explain": case(tuned.explain, measure=True),
+        "Program.draw": case(tuned.draw, os.path.join(tempfile.gettempdir(), "nowhere", "x.png"), dark=False, measure=False),
         "Program.replay": case(program.replay, stream=None),
         "Program.tune": case(tuned.tune, (1, 2), goal="clock", seconds=0.01),
         "Program.update": case(program.update, x, w),

@@ -1,6 +1,7 @@
 """What `Program.explain` returns: which calls became nodes, what they wait for, and what stood in the way."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
@@ -55,6 +56,8 @@ class Explanation:
     exact : bool
         Whether the driver can put a node behind its producers alone. Where it cannot there is one lane.
     steps : tuple of Step
+    times : tuple of float
+        Microseconds of each step, with nothing beside it; none where they were not measured.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Explanation:
     got: int = 1
     exact: bool = True
     steps: tuple[Step, ...] = ()
+    times: tuple[float, ...] = ()
 
     @property
     def nodes(self) -> list[Step]:
@@ -87,18 +91,44 @@ class Explanation:
     @property
     def longest(self) -> int:
         """How many steps there are on the longest way through them."""
-        ways: dict[int, int] = {}
-        for number in TopologicalSorter({number: step.after for number, step in enumerate(self.steps)}).static_order():
-            ways[number] = 1 + max([ways[before] for before in self.steps[number].after], default=0)
-        return max(ways.values(), default=0)
+        return int(self._longest([1.0] * len(self.steps)))
+
+    @property
+    def critical(self) -> float:
+        """Microseconds of the longest way through the steps; 0 where they were not measured."""
+        return self._longest(self.times) if self.times else 0.0
+
+    @property
+    def total(self) -> float:
+        """Microseconds of all steps, one after the other; 0 where they were not measured."""
+        return sum(self.times)
+
+    @property
+    def use(self) -> list[tuple[int, float]]:
+        """Of each lane, how many nodes it has, and the microseconds that these take."""
+        found: dict[int, list[float]] = {}
+        for number, step in enumerate(self.steps):
+            if step.lane is not None:
+                found.setdefault(step.lane, []).append(self.times[number] if self.times else 0.0)
+        return [(len(times), sum(times)) for _, times in sorted(found.items())]
+
+    def order(self) -> list[int]:
+        """Return the steps' places, each behind those that it waits for."""
+        return [*TopologicalSorter({number: step.after for number, step in enumerate(self.steps)}).static_order()]
+
+    def _longest(self, times: Sequence[float]) -> float:
+        ways: dict[int, float] = {}
+        for number in self.order():
+            ways[number] = times[number] + max([ways[before] for before in self.steps[number].after], default=0.0)
+        return max(ways.values(), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it in dictionaries, lists, numbers and strings, as JSON takes them."""
         known = {field.name: getattr(self, field.name) for field in fields(self)}
-        known["allocations"] = [*self.allocations]
+        known["allocations"], known["times"] = [*self.allocations], [*self.times]
         known["steps"] = [{**step._asdict(), "after": [*step.after]} for step in self.steps]
         counts = {"nodes": len(self.nodes), "edges": self.edges, "serial": len(self.serial), "longest": self.longest}
-        return {**known, **counts}
+        return {**known, **counts, "critical": self.critical, "total": self.total, "use": [[*each] for each in self.use]}
 
     def to_dot(self) -> str:
         """Return the graph of the steps in the language of Graphviz: a box for what nothing runs beside."""
@@ -128,6 +158,13 @@ class Explanation:
             lines.append(f"Up to {self.wanted} lanes were wanted: no more side streams of the device were free")
         if self.recorded > self.got:
             lines.append(f"Recorded on {self.recorded} lanes, as the data allows, and brought onto {self.got} by edges")
+        if self.times:
+            lines.append(
+                f"Measured: {self.total:,.1f} microseconds one after the other, {self.critical:,.1f} on the longest way; on each "
+                f"lane, nodes and microseconds: {', '.join(f'{count} {time:,.1f}' for count, time in self.use)}"
+            )
+        elif self.got > 1:
+            lines.append(f"Nodes on each lane: {', '.join(str(count) for count, _ in self.use)}")
         lines += self._who_allocates()
         if self.serial:
             lines.append("After all before it, and before all after it:")

@@ -5,22 +5,25 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
+from os import PathLike
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from handlepool._util import flag
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Stream
 from handlepool.errors import ArgumentError, CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.pool import deferred as leftovers
 from handlepool.pool.context import on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
+from handlepool.recording import drawing
 from handlepool.recording.explain import Explanation
 from handlepool.recording.outputs import Results
 from handlepool.recording.outside import Outside
 from handlepool.recording.tensors import in_order
-from handlepool.recording.tuning import Candidate, LanesRig, LanesTuning, checked
+from handlepool.recording.tuning import LanesRig, LanesTuning, checked
 from handlepool.recording.update import Copy, Inputs, copy_all
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import before, opened
@@ -81,7 +84,7 @@ class Program:
         # One use at a time: CUDA takes no two launches of a graph at once, and a close ends what launches read. A finaliser that
         # the collector runs inside a use may take it, too: it finds `_busy`, and is refused: it could only wait for itself.
         self._lock = threading.RLock()
-        self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated, tuned or closed
+        self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated, tuned, timed or closed
         self._updating = 0  # the thread that updates
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Stream] = driver.current_stream
@@ -113,8 +116,13 @@ class Program:
         recording = self._recording
         return 0 if recording is None else recording.nbytes
 
-    def explain(self) -> Explanation:
+    def explain(self, *, measure: bool = False) -> Explanation:
         """Return how it was recorded: nodes, edges, lanes, memory, and which calls stood in the way.
+
+        Parameters
+        ----------
+        measure : bool
+            Measure the nodes' times, which `tune` does as well. The program is replayed for that, as there.
 
         Returns
         -------
@@ -125,7 +133,11 @@ class Program:
         ------
         PoolClosedError
             After the program was closed.
+        ArgumentError, CaptureError, MemoryError, OwnershipError
+            With ``measure``, as in `tune`.
         """
+        if flag(f"{self._name}: explain(measure)", measure):
+            self._measured()
         with self._lock:  # or another thread could end the graph that is asked
             recording = self._recording
             if recording is None:
@@ -136,7 +148,7 @@ class Program:
             return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations)
         arrangement = recording.arrangement
         steps, got = (lanes.steps, lanes.got) if arrangement is None else (arrangement.steps, arrangement.lanes)
-        known = lanes.limit, lanes.wanted, lanes.got, got, lanes.exact, tuple(steps)
+        known = lanes.limit, lanes.wanted, lanes.got, got, lanes.exact, tuple(steps), tuple(recording.times or ())
         return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations, *known)
 
     def tune(self, lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0) -> LanesTuning:
@@ -176,12 +188,46 @@ class Program:
         """
         self._status.check()
         asked = checked(self._name, lanes, goal, seconds)
+        self._check_timing()
+        return self._use("tuned", self._tune, *asked)
+
+    def draw(self, file: str | PathLike[str], *, dark: bool = False, measure: bool = True) -> None:
+        """Draw its graph by lanes and, below that, its nodes on a time axis as they really ran.
+
+        Parameters
+        ----------
+        file : str or path
+            Where the picture goes; its ending says of which kind it is, as matplotlib has it (.png, .svg, .pdf).
+        dark : bool
+            For a dark page.
+        measure : bool
+            Replay the program to see when its nodes run, as `tune` does, with the same care and the same errors. Without that
+            there is the graph alone, and its times are estimated where they were not measured before.
+
+        Raises
+        ------
+        PackageMissingError
+            Where matplotlib is not installed.
+        ArgumentError
+            For a file that cannot be written, and for a program that was not recorded on several lanes.
+        """
+        measure, dark = flag(f"{self._name}: draw(measure)", measure), flag(f"{self._name}: draw(dark)", dark)
+        drawing.check(self._name, file)
+        ends = self._measured() if measure else None
+        drawing.draw(self.explain(), ends, file, dark=dark)
+
+    def _measured(self) -> list[float]:
+        self._status.check()
+        self._check_timing()
+        return self._use("timed", lambda: self._rig(LanesRig.measure))
+
+    def _check_timing(self) -> None:
         for inside, where in ((thread.recording, "a recording"), (thread.region, "a branch or a task")):
             if inside is not None:
                 raise CaptureError(f"{self._name} cannot be tuned inside {where}, where it cannot be timed: tune it outside")
-        return self._use("tuned", self._tune, *asked)
 
-    def _tune(self, lanes: Sequence[int], goal: str, seconds: float) -> LanesTuning:
+    def _rig(self, act: Callable[[LanesRig], T]) -> T:
+        """Have something timed on the current stream; what that returns."""
         recording = self._recording
         if recording is None:
             self._refuse()
@@ -194,10 +240,14 @@ class Program:
         if opened:
             self._after_branches(self._memory.reads, self._memory.writes, None)
         self._follow(None)
-        rig = LanesRig(recording, self._name, self._pointer, outside)
-        found: list[tuple[LanesTuning, Candidate]] = []
-        self._enqueue(lambda: found.append(rig.tune(lanes, goal, seconds)))
-        ((tuning, best),) = found
+        rig, found = LanesRig(recording, self._name, self._pointer, outside), []
+        self._enqueue(lambda: found.append(act(rig)))
+        return found[0]
+
+    def _tune(self, lanes: Sequence[int], goal: str, seconds: float) -> LanesTuning:
+        tuning, best = self._rig(lambda rig: rig.tune(lanes, goal, seconds))
+        recording = self._recording
+        assert recording is not None
         former, launch = recording.graph, partial(best.graph.launch, self._pointer)
         # No call in between, after which an interrupt could come.
         recording.graph, recording.arrangement = best.graph, best.arrangement

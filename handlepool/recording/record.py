@@ -14,6 +14,7 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
+from handlepool.recording import drawing
 from handlepool.recording.capture import Recording
 from handlepool.recording.program import Program
 from handlepool.recording.rehearsal import Rehearsal
@@ -49,7 +50,8 @@ def record(
         most so many of them run at once. They are recorded on as many lanes as the data allows, for which memory is taken; only 1
         takes the least. Forks, and whatever else is launched, stand after all before them, and before all after them;
         `Program.explain` says where. Memory goes to calls alone that come after its last users.
-        By default the order of streams and forks is recorded.
+        By default the order of streams and forks is recorded. Where ``HANDLEPOOL_DRAW`` names a folder, each recording with lanes
+        is drawn there, as by `Program.draw`.
 
     Returns
     -------
@@ -80,6 +82,7 @@ def record(
     names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None)]
     name = next((name for name in names if isinstance(name, str)), type(function).__name__)
     home = _check(chosen, name, function, args, kwargs)
+    picture = None if lanes is None else drawing.asked_for(name)
     driver = chosen.driver
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
     inputs = Inputs(driver, args, kwargs)
@@ -101,7 +104,7 @@ def record(
         outputs = recording.capture(function, args, kwargs)
         if outputs is None:
             raise _nothing(name)
-        return Program(name, recording, inputs, outputs, home, recording.memory(function, args, kwargs, outputs))
+        program = Program(name, recording, inputs, outputs, home, recording.memory(function, args, kwargs, outputs))
     except BaseException:
         outputs, done = None, False
         try:
@@ -110,6 +113,13 @@ def record(
             if not done:
                 defer(recording.settle)
         raise
+    if picture is not None:
+        try:
+            program.draw(picture, measure=False)
+        except BaseException:
+            program.close()
+            raise
+    return program
 
 
 def _check(pool: PoolInternals, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamReference:

@@ -201,33 +201,51 @@ class LanesRig:
         took = monotonic() - start
         return LanesTuning(self._name, goal, trials, results[winner.asked], previous.lanes, rounds, took), winner
 
+    def measure(self) -> list[float]:
+        """Measure the steps, of which the recording takes note; when each ended in the last of some replays.
+
+        In microseconds: of a step's own time, one after the other; of its end, from the beginning, on the lanes that it is on.
+        """
+        arrangement = self._recording.arrangement
+        assert arrangement is not None
+        with self._driver.relaxed():
+            self._outside.save()
+            try:
+                self._recording.times = self.times()
+                return self._ends(arrangement)[-1]
+            finally:
+                self._end(None)
+
     def times(self) -> list[float]:
-        """Return the microseconds of each step, one after the other; as they are estimated where the graph cannot be copied."""
+        """Return the microseconds of each step, one after the other."""
         lanes = self._recording.lanes
         assert lanes is not None
-        times = estimated(lanes.used)
+        exits = self._schedule.exits()
+        samples: list[list[float]] = []
+        for ends in self._ends(self._schedule.on(1, estimated(lanes.used))):
+            taken, last = [0.0] * len(ends), 0.0
+            for number, end in enumerate(ends):
+                if exits[number]:
+                    taken[number], last = max(end - last, 0.0), end
+            samples.append(taken)
+        return [median(taken) for taken in zip(*samples, strict=True)]
+
+    def _ends(self, arrangement: Arrangement) -> list[list[float]]:
+        """Return when each step ended, from the beginning of each of some replays; 0 for one that gave the graph nothing."""
         exits = self._schedule.exits()
         numbers = [number for number, nodes in enumerate(exits) if nodes]
-        alone = self._schedule.on(1, times)
         captured = self._recording.captured
         assert captured is not None
-        try:
-            graph = captured.marked(alone.add, alone.remove, [exits[number] for number in numbers])
-        except CaptureError:
-            return times
+        graph = captured.marked(*arrangement.edges, [exits[number] for number in numbers])
         self._graphs.append(graph)
         graph.instantiate()
         samples: list[list[float]] = []
         for _ in range(MARKED + 1):
             graph.launch(self._pointer)
             self._driver.synchronize_stream(self._pointer)
-            ends = graph.times()
-            samples.append([end - begin for begin, end in zip([0.0, *ends], ends, strict=False)])
-        for number, *taken in zip(numbers, *samples[1:], strict=True):
-            times[number] = max(median(taken), 0.0)
-        for number in {*range(len(exits))} - {*numbers}:
-            times[number] = 0.0
-        return times
+            known = dict(zip(numbers, graph.times(), strict=True))
+            samples.append([known.get(number, 0.0) for number in range(len(exits))])
+        return samples[1:]
 
     def _candidates(
         self, counts: Sequence[int], until: float, progress: Callable[[str | None], None]

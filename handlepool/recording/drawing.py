@@ -1,0 +1,229 @@
+"""Pictures of programs: their graphs by lanes, and their nodes on a time axis."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import count, cycle
+from operator import itemgetter
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from handlepool._util import shown
+from handlepool.errors import ArgumentError, PackageMissingError
+from handlepool.recording.explain import Explanation
+
+_WIDTH, _MARGIN, _ROW, _DPI = 16.0, 0.5, 0.3, 120  # inches, dots an inch
+_LEAST_HEIGHT = 0.9  # inches, of a panel
+_MOST_EDGES = 4000
+_MANY = 300
+"""Steps."""
+_LETTER = 5.4
+"""Points of a letter's width."""
+_NAMED = 8
+"""Names of calls that have a colour of their own: those that take longest."""
+
+
+class Theme(NamedTuple):
+    """Colours of one form."""
+
+    paper: str
+    ink: str
+    pale: str
+    grid: str
+    serial: str
+    other: str
+    calls: tuple[str, ...]
+
+
+LIGHT = Theme(
+    "#ffffff",
+    "#1c2126",
+    "#5d666e",
+    "#e3e7ea",
+    "#f0f2f4",
+    "#aab3bb",
+    ("#0b6bcb", "#0a7d55", "#d1552b", "#a8610a", "#7a4fc0", "#b83280", "#157f8a", "#6d7a1c"),
+)
+DARK = Theme(
+    "#0f1419",
+    "#e6e9ec",
+    "#9aa5ae",
+    "#2b333b",
+    "#1b2229",
+    "#5b666f",
+    ("#5aa9f5", "#43c59e", "#f0825c", "#e0b050", "#b497f0", "#f07fb4", "#4fc3d0", "#b7c455"),
+)
+
+VARIABLE = "HANDLEPOOL_DRAW"
+"""Of the environment: a folder, to which each recording with lanes is drawn."""
+
+Spans = list[tuple[float, float]]
+"""Of each step, from when to when, in microseconds."""
+
+
+def check(name: str, file: str | PathLike[str]) -> None:
+    """Refuse what cannot be drawn, before anything is measured.
+
+    Raises
+    ------
+    PackageMissingError, ArgumentError
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise PackageMissingError(
+            f"a picture of {name} needs matplotlib, which is not installed: pip install handlepool[demo], or take "
+            f"program.explain().to_dot(), which Graphviz draws"
+        ) from error
+    try:
+        path = Path(fspath(file))
+    except TypeError:
+        raise ArgumentError(f"{name}: draw({shown(file)}); pass the name of a file") from None
+    if not path.parent.is_dir():
+        raise ArgumentError(f"{name}: draw({str(path)!r}): there is no folder {str(path.parent)!r}; make it first")
+
+
+def asked_for(name: str, numbers: Iterator[int] = count(1)) -> Path | None:  # noqa: B008 - one for the process
+    """Return where a recording is to be drawn since the environment says so; None where it does not."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return None
+    path = Path(folder) / f"{re.sub('[^A-Za-z0-9_.-]+', '-', name).strip('-.') or 'program'}-{next(numbers)}.png"
+    check(f"{name}, which {VARIABLE} asks to be drawn,", path)
+    return path
+
+
+def draw(how: Explanation, ends: Sequence[float] | None, file: str | PathLike[str], *, dark: bool) -> None:
+    """Write the picture; ``ends`` are those of the steps in a replay, in microseconds, where there was one.
+
+    Raises
+    ------
+    ArgumentError
+        For a program without steps, and for a file that cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if not how.steps:
+        raise ArgumentError(
+            f"{how.name} was not recorded with lanes, so there are no calls to be drawn: record it as in record(function, ..., "
+            f"lanes=8)"
+        )
+    theme = DARK if dark else LIGHT
+    colours = _colours(how, theme)
+    panel = max(_ROW * how.got, _LEAST_HEIGHT)
+    panels = 1 if ends is None else 2
+    height = 1.2 + panels * (panel + 0.75)
+    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor=theme.paper)
+    FigureCanvasAgg(figure)
+    figure.text(_MARGIN / _WIDTH, 1 - 0.35 / height, how.name, size=16, weight="bold", color=theme.ink, parse_math=False)
+    figure.text(_MARGIN / _WIDTH, 1 - 0.65 / height, _subtitle(how), size=10.5, color=theme.pale, parse_math=False)
+    _legend(figure, theme, colours, 1 - 0.95 / height)
+    times = [*how.times] or [1.0] * len(how.steps)
+    unit = "microseconds, if each node took what it takes alone" if how.times else "steps, if all took as long as each other"
+    for place in range(panels):
+        top = height - 1.4 - place * (panel + 0.75)
+        axes = figure.add_axes((0.75 / _WIDTH, (top - panel) / height, 1 - (0.75 + _MARGIN) / _WIDTH, panel / height))
+        spans = _planned(how, times) if place == 0 or ends is None else _ran(how, ends)
+        _panel(axes, how, spans, colours, theme, edges=place == 0)
+        title = f"the graph by lanes; {unit}" if place == 0 else "as it ran; microseconds from the beginning of a replay"
+        axes.set_title(title, loc="left", size=10.5, color=theme.ink, pad=6)
+    try:
+        figure.savefig(fspath(file), facecolor=theme.paper)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError(f"{how.name}: cannot write {fspath(file)!r}: {reason}; pass another file") from error
+
+
+def _subtitle(how: Explanation) -> str:
+    text = f"{len(how.nodes):,} nodes on {how.got} lanes, recorded on {how.recorded}; {how.edges:,} edges"
+    if how.serial:
+        text += f"; {len(how.serial)} steps with nothing beside them"
+    if how.times:
+        text += f"; {how.total:,.1f} µs one after the other, {how.critical:,.1f} on the longest way"
+    return text
+
+
+def _colours(how: Explanation, theme: Theme) -> dict[str, str]:
+    """Return the colour of each name of a call: those that take longest have one of their own."""
+    taken: Counter[str] = Counter()
+    for number, step in enumerate(how.steps):
+        if step.lane is not None:
+            taken[step.name] += how.times[number] if how.times else 1  # type: ignore[assignment]
+    named = [name for name, _ in taken.most_common(_NAMED)]
+    return {name: theme.calls[named.index(name)] if name in named else theme.other for name in taken}
+
+
+def _legend(figure: Any, theme: Theme, colours: dict[str, str], top: float) -> None:
+    left = _MARGIN / _WIDTH
+    shown_names = [(name, colour) for name, colour in colours.items() if colour != theme.other]
+    if len(shown_names) < len(colours):
+        shown_names.append((f"{len(colours) - len(shown_names)} others", theme.other))
+    for name, colour in shown_names:
+        short = name.rpartition(".")[2][:28]
+        figure.text(left, top, f"■ {short}", size=9, color=colour, parse_math=False)
+        left += (len(short) + 4) * _LETTER / 72 / _WIDTH
+
+
+def _planned(how: Explanation, times: Sequence[float]) -> Spans:
+    """Return when steps would run if each took so long, and began when what it waits for had ended."""
+    spans: Spans = [(0.0, 0.0)] * len(how.steps)
+    for number in how.order():
+        begin = max([spans[before][1] for before in how.steps[number].after], default=0.0)
+        spans[number] = begin, begin + times[number]
+    return spans
+
+
+def _ran(how: Explanation, ends: Sequence[float]) -> Spans:
+    """Return when steps ran: each from the end of the last one that it waits for."""
+    begins = [max([ends[before] for before in step.after], default=0.0) for step in how.steps]
+    return [(min(begin, end), end) for begin, end in zip(begins, ends, strict=True)]
+
+
+def _panel(axes: Any, how: Explanation, spans: Spans, colours: dict[str, str], theme: Theme, *, edges: bool) -> None:
+    last = max(end for _, end in spans) or 1.0
+    points = axes.get_position().width * _WIDTH * 72
+    axes.set_facecolor(theme.paper)
+    gap = 0.3 if len(how.steps) < _MANY else 0.0  # a line between boxes, or, where they are too small for one, shades in turn
+    middle = (how.got - 1) / 2
+    shades = {lane: cycle((1.0, 1.0 if gap else 0.72)) for lane in range(how.got)}
+    for step, (begin, end) in sorted(zip(how.steps, spans, strict=True), key=itemgetter(1)):
+        width = end - begin
+        if step.lane is None:
+            axes.barh(middle, width, left=begin, height=how.got, color=theme.serial, edgecolor=theme.pale, linewidth=0.6)
+        else:
+            look = {"color": colours[step.name], "alpha": next(shades[step.lane])}
+            axes.barh(step.lane, width, left=begin, height=0.78, edgecolor=theme.paper, linewidth=gap, **look)
+        label = step.name.rpartition(".")[2]
+        if len(label) * _LETTER + 4 < width / last * points:
+            ink = theme.ink if step.lane is None else theme.paper
+            row = middle if step.lane is None else step.lane
+            axes.text((begin + end) / 2, row, label, size=8, color=ink, ha="center", va="center", parse_math=False, clip_on=True)
+    if edges and how.edges <= _MOST_EDGES:
+        _edges(axes, how, spans, theme)
+    axes.set_xlim(0, last * 1.003)
+    axes.set_ylim(how.got - 0.45, -0.55)
+    named = range(0, how.got, max(1, how.got // 8))
+    axes.set_yticks(named, [f"lane {lane}" for lane in named])
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.tick_params(length=0, colors=theme.ink, labelsize=9)
+    axes.grid(axis="x", color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _edges(axes: Any, how: Explanation, spans: Spans, theme: Theme) -> None:
+    """Draw what leads from lane to lane."""
+    from matplotlib.collections import LineCollection
+
+    lines = []
+    for step, (begin, _) in zip(how.steps, spans, strict=True):
+        for before in step.after:
+            lane = how.steps[before].lane
+            if lane is not None and step.lane is not None and lane != step.lane:
+                lines.append([(spans[before][1], lane), (begin, step.lane)])
+    faint = 0.55 if len(lines) < 200 else 0.25
+    axes.add_collection(LineCollection(lines, colors=theme.ink, linewidths=0.6, alpha=faint))
