@@ -8,6 +8,9 @@ the caller's stream (guarantee 8). Arguments are kept to the join.
 A recording has a memory pool of torch's to itself. Torch is told of no further streams there: it would record an event on each
 when a block is freed, maybe long after the recording, when the stream is somebody else's, or gone. What crosses streams is held
 instead.
+
+For cuBLAS torch keeps a workspace by stream, which all graphs that were captured on it use at each replay. So no stream that such
+a recording was made on is used for anything else as long as the program lives.
 """
 
 import functools
@@ -167,6 +170,9 @@ def run_branch(
 class RecordingPool:
     """Memory of torch's allocator for one recording, and for nothing else. Made and used with its device current.
 
+    It is a pool as `torch.cuda.CUDAGraph` has one, and not a `torch.cuda.MemPool`, whose destructor waits for events. Torch
+    aborts the process where it comes to that while a capture is under way in any thread.
+
     Attributes
     ----------
     nbytes : int
@@ -174,14 +180,16 @@ class RecordingPool:
     """
 
     def __init__(self, device: int) -> None:
-        if not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):  # noqa: SLF001 - what use_mem_pool calls from 2.8 on
+        # What torch's own graphs call has no public names.
+        if not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):  # noqa: SLF001
             raise CaptureError(
                 f"torch uses the GPU, and torch {torch.__version__} has no memory pool for one thread, which a recording needs: "
                 f"use torch 2.8 or newer, or record in a process where torch does not use the GPU"
             )
         self.nbytes = 0
         self._device = device
-        self._pool: Any = torch.cuda.MemPool()
+        self._pool = device, torch.cuda.graph_pool_handle()
+        self._there = False  # whether torch knows the pool
         self._entered = ExitStack()
         self._starts: list[int] = []  # of its segments, in order
         self._segments: list[tuple[int, int]] = []  # the end of each, and the stream that it was taken for
@@ -189,18 +197,18 @@ class RecordingPool:
 
     def begin(self) -> None:
         """Have this thread's tensors allocated here."""
-        # Torch keeps a workspace of cuBLAS's for each stream, which would be used by all graphs that were captured there.
-        _clear_workspaces()
-        self._entered.callback(_clear_workspaces)
         # A backward pass in torch's own threads would allocate elsewhere.
         self._entered.enter_context(torch.autograd.set_multithreading_enabled(False))
-        self._entered.enter_context(torch.cuda.use_mem_pool(self._pool, self._device))
+        torch._C._cuda_beginAllocateCurrentThreadToPool(*self._pool)  # noqa: SLF001
+        self._there = True
+        self._entered.callback(torch._C._cuda_endAllocateToPool, *self._pool)  # noqa: SLF001
         self._before = self._taken()["allocation"]["all"]["allocated"]
 
     def end(self) -> None:
         """Have them allocated as before."""
         self._entered.close()
-        self._look()
+        if self._there:
+            self._look()
         self.nbytes = sum(stop - start for start, (stop, _) in zip(self._starts, self._segments, strict=True))
 
     def check(self) -> None:
@@ -250,26 +258,25 @@ class RecordingPool:
 
     def _look(self) -> None:
         self._looked = self._taken()["reserved_bytes"]["all"]["allocated"]
-        found = sorted((each["address"], each["total_size"], each["stream"]) for each in self._pool.snapshot())
+        found = sorted(
+            (each["address"], each["total_size"], each["stream"]) for each in torch.cuda.memory_snapshot(self._pool[1])
+        )
         self._starts = [start for start, _, _ in found]
         self._segments = [(start + size, stream) for start, size, stream in found]
 
-    def close(self) -> object:
-        """Give all back that no tensor uses, and the rest after its last tensor. Called inside `Driver.relaxed`.
+    def close(self) -> None:
+        """Let torch have it back: it goes to the device when torch is short of memory, or is told to empty its cache.
 
-        What is returned must live as long as the process: an interrupt left the pool in use, and its destructor would abort.
+        What a tensor uses stays until that is gone. Makes no call of CUDA's.
         """
-        pool, self._pool = self._pool, None
-        return None if pool is None or pool.use_count() == 1 else pool
+        if self._there:
+            self._there = False
+            torch._C._cuda_releasePool(*self._pool)  # noqa: SLF001
 
 
 def recording_pool(device: int) -> RecordingPool | None:
     """Return memory for a recording; None where torch's allocator is the driver's own, whose allocations are captured."""
     return RecordingPool(device) if torch.cuda.get_allocator_backend() == "native" else None
-
-
-def _clear_workspaces() -> None:
-    torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001 - it has no public name
 
 
 def is_out_of_memory(error: BaseException) -> bool:

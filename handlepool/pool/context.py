@@ -89,6 +89,9 @@ class UnderWay(Protocol):
     def accessed(self, reads: Iterable[Any], writes: Iterable[Any]) -> None:
         """Take note of the memory that a recorded call reads, and that it writes."""
 
+    def take(self, sides: Any, slot: Any) -> bool:
+        """Take over a side slot that a fork has joined, if it is to be kept to the recording's end; whether it is."""
+
     def check(self, what: str, pointer: int, driver: Driver) -> None:
         """Raise for work on a stream that is no part of what is recorded."""
 

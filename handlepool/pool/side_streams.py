@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from handlepool._util import do_all, take_each
-from handlepool.drivers.protocol import Driver, Handle
+from handlepool.drivers.protocol import Driver, Handle, Stream
 from handlepool.pool.deferred import deferred, settle
 from handlepool.pool.slot import Slot
 from handlepool.pool.status import Status
@@ -129,6 +129,16 @@ class SideSlots:
         self.free.append(slot)
         if self._status.closed:  # in this order: `close` says so first and destroys the free ones then, so that one of us sees it
             self.destroy_free()
+
+    def renew(self, slot: Slot) -> Stream | None:
+        """Give a leased side slot, which is bound to no thread, a new stream; returns the old one, which is the caller's now."""
+        with self._driver.relaxed():
+            stream = self._driver.create_stream()
+            pointer = stream.ptr
+            slot.forget_capture()
+            self._driver.bind_handle(slot.handle, pointer)
+        old, slot.side_stream, slot.pointer = slot.side_stream, stream, pointer
+        return old
 
     def release_captured(self) -> None:
         """Put the side slots back whose captures have ended."""

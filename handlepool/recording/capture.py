@@ -15,6 +15,7 @@ from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
 from handlepool.pool.context import LIBRARIES, on_device, recordings, run_on, thread
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
+from handlepool.pool.side_streams import SideSlots
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.workspace import DeviceScratch
 from handlepool.recording.lanes import Lanes
@@ -104,6 +105,8 @@ class Recording:
         self.pool = pool
         self.device = pool.driver.current_device()
         self._leased: list[Slot] = []
+        self._taken: list[tuple[SideSlots, Slot]] = []  # slots of forks that were joined
+        self._streams: list[object] = []  # whose pointers nobody else is to have as long as there is the graph
         self.lanes = None if lanes is None else Lanes(pool, self.device, lanes, self._leased)
         self.graph: RecordedGraph | None = None
         self.schedule: Schedule | None = None
@@ -217,6 +220,12 @@ class Recording:
             )
         return value
 
+    def take(self, sides: SideSlots, slot: Slot) -> bool:
+        """Take over a side slot that a fork has joined, where nobody is to use its stream any more; whether it is taken."""
+        if self._tensors is not None:
+            self._taken.append((sides, slot))
+        return self._tensors is not None
+
     def _end_leases(self) -> None:
         """Give back the slots that are leased; an interrupt costs one at most, and whoever destroys the recording the rest."""
         leased, sides = self._leased, self.pool.device(self.device).sides
@@ -225,7 +234,13 @@ class Recording:
         while leased:
             if leased[0].owner is not None:
                 unbind(leased[0])
+            if self._tensors is not None:
+                self._streams.append(sides.renew(leased[0]))
             sides.release(leased.pop(0), captured=True)
+        while self._taken:
+            owner, slot = self._taken[0]
+            self._streams.append(owner.renew(slot))
+            owner.release(self._taken.pop(0)[1], captured=True)
         sides.release_captured()
 
     def _captured(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
@@ -361,12 +376,13 @@ class Recording:
             abandon(self)
             return True
         with on_device(pool.driver, self.device), pool.driver.relaxed():
-            leases = [self._end_leases] if self._leased else []
+            leases = [self._end_leases] if self._leased or self._taken else []
             steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
             try:
                 do_all([*leases, self._destroy_graph, self._destroy_event, *steps, self.release_plans])
-                if self._tensors is not None and (left := self._tensors.close()) is not None:
-                    abandon(left)
+                self._streams.clear()
+                if self._tensors is not None:
+                    self._tensors.close()
             finally:
                 done = self._memory.release()
             return done

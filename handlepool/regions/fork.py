@@ -822,7 +822,9 @@ class Fork:
             if slot.owner is not None:
                 unbind(slot)
             branch_regions.pop(slot.pointer, None)
-            self._sides.release(leased.pop(0), captured=True)
+            leased.pop(0)
+            if not captured or thread.recording is None or not thread.recording.take(self._sides, slot):
+                self._sides.release(slot, captured=True)
         if captured and thread.recording is not None and not self._inherited:
             thread.recording.kept.add(self._kept if self._region is None else self._region.kept)
         try:

@@ -296,8 +296,8 @@ def test_programs_that_run_at_once_share_no_workspace_of_torchs(default, torch):
     assert wrong_beside_each_other(torch) == 0
 
 
-def test_control_programs_with_torchs_kept_workspaces_differ(default, torch, monkeypatch):
-    monkeypatch.setattr("handlepool.foreign.torch._clear_workspaces", lambda: None)
+def test_control_programs_that_were_recorded_on_the_same_streams_differ(default, torch, monkeypatch):
+    monkeypatch.setattr("handlepool.pool.side_streams.SideSlots.renew", lambda sides, slot: None)
     assert wrong_beside_each_other(torch) > 0
 
 

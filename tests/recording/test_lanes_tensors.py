@@ -192,6 +192,53 @@ def test_what_a_branch_returns_is_held_until_the_recording_has_ended(scene):
     assert seen == [[]]
 
 
+def test_g9_a_programs_streams_are_its_own_as_long_as_it_lives(scene):
+    """Torch keeps a workspace by stream, which the graphs use that were captured there."""
+    seen = set()
+
+    @handlepool.operation
+    def both(x, y):
+        if scene.torch.allocates:  # in a recording
+            seen.add(scene.driver.current_stream().ptr)
+        return scene.put(scene.torch.empty(scene), lambda x, y: x + y, x, y)
+
+    def function(x):
+        left, right = both(x, x), both(x, x)
+        with scene.states.fork() as fork:
+            other = fork.run(both, left, right)
+        return both(other, left)
+
+    used, programs = [], []
+    for _ in range(3):
+        programs.append(handlepool.record(function, scene.array(1), lanes=4))
+        used.append({*seen})
+        seen.clear()
+    sides = scene.pool.internals.device(0).sides
+    for each, others in ((used[0], used[1]), (used[1], used[2]), (used[2], {slot.pointer for slot in sides.free})):
+        assert len(each) == 3  # two lanes and the branch
+        assert not each & others
+    assert not sides.capturing
+    for program in programs:
+        program.replay()
+        assert scene.read(program.outputs) == 6
+        program.close()
+    assert leased(scene) == 0
+
+
+def test_control_without_tensors_streams_are_used_again(scene):
+    scene.driver.name = "host"
+    seen = []
+
+    @handlepool.operation
+    def both(x, y):
+        seen.append(scene.driver.current_stream().ptr)
+        return scene.put(scene.array(), lambda x, y: x + y, x, y)
+
+    for _ in range(2):
+        handlepool.record(lambda x: [both(x, x), both(x, x)], scene.array(1), lanes=4)
+    assert {*seen[2:4]} & {*seen[6:8]}
+
+
 def test_torchs_error_for_want_of_memory_is_ours(scene):
     def function(x):
         if scene.torch.allocates:
