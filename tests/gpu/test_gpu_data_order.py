@@ -15,7 +15,7 @@ from handlepool import ParallelStates
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
-PROGRAMS = 3000
+PROGRAMS, PARTS = 3000, 5
 PLANS = 2 * 4 * len(SIZES)
 HELD = 2  # milliseconds that the caller's stream is kept busy, so that what follows waits in queues
 
@@ -61,8 +61,9 @@ def world(pool, stream, kernels):
 
 
 @pytest.mark.timeout(600)
-def test_g17_random_regions_give_what_one_stream_gives_bit_for_bit(world, eager_work):
-    for seed in range(PROGRAMS):
+@pytest.mark.parametrize("part", range(PARTS))  # which processes share
+def test_g17_random_regions_give_what_one_stream_gives_bit_for_bit(world, eager_work, part):
+    for seed in range(part, PROGRAMS, PARTS):
         case = make_case(seed, CALLS, few=True)
         wrong = world.wrong(case)
         assert not wrong, f"seed {seed}: {wrong}\n{told(case.steps)}"
