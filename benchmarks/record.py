@@ -3,11 +3,13 @@
 `record` runs the work once for real and once under capture, and instantiates the graph: that has to be earned back. The host's
 time of a replay is compared with the launch of a graph that was captured by hand from the same work, with everything at hand.
 
-What recording with lanes costs is told for each call of sequential code, over the same call made eagerly.
+What recording with lanes costs is told for each call of sequential code, over the same call made eagerly; and what a replay on so
+many lanes costs the host, over the launch of its graph.
 """
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,10 @@ import handlepool
 MOST_OF_A_LAUNCH = 1.2
 MOST_OF_A_NODE = 25.0
 """Microseconds that a node of a recording with lanes takes, over what its call does."""
+MOST_OVER_A_LAUNCH = 1.0
+"""Microseconds that a replay takes of the host's time, over the launch of its graph."""
+MOST_OF_ONE_LANE = 1.5
+"""What the host's time of a replay on the most lanes may take of one on one lane."""
 FEW, MANY, LANES = 100, 10_000, 8
 
 
@@ -61,6 +67,14 @@ class Maps:
     def record(self) -> handlepool.Program:
         """Record a map."""
         return handlepool.record(self.states.map, self.conv, self.images, self.filters)
+
+    def on_lanes(self, lanes: int) -> handlepool.Program:
+        """Record the same convolutions as sequential code."""
+        pairs = list(zip(self.images, self.filters, strict=True))
+        program = handlepool.record(lambda: [self.conv(x, w) for x, w in pairs], lanes=lanes)
+        program.replay()
+        self._check(f"replay on {lanes} lanes", program.outputs)
+        return program
 
     def eager_maps(self) -> None:
         """Many maps."""
@@ -115,6 +129,16 @@ def compare(
         ratios.compare(totals, f"record and {replays} replays{at}", f"{replays} eager maps{at}", most)
 
 
+def compare_lanes(ratios: Ratios, host: dict[str, list[float]], lanes: list[int], *, bounded: bool) -> None:
+    """What replays on lanes take of the host's time."""
+    for count in lanes:
+        over = [a - b for a, b in zip(host[f"replay, {count} lanes"], host[f"launch of its graph, {count} lanes"], strict=True)]
+        name = f"replay over the launch of its graph, {count} lanes, microseconds, host"
+        ratios.add(name, over, MOST_OVER_A_LAUNCH if bounded else None)
+    most = MOST_OF_ONE_LANE if bounded and max(lanes) == 16 else None
+    ratios.compare(host, f"replay, {max(lanes)} lanes", f"replay, {min(lanes)} lanes", most, ", host")
+
+
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--calls", type=positive, default=50, help="replays in one sample (default: %(default)s)")
@@ -140,6 +164,10 @@ def main() -> int:
                 cases[f"CuPy's Graph.launch{at}"] = maps.graph.launch
             whole |= {f"{replays} eager maps{at}": maps.eager_maps, f"record and {replays} replays{at}": maps.recorded}
             whole[f"record{at}"] = lambda maps=maps: maps.record().close()
+            program = maps.on_lanes(count)
+            graph = program._recording.graph
+            at = f", {count} lanes"
+            cases |= {f"replay{at}": program.replay, f"launch of its graph{at}": partial(graph.launch, stream.ptr)}
         few, many = (FEW, MANY) if options.replays > 3 else (4, 8)
         for count in (few, many):
             nodes = Nodes(maps, count)
@@ -154,6 +182,7 @@ def main() -> int:
                 if repeat:
                     totals[name].append(taken)
         compare(ratios, samples, totals, options.states, replays, bounded=bounded)
+        compare_lanes(ratios, samples["host"], options.states, bounded=bounded)
         each = {
             f"each of {count} nodes": [
                 (nodes - 2 * calls) / count  # `record` makes the calls twice

@@ -1,6 +1,7 @@
 """Schedules on a GPU: fewer lanes than were recorded give the same bits, and as many steps run at once as there are lanes."""
 
 import random
+import time
 import warnings
 
 import numpy as np
@@ -149,6 +150,22 @@ def test_tuning_restores_tensors(lanes):
         assert float(y[0]) == 2
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_nodes_are_measured_and_drawn_as_they_ran(lanes, spins, tmp_path, count):
+    run, xs = spins
+    with handlepool.record(run, xs, lanes=max(count, 2)) as program:
+        program.tune((count,), seconds=0.5)
+        how = program.explain(measure=True)
+        assert 2 * 2000 < how.critical < 2 * 3000
+        assert 16 * 1900 < how.total < 16 * 3000
+        ends = program._measured()
+        assert 16 / count * 2000 * 0.95 < max(ends) < 16 / count * 3000
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+        for dark in (False, True):
+            program.draw(tmp_path / f"{dark}.png", dark=dark)
+            assert (tmp_path / f"{dark}.png").stat().st_size > 10_000
+
+
 # Roots and leaves
 
 
@@ -163,6 +180,27 @@ def test_a_graph_has_few_roots_and_leaves(lanes, edges, count):
         if count > MOST_ENDS:
             assert len(nodes) == program.nodes + 2
         program.replay()
+
+
+@pytest.mark.alone
+def test_a_launch_on_many_lanes_costs_the_host_little_more_than_on_one(lanes):
+    def launches(program):
+        pointer = cupy.cuda.get_current_stream().ptr
+        launch, taken = program._recording.graph.launch, []
+        for _ in range(300):
+            begin = time.perf_counter_ns()
+            launch(pointer)
+            taken.append((time.perf_counter_ns() - begin) / 1e3)
+            cupy.cuda.get_current_stream().synchronize()
+        return np.median(taken)
+
+    run, images, filters = chains(16, depth=1)
+    times = {}
+    for count in (1, 16):
+        with handlepool.record(run, images, filters, lanes=count) as program:
+            times[count] = min(launches(program) for _ in range(5))
+    print(times)
+    assert times[16] < 1.5 * times[1]
 
 
 def test_edges_that_are_programmatic_stay(lanes, edges):
