@@ -7,6 +7,7 @@ others imply it. Edges that are implied then are taken away, which spares the de
 recorded stays: of data, of memory that was given out again, and of scratch that is kept by stream.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
@@ -73,7 +74,10 @@ class _Part:
 
     def leading_to(self, other: "_Part") -> list[Pair]:
         """Return the edges by which all of another one comes after all of this one."""
-        return [(end, entry) for end in self.exits for entry in other.entries]
+        exits, entries = self.exits, other.entries
+        if len(exits) == len(entries) == 1:
+            return [(exits[0], entries[0])]
+        return [(end, entry) for end in exits for entry in entries]
 
 
 class Schedule:
@@ -147,15 +151,19 @@ class Schedule:
         steps = list(self.recorded.steps)
         for number, place in places.items():
             part = parts[number]
-            before = part.whole if place.behind is None else {*part.whole, place.behind}
-            needed = {each for each in before if not any(places[each].precedes(places[other]) for other in before)}
-            for each in part.whole - part.fixed - needed:
-                remove += parts[each].leading_to(part)
-            if place.behind is not None:
-                add += [pair for pair in parts[place.behind].leading_to(part) if pair not in self._pairs]
+            waits = part.after
+            if place.behind is not None or len(part.whole) > 1:
+                before = {*part.whole}
+                if place.behind is not None:
+                    before.add(place.behind)
+                    add += [pair for pair in parts[place.behind].leading_to(part) if pair not in self._pairs]
+                needed = _needed(before, places)
+                for each in part.whole - part.fixed - needed:
+                    remove += parts[each].leading_to(part)
+                waits = {*needed, *part.fixed, *(part.after - part.whole)}
             step = steps[number]
-            waits = tuple(sorted({*needed, *part.fixed, *(part.after - part.whole)}))
-            steps[number] = step._replace(after=waits, lane=None if step.lane is None else place.lane)
+            lane = None if step.lane is None else place.lane
+            steps[number] = Step(step.name, step.place, lane, tuple(sorted(waits)), step.why)
         for number, step in enumerate(steps):
             if step.lane is not None and number not in places:  # it gave the graph nothing
                 steps[number] = step._replace(lane=max([steps[each].lane or 0 for each in step.after], default=0))
@@ -169,7 +177,7 @@ class _Place:
     ----------
     lane, at : int
         Which lane, and which of its steps.
-    known : tuple of int
+    known : sequence of int
         Of each lane, how many of its steps are over when this one is.
     behind : int or None
         The last step of the lane, where nothing else says that this one comes after that.
@@ -180,12 +188,25 @@ class _Place:
     def __init__(self, lane: int, at: int, known: Sequence[int], behind: int | None) -> None:
         self.lane = lane
         self.at = at
-        self.known = (*known[:lane], at, *known[lane + 1 :])
+        mine = [*known]
+        mine[lane] = at
+        self.known: Sequence[int] = mine
         self.behind = behind
 
-    def precedes(self, other: "_Place") -> bool:
-        """Whether another step comes after this one."""
-        return other is not self and other.known[self.lane] >= self.at
+
+def _needed(steps: set[int], places: "dict[int, _Place]") -> set[int]:
+    """Return those of some steps that no other one of them comes after."""
+    if len(steps) < 2:
+        return steps
+    needed = set()
+    for each in steps:
+        lane, at = places[each].lane, places[each].at
+        for other in steps:
+            if other != each and places[other].known[lane] >= at:
+                break
+        else:
+            needed.add(each)
+    return needed
 
 
 def estimated(used: Sequence[tuple[Sequence[Piece | Token], Sequence[Piece | Token]]]) -> list[float]:
@@ -223,22 +244,32 @@ def _parts(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> list[_Part]:
     owner = _owners(before, ends)
     if any(node not in owner for node in before):
         return []
-    inner = {one for one, other, _ in edges if owner[one] == owner[other]}
+    leading, led = set(), set()  # to, and from, another node of their own step
+    for one, other, _ in edges:
+        if owner[one] == owner[other]:
+            leading.add(one)
+            led.add(other)
     for node, number in owner.items():
-        behind = {owner[each] for each in before.get(node, ())}
-        if number not in behind:
+        if node not in led:
             parts[number].entries.append(node)
-        if node not in inner:
+        if node not in leading:
             parts[number].exits.append(node)
-        parts[number].after |= behind - {number}
-    kinds = {(one, other): plain for one, other, plain in edges}
-    for part in parts:
-        for each in part.after:
-            pairs = [kinds.get(pair) for pair in parts[each].leading_to(part)]
-            if None not in pairs:
-                part.whole.add(each)
-                if False in pairs:
-                    part.fixed.add(each)
+    found: Counter[tuple[int, int]] = Counter()  # edges from exits to entries, of steps that have several
+    for one, other, plain in edges:
+        first, second = owner[one], owner[other]
+        if first != second:
+            part = parts[second]
+            part.after.add(first)
+            if not plain:
+                part.fixed.add(first)
+            if one not in leading and other not in led:
+                if len(parts[first].exits) == 1 and len(part.entries) == 1:
+                    part.whole.add(first)
+                else:
+                    found[first, second] += 1
+    for (first, second), count in found.items():
+        if count == len(parts[first].exits) * len(parts[second].entries):
+            parts[second].whole.add(first)
     return parts
 
 
@@ -270,7 +301,7 @@ class _Placing:
         heapify(self._ready)
         self._running: list[tuple[float, int]] = []
         self._free, self._last, self._counts = [*range(lanes)], [-1] * lanes, [0] * lanes
-        self._now, self._left = 0.0, sum(times)  # of steps that have not begun
+        self._now, self._left, self._ends = 0.0, sum(times), 0.0  # left of steps to begin; the ends of those that run, in all
 
     def run(self) -> dict[int, _Place]:
         """Place all steps."""
@@ -283,8 +314,7 @@ class _Placing:
     def _next(self) -> int:
         """Take the step that begins now: of those with the longest way to the end, or one more in a row where there is time."""
         rank, number = self._ready[0]
-        at_work = sum(end - self._now for end, _ in self._running)
-        slack = (self._left + at_work) / self._lanes + rank  # the longest way may begin so much later
+        slack = (self._left + self._ends - len(self._running) * self._now) / self._lanes + rank  # the longest way may begin later
         best: tuple[float, int] | None = None
         for lane in self._free if slack > 0 and self._lanes > 1 else ():
             for each in self._followers[self._last[lane]] if self._counts[lane] else ():
@@ -306,7 +336,9 @@ class _Placing:
         self._last[lane] = number
         self._left -= self._times[number]
         self.places[number] = _Place(lane, self._counts[lane], known, behind)
-        heappush(self._running, (self._now + self._times[number], number))
+        end = self._now + self._times[number]
+        self._ends += end
+        heappush(self._running, (end, number))
         while self._ready and self._ready[0][1] in self.places:  # some begin before their turn
             heappop(self._ready)
 
@@ -325,7 +357,8 @@ class _Placing:
         """Let the clock go on to the next end."""
         self._now = self._running[0][0]
         while self._running and self._running[0][0] <= self._now:
-            _, number = heappop(self._running)
+            end, number = heappop(self._running)
+            self._ends -= end
             self._free.append(self.places[number].lane)
             for each in self._followers[number]:
                 self._missing[each] -= 1
