@@ -177,7 +177,7 @@ def cases_of(call: Call, driver: Any, torch: Any, options: Any, skipped: list[st
         theirs = call.on(Torch(torch), partial(tensor, torch))
         check(driver, f"{call}, torch", array_of(theirs()), right)
         cases |= {TORCH_GRAPH: graph_of(torch, many(theirs)), TORCH: many(theirs)}
-        if call.operation in OWN_KERNELS or options.inductor:
+        if options.inductor == "all" or (options.inductor == "kernels" and call.operation in OWN_KERNELS):
             try:
                 torch.compiler.reset()  # or the geometries before count as recompilations
                 fused = torch.compile(theirs.func, dynamic=False)
@@ -268,7 +268,8 @@ def main() -> int:
     parser.add_argument("--side", type=positive, default=224, help="pixels, 33 or more (default: %(default)s)")
     parser.add_argument("--thin", type=positive, default=1, help="divides the numbers of channels (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="(default: %(default)s)")
-    parser.add_argument("--inductor", action="store_true", help="Inductor beside convolutions and products, too")
+    told = "what Inductor, which compiles for seconds, is run beside: own kernels, all, or nothing (default: %(default)s)"
+    parser.add_argument("--inductor", choices=("kernels", "all", "none"), default="kernels", help=told)
     small = {"thin": 16, "side": 40, "dtype": "float32", "times": 5, "most": 3}
     options = parse(parser, small, calls=1, times=2, most=1)
     if options.side < 33:
