@@ -142,7 +142,7 @@ def _subtitle(how: Explanation) -> str:
     if how.serial:
         text += f"; {len(how.serial)} steps with nothing beside them"
     if how.times:
-        text += f"; {how.total:,.1f} µs one after the other, {how.critical:,.1f} on the longest way"
+        text += f"; {how.total:,.1f} µs one after the other, {how.critical:,.1f} on the longest way by data"
     return text
 
 

@@ -58,6 +58,8 @@ class Explanation:
     steps : tuple of Step
     times : tuple of float
         Microseconds of each step, with nothing beside it; none where they were not measured.
+    data : tuple of tuple of int
+        For each step, what it was recorded to wait for, before all were brought onto fewer lanes.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Explanation:
     exact: bool = True
     steps: tuple[Step, ...] = ()
     times: tuple[float, ...] = ()
+    data: tuple[tuple[int, ...], ...] = ()
 
     @property
     def nodes(self) -> list[Step]:
@@ -91,12 +94,17 @@ class Explanation:
     @property
     def longest(self) -> int:
         """How many steps there are on the longest way through them."""
-        return int(self._longest([1.0] * len(self.steps)))
+        return int(_longest(self._after, [1.0] * len(self.steps)))
 
     @property
     def critical(self) -> float:
-        """Microseconds of the longest way through the steps; 0 where they were not measured."""
-        return self._longest(self.times) if self.times else 0.0
+        """Microseconds of the longest way through the steps by their data alone; 0 where they were not measured."""
+        return _longest(self.data or self._after, self.times) if self.times else 0.0
+
+    @property
+    def planned(self) -> float:
+        """Microseconds of the longest way through the steps on the lanes that there are; 0 where they were not measured."""
+        return _longest(self._after, self.times) if self.times else 0.0
 
     @property
     def total(self) -> float:
@@ -114,21 +122,21 @@ class Explanation:
 
     def order(self) -> list[int]:
         """Return the steps' places, each behind those that it waits for."""
-        return [*TopologicalSorter({number: step.after for number, step in enumerate(self.steps)}).static_order()]
+        return _ordered(self._after)
 
-    def _longest(self, times: Sequence[float]) -> float:
-        ways: dict[int, float] = {}
-        for number in self.order():
-            ways[number] = times[number] + max([ways[before] for before in self.steps[number].after], default=0.0)
-        return max(ways.values(), default=0.0)
+    @property
+    def _after(self) -> list[tuple[int, ...]]:
+        return [step.after for step in self.steps]
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it in dictionaries, lists, numbers and strings, as JSON takes them."""
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         known["allocations"], known["times"] = [*self.allocations], [*self.times]
+        known["data"] = [[*after] for after in self.data]
         known["steps"] = [{**step._asdict(), "after": [*step.after]} for step in self.steps]
         counts = {"nodes": len(self.nodes), "edges": self.edges, "serial": len(self.serial), "longest": self.longest}
-        return {**known, **counts, "critical": self.critical, "total": self.total, "use": [[*each] for each in self.use]}
+        ways = {"critical": self.critical, "planned": self.planned, "total": self.total}
+        return {**known, **counts, "use": [[*each] for each in self.use], **ways}
 
     def to_dot(self) -> str:
         """Return the graph of the steps in the language of Graphviz: a box for what nothing runs beside."""
@@ -159,9 +167,10 @@ class Explanation:
         if self.recorded > self.got:
             lines.append(f"Recorded on {self.recorded} lanes, as the data allows, and brought onto {self.got} by edges")
         if self.times:
+            use = ", ".join(f"{count} {time:,.1f}" for count, time in self.use)
             lines.append(
-                f"Measured: {self.total:,.1f} microseconds one after the other, {self.critical:,.1f} on the longest way; on each "
-                f"lane, nodes and microseconds: {', '.join(f'{count} {time:,.1f}' for count, time in self.use)}"
+                f"Measured: {self.total:,.1f} microseconds one after the other, {self.critical:,.1f} on the longest way by data, "
+                f"{self.planned:,.1f} on these lanes; on each lane, nodes and microseconds: {use}"
             )
         elif self.got > 1:
             lines.append(f"Nodes on each lane: {', '.join(str(count) for count, _ in self.use)}")
@@ -183,6 +192,17 @@ class Explanation:
                 for each, count in known.items()
             ],
         ]
+
+
+def _ordered(after: Sequence[Sequence[int]]) -> list[int]:
+    return [*TopologicalSorter(dict(enumerate(after))).static_order()]
+
+
+def _longest(after: Sequence[Sequence[int]], times: Sequence[float]) -> float:
+    ways: dict[int, float] = {}
+    for number in _ordered(after):
+        ways[number] = times[number] + max([ways[before] for before in after[number]], default=0.0)
+    return max(ways.values(), default=0.0)
 
 
 def _quoted(text: str) -> str:

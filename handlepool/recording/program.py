@@ -149,7 +149,8 @@ class Program:
         arrangement = recording.arrangement
         steps, got = (lanes.steps, lanes.got) if arrangement is None else (arrangement.steps, arrangement.lanes)
         known = lanes.limit, lanes.wanted, lanes.got, got, lanes.exact, tuple(steps), tuple(recording.times or ())
-        return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations, *known)
+        data = tuple([step.after for step in lanes.steps])
+        return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations, *known, data)
 
     def tune(self, lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0) -> LanesTuning:
         """Measure on how many lanes it runs best, and run it on so many from now on.

@@ -61,11 +61,9 @@ def test_measured_times_are_told_with_the_longest_way_and_the_lanes_use(scene):
         assert re.search(r"Nodes on each lane: \d+, \d+, \d+\n", str(how))
         how = program.explain(measure=True)
         assert len(how.times) == len(how.steps)
-        assert 0 < how.critical <= how.total
+        assert 0 < how.critical <= how.planned <= how.total
         assert sum(count for count, _ in how.use) == len(how.nodes)
-        assert re.search(
-            r"Measured: [\d.,]+ microseconds one after the other, [\d.,]+ on the longest way; on each lane", str(how)
-        )
+        assert re.search(r"Measured: [\d.,]+ microseconds one after the other, [\d.,]+ on the longest way by data", str(how))
         known = json.loads(json.dumps(how.to_dict()))
         assert (known["critical"], known["times"], len(known["use"])) == (how.critical, [*how.times], 3)
         assert program.explain().times == how.times
@@ -79,6 +77,8 @@ def test_the_longest_way_is_by_times_and_not_by_steps():
     )
     how = Explanation("name", 4, 0, limit=2, got=2, steps=steps, times=(1.0, 2.0, 10.0, 20.0))
     assert (how.longest, how.critical, how.total, how.use) == (2, 30.0, 33.0, [(2, 3.0), (2, 30.0)])
+    by_data = Explanation("name", 4, 0, steps=steps, times=how.times, data=((), (), (), ()))
+    assert (by_data.critical, by_data.planned) == (20.0, 30.0)
     assert how.order().index(3) < how.order().index(2)
 
 
