@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from handlepool._util import as_integer, leaves, shown
@@ -104,7 +105,8 @@ def record(
         outputs = recording.capture(function, args, kwargs)
         if outputs is None:
             raise _nothing(name)
-        program = Program(name, recording, inputs, outputs, home, recording.memory(function, args, kwargs, outputs))
+        memory = recording.memory(function, args, kwargs, outputs)
+        return _drawn(Program(name, recording, inputs, outputs, home, memory), picture)
     except BaseException:
         outputs, done = None, False
         try:
@@ -113,12 +115,12 @@ def record(
             if not done:
                 defer(recording.settle)
         raise
+
+
+def _drawn(program: Program, picture: Path | None) -> Program:
+    """Return a program, after it was drawn where the environment asks for that."""
     if picture is not None:
-        try:
-            program.draw(picture, measure=False)
-        except BaseException:
-            program.close()
-            raise
+        program.draw(picture, measure=False)
     return program
 
 
