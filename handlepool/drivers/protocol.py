@@ -302,6 +302,9 @@ class Driver(Protocol):
     """What it takes as it is; the first is what it makes."""
     block_type: type
     """Of the blocks of its array library's pool. Two that live at once share no byte."""
+    arranges: bool
+    """Whether recordings with lanes are made wider than asked for and scheduled, use freed memory again, and have torch's
+    operations as nodes, in memory of their own."""
     memory_advice: str
     """What the message of an error adds where memory is out: how to have more, if a setting says how much there is."""
 

@@ -275,6 +275,9 @@ class Recording:
         """Make what was captured ready to be launched, on as many lanes as were asked for."""
         lanes, captured = self.lanes, self.captured
         assert captured is not None
+        if not self.pool.driver.arranges:
+            captured.instantiate()
+            return
         if lanes is not None and lanes.exact:
             self.schedule = Schedule(captured, lanes.steps, tuple(lanes.ends), lanes.got)
             self.arrangement = self.schedule.on(lanes.limit, estimated(lanes.used))
@@ -289,7 +292,8 @@ class Recording:
         lanes = self.lanes
         torch = torch_in_use(self.pool.driver) or torch_among(function, args, kwargs)
         if torch is not None:
-            self._tensors = torch.recording_pool(self.device)
+            if self.pool.driver.arranges:
+                self._tensors = torch.recording_pool(self.device)
             function, args, kwargs = in_torch(torch, slot.pointer, slot.pointer, self.device, function, args, kwargs)
         if lanes is None:
             return self._call(slot, function, args, kwargs)

@@ -123,7 +123,7 @@ class Lanes:
         self.calls: list[Made] = []
         self.wanted = self.got = 0
         self.exact = True
-        self._width = 1 if limit == 1 else MOST_SIDE_SLOTS
+        self._width = MOST_SIDE_SLOTS if limit > 1 and pool.driver.arranges else limit
         self._pool = pool
         self._driver = pool.driver
         self._device = device
@@ -169,7 +169,7 @@ class Lanes:
         base = self._driver.dependencies(slot.pointer)
         self.exact = base is not None
         self._base = self._put = base or ()
-        self._keeps = self.exact and not memory.recycle(self.may_have)
+        self._keeps = self.exact and not (self._driver.arranges and memory.recycle(self.may_have))
         memory.tell(self.allocated)
         watches = [self._driver.watch_shared(self._shared, check=False), self._driver.watch_plain(self._plain)]
         return partial(do_all, [*watches, partial(memory.tell, None), partial(memory.recycle, None)])

@@ -232,6 +232,11 @@ class Program:
         recording = self._recording
         if recording is None:
             self._refuse()
+        if recording.lanes is not None and not self._driver.arranges:
+            raise ArgumentError(
+                f"{self._name} was recorded on the {self._driver.name} driver, which does not schedule recordings yet: record it "
+                f"with each number of lanes, and time the programs"
+            )
         if recording.schedule is None or recording.lanes is None or recording.lanes.limit == 1:
             raise ArgumentError(
                 f"{self._name} was not recorded on several lanes, so there is no other number to try: record it with lanes, as "

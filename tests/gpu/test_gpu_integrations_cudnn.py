@@ -359,6 +359,7 @@ def test_g1_each_way_gives_each_thread_a_handle_of_its_own(installed, in_threads
 @pytest.mark.parametrize("way", ways("wrong"))
 def test_g1_control_its_own_handle_is_one_in_all_threads(own_handles, in_threads, way):
     way = way()
+    way.handle()  # or threads that come first at once make one each
     assert len({handle.backend_handle for handle in in_threads(4, lambda _: way.handle())}) == 1
 
 

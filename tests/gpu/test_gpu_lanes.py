@@ -17,6 +17,12 @@ from handlepool import CaptureError, OutOfMemoryError, operation
 from handlepool.recording import lanes as books
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+from handlepool.drivers.cuda.driver import CudaDriver  # noqa: E402
+
+arranged = pytest.mark.skipif(
+    not CudaDriver.arranges,
+    reason="recordings are not arranged on a GPU before that was seen to be right: set CudaDriver.arranges",
+)
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROGRAMS, PARTS = 3000, 5
@@ -240,6 +246,7 @@ def sizes_of(*call):
     return found
 
 
+@arranged
 @pytest.mark.parametrize("name", ["googlenet", "squeezenet1_1"])
 def test_a_network_takes_at_most_half_as_much_again_as_on_one_lane(lanes, monkeypatch, name):
     one, *others = sizes = sizes_of(*network(name, monkeypatch), (1, 2, 4, WIDE))
@@ -247,6 +254,7 @@ def test_a_network_takes_at_most_half_as_much_again_as_on_one_lane(lanes, monkey
         assert max(size[which] for size in others) <= 1.5 * one[which], sizes
 
 
+@arranged
 def test_control_googlenet_with_all_memory_kept_takes_more_than_that(lanes, monkeypatch):
     function, p, x = network("googlenet", monkeypatch)
     ((_, one),) = sizes_of(function, p, x, (1,))
@@ -268,6 +276,7 @@ def test_a_network_gives_the_same_bits_at_every_replay(lanes, monkeypatch, eager
     assert not cupy.stack(wrong).any()
 
 
+@arranged
 def test_chains_without_an_order_take_as_many_times_the_memory_as_there_are_lanes(lanes):
     run, images, filters = chains(WIDE)
     (_, one), (_, size) = sizes_of(run, images, filters, (1, WIDE))
@@ -309,15 +318,18 @@ def wrong_values(run, x, replays=30):
     return int(cupy.stack(wrong).sum())
 
 
+@arranged
 def test_g8_memory_that_was_freed_goes_to_calls_that_come_after_its_readers(lanes, kernels):
     assert wrong_values(slow_readers(kernels), cupy.ones(1 << 16, np.float32)) == 0
 
 
+@arranged
 def test_g8_control_memory_that_goes_to_whoever_asks_is_overwritten(lanes, kernels, monkeypatch):
     monkeypatch.setattr(books.Lanes, "may_have", lambda lanes, start, stop: True)
     assert wrong_values(slow_readers(kernels), cupy.ones(1 << 16, np.float32)) > 0
 
 
+@arranged
 def test_outputs_outlive_their_program_and_all_memory_goes_back(lanes, kernels):
     x = cupy.ones(1 << 20, np.float32)
     run = slow_readers(kernels)
@@ -348,6 +360,7 @@ def test_too_little_memory_is_an_error_that_says_what_lanes_take(lanes):
     assert lanes.stats()["handles_leased"] == 0
 
 
+@arranged
 def test_allocations_of_the_graphs_own_are_counted_and_their_callers_named(lanes):
     blocks = cupy.cuda.MemoryAsyncPool()
 

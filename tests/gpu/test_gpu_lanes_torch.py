@@ -17,6 +17,12 @@ from handlepool.recording.held import Held
 from handlepool.recording.lanes import Lanes
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+from handlepool.drivers.cuda.driver import CudaDriver  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not CudaDriver.arranges,
+    reason="recordings are not arranged on a GPU before that was seen to be right: set CudaDriver.arranges",
+)
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROGRAMS = 300

@@ -15,10 +15,15 @@ from handlepool import operation
 from handlepool.recording import capture
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
-
 from test_gpu_lanes import World, chains  # noqa: E402
 
+from handlepool.drivers.cuda.driver import CudaDriver  # noqa: E402
 from handlepool.drivers.cuda.rewiring import MOST_ENDS, Rewiring  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not CudaDriver.arranges,
+    reason="recordings are not arranged on a GPU before that was seen to be right: set CudaDriver.arranges",
+)
 
 PROGRAMS = 600
 WIDE = 12

@@ -80,6 +80,7 @@ class HostDriver(Controls):
     _numbers = itertools.count(0x1000)  # of handles
     array_types: tuple[type, ...] = (HostArray, np.ndarray)
     block_type: type = Owner
+    arranges: bool = True
 
     def __init__(
         self,
