@@ -21,7 +21,7 @@ MANY = 16
 
 def at_once(begin: Any, arrays: Any, out: Any, fresh: Any = None) -> None:
     """What would launch a plan."""
-    begin((), at_once, ())
+    begin((), at_once, (), ())
 
 
 at_once.operands = SimpleNamespace(fresh=True)  # type: ignore[attr-defined]

@@ -135,8 +135,8 @@ def test_all_runs_a_selection_and_says_which_bounds_are_kept(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "== captures: on a GPU alone" in done.stdout
-    verdicts = done.stdout.partition("\nbound ")[2].splitlines()[1:5]
-    assert [line.partition(":")[0] for line in verdicts] == ["acquire", "acquire", "lifetimes", "exits"]
+    verdicts = done.stdout.partition("\nbound ")[2].splitlines()[1:7]
+    assert [line.partition(":")[0] for line in verdicts] == [*["acquire"] * 4, "lifetimes", "exits"]
     assert all(line.endswith(("not judged", "  kept")) for line in verdicts)
     assert all((tmp_path / f"{name}.json").exists() for name in ("acquire", "lifetimes", "exits"))
 
