@@ -92,5 +92,5 @@ def test_every_error_has_the_root_and_a_builtin_that_a_person_would_catch(error)
     assert issubclass(error, errors.HandlePoolError)
     assert getattr(handlepool, error.__name__) is error
     if error is not errors.HandlePoolError:
-        builtins = (RuntimeError, ValueError, TypeError, MemoryError, IndexError)
+        builtins = (RuntimeError, ValueError, TypeError, MemoryError, IndexError, ImportError)
         assert issubclass(error, builtins)

@@ -48,6 +48,7 @@ def random(*shape, seed=0, dtype="float32", layout="contiguous"):
 # Convolutions
 
 
+@pytest.mark.filterwarnings("default")  # torch's own, once in a process, of a plan that it could not build
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
