@@ -80,12 +80,12 @@ def supported(line):
     return not line.startswith(("no plan", "refused"))
 
 
-def families(where):
-    """Plan the cases of the table of what is right, by family, without our rules and with them."""
+def families(where, kinds=("raw", "ruled")):
+    """Plan the cases of the table of what is right, by family, without our rules ("raw") and with them ("ruled")."""
     from handlepool.drivers.cuda import planning as cuda
 
     found = {}
-    for name in ("raw", "ruled"):
+    for name in kinds:
         table = defaultdict(Counter)
         for number in range(CASES):
             case = geometries.make_case(number, tuple(geometries.MAKERS))
