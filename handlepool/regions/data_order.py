@@ -180,12 +180,19 @@ class DataOrder:
         return reads, writes, needs
 
     def _look_up(self) -> None:
-        """Make entries of all that the first launches were given."""
-        recent, self.recent = self.recent, None
-        for addresses, operands, track, call in recent or ():
-            reads, writes, _ = self.meet(addresses, operands)
-            write_down(track, call, reads, writes)
-            self._write_down_new(track, call, addresses, operands)
+        """Make entries of all that the first launches were given; after an interrupt there are none, and it is done again."""
+        recent = self.recent
+        try:
+            self.recent = None
+            for addresses, operands, track, call in recent or ():
+                reads, writes, _ = self.meet(addresses, operands)
+                write_down(track, call, reads, writes)
+                self._write_down_new(track, call, addresses, operands)
+        except BaseException:
+            self._uses.close()
+            self._uses, self.recent = Uses(), recent
+            self._known = self._uses.known
+            raise
 
     def entries(self, pieces: Iterable[Piece | Token]) -> list[Use]:
         """Return the books' entries of any arrays, and tokens."""
@@ -237,8 +244,8 @@ class DataOrder:
         except BaseException:
             self._events.put(event)
             raise
-        count = track.marked = track.count
-        marks.append((count, event, track.known))
+        marks.append((track.count, event, track.known))
+        track.marked = track.count  # after: an interrupt may come between the two
 
     def follow(self, track: Track, needs: Needs) -> None:
         """Let a stream wait for calls, where it does not yet."""
