@@ -17,6 +17,7 @@ What that rests on:
 
 import functools
 import operator
+import os
 import sys
 import threading
 import warnings
@@ -106,6 +107,17 @@ class PooledHandle(cudnn.Handle):  # type: ignore[misc]
     def _ordinal(self, value: object) -> None:
         pass
 
+    # What has a handle may be copied, as with the frontend's own: a copy is the same handle.
+
+    def __copy__(self) -> "PooledHandle":
+        return self
+
+    def __deepcopy__(self, memo: object) -> "PooledHandle":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a cudnn handle is its process's and cannot be pickled; make one where it is used")
+
     def __repr__(self) -> str:
         return f"<PooledHandle{', destroyed' if self._destroyed else ''}>"
 
@@ -192,13 +204,14 @@ def _builder() -> int:
     """Return the handle that graphs are built with on the current device, of a pool that nobody else has."""
     driver = handlepool.default_pool().driver
     device = driver.current_device()
-    if device not in _builders:
+    key = os.getpid(), device  # in a forked child the pool raises, and no inherited handle is used
+    if key not in _builders:
         pool = _builders.setdefault(None, HandlePool(driver=driver.name, check=False))
-        _builders.setdefault(device, pool.get_handle(0))  # of two threads both get the first one's
-    return int(_builders[device].backend_handle)
+        _builders.setdefault(key, pool.get_handle(0))  # of two threads both get the first one's
+    return int(_builders[key].backend_handle)
 
 
-_builders: dict[int | None, Any] = {}
+_builders: dict[tuple[int, int] | None, Any] = {}
 
 
 def _of_graph(graph: Any, handle: Any) -> Any:

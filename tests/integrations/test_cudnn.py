@@ -1,6 +1,8 @@
 """The frontend's functions are the pool's while `handlepool.integrations.cudnn` is installed, and its own afterwards."""
 
+import copy
 import inspect
+import pickle
 import subprocess
 import sys
 import threading
@@ -580,3 +582,37 @@ def test_info_says_whether_it_is_installed(pool):
 def test_importing_handlepool_imports_no_integration():
     code = "import sys, handlepool; assert not [name for name in sys.modules if 'integrations' in name]"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_g13_no_graph_is_built_with_a_parents_handle_in_a_forked_child():
+    code = """
+import os, sys
+import cudnn, handlepool
+from handlepool import ForkedProcessError, HandlePool
+from handlepool.integrations import cudnn as shim
+from handlepool.pool import default
+default._default = HandlePool(driver="host")
+shim.install()
+assert shim._builder() == shim._builder()
+child = os.fork()
+if not child:
+    try:
+        shim._builder()
+    except ForkedProcessError:
+        os._exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+shim._builder()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert not done.returncode, done.stderr
+
+
+def test_a_copy_of_what_has_a_handle_has_the_same_handle_and_it_cannot_be_pickled(installed):
+    layer = SimpleNamespace(handle=cudnn.create_handle())
+    copies = [copy.copy(layer.handle), copy.deepcopy(layer).handle]
+    cudnn.set_stream(layer.handle, 0)
+    assert all(each is layer.handle for each in copies)
+    assert copies[1].backend_handle == layer.handle.backend_handle
+    with pytest.raises(TypeError, match="cannot be pickled; make one where it is used"):
+        pickle.dumps(layer.handle)
