@@ -71,7 +71,7 @@ def check(name: str, file: str | PathLike[str]) -> None:
     PackageMissingError, ArgumentError
     """
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise PackageMissingError(
             f"a picture of {name} needs matplotlib, which is not installed: pip install handlepool[demo], or take "
@@ -81,6 +81,11 @@ def check(name: str, file: str | PathLike[str]) -> None:
         path = Path(fspath(file))
     except TypeError:
         raise ArgumentError(f"{name}: draw({shown(file)}); pass the name of a file") from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise ArgumentError(
+            f"{name}: draw({str(fspath(file))!r}): its ending must say of which kind it is: one of .{', .'.join(sorted(kinds))}"
+        )
     if not path.parent.is_dir():
         raise ArgumentError(f"{name}: draw({str(path)!r}): there is no folder {str(path.parent)!r}; make it first")
 

@@ -140,12 +140,15 @@ def test_other_work_is_a_band_over_all_lanes(tmp_path):
 # Bad input
 
 
-@pytest.mark.parametrize("place", ["nowhere/x.png", "x.unknown", 5])
-def test_a_file_that_cannot_be_written_is_refused(scene, tmp_path, place):
-    file = tmp_path / place if isinstance(place, str) else place
+@pytest.mark.parametrize("place", ["nowhere/x.png", "x.unknown", "", "folder", "x\0.png", 5])
+def test_a_file_that_cannot_be_written_is_refused(scene, tmp_path, monkeypatch, place):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / place if place == "x.unknown" else place
     with handlepool.record(wide, scene, scene.array(1), lanes=3) as program:
-        with pytest.raises(ArgumentError, match=r"there is no folder|cannot write|the name of a file"):
+        with pytest.raises(ArgumentError, match=r"there is no folder|cannot write|the name of a file|its ending must say"):
             program.draw(file, measure=False)
+        assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
         program.replay()
 
 
