@@ -344,9 +344,11 @@ class Recording:
                 lanes, calls = self.lanes, self.lanes.calls
                 took, advice = f"{self.nbytes:,} bytes on {lanes.got} lanes", ""
                 if lanes.got > 1:
-                    rest = self.nbytes - self._memory.nbytes - self.scratch_bytes
-                    one = self._memory.in_order + self.scratch_bytes // lanes.got + rest
-                    took, advice = f"{took}, where 1 lane takes about {one:,}", "record it with lanes=1; or "
+                    advice = "record it with lanes=1; or "
+                    if self.pool.driver.arranges:  # where memory is kept, nobody knows what would have been used again
+                        rest = self.nbytes - self._memory.nbytes - self.scratch_bytes
+                        one = self._memory.in_order + self.scratch_bytes // lanes.got + rest
+                        took = f"{took}, where 1 lane takes about {one:,}"
                 raise OutOfMemoryError(
                     f"the recording of {self._name} finds no memory on device {self.device} ({error}), at call {len(calls)} of "
                     f"{len(self._rehearsed)}: until there it took {took}. To have enough, {advice}free arrays, close programs, "

@@ -10,7 +10,7 @@ was is seen at the next node, which starts new books behind it.
 There are as many lanes as the data allows: `handlepool.recording.schedule` brings them down to the number that was asked for.
 
 Memory that was freed while recording is given to a node alone that comes after all who used it: no edge is added for that. Where
-the driver cannot do so, all is kept to the end of the recording.
+the driver cannot do so, all is kept to the end of the recording; on one lane, where all run one after the other, it need not be.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -169,7 +169,8 @@ class Lanes:
         base = self._driver.dependencies(slot.pointer)
         self.exact = base is not None
         self._base = self._put = base or ()
-        self._keeps = self.exact and not (self._driver.arranges and memory.recycle(self.may_have))
+        recycles = self.exact and self._driver.arranges and memory.recycle(self.may_have)
+        self._keeps = self.exact and self._width > 1 and not recycles
         memory.tell(self.allocated)
         watches = [self._driver.watch_shared(self._shared, check=False), self._driver.watch_plain(self._plain)]
         return partial(do_all, [*watches, partial(memory.tell, None), partial(memory.recycle, None)])

@@ -178,8 +178,8 @@ class Program:
         Raises
         ------
         ArgumentError
-            For a program that was recorded without lanes, or with one; for what replays write and nobody can restore, by its
-            place or the call's; for other arguments than these.
+            On the cuda driver, which cannot do so yet; for a program that was recorded without lanes, or with one; for what
+            replays write and nobody can restore, by its place or the call's; for other arguments than these.
         CaptureError
             Inside a recording, a branch or a task; while the current stream is being captured; for a graph that cannot be copied.
         MemoryError
@@ -202,8 +202,9 @@ class Program:
         dark : bool
             For a dark page.
         measure : bool
-            Replay the program to see when its nodes run, as `tune` does, with the same care and the same errors. Without that
-            there is the graph alone, and its times are estimated where they were not measured before.
+            Replay the program to see when its nodes run, as `tune` does, with the same care and the same errors (on the cuda
+            driver, one so far). Without that there is the graph alone, with all calls as long as each other where their times
+            were not measured before.
 
         Raises
         ------
@@ -234,8 +235,8 @@ class Program:
             self._refuse()
         if recording.lanes is not None and not self._driver.arranges:
             raise ArgumentError(
-                f"{self._name} was recorded on the {self._driver.name} driver, which does not schedule recordings yet: record it "
-                f"with each number of lanes, and time the programs"
+                f"{self._name} cannot be measured or tuned: the {self._driver.name} driver does not arrange recordings yet. "
+                f"Record it with each number of lanes, and time replays of your own; explain() and draw(..., measure=False) work"
             )
         if recording.schedule is None or recording.lanes is None or recording.lanes.limit == 1:
             raise ArgumentError(

@@ -50,7 +50,9 @@ def record(
         1 to 32. The outermost calls of graph functions and operations become nodes that are ordered by their data alone, and at
         most so many of them run at once. They are recorded on as many lanes as the data allows, for which memory is taken; only 1
         takes the least. Forks, and whatever else is launched, stand after all before them, and before all after them;
-        `Program.explain` says where. Memory goes to calls alone that come after its last users.
+        `Program.explain` says where. Memory goes to calls alone that come after its last users. The cuda driver does not arrange
+        recordings yet: there are ``lanes`` lanes from the beginning, with more than one all memory is kept, and operations on
+        torch's tensors are other work, in which torch may allocate nothing.
         By default the order of streams and forks is recorded. Where ``HANDLEPOOL_DRAW`` names a folder, each recording with lanes
         is drawn there, as by `Program.draw`.
 
@@ -62,8 +64,7 @@ def record(
     Raises
     ------
     CaptureError
-        For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded; inside
-        ``torch.cuda.use_mem_pool``, and where torch uses the GPU and is older than 2.8. With
+        For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded. With
         ``lanes`` for calls that were others at the second call, and for an operation that wrote and gave no work to the stream.
     ArgumentError
         For ``lanes`` that are no integer from 1 to 32, for a function that returns nothing, a generator or a coroutine, and for

@@ -136,9 +136,7 @@ def checked(name: str, lanes: object, goal: object, seconds: object) -> tuple[tu
         raise ArgumentError(f"{name}: tune(lanes={shown(lanes)}); pass several numbers of lanes, as (1, 2, 4, 8, 16)")
     counts = tuple(dict.fromkeys(as_integer(each, 0) for each in lanes))
     if not counts or not all(1 <= each <= MOST_SIDE_SLOTS for each in counts):
-        raise ArgumentError(
-            f"{name}: tune(lanes={shown(lanes)}); they must be integers from 1 to {MOST_SIDE_SLOTS}, at least one"
-        )
+        raise ArgumentError(f"{name}: tune(lanes={shown(lanes)}); pass one or more integers from 1 to {MOST_SIDE_SLOTS}")
     if goal not in GOALS:
         raise ArgumentError(f"{name}: tune(goal={shown(goal)}); it must be 'clock' or 'device'")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
