@@ -193,7 +193,7 @@ class Lanes:
         self._free.pop(piece[0], None)
         if self._inside:
             self._new.append(piece)
-            self._unwritten.wrote([(*piece, None)])  # by the node, as far as is known
+            self._unwritten.forget(*piece)  # the node writes it, as far as is known
         else:
             place = place_of_call()
             self._allocations.append(place)

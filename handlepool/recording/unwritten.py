@@ -1,6 +1,6 @@
 """Memory that was allocated while recording and that nothing has written yet: who reads it reads what was there before."""
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 
 from handlepool._util import leaves, shown
@@ -17,9 +17,22 @@ class Unwritten:
 
     def add(self, start: int, stop: int, place: str) -> None:
         """Take note of a block, and of where it was allocated."""
-        if start not in self._blocks:
-            insort(self._starts, start)
+        if start == stop:  # nobody reads there, and several may begin at one place
+            return
+        self.forget(start, stop)
+        insort(self._starts, start)
         self._blocks[start] = stop, place
+
+    def forget(self, start: int, stop: int) -> None:
+        """Know nothing any more of memory that was given out again, maybe as a part of a block, or as several in one."""
+        first, last = bisect_left(self._starts, start), bisect_left(self._starts, stop)
+        for each in self._starts[first:last]:
+            del self._blocks[each]
+        del self._starts[first:last]
+        if first:
+            before = self._starts[first - 1]
+            end, place = self._blocks[before]
+            self._blocks[before] = min(end, start), place
 
     def wrote(self, writes: Iterable[Piece | Token]) -> None:
         """Take note of writes: a block that was written to in part counts as written."""

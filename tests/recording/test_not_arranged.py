@@ -11,9 +11,10 @@ from harness.region_worlds import World
 from harness.scenes import Scene, leased
 
 import handlepool
-from handlepool import ArgumentError, OutOfMemoryError
+from handlepool import ArgumentError, CaptureError, OutOfMemoryError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.recording import drawing
+from handlepool.recording.unwritten import Unwritten
 
 PROGRAMS = 12
 
@@ -98,6 +99,25 @@ def test_memory_is_kept_on_several_lanes_and_used_again_on_one(scene):
             sizes.append(program.nbytes)
     assert sizes[0] < 512 * 5
     assert sizes[1] >= 512 * 40
+
+
+@pytest.mark.parametrize(
+    ("before", "given"),
+    [([(0, 512), (512, 1024)], (0, 1024)), ([(0, 1024)], (512, 1024)), ([(0, 1024)], (0, 1024))],
+    ids=["several in one", "a part", "the same"],
+)
+def test_memory_that_is_given_out_again_in_other_blocks_is_known_by_its_last_block(before, given):
+    books = Unwritten()
+    for start, stop in before:
+        books.add(start, stop, "before")
+    books.add(*given, "now")
+    for place in (0, 0, 512, 512):
+        books.add(place, place, "nothing")
+    inside = (max(given[0], 512), 600, None)
+    with pytest.raises(CaptureError, match="allocated at now"):
+        books.check("call", "here", [inside], [], ())
+    books.wrote([(*given, None)])
+    books.check("call", "here", [inside], [], ())
 
 
 def test_too_little_memory_promises_no_number_for_one_lane_and_one_lane_is_enough(monkeypatch):
