@@ -111,6 +111,8 @@ def draw(how: Explanation, ends: Sequence[float] | None, file: str | PathLike[st
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    if not how.steps and how.limit is not None:
+        raise ArgumentError(f"{how.name} has no calls to be drawn: it has plain work alone, on the driver's one lane")
     if not how.steps:
         raise ArgumentError(
             f"{how.name} was not recorded with lanes, so there are no calls to be drawn: record it as in record(function, ..., "

@@ -238,6 +238,11 @@ class Program:
                 f"{self._name} cannot be measured or tuned: the {self._driver.name} driver does not arrange recordings yet. "
                 f"Record it with each number of lanes, and time replays of your own; explain() and draw(..., measure=False) work"
             )
+        if recording.lanes is not None and not recording.lanes.exact:
+            raise ArgumentError(
+                f"{self._name} cannot be measured or tuned: the driver gives one lane, since it cannot put a node behind others "
+                f"by choice"
+            )
         if recording.schedule is None or recording.lanes is None or recording.lanes.limit == 1:
             raise ArgumentError(
                 f"{self._name} was not recorded on several lanes, so there is no other number to try: record it with lanes, as "

@@ -120,7 +120,7 @@ def record(
 
 def _drawn(program: Program, picture: Path | None) -> Program:
     """Return a program, after it was drawn where the environment asks for that."""
-    if picture is not None:
+    if picture is not None and program.explain().steps:  # none where all work is plain and the driver gives one lane
         program.draw(picture, measure=False)
     return program
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -193,8 +194,8 @@ class LanesRig:
                 results = {each.asked: each.result() for each in candidates}
                 winner = _best(candidates, results, goal)
             finally:
-                progress(None)
                 self._end(winner)
+                progress(None)
         trials = tuple([results.get(count) or skipped[count] for count in counts])
         took = monotonic() - start
         return LanesTuning(self._name, goal, trials, results[winner.asked], previous.lanes, rounds, took), winner
@@ -339,13 +340,15 @@ def _best(candidates: Sequence[Candidate], results: dict[int, LanesTrial], goal:
 
 def _progress(name: str, seconds: float) -> Callable[[str | None], None]:
     """Return what shows on a terminal how far it is, and what clears that again when it is given None."""
-    if not sys.stderr.isatty():
+    stream = sys.stderr
+    if stream is None or stream.closed or not stream.isatty():
         return lambda what: None
     start = monotonic()
 
     def show(what: str | None) -> None:
         line = "" if what is None else f"{name}: {what}, {monotonic() - start:.1f} of {seconds:.0f} s"
-        sys.stderr.write(f"\r\x1b[K{line}")
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):  # the terminal is gone, or closed, which is no reason to stop
+            stream.write(f"\r\x1b[K{line}")
+            stream.flush()
 
     return show

@@ -200,6 +200,17 @@ def test_the_environment_has_every_recording_with_lanes_drawn(scene, tmp_path, m
     assert all(re.fullmatch(r"test_the_environment\S+lambda-\d+\.png", name) for name in names)
 
 
+def test_the_environment_does_not_stop_a_recording_of_which_nothing_can_be_drawn(scene, tmp_path, monkeypatch):
+    monkeypatch.setattr(HostDriver, "dependencies", lambda driver, pointer: None)
+    monkeypatch.setenv(drawing.VARIABLE, str(tmp_path))
+    with handlepool.record(lambda x: scene.plus(x, 1), scene.array(1), lanes=4) as program:
+        program.replay()
+        assert scene.read(program.outputs) == 2
+        with pytest.raises(ArgumentError, match="has plain work alone, on the driver's one lane"):
+            program.draw(tmp_path / "x.png", measure=False)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_folder_that_is_not_there_is_refused_before_anything_runs(scene, tmp_path, monkeypatch):
     monkeypatch.setenv(drawing.VARIABLE, str(tmp_path / "nowhere"))
     calls = []

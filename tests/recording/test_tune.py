@@ -1,5 +1,6 @@
 """`Program.tune`: other schedules of a recording are measured, and the best is taken; whatever replays change is as it was."""
 
+import io
 import re
 import sys
 import threading
@@ -149,6 +150,36 @@ def test_progress_is_shown_on_a_terminal_alone_and_cleared(scene, monkeypatch, c
     shown = capfd.readouterr().err
     assert "wide: round 3 of 31, 0.0 of 0 s" in shown
     assert shown.endswith("\r\x1b[K")
+
+
+class GoneTerminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        raise OSError("Input/output error")
+
+
+@pytest.mark.parametrize("kind", ["none", "closed", "gone"])
+def test_progress_that_cannot_be_shown_changes_nothing(scene, monkeypatch, kind):
+    stream = None if kind == "none" else GoneTerminal()
+    if kind == "closed":
+        stream.close()
+    x = scene.array(1)
+    with handlepool.record(in_place, scene, x, lanes=8) as program:
+        before = scene.read(x)
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert program.tune((2,), seconds=0.01).winner.lanes == 2
+        assert scene.read(x) == before
+
+
+def test_where_the_driver_gives_one_lane_that_is_what_the_refusal_says(scene, monkeypatch):
+    monkeypatch.setattr(HostDriver, "dependencies", lambda driver, pointer: None)
+    with handlepool.record(wide, scene, scene.array(1), lanes=8) as program:
+        for use in (program.tune, partial(program.explain, measure=True)):
+            with pytest.raises(ArgumentError, match="the driver gives one lane"):
+                use()
+        assert values(scene, program) == [11 + value for value in range(6)]
 
 
 def test_schedules_are_made_by_the_times_that_nodes_took(scene, monkeypatch):
