@@ -96,7 +96,7 @@ def asked_for(name: str, numbers: Iterator[int] = count(1)) -> Path | None:  # n
     if not folder:
         return None
     path = Path(folder) / f"{re.sub('[^A-Za-z0-9_.-]+', '-', name).strip('-.') or 'program'}-{next(numbers)}.png"
-    check(f"{name}, which {VARIABLE} asks to be drawn,", path)
+    check(f"{name} (drawn since {VARIABLE} is set)", path)
     return path
 
 

@@ -226,7 +226,7 @@ class Program:
     def _check_timing(self) -> None:
         for inside, where in ((thread.recording, "a recording"), (thread.region, "a branch or a task")):
             if inside is not None:
-                raise CaptureError(f"{self._name} cannot be tuned inside {where}, where it cannot be timed: tune it outside")
+                raise CaptureError(f"{self._name} cannot be measured or tuned inside {where}: do that outside")
 
     def _rig(self, act: Callable[[LanesRig], T]) -> T:
         """Have something timed on the current stream; what that returns."""

@@ -183,7 +183,7 @@ def test_what_cannot_be_drawn_or_measured_says_so(scene, tmp_path):
     with pytest.raises(PoolClosedError):
         program.draw(tmp_path / "x.png")
     with handlepool.record(wide, scene, scene.array(1), lanes=2) as program:
-        with pytest.raises(CaptureError, match="inside a branch"), scene.states.fork() as fork:
+        with pytest.raises(CaptureError, match="cannot be measured or tuned inside a branch"), scene.states.fork() as fork:
             fork.run(program.explain, measure=True)
         program.replay()
 
@@ -214,7 +214,7 @@ def test_the_environment_does_not_stop_a_recording_of_which_nothing_can_be_drawn
 def test_a_folder_that_is_not_there_is_refused_before_anything_runs(scene, tmp_path, monkeypatch):
     monkeypatch.setenv(drawing.VARIABLE, str(tmp_path / "nowhere"))
     calls = []
-    with pytest.raises(ArgumentError, match=r"HANDLEPOOL_DRAW asks .* there is no folder"):
+    with pytest.raises(ArgumentError, match=r"\(drawn since HANDLEPOOL_DRAW is set\): draw\(.* there is no folder"):
         handlepool.record(lambda: calls.append(1), lanes=3)
     assert not calls
 

@@ -157,7 +157,7 @@ _to_weight = _define(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    first, second, ctx.third, *ctx.geometry = inputs
+    first, second, _, *ctx.geometry = inputs
     ctx.save_for_backward(first, second)
 
 
