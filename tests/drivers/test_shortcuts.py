@@ -25,6 +25,7 @@ from handlepool import (
     ArrayTypeError,
     DeviceMismatchError,
     GraphFunction,
+    HandlePool,
     OwnershipError,
     PoolClosedError,
     concat,
@@ -278,6 +279,22 @@ def test_an_operand_that_cannot_be_taken_is_refused(devices, what, place):
     known(devices, plus, *arrays[:2], out=arrays[2])
     arrays[place] = make(devices)
     refused(devices, error, match, plus, *arrays[:2], out=arrays[2])
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("forked", [False, True])
+def test_an_array_of_the_host_drivers_is_refused_where_there_is_one_device(world, place, forked):
+    """It has all that CuPy's arrays have, and an address that no GPU knows."""
+    arrays = [world.array(), world.array(), world.array()]
+    known(world, plus, *arrays[:2], out=arrays[2])
+    with HandlePool(driver="host") as other:
+        arrays[place] = other.driver.asarray(np.zeros((2, 4), np.float32))
+        before = len(world.driver.launches)
+        with pytest.raises(ArrayTypeError), world.states.fork() as fork:
+            if forked:
+                fork.run(plus, *arrays[:2], out=arrays[2])
+            plus(*arrays[:2], out=arrays[2])
+    assert len(world.driver.launches) == before
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

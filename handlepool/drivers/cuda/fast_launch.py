@@ -117,6 +117,7 @@ def shortcut(
     compared = [(a, layouts[a]) for a in (operands if given else xs)]
     differ = [f"{a}.shape != {_numbers(layout.shape)}" for a, layout in compared[1:]]  # the first one's is a part of the key
     differ += [f"{a}.strides != {_numbers(layout.strides)} or {a}.dtype is not dtype_{a}" for a, layout in compared]
+    differ += [f"{a}.__class__ is not ndarray" for a, _ in compared]  # the host driver's arrays have all the rest
     if device is not None:
         differ = [f"current_device() != {device}", *differ, *(f"{a}.data.device_id != {device}" for a, _ in compared)]
     allocate = "; ".join(f"{b} = {_array(b, layouts[b], f'alloc({layouts[b].reach})')}" for b in ys)
