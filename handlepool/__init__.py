@@ -15,6 +15,7 @@ from handlepool.errors import (
     ForkedProcessError,
     GraphNotSupportedError,
     HandlePoolError,
+    ItemError,
     OutOfMemoryError,
     OwnershipError,
     PackageMissingError,
@@ -48,6 +49,7 @@ from handlepool.regions.executor import ParallelStateExecutor
 from handlepool.regions.future import StreamFuture
 from handlepool.regions.operation import operation
 from handlepool.regions.states import Fork, ParallelStates
+from handlepool.spreading.mapping import spread
 from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import ArraySpec
 
@@ -71,6 +73,7 @@ __all__ = [
     "GraphTensor",
     "HandlePool",
     "HandlePoolError",
+    "ItemError",
     "OutOfMemoryError",
     "OwnershipError",
     "PackageMissingError",
@@ -103,6 +106,7 @@ __all__ = [
     "prewarm",
     "record",
     "set_default_pool",
+    "spread",
     "stats",
     "trim",
     "tune",

@@ -75,3 +75,16 @@ class PackageMissingError(HandlePoolError, ImportError):
 
 class ContractError(HandlePoolError, RuntimeError):
     """A rule that cuDNN and CUDA leave unchecked was broken, and a check was on to see it."""
+
+
+class ItemError(HandlePoolError, RuntimeError):
+    """An item of `handlepool.spread` failed; its cause says why.
+
+    Attributes
+    ----------
+    index, device : int
+        The item's place among the items, and the ordinal of the device that it was given to.
+    """
+
+    index: int = -1
+    device: int = -1

@@ -56,6 +56,8 @@ CALLS = {
     "plan_limit": lambda scene, n: HandlePool(driver="host", plan_limit=n),
     "ParallelStates": lambda scene, n: ParallelStates(n, pool=scene.pool),
     "ParallelStateExecutor": lambda scene, n: ParallelStateExecutor(n, pool=scene.pool),
+    "spread lanes": lambda scene, n: handlepool.spread(abs, [], lanes=n),
+    "spread in_flight": lambda scene, n: handlepool.spread(abs, [], in_flight=n),
     "with_state": lambda scene, n: scene.states.with_state(n, lambda state: None),
     "ArraySpec shape": lambda scene, n: ArraySpec((2, n), "float32"),
     "ArraySpec strides": lambda scene, n: ArraySpec((2,), "float32", [n]),

@@ -118,6 +118,10 @@ def cases(pool):
         with ParallelStateExecutor(*args, **kwargs) as made:
             made.submit(int, 3).result()
 
+    def spread(*args, **kwargs):
+        with handlepool.spread(*args, **kwargs) as results:
+            list(results)
+
     def entered(*args, **kwargs):
         with handlepool.Fork(*args, **kwargs) as fork:
             fork.run(int, 3)
@@ -205,6 +209,19 @@ def cases(pool):
         "StreamFuture": None,
         "StreamFuture.result": case(executor.submit(int, 3).result, timeout=3),
         "StreamFuture.synchronize": case(executor.submit(int, 3).synchronize, timeout=3),
+        "spread": case(
+            spread,
+            lambda x, w: plain(x, w, padding=1),
+            [x, x],
+            shared=(w,),
+            devices=[0],
+            lanes=2,
+            in_flight=1,
+            to="host",
+            errors="raise",
+            on_done=None,
+            progress=False,
+        ),
         "drivers.available": case(drivers.available, "host"),
         "drivers.choose": case(drivers.choose, "host"),
         "drivers.load": case(drivers.load, "host"),

@@ -510,6 +510,18 @@ class Driver(Protocol):
     def copy(self, target: Any, source: Any) -> None:
         """Copy an array into another of the same shape and type, both on the current device, on the current stream."""
 
+    def copy_from_device(self, target: Any, source: Any) -> None:
+        """Copy an array of another device into one of the current device, on the current stream; called inside `relaxed`.
+
+        Both have no gaps, and the same shape, type and strides. Directly where the one device reaches the other's memory.
+        """
+
+    def copy_to_host(self, array: Any) -> np.ndarray[Any, Any]:
+        """Return an array of the host's that the current stream copies one without gaps into; called inside `relaxed`.
+
+        It is in page-locked memory where there is such a thing. Both are to be kept until the stream has come so far.
+        """
+
     def array_device(self, array: Any) -> int:
         """Return the ordinal of the device that an array lives on."""
 

@@ -97,6 +97,23 @@ def test_the_example_of_recording_runs(make_driver, monkeypatch):
         assert np.abs(y - right).max() < 1e-4
 
 
+def test_the_examples_of_spreading_run(make_driver, monkeypatch, capsys):
+    with HandlePool(driver=make_driver()) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        random, got = np.random.default_rng(1), []
+        images = [random.standard_normal((1, 8, 9, 9)).astype("float32") for _ in range(5)]
+        w = random.standard_normal((8, 8, 3, 3)).astype("float32")
+        names = {"handlepool": handlepool, "images": images, "weights": w, "keep": got.append}
+        first, second = blocks_of("spreading.md")
+        exec(first, names)
+        for y, x in zip(got, images, strict=True):
+            right = reference.conv2d(x, w, padding=1, activation="relu")
+            assert np.abs(y - right).max() / np.abs(right).max() < 1e-5
+        images[2] = images[2][:, :3]
+        exec(second, names)
+    assert capsys.readouterr().out.startswith("2 ")
+
+
 def test_the_examples_of_libraries_that_keep_handles_run(make_driver, monkeypatch):
     before = cudnn.create_handle
     with HandlePool(driver=make_driver()) as pool:

@@ -38,6 +38,7 @@ _capture_info = with_edge_data(cu, "cuStreamGetCaptureInfo")
 _dependencies = Dependencies(cu)
 _RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_REACHED_BEFORE = 704  # cudaErrorPeerAccessAlreadyEnabled: by CuPy, say
 _STICKY = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
 """Errors that a context does not survive, by their numbers, which are the same in the runtime and in the driver: memory that
 cannot be corrected, addresses and instructions that are illegal, misaligned or out of space, failed assertions and launches."""
@@ -121,6 +122,7 @@ class CudaDriver:
     def __init__(self) -> None:
         self._edges: dict[int, Events] = {}  # by device: of allocations in branches
         self._made_for: dict[int, dict[str, Any]] = {}
+        self._reached: set[tuple[int, int]] = set()  # devices, with those whose memory they were asked to reach
         for name in ("current_stream", "record_event", "wait_event", "is_capturing"):  # an object's own are found sooner
             setattr(self, name, getattr(self, name))
 
@@ -341,6 +343,29 @@ class CudaDriver:
 
     def copy(self, target: Any, source: Any) -> None:
         cupy.copyto(target, source)
+
+    def copy_from_device(self, target: Any, source: Any) -> None:
+        here, there = self.current_device(), int(source.data.device_id)
+        if (here, there) not in self._reached:
+            if runtime.deviceCanAccessPeer(here, there):  # or each copy goes through the host's memory
+                try:
+                    runtime.deviceEnablePeerAccess(there)
+                except runtime.CUDARuntimeError as error:
+                    if error.status != _REACHED_BEFORE:
+                        raise
+            self._reached.add((here, there))
+        pointer = self.current_stream().ptr
+        runtime.memcpyPeerAsync(target.data.ptr, here, source.data.ptr, there, target.nbytes, pointer)
+
+    def copy_to_host(self, array: Any) -> np.ndarray[Any, Any]:
+        if not array.size:
+            return np.empty(array.shape, array.dtype)
+        order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+        memory = cupy.cuda.alloc_pinned_memory(array.nbytes)  # the array keeps it
+        host = np.ndarray([array.shape[axis] for axis in order], array.dtype, memory)
+        pointer = self.current_stream().ptr
+        runtime.memcpyAsync(memory.ptr, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, pointer)
+        return host.transpose(np.argsort(order))
 
     def array_device(self, array: Any) -> int:
         return int(array.data.device_id)

@@ -423,6 +423,16 @@ class HostDriver(Controls):
         self._note("copy")
         self._enqueue(self._current_queue(), np.copyto, (target,), (source,), "copy")
 
+    def copy_from_device(self, target: Array, source: Array) -> None:
+        self._note("copy_from_device")
+        self._enqueue(self._current_queue(), np.copyto, (target,), (source,), "copy from another device")
+
+    def copy_to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        self._note("copy_to_host")
+        host = np.empty_like(raw_view(array)[0])
+        self._enqueue(self._current_queue(), np.copyto, (host,), (array,), "copy to the host")
+        return host
+
     def array_device(self, array: Array) -> int:
         """Return the ordinal of an array's device; the current one, for an array that this driver did not make."""
         self._note("array_device")

@@ -1,0 +1,415 @@
+"""`spread`: a lazy map over several devices, whose results come in order."""
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from functools import partial
+from time import sleep
+from types import FunctionType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from handlepool._util import as_integer, at_least, bound_call, content, do_all, flag, holds_values, leaves, shown
+from handlepool.drivers.protocol import Driver
+from handlepool.errors import ArgumentError, CaptureError, DeviceMismatchError, ItemError, OwnershipError
+from handlepool.pool.context import thread
+from handlepool.pool.default import default_pool
+from handlepool.pool.deferred import abandon, defer
+from handlepool.pool.pool import HandlePool
+from handlepool.pool.side_streams import MOST_SIDE_SLOTS
+from handlepool.spreading.station import Eager, Flight, Station, check_copied, rebuilt
+
+_CUDA = 2
+"""DLPack's number for a GPU's memory."""
+_BETWEEN_LOOKS = 2e-5
+"""Seconds, while several devices may come to be free."""
+
+
+def spread(
+    function: Callable[..., Any],
+    items: Iterable[Any],
+    *,
+    shared: Sequence[Any] = (),
+    devices: Sequence[int] | None = None,
+    lanes: int | None = 8,
+    in_flight: int = 2,
+    to: str | None = None,
+    errors: str = "raise",
+    on_done: Callable[[int, int], object] | None = None,
+    progress: bool = False,
+) -> "Spread":
+    """Call a function for each item, on several devices of this process, and give the results in order.
+
+    ``function(item, *shared)`` is recorded once for each device and geometry of an item, and replayed for each further one. An
+    item goes to the device that has the fewest in flight. It is copied there on a stream of its own while others compute. One
+    thread drives all devices: the one that takes the results. The default pool is used.
+
+    Parameters
+    ----------
+    function : callable
+        As for `record`: it gives the same work for each item of a geometry. A program's first item is computed twice, so it
+        should do nothing but compute. Where it cannot be recorded it runs eagerly, from then on and on all devices, and a
+        ``RuntimeWarning`` says why, once. Arrays in its closure must be on the one device in use; globals are not looked at.
+    items : iterable
+        Arrays of NumPy's or of the driver's, on any device, also in lists, tuples and dictionaries; a tuple stays one argument.
+        They are taken as devices come to be free, and may be overwritten when the next one is taken. An item that holds anything
+        else runs eagerly. One of another device has no gaps between its elements.
+    shared : sequence
+        Further arguments, weights say: read by all calls, and written by none. Their arrays are copied to each device once, and
+        used as they are where they lie.
+    devices : sequence of int, optional
+        Ordinals, none of them twice. All that there are by default.
+    lanes : int, optional
+        As in `record`; None records the order of streams and forks.
+    in_flight : int
+        Most items that a device is given before it is done with the first of them. As many results again may wait to be taken.
+    to : {None, "host"}
+        Where results are to be: on the device that made them, or in arrays of NumPy's.
+    errors : {"raise", "return"}
+        What an item that fails does: end all, once what is in flight has run and results before it were taken, or stand as an
+        `ItemError` in the place of its result.
+    on_done : callable, optional
+        Called with the item's index and its device before its result is given, also for one that failed. What it raises ends all.
+    progress : bool
+        Count the results on standard error, where that is a terminal.
+
+    Returns
+    -------
+    Spread
+        An iterator, to be used by one thread at a time. A result is complete when it is given, and the caller's own. Its memory
+        belongs to the stream that was current on its device when its item was taken, as that of an array made there does. Leave
+        it by ``close()``, by a ``with`` statement, or by taking all results; what is in flight when it is merely dropped is ended
+        later.
+
+    Raises
+    ------
+    ArgumentError
+        For no device, one twice, or one that there is not; for an option that is none.
+    ArrayTypeError
+        For arrays of other libraries in ``shared``; for items with such in an `ItemError`.
+    CaptureError
+        Inside a recording, a branch or a task.
+    DeviceMismatchError
+        For an array in the closure that is on another device than one in use.
+    DriverNotAvailableError
+        As its name says.
+
+    Notes
+    -----
+    What the items themselves raise is raised in the place of the item, after all results before it.
+
+    Examples
+    --------
+    >>> for scores in handlepool.spread(network, images, shared=(weights,), to="host"):                  # doctest: +SKIP
+    ...     keep(scores)
+    """
+    names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None)]
+    name = next((name for name in names if isinstance(name, str)), type(function).__name__)
+    if not callable(function):
+        raise ArgumentError(f"spread({shown(function)}): pass a function of an item")
+    if not isinstance(items, Iterable):
+        raise ArgumentError(f"spread({name}): items={shown(items)}; pass what can be iterated over, as a list or a generator")
+    if holds_values(shared) or not isinstance(shared, (list, tuple)):
+        raise ArgumentError(f"spread({name}): shared={shown(shared)}; pass a tuple of arguments, (weights,) for one")
+    if lanes is not None and not 1 <= as_integer(lanes, 0) <= MOST_SIDE_SLOTS:
+        raise ArgumentError(f"spread({name}): lanes={shown(lanes)}; it must be an integer from 1 to {MOST_SIDE_SLOTS}, or None")
+    if not (to is None or (isinstance(to, str) and to == "host")):
+        raise ArgumentError(f"spread({name}): to={shown(to)}; it must be 'host', or None")
+    if not (isinstance(errors, str) and errors in ("raise", "return")):
+        raise ArgumentError(f"spread({name}): errors={shown(errors)}; it must be 'raise' or 'return'")
+    if not (on_done is None or callable(on_done)):
+        raise ArgumentError(f"spread({name}): on_done={shown(on_done)}; pass a function of an index and a device, or None")
+    in_flight = at_least(1, f"spread({name}): in_flight", in_flight)
+    shows = flag(f"spread({name}): progress", progress) and sys.stderr.isatty()
+    _check_outside(name)
+    pool = default_pool()
+    pool.internals.status.check()
+    driver = pool.driver
+    chosen = _chosen(driver, name, devices)
+    check_copied(f"spread({name}): shared", shared, driver)
+    _check_closure(driver, name, function, chosen)
+    eager = Eager(name)
+    rest = name, function, tuple(shared), None if lanes is None else as_integer(lanes), to == "host", eager
+    stations = [Station(pool, device, *rest) for device in chosen]
+    return Spread(pool, name, stations, items, in_flight, errors == "raise", on_done, shows)
+
+
+def _chosen(driver: Driver, name: str, devices: Any) -> list[int]:
+    count = driver.device_count()
+    if devices is None:
+        return [*range(count)]
+    if holds_values(devices) or isinstance(devices, (str, bytes)) or not isinstance(devices, Iterable):
+        raise ArgumentError(f"spread({name}): devices={shown(devices)}; pass a list of ordinals")
+    chosen: list[int] = []
+    for device in devices:
+        ordinal = as_integer(device, -1)
+        if not 0 <= ordinal < count:
+            raise ArgumentError(f"spread({name}): devices holds {shown(device)}; there are devices 0 to {count - 1}")
+        if ordinal in chosen:
+            raise ArgumentError(f"spread({name}): devices holds {ordinal} twice; name each device once")
+        chosen.append(ordinal)
+    if not chosen:
+        raise ArgumentError(f"spread({name}): devices is empty; name at least one, or leave it out for all {count}")
+    return chosen
+
+
+def _check_closure(driver: Driver, name: str, function: Any, devices: Sequence[int]) -> None:
+    """Raise for an array that the function reads beside its arguments, and that one of the devices does not have."""
+    plain = getattr(function, "__func__", function)
+    cells = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True) if isinstance(plain, FunctionType) else ()
+    names = {id(content(cell)): variable for variable, cell in cells}
+    for value in leaves(bound_call(function), calls=True):
+        where = _device_of(driver, value)
+        wrong = None if where is None else next((device for device in devices if device != where), None)
+        if wrong is not None:
+            called = f"{names[id(value)]}, {shown(value)}," if id(value) in names else shown(value)
+            raise DeviceMismatchError(
+                f"spread({name}): its closure holds {called} on device {where}, and it would run on device {wrong}, too: pass "
+                f"the array in shared=, which is copied to each device, and take it as an argument after the item"
+            )
+
+
+def _device_of(driver: Driver, value: Any) -> int | None:
+    """Return the device that an array is on, of whatever library; None for what is none, or is in the host's memory."""
+    if isinstance(value, np.ndarray):
+        return None
+    if isinstance(value, driver.array_types):
+        return driver.array_device(value)
+    if not holds_values(value) or not hasattr(type(value), "__dlpack_device__"):
+        return None
+    try:
+        kind, ordinal = value.__dlpack_device__()
+    except Exception:  # its library has no number for where it is
+        return None
+    return int(ordinal) if int(kind) == _CUDA else None
+
+
+def _check_outside(name: str) -> None:
+    if thread.recording is not None or thread.rehearsal is not None or thread.region is not None:
+        raise CaptureError(f"spread({name}) cannot be used inside a recording, a branch or a task: use it outside")
+
+
+class Spread(Iterator[Any]):
+    """The results of `spread`, in order; an iterator.
+
+    It ends after the last result, after an error, and by `close`, also at the end of a ``with`` statement over it.
+    """
+
+    _stations: "Stations | None" = None
+
+    def __init__(
+        self,
+        pool: HandlePool,
+        name: str,
+        stations: Sequence[Station],
+        items: Iterable[Any],
+        in_flight: int,
+        raises: bool,
+        on_done: Callable[[int, int], object] | None,
+        shows: bool,
+    ) -> None:
+        self._status = pool.internals.status
+        self._name = name
+        self._items = iter(items)
+        self._total = len(items) if isinstance(items, Sized) else None
+        self._in_flight = in_flight
+        self._most = 2 * in_flight * len(stations)  # given, and not taken
+        self._raises = raises
+        self._on_done = on_done
+        self._shows = shows
+        self._given = 0
+        self._taken = 0
+        self._last = False  # whether no item is to be given any more
+        self._failure: Exception | None = None  # of the items themselves
+        self._flights: deque[Flight] = deque()  # in order, those that are not taken
+        # One advance at a time, for threads, and for what `on_done` and the items call: whoever finds it taken is refused.
+        self._turn = threading.Lock()
+        self._stations = Stations(stations)
+
+    def __iter__(self) -> "Spread":
+        return self
+
+    def __next__(self) -> Any:
+        _check_outside(self._name)
+        self._take_turn()
+        try:
+            if self._stations is None:
+                raise StopIteration
+            self._status.check()
+            return self._advance(self._stations)
+        except BaseException as error:
+            self._end()
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                self._status.diagnose(error)
+            raise
+        finally:
+            self._turn.release()
+
+    def close(self) -> None:
+        """Wait for what is in flight, and give back all that it has; no more results come. It may be called again.
+
+        Raises
+        ------
+        OwnershipError
+            While a result is being taken, by another thread, or by what called this.
+        """
+        self._take_turn()
+        try:
+            self._end()
+        finally:
+            self._turn.release()
+
+    def _take_turn(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            raise OwnershipError(
+                f"spread({self._name}): a result is being taken by another thread, or by what called this: one at a time"
+            )
+
+    def _end(self) -> None:
+        stations, self._stations = self._stations, None
+        self._flights.clear()
+        if self._shows and stations is not None:
+            sys.stderr.write("\r\x1b[K")
+        if stations is None:
+            return
+        if self._status.untouchable:
+            abandon(stations)
+            return
+        try:
+            stations.close()
+        except BaseException:
+            defer(partial(_settle, stations, self._status))
+            raise
+
+    def _advance(self, stations: "Stations") -> Any:
+        self._fill(stations)
+        if not self._flights:
+            if self._failure is not None:
+                raise self._failure
+            raise StopIteration
+        flight = self._flights[0]
+        self._wait(stations, flight)
+        if flight.error is not None and not isinstance(flight.error, ItemError):
+            flight.error = self._failed(flight.index, flight.device, flight.error)
+        self._flights.popleft()
+        self._taken += 1
+        if self._shows:
+            sys.stderr.write(f"\r\x1b[Kspread({self._name}): {self._taken} of {self._total or '?'} items")
+            sys.stderr.flush()
+        if self._on_done is not None:
+            self._on_done(flight.index, flight.device)
+        if flight.error is None:
+            return rebuilt(flight.value, _copied)
+        if self._raises:
+            raise flight.error
+        return flight.error
+
+    def _fill(self, stations: "Stations") -> None:
+        """Give items to devices that are free, in order, as long as there are both."""
+        while not self._last and len(self._flights) < self._most:
+            station = stations.free(self._in_flight)
+            if station is None:
+                return
+            index = self._given
+            try:
+                item = next(self._items)
+            except StopIteration:
+                self._last = True
+                return
+            except Exception as error:
+                error.add_note(f"spread({self._name}): the items raised this in the place of item {index}")
+                self._last, self._failure = True, error
+                return
+            self._given += 1
+            station.start()
+            self._flights.append(self._give(station, index, item))
+
+    def _give(self, station: Station, index: int, item: Any) -> Flight:
+        try:
+            return station.give(index, item)
+        except Exception as error:
+            flight = Flight(index, station.device)
+            flight.error, flight.done = self._failed(index, station.device, error), True
+            self._last = self._last or self._raises
+            return flight
+
+    def _failed(self, index: int, device: int, error: Exception) -> ItemError:
+        self._status.diagnose(error)
+        failed = ItemError(f"spread({self._name}): item {index} failed on device {device}: {type(error).__name__}: {error}")
+        failed.index, failed.device, failed.__cause__ = index, device, error
+        return failed
+
+    def _wait(self, stations: "Stations", flight: Flight) -> None:
+        """Wait for an item, and give others meanwhile to devices that come to be free."""
+        while not flight.done:
+            if self._last or len(self._flights) >= self._most or len(stations.all) == 1:
+                stations.of(flight.device).finish(flight)
+            else:
+                self._fill(stations)
+                if not flight.done:
+                    sleep(_BETWEEN_LOOKS)
+
+    def __enter__(self) -> "Spread":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self, _defer: Callable[[Callable[[], bool]], None] = defer) -> None:
+        if self._stations is not None:
+            _defer(partial(_settle, self._stations, self._status))
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: two would end the same programs."""
+        raise TypeError(f"spread({self._name}) owns streams and programs and cannot be copied or pickled")
+
+    def __repr__(self) -> str:
+        state = "ended" if self._stations is None else f"{len(self._flights)} in flight"
+        return f"<Spread {self._name}: {self._given} items given, {self._taken} results taken, {state}>"
+
+
+class Stations:
+    """The devices of a spread.
+
+    Parameters
+    ----------
+    all : sequence of Station
+    """
+
+    def __init__(self, all: Sequence[Station]) -> None:
+        self.all = all
+
+    def of(self, device: int) -> Station:
+        """Return that of a device."""
+        return next(station for station in self.all if station.device == device)
+
+    def free(self, in_flight: int) -> Station | None:
+        """Return the one with the fewest items in flight, fewer than so many; of several the one that got its last one first."""
+        found = [(station.running(), station.last, place) for place, station in enumerate(self.all)]
+        running, _, place = min(found)
+        return self.all[place] if running < in_flight else None
+
+    def close(self) -> None:
+        """Wait for what is in flight on each, and give back all that it has."""
+        do_all([station.close for station in self.all])
+
+
+def _settle(stations: Stations, status: Any) -> bool:
+    """Close what was dropped, once nothing is in flight."""
+    if status.untouchable:
+        abandon(stations)
+        return True
+    try:
+        if any(station.running() for station in stations.all):
+            return False
+        stations.close()
+        return True
+    except Exception:
+        return False
+
+
+def _copied(value: Any) -> Any:
+    """Return an array of the host's in ordinary memory: what is page-locked is used again."""
+    return np.array(value, order="K") if isinstance(value, np.ndarray) else value

@@ -1,0 +1,199 @@
+"""`spread` on a GPU, and on two: results bit for bit, in order with the caller's streams, and nothing left behind."""
+
+import gc
+
+import numpy as np
+import pytest
+
+import handlepool
+from handlepool import DeviceMismatchError, ItemError
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+
+COUNT = 12
+
+
+def conv(x, w):
+    return handlepool.conv2d(x, w, padding=1, deterministic=True, activation="relu")
+
+
+def tower(x, w):
+    return conv(conv(x, w) * 0.5 + 1, w)
+
+
+def sequential(x, w):
+    """Graph functions alone, which lanes make parallel."""
+    y = conv(x, w)
+    return handlepool.add(conv(y, w), conv(x, w))
+
+
+@pytest.fixture
+def pool(pool, monkeypatch):
+    """The default one during the test."""
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    return pool
+
+
+@pytest.fixture
+def images(random_array):
+    """NumPy's, of the layout that cuDNN likes."""
+    return [pool_copy(random_array((1, 64, 14, 14), "float16", "nhwc", seed)) for seed in range(COUNT)]
+
+
+@pytest.fixture
+def weights(random_array):
+    return random_array((64, 64, 3, 3), "float16", "nhwc", 99) / 24
+
+
+def pool_copy(array):
+    """A copy on the host, in the same layout."""
+    return np.moveaxis(np.ascontiguousarray(np.moveaxis(cupy.asnumpy(array), 1, -1)), -1, 1)
+
+
+def expected(pool, function, images, w):
+    return [cupy.asnumpy(function(pool.driver.asarray(x), w)) for x in images]
+
+
+def taken(y):
+    if isinstance(y, np.ndarray):
+        return y
+    with cupy.cuda.Device(y.device.id):
+        return cupy.asnumpy(y)
+
+
+def same(got, right):
+    return len(got) == len(right) and all((taken(a) == b).all() for a, b in zip(got, right, strict=True))
+
+
+@pytest.mark.parametrize("to", [None, "host"])
+@pytest.mark.parametrize(("function", "lanes"), [(conv, None), (conv, 8), (tower, None), (tower, 8), (sequential, 8)])
+def test_results_equal_eager_ones_bit_for_bit(pool, stream, images, weights, function, lanes, to):
+    right = expected(pool, function, images, weights)
+    for given in (images, [pool.driver.asarray(x) for x in images]):
+        got = [*handlepool.spread(function, given, shared=(weights,), devices=[0], lanes=lanes, to=to)]
+        assert all(isinstance(y, np.ndarray if to else cupy.ndarray) for y in got)
+        assert same(got, right)
+
+
+def test_on_the_null_stream(pool, images, weights):
+    right = expected(pool, tower, images, weights)
+    assert same([*handlepool.spread(tower, images, shared=(weights,), devices=[0])], right)
+
+
+def test_items_may_be_overwritten_when_the_next_one_is_taken(pool, stream, kernels):
+    """Each is written behind a kernel that keeps the caller's stream busy."""
+    array, count = cupy.empty(1 << 16, np.float32), 40
+
+    def given():
+        for index in range(count):
+            kernels.spin(0.2)
+            kernels.write(array, index)
+            yield array
+
+    for to in (None, "host"):
+        got = handlepool.spread(lambda x: x * 2 + 1, given(), devices=[0], to=to)
+        assert [np.unique(taken(y)).tolist() for y in got] == [[index * 2 + 1] for index in range(count)]
+
+
+def test_memory_of_results_is_used_again_only_after_its_readers(pool, stream, kernels):
+    given = [np.full(1 << 16, value, np.float32) for value in range(40)]
+    copies = []
+    for y in handlepool.spread(lambda x: x * 2 + 1, given, devices=[0]):
+        kernels.spin(0.5)
+        copies.append(kernels.copy(y))
+        del y
+    assert [np.unique(taken(y)).tolist() for y in copies] == [[value * 2 + 1] for value in range(40)]
+
+
+def test_what_cannot_be_recorded_runs_eagerly(pool, stream, images, weights):
+    def looks(x, w):
+        y = conv(x, w)
+        return y * (float(y.max()) > 0)
+
+    with pytest.warns(RuntimeWarning, match="eagerly"):
+        got = [*handlepool.spread(looks, images, shared=(weights,), devices=[0], to="host")]
+    assert same(got, expected(pool, conv, images, weights))
+
+
+def test_another_geometry_an_error_and_an_early_end_leave_nothing_behind(pool, stream, images, weights):
+    small = [np.ascontiguousarray(images[0][..., :7, :7])]
+    mixed = [*images[:3], *small, *images[3:]]
+    assert same([*handlepool.spread(tower, mixed, shared=(weights,), devices=[0])], expected(pool, tower, mixed, weights))
+    bad = [*images[:3], np.zeros((1, 3, 14, 14), np.float16), *images]
+    results = handlepool.spread(tower, bad, shared=(weights,), devices=[0], to="host")
+    got = [next(results) for _ in range(3)]
+    with pytest.raises(ItemError, match="item 3 failed on device 0"):
+        next(results)
+    assert same(got, expected(pool, tower, images[:3], weights))
+    with handlepool.spread(tower, images, shared=(weights,), devices=[0]) as results:
+        next(results)
+    gc.collect()
+    assert pool.stats()["scratch_bytes_recorded"] == pool.stats()["handles_leased"] == 0
+    dropped = handlepool.spread(tower, images, shared=(weights,), devices=[0])
+    next(dropped)
+    del dropped
+    cupy.cuda.Device().synchronize()
+    pool.trim()
+    gc.collect()
+    assert pool.stats()["scratch_bytes_recorded"] == pool.stats()["handles_leased"] == 0
+
+
+def test_captures_of_other_threads_survive(pool, stream, images, weights, captured_elsewhere):
+    [*handlepool.spread(conv, images, shared=(weights,), devices=[0], to="host")]
+    right = expected(pool, conv, images, weights)
+    with captured_elsewhere():
+        got = [*handlepool.spread(conv, images, shared=(weights,), devices=[0], to="host")]
+    assert same(got, right)
+
+
+# Two devices
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("to", [None, "host"])
+@pytest.mark.parametrize("function", [conv, tower, sequential])
+def test_results_of_two_devices_come_in_order(pool, stream, images, weights, function, to):
+    right = expected(pool, function, images, weights)
+    where = []
+    results = handlepool.spread(
+        function, images, shared=(weights,), devices=[0, 1], to=to, on_done=lambda _, device: where.append(device)
+    )
+    assert same([*results], right)
+    assert {*where} == {0, 1}
+
+
+@pytest.mark.two_gpus
+def test_items_and_weights_of_either_device_are_brought_to_both(pool, stream, images, weights):
+    right = expected(pool, tower, images, weights)
+    for home in (0, 1):
+        with cupy.cuda.Device(home):
+            given, w = [pool.driver.asarray(x) for x in images], pool.driver.asarray(pool_copy(weights))
+        got = [*handlepool.spread(tower, given, shared=(w,), devices=[0, 1])]
+        assert {y.device.id for y in got} == {0, 1}
+        assert same(got, right)
+
+
+@pytest.mark.two_gpus
+def test_items_of_another_device_may_be_overwritten(pool, stream, kernels):
+    array, count = cupy.empty(1 << 20, np.float32), 30
+
+    def given():
+        for index in range(count):
+            array.fill(index)
+            yield array
+
+    got = handlepool.spread(lambda x: x * 2 + 1, given(), devices=[1], to="host")
+    assert [np.unique(y).tolist() for y in got] == [[index * 2 + 1] for index in range(count)]
+
+
+@pytest.mark.two_gpus
+def test_an_array_in_the_closure_is_named(pool, stream, images, weights):
+    with pytest.raises(DeviceMismatchError, match="closure holds weights"):
+        handlepool.spread(lambda x: conv(x, weights), images)
+
+
+@pytest.mark.two_gpus
+def test_a_gap_is_refused_in_plain_words(pool, stream):
+    x = cupy.zeros((8, 8), np.float32)[:, ::2]
+    with pytest.raises(ItemError, match="gaps between its elements"):
+        [*handlepool.spread(lambda x: x + 1, [x], devices=[1])]

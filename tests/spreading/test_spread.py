@@ -1,0 +1,694 @@
+"""`spread` on simulated devices: results in order and right, whatever runs when; errors; and nothing left behind."""
+
+import gc
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from harness.scenes import SEEDS
+
+import handlepool
+from handlepool import (
+    ArgumentError,
+    ArrayTypeError,
+    CaptureError,
+    ContractError,
+    DeviceMismatchError,
+    HandlePool,
+    ItemError,
+    OwnershipError,
+    PoolClosedError,
+)
+from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool import deferred
+from handlepool.spreading import station
+from handlepool.spreading.station import Flight
+
+COUNT = 7
+SEEDS = SEEDS[:25]
+
+
+def images(count=COUNT, size=6):
+    random = np.random.default_rng(3)
+    return [random.standard_normal((1, 4, size, size)).astype("float32") for _ in range(count)]
+
+
+WEIGHTS = np.random.default_rng(5).standard_normal((4, 4, 3, 3)).astype("float32")
+
+
+def conv(x, w):
+    return handlepool.conv2d(x, w, padding=1, activation="relu")
+
+
+def tower(x, w):
+    return conv(conv(x, w), w) + conv(x, w)
+
+
+@contextmanager
+def current(driver, monkeypatch, **options):
+    """A default pool over a driver, with a stream of the caller's own current on each device."""
+    streams = []
+    with HandlePool(driver=driver, **options) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        for device in range(driver.device_count()):
+            with driver.device(device):
+                streams.append(driver.create_stream().use())
+        try:
+            yield pool
+        finally:
+            for device in range(driver.device_count()):
+                with driver.device(device):
+                    driver.legacy_stream.use()
+
+
+@pytest.fixture
+def pool(make_driver, scheduler, monkeypatch):
+    """The default pool, of three devices."""
+    with current(make_driver(scheduler=scheduler, devices=3), monkeypatch) as pool:
+        yield pool
+
+
+def value_of(pool, array):
+    with pool.driver.device(pool.driver.array_device(array)):
+        return pool.driver.asnumpy(array)
+
+
+def expected(pool, function=conv, given=None, w=WEIGHTS):
+    put = pool.driver.asarray
+    return [pool.driver.asnumpy(function(put(x), put(w))) for x in given or images()]
+
+
+def same(got, right):
+    return len(got) == len(right) and all((a == b).all() for a, b in zip(got, right, strict=True))
+
+
+def streams(pool):
+    """How many streams there are beside the pool's side streams, which it keeps for reuse."""
+    return pool.driver.alive()["streams"] - sum(device.sides.made for device in pool.internals.devices.values())
+
+
+# Results
+
+
+@pytest.mark.parametrize("function", [conv, tower])
+@pytest.mark.parametrize("lanes", [8, None])
+def test_results_come_in_order_from_all_devices(pool, function, lanes):
+    where = []
+    results = handlepool.spread(
+        function, images(), shared=(WEIGHTS,), lanes=lanes, on_done=lambda index, device: where.append((index, device))
+    )
+    got = [*results]
+    assert {pool.driver.array_device(y) for y in got} == {0, 1, 2}
+    assert where == [(index, pool.driver.array_device(y)) for index, y in enumerate(got)]
+    assert same([value_of(pool, y) for y in got], expected(pool, function))
+
+
+@pytest.mark.parametrize("function", [conv, tower])
+def test_host_results_are_numpys(pool, function):
+    got = [*handlepool.spread(function, iter(images()), shared=[WEIGHTS], to="host")]
+    assert all(type(y) is np.ndarray and y.flags.owndata for y in got)
+    assert same(got, expected(pool, function))
+
+
+def test_results_stay_as_they_are_while_others_are_made(pool):
+    results = handlepool.spread(conv, images(12), shared=(WEIGHTS,), devices=[1])
+    got = [next(results) for _ in range(5)]
+    list(results)
+    assert same([value_of(pool, y) for y in got], expected(pool)[:5])
+
+
+def test_the_function_is_recorded_once_for_each_geometry_and_device(pool):
+    called = []
+
+    def counted(x, w):
+        called.append((x.shape, pool.driver.current_device()))
+        return conv(x, w)
+
+    small, large = images(4), images(2, 9)
+    given = [*small[:2], *large, *small[2:], *images(6)]
+    got = [*handlepool.spread(counted, given, shared=(WEIGHTS,), devices=[0, 2], to="host")]
+    assert same(got, expected(pool, given=given))
+    assert max(called.count(call) for call in called) == 2  # for real, and captured
+    assert {device for _, device in called} == {0, 2}
+
+
+def test_more_geometries_than_are_kept_come_out_right(pool):
+    given = [x for size in range(4, 16) for x in images(2, size)] * 2
+    got = [*handlepool.spread(conv, given, shared=(WEIGHTS,), devices=[0], to="host")]
+    assert same(got, expected(pool, given=given))
+
+
+def test_items_may_be_on_any_device_and_be_overwritten_when_the_next_one_is_taken(pool):
+    driver = pool.driver
+    arrays = []
+    for device in range(3):
+        with driver.device(device):
+            arrays.append(driver.asarray(np.zeros_like(images()[0])))
+
+    def given():
+        for index, x in enumerate(images()):
+            with driver.device(index % 2):
+                array = arrays[index % 2]
+                array[...] = driver.asarray(x)
+            yield array
+
+    got = [*handlepool.spread(conv, given(), shared=(WEIGHTS,), to="host")]
+    assert same(got, expected(pool))
+
+
+def test_items_are_containers_and_a_tuple_stays_one_argument(pool):
+    def both(item, w, scale):
+        x, named = item
+        return {"y": conv(x, w) * scale, "z": [named["x"] + 1], "scale": scale}
+
+    given = [(x, {"x": x}) for x in images(4)]
+    got = [*handlepool.spread(both, given, shared=(WEIGHTS, 2), to="host")]
+    for y, x, right in zip(got, images(4), expected(pool)[:4], strict=True):
+        assert (y["y"] == right * 2).all()
+        assert (y["z"][0] == x + 1).all()
+        assert y["scale"] == 2
+
+
+def test_channels_last_keeps_its_layout(pool):
+    driver = pool.driver
+    given = [np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1) for x in images()]
+    got = [*handlepool.spread(conv, given, shared=(WEIGHTS,))]
+    assert {y.strides for y in got} == {conv(driver.asarray(given[0]), driver.asarray(WEIGHTS)).strides}
+    again = [*handlepool.spread(conv, got, shared=(WEIGHTS,), devices=[1], to="host")]
+    right = expected(pool, given=expected(pool, given=given))
+    assert same(again, right)
+
+
+def test_what_is_shared_is_copied_to_each_device_once(pool):
+    driver = pool.driver
+    with driver.device(1):
+        w = driver.asarray(WEIGHTS)
+    driver.calls.clear()
+    got = [*handlepool.spread(conv, images(), shared=(w,), to="host")]
+    assert driver.calls["copy_from_device"] == 2
+    assert same(got, expected(pool))
+
+
+def test_with_checks(make_driver, monkeypatch):
+    with current(make_driver(devices=2), monkeypatch, check=True) as pool:
+        got = [*handlepool.spread(tower, images(), shared=(WEIGHTS,), to="host")]
+        assert same(got, expected(pool, tower))
+
+
+def test_fewer_items_than_devices_and_none(pool):
+    before = streams(pool)
+    assert same([*handlepool.spread(conv, images(1), shared=(WEIGHTS,), to="host")], expected(pool)[:1])
+    assert [*handlepool.spread(conv, [], shared=(WEIGHTS,))] == []
+    assert streams(pool) == before
+
+
+def test_a_device_that_is_free_gets_the_next_item(pool):
+    """While the first device is held back, the other one does all that may wait to be taken."""
+    driver, where = pool.driver, []
+    [*handlepool.spread(conv, images(), shared=(WEIGHTS,))]
+    with driver.device(0):
+        latch = driver.latch(driver.current_stream().ptr)  # results of the first device wait for it
+    results = handlepool.spread(
+        conv, images(9), shared=(WEIGHTS,), devices=[0, 1], on_done=lambda _, device: where.append(device)
+    )
+
+    def released():
+        for index, x in enumerate(images(9)):
+            if index == 7:
+                latch.release()
+            yield x
+
+    results._items = released()
+    assert same([value_of(pool, y) for y in results], expected(pool, given=images(9)))
+    assert where[:7].count(0) == 2
+
+
+def test_no_more_items_than_asked_for_are_in_flight(pool):
+    taken = []
+
+    def given():
+        for index, x in enumerate(images(40)):
+            taken.append(index)
+            yield x
+
+    results = handlepool.spread(conv, given(), shared=(WEIGHTS,), devices=[0, 1], in_flight=3)
+    for count, _ in enumerate(results):
+        assert len(taken) - count <= 2 * 2 * 3
+    assert count == 39
+
+
+# Not recorded
+
+
+def test_what_cannot_be_recorded_runs_eagerly_which_is_said_once(pool):
+    def looks(x, w):
+        y = conv(x, w)
+        return y * float(y.max())
+
+    results = handlepool.spread(looks, images(), shared=(WEIGHTS,), to="host")
+    with pytest.warns(RuntimeWarning, match="looks.*eagerly") as warned:
+        got = [*results]
+    assert len(warned) == 1
+    assert same(got, [y * float(y.max()) for y in expected(pool)])
+
+
+def test_an_item_that_holds_a_number_is_not_recorded_with_it(pool):
+    given = [(x, float(scale)) for scale, x in enumerate(images())]
+    with pytest.warns(RuntimeWarning, match="type float, which is no array") as warned:
+        got = [*handlepool.spread(lambda item, w: conv(item[0], w) * item[1], given, shared=(WEIGHTS,), to="host")]
+    assert len(warned) == 1
+    assert same(got, [y * np.float32(scale) for scale, y in enumerate(expected(pool))])
+
+
+def test_an_eager_result_shares_no_memory_with_the_item(pool):
+    with pytest.warns(RuntimeWarning, match="no array"):
+        got = [*handlepool.spread(lambda item: item[0], [(x, 1) for x in images()])]
+    assert same([value_of(pool, y) for y in got], images())
+
+
+# Errors
+
+
+class BadItemError(Exception):
+    pass
+
+
+def sometimes(x, w):
+    if x.shape[-1] == 9:
+        raise BadItemError("nine")
+    return conv(x, w)
+
+
+def with_bad_ones():
+    given = images(8)
+    given[3] = images(1, 9)[0]
+    return given
+
+
+def test_an_error_ends_all_after_the_results_before_it(pool):
+    before = streams(pool)
+    results = handlepool.spread(sometimes, with_bad_ones(), shared=(WEIGHTS,), to="host")
+    got = [next(results) for _ in range(3)]
+    with pytest.raises(ItemError, match="item 3 failed on device 0: BadItemError: nine") as caught:
+        next(results)
+    assert (caught.value.index, caught.value.device, type(caught.value.__cause__)) == (3, 0, BadItemError)
+    assert next(results, "ended") == "ended"
+    assert same(got, expected(pool)[:3])
+    del caught
+    gc.collect()
+    assert streams(pool) == before
+    assert pool.stats()["scratch_bytes_recorded"] == 0
+
+
+def test_errors_may_stand_in_the_places_of_results(pool):
+    got = [*handlepool.spread(sometimes, with_bad_ones(), shared=(WEIGHTS,), to="host", errors="return")]
+    assert [index for index, y in enumerate(got) if isinstance(y, ItemError)] == [3]
+    right = expected(pool, given=images(8))
+    assert same([*got[:3], *got[4:]], [*right[:3], *right[4:]])
+
+
+def test_an_item_of_another_geometry_that_no_graph_takes_is_named(pool):
+    given = images()
+    given[5] = np.zeros((1, 3, 6, 6), np.float32)
+    with pytest.raises(ItemError, match=r"item 5 .* device"):
+        [*handlepool.spread(conv, given, shared=(WEIGHTS,))]
+
+
+def test_items_that_raise_do_so_after_the_results_before_them(pool):
+    def given():
+        yield from images(5)
+        raise BadItemError("no more")
+
+    results, got = handlepool.spread(conv, given(), shared=(WEIGHTS,), to="host"), []
+    with pytest.raises(BadItemError, match="no more") as caught:
+        got.extend(results)
+    assert "place of item 5" in caught.value.__notes__[0]
+    assert same(got, expected(pool)[:5])
+
+
+def test_work_that_fails_later_is_the_items_error(pool):
+    driver = pool.driver
+
+    def fail(out):
+        raise BadItemError("late")
+
+    def failing(item, w):
+        y = conv(item[0], w)
+        if item[1] == 2:
+            driver.enqueue(driver.current_stream().ptr, fail, writes=[y])
+        return y
+
+    given = [(x, index) for index, x in enumerate(images())]
+    with pytest.warns(RuntimeWarning, match="eagerly"), pytest.raises(ItemError, match=r"item \d failed.*late"):
+        [*handlepool.spread(failing, given, shared=(WEIGHTS,))]
+
+
+def test_an_interrupt_leaves_nothing_behind(pool):
+    before = streams(pool)
+
+    def interrupted(x, w):
+        if x.shape[-1] == 9:
+            raise KeyboardInterrupt
+        return conv(x, w)
+
+    results = handlepool.spread(interrupted, with_bad_ones(), shared=(WEIGHTS,))
+    with pytest.raises(KeyboardInterrupt):
+        list(results)
+    assert next(results, None) is None
+    gc.collect()
+    assert streams(pool) == before
+
+
+# The end
+
+
+@pytest.mark.parametrize("how", ["close", "with", "drop"])
+def test_an_early_end_leaves_nothing_running(pool, how):
+    driver = pool.driver
+    before = streams(pool)
+    results = handlepool.spread(tower, images(20), shared=(WEIGHTS,), in_flight=3)
+    next(results)
+    if how == "close":
+        results.close()
+        results.close()
+    elif how == "with":
+        with results:
+            next(results)
+    else:
+        del results
+        gc.collect()
+        for device in range(3):
+            with driver.device(device):
+                driver.synchronize_stream(driver.current_stream().ptr)
+        for _ in range(1000):
+            deferred.settle(most=100)
+            if streams(pool) == before:
+                break
+    gc.collect()
+    assert streams(pool) == before
+    assert pool.stats()["handles_leased"] == 0
+    assert pool.stats()["scratch_bytes_recorded"] == 0
+    if how != "drop":
+        assert next(results, "ended") == "ended"
+
+
+def test_one_result_is_taken_at_a_time(pool, in_thread):
+    caught = []
+
+    def reenter(index, device):
+        with pytest.raises(OwnershipError, match="one at a time"):
+            next(results)
+        with pytest.raises(OwnershipError, match="another thread"):
+            in_thread(results.close)
+        caught.append(index)
+
+    results = handlepool.spread(conv, images(2), shared=(WEIGHTS,), on_done=reenter, to="host")
+    assert same([*results], expected(pool)[:2])
+    assert caught == [0, 1]
+
+
+def test_another_thread_may_go_on(pool, in_thread):
+    results = handlepool.spread(conv, images(), shared=(WEIGHTS,), to="host")
+    got = [next(results), *in_thread(lambda: [*results])]
+    assert same(got, expected(pool))
+
+
+def test_what_on_done_raises_ends_all(pool):
+    def stop(index, device):
+        raise BadItemError("enough")
+
+    results = handlepool.spread(conv, images(), shared=(WEIGHTS,), on_done=stop)
+    with pytest.raises(BadItemError, match="enough"):
+        next(results)
+    assert next(results, None) is None
+
+
+def test_a_closed_pool_is_told(pool):
+    results = handlepool.spread(conv, images(), shared=(WEIGHTS,))
+    next(results)
+    pool.close()
+    with pytest.raises(PoolClosedError):
+        next(results)
+    assert next(results, None) is None
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": []}, "devices is empty"),
+        ({"devices": [0, 1, 0]}, "devices holds 0 twice"),
+        ({"devices": [0, 3]}, "holds 3; there are devices 0 to 2"),
+        ({"devices": [-1]}, "holds -1"),
+        ({"devices": 2}, "pass a list of ordinals"),
+        ({"devices": "01"}, "pass a list of ordinals"),
+        ({"shared": WEIGHTS}, "pass a tuple of arguments"),
+        ({"lanes": 0}, "lanes=0"),
+        ({"in_flight": 0}, "in_flight=0"),
+        ({"to": "cpu"}, "to='cpu'"),
+        ({"errors": "ignore"}, "errors='ignore'"),
+        ({"on_done": 3}, "on_done=3"),
+        ({"progress": 3}, "progress=3"),
+    ],
+)
+def test_options_that_are_none_are_refused(pool, options, message):
+    with pytest.raises(ArgumentError, match=message):
+        handlepool.spread(conv, images(), **{"shared": (WEIGHTS,), **options})
+
+
+def test_what_is_no_function_and_what_has_no_items(pool):
+    with pytest.raises(ArgumentError, match="pass a function"):
+        handlepool.spread(3, images())
+    with pytest.raises(ArgumentError, match="items=3"):
+        handlepool.spread(conv, 3)
+
+
+def test_an_array_in_the_closure_is_named_with_the_remedy(pool):
+    driver = pool.driver
+    with driver.device(1):
+        w = driver.asarray(WEIGHTS)
+
+    def closed_over(x):
+        return conv(x, w)
+
+    with pytest.raises(DeviceMismatchError, match=r"closure holds w, .*on device 1.*shared="):
+        handlepool.spread(closed_over, images())
+    assert same([*handlepool.spread(closed_over, images(), devices=[1], to="host")], expected(pool))
+
+
+class Other:
+    """Another library's array."""
+
+    shape, dtype = (2,), "float32"
+
+    def __dlpack__(self, **_):
+        raise BufferError
+
+    def __dlpack_device__(self):
+        return 2, 1
+
+
+def test_arrays_of_other_libraries_are_refused(pool):
+    with pytest.raises(ArrayTypeError, match="shared holds"):
+        handlepool.spread(conv, images(), shared=(Other(),))
+    with pytest.raises(ItemError, match="item 0 holds"):
+        [*handlepool.spread(conv, [Other()], shared=(WEIGHTS,))]
+    other = Other()
+    with pytest.raises(DeviceMismatchError, match="closure holds other"):
+        handlepool.spread(lambda x: (x, other), images())
+
+
+def test_not_inside_recordings_and_branches(pool):
+    x = pool.driver.asarray(images()[0])
+    states = handlepool.ParallelStates(2, pool=pool)
+    with pytest.raises(CaptureError, match="use it outside"):
+        states.map(lambda x: handlepool.spread(conv, [x]), [x])
+    with pytest.raises(CaptureError, match="use it outside"):
+        handlepool.record(lambda x: [*handlepool.spread(conv, [x], shared=(WEIGHTS,))], x)
+
+
+def test_not_while_the_callers_stream_is_captured(pool):
+    driver = pool.driver
+    results = handlepool.spread(conv, images(), shared=(WEIGHTS,), devices=[0])
+    pointer = driver.current_stream().ptr
+    driver.begin_capture(pointer)
+    with pytest.raises(CaptureError, match="device 0 is being captured"):
+        next(results)
+    with driver.relaxed():
+        driver.end_capture(pointer).destroy()
+
+
+def test_progress_is_counted_on_a_terminal(pool, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    [*handlepool.spread(conv, images(3), shared=(WEIGHTS,), progress=True)]
+    assert "3 of 3 items" in capsys.readouterr().err
+
+
+# Order: each wait has a control that leaves it out
+
+
+def add(x, w):
+    return x * 2 + w
+
+
+ARRAYS = [np.full(8, value, np.float64) for value in range(1, 11)]
+SHIFT = np.full(8, 0.5)
+RIGHT = [value * 2 + 0.5 for value in range(1, 11)]
+
+
+def produced(driver):
+    """Items that one array on each of two devices stands for in turn, by queued work."""
+    arrays = []
+    for device in range(2):
+        with driver.device(device):
+            arrays.append(driver.asarray(ARRAYS[0]))
+    for index, x in enumerate(ARRAYS):
+        with driver.device(index % 2):
+            driver.copy(arrays[index % 2], driver.asarray(x))
+        yield arrays[index % 2]
+
+
+def from_host(driver):
+    results = handlepool.spread(add, ARRAYS, shared=(SHIFT,), to="host", lanes=None)
+    return [np.unique(y).tolist() for y in results]
+
+
+def resident(driver):
+    """The caller overwrites and frees each result, by queued work of its own streams, and has a use for the memory."""
+    got, noise = [], np.full(8, np.nan)
+    for y in handlepool.spread(add, produced(driver), shared=(SHIFT,), lanes=None):
+        with driver.device(driver.array_device(y)):
+            got.append(driver.asarray(y))
+            del y
+            driver.asarray(noise)
+    values = []
+    for y in got:
+        with driver.device(driver.array_device(y)):
+            values.append(np.unique(driver.asnumpy(y)).tolist())
+    return values
+
+
+def closed_over(driver):
+    """The closure's array is made by queued work."""
+    shift = driver.empty((8,), (8,), np.dtype(np.float64))
+    driver.copy(shift, driver.asarray(SHIFT))
+    results = handlepool.spread(lambda x: x * 2 + shift, ARRAYS, devices=[0], to="host", lanes=None)
+    return [np.unique(y).tolist() for y in results]
+
+
+class Careless(HostDriver):
+    """Leaves waits out, of one kind of stream for another: the caller's, and those that bring, compute and take."""
+
+    kinds = "caller", "brings", "computes", "takes"
+
+    def __init__(self, without, **options):
+        super().__init__(scheduler="adversarial", devices=2, memory=1 << 26, **options)
+        self.without = without
+        self.left_out = 0
+        self._made = []
+        self._recorded = {}
+
+    def create_stream(self):
+        stream = super().create_stream()
+        self._made.append(stream.ptr)
+        return stream
+
+    def kind(self, pointer):
+        place = self._made.index(pointer) if pointer in self._made else -1
+        # The callers' come first, one a device; a program may make others, of which none is asked for here.
+        return "caller" if place < 2 else self.kinds[1 + (place - 2) % 3]
+
+    def record_event(self, event, pointer):
+        self._recorded[id(event)] = self.kind(pointer)
+        super().record_event(event, pointer)
+
+    def wait_event(self, pointer, event):
+        if (self._recorded.get(id(event)), self.kind(pointer)) == self.without:
+            self.left_out += 1
+        else:
+            super().wait_event(pointer, event)
+
+
+def run(scenario, monkeypatch, seed, check, without=None):
+    driver = Careless(without, seed=seed, check_order=check)
+    with current(driver, monkeypatch):
+        values = scenario(driver)
+    assert bool(driver.left_out) == (without is not None)
+    return values
+
+
+def is_right(values):
+    return values == [[value] for value in RIGHT]
+
+
+@pytest.mark.parametrize("scenario", [from_host, resident, closed_over])
+def test_every_access_is_ordered_at_every_seed(scenario, monkeypatch):
+    for seed in SEEDS:
+        assert is_right(run(scenario, monkeypatch, seed, check=True))
+        assert is_right(run(scenario, monkeypatch, seed, check=False))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "without"),
+    [
+        pytest.param(from_host, ("brings", "computes"), id="a replay that does not wait for the copy"),
+        pytest.param(from_host, ("computes", "takes"), id="a copy to the host that does not wait for the replay"),
+        pytest.param(resident, ("caller", "brings"), id="a copy that does not wait for who makes the item"),
+        pytest.param(resident, ("brings", "caller"), id="a caller that does not wait for the copy"),
+        pytest.param(resident, ("caller", "computes"), id="a result that does not wait for the readers of its memory"),
+        pytest.param(closed_over, ("caller", "computes"), id="a replay that does not wait for the closure"),
+    ],
+)
+def test_control_without_a_wait_results_are_wrong_and_the_checker_says_so(scenario, without, monkeypatch):
+    assert not all(is_right(run(scenario, monkeypatch, seed, check=False, without=without)) for seed in SEEDS)
+    for seed in SEEDS[:3]:
+        with pytest.raises((ContractError, ItemError), match="not ordered"):
+            run(scenario, monkeypatch, seed, check=True, without=without)
+
+
+class Forgetful(Flight):
+    """Holds nothing."""
+
+    __slots__ = ()
+
+    def __init__(self, index, device, value=None, kept=None, event=None):
+        super().__init__(index, device, value, None, event)
+
+
+def test_control_what_an_item_needs_is_held_until_it_is_done(monkeypatch):
+    assert all(is_right(run(from_host, monkeypatch, seed, check=False)) for seed in SEEDS)
+    monkeypatch.setattr(station, "Flight", Forgetful)
+    assert not all(is_right(run(from_host, monkeypatch, seed, check=False)) for seed in SEEDS)
+
+
+# Faults
+
+
+def test_nothing_is_left_running_whichever_call_of_the_driver_fails(make_driver, monkeypatch):
+    """And what comes out before is right."""
+    driver = make_driver(scheduler="adversarial", devices=2)
+    with current(driver, monkeypatch) as pool:
+        list(handlepool.spread(add, ARRAYS, shared=(SHIFT,), to="host"))
+        before, failed, k = streams(pool), True, 0
+        while failed:
+            k += 1
+            got, error = [], RuntimeError(f"injected failure of call {k}")
+            results = handlepool.spread(add, ARRAYS[:5], shared=(SHIFT,), to="host", lanes=None)
+            driver.fail_at(k, None, error, spared=("push_stream", "pop_stream", "set_device"))
+            try:
+                got.extend(results)
+            except (RuntimeError, handlepool.HandlePoolError):
+                pass
+            failed = error.__traceback__ is not None
+            driver.fail_at(0)
+            assert [np.unique(y).tolist() for y in got] == [[value] for value in RIGHT[: len(got)]]
+            assert next(results, "ended") == "ended"
+            del results
+            error.__traceback__ = None
+            gc.collect()
+            deferred.settle(most=100)
+            assert streams(pool) == before, k
+        assert k > 100
+        assert len(got) == 5
