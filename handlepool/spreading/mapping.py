@@ -240,9 +240,11 @@ class Spread(Iterator[Any]):
             self._status.check()
             return self._advance(self._stations)
         except BaseException as error:
-            self._end()
-            if isinstance(error, Exception) and not isinstance(error, StopIteration):
-                self._status.diagnose(error)
+            try:
+                if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                    self._status.diagnose(error)
+            finally:
+                self._end()
             raise
         finally:
             self._turn.release()

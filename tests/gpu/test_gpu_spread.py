@@ -37,7 +37,7 @@ def pool(pool, monkeypatch):
 @pytest.fixture
 def images(random_array):
     """NumPy's, of the layout that cuDNN likes."""
-    return [pool_copy(random_array((1, 64, 14, 14), "float16", "nhwc", seed)) for seed in range(COUNT)]
+    return [on_host(random_array((1, 64, 14, 14), "float16", "nhwc", seed)) for seed in range(COUNT)]
 
 
 @pytest.fixture
@@ -45,9 +45,10 @@ def weights(random_array):
     return random_array((64, 64, 3, 3), "float16", "nhwc", 99) / 24
 
 
-def pool_copy(array):
-    """A copy on the host, in the same layout."""
-    return np.moveaxis(np.ascontiguousarray(np.moveaxis(cupy.asnumpy(array), 1, -1)), -1, 1)
+def on_host(array):
+    """A copy on the host, channels-last."""
+    values = array if isinstance(array, np.ndarray) else cupy.asnumpy(array)
+    return np.moveaxis(np.ascontiguousarray(np.moveaxis(values, 1, -1)), -1, 1)
 
 
 def expected(pool, function, images, w):
@@ -116,7 +117,7 @@ def test_what_cannot_be_recorded_runs_eagerly(pool, stream, images, weights):
 
 
 def test_another_geometry_an_error_and_an_early_end_leave_nothing_behind(pool, stream, images, weights):
-    small = [np.ascontiguousarray(images[0][..., :7, :7])]
+    small = [on_host(images[0][..., :7, :7])]
     mixed = [*images[:3], *small, *images[3:]]
     assert same([*handlepool.spread(tower, mixed, shared=(weights,), devices=[0])], expected(pool, tower, mixed, weights))
     bad = [*images[:3], np.zeros((1, 3, 14, 14), np.float16), *images]
@@ -167,7 +168,7 @@ def test_items_and_weights_of_either_device_are_brought_to_both(pool, stream, im
     right = expected(pool, tower, images, weights)
     for home in (0, 1):
         with cupy.cuda.Device(home):
-            given, w = [pool.driver.asarray(x) for x in images], pool.driver.asarray(pool_copy(weights))
+            given, w = [pool.driver.asarray(x) for x in images], pool.driver.asarray(on_host(weights))
         got = [*handlepool.spread(tower, given, shared=(w,), devices=[0, 1])]
         assert {y.device.id for y in got} == {0, 1}
         assert same(got, right)

@@ -17,6 +17,7 @@ from handlepool import (
     HandlePool,
     ItemError,
     OwnershipError,
+    PoisonedContextError,
     PoolClosedError,
 )
 from handlepool.drivers.host.driver import HostDriver
@@ -432,6 +433,22 @@ def test_a_closed_pool_is_told(pool):
     assert next(results, None) is None
 
 
+def test_a_lost_context_ends_all_and_nothing_is_destroyed(make_driver, monkeypatch):
+    driver = make_driver(devices=2)
+    with current(driver, monkeypatch) as pool:
+        results = handlepool.spread(conv, images(), shared=(WEIGHTS,), errors="return")
+        next(results)
+        before = streams(pool)
+        driver.lose_context()
+        with pytest.raises(PoisonedContextError):
+            list(results)
+        assert next(results, "ended") == "ended"
+        gc.collect()
+        assert streams(pool) == before
+        driver.lost = None
+        driver.fail_at(0)
+
+
 # Refusals
 
 
@@ -646,6 +663,32 @@ def test_control_without_a_wait_results_are_wrong_and_the_checker_says_so(scenar
     for seed in SEEDS[:3]:
         with pytest.raises((ContractError, ItemError), match="not ordered"):
             run(scenario, monkeypatch, seed, check=True, without=without)
+
+
+def of_branches(driver):
+    """In the body of a fork: each item is made by a branch that nothing else waits for."""
+
+    def made(x):
+        driver.enqueue(driver.current_stream().ptr, np.copyto, writes=[x], reads=[ARRAYS[4]])
+        return x
+
+    states = handlepool.ParallelStates(2)
+    given = [driver.asarray(ARRAYS[0]) for _ in range(4)]
+    with states.fork() as fork:
+        items = [fork.run(made, x) for x in given]
+        results = handlepool.spread(add, items, shared=(SHIFT,), devices=[0], to="host", lanes=None)
+        return [np.unique(y).tolist() for y in results]
+
+
+def test_an_item_may_be_made_by_a_branch_of_an_open_fork(monkeypatch):
+    for seed in SEEDS:
+        for check in (True, False):
+            assert run(of_branches, monkeypatch, seed, check=check) == [[RIGHT[4]]] * 4
+
+
+def test_control_without_the_books_of_the_fork_the_branch_may_come_too_late(monkeypatch):
+    monkeypatch.setattr(station, "opened", [])
+    assert any(run(of_branches, monkeypatch, seed, check=False) != [[RIGHT[4]]] * 4 for seed in SEEDS)
 
 
 class Forgetful(Flight):
