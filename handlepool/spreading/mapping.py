@@ -51,7 +51,8 @@ def spread(
     function : callable
         As for `record`: it gives the same work for each item of a geometry. A program's first item is computed twice, so it
         should do nothing but compute. Where it cannot be recorded it runs eagerly, from then on and on all devices, and a
-        ``RuntimeWarning`` says why, once. Arrays in its closure must be on the one device in use; globals are not looked at.
+        ``RuntimeWarning`` says why, once. Arrays in its closure must be on the one device in use; globals are not looked at. It
+        must not copy from the host: what it needs of there belongs in ``shared``.
     items : iterable
         Arrays of NumPy's or of the driver's, on any device, also in lists, tuples and dictionaries; a tuple stays one argument.
         They are taken as devices come to be free, and may be overwritten when the next one is taken. An item that holds anything
