@@ -5,6 +5,7 @@ import random
 import sys
 import threading
 from collections import OrderedDict
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -290,10 +291,8 @@ def test_an_array_of_the_host_drivers_is_refused_where_there_is_one_device(world
     with HandlePool(driver="host") as other:
         arrays[place] = other.driver.asarray(np.zeros((2, 4), np.float32))
         before = len(world.driver.launches)
-        with pytest.raises(ArrayTypeError), world.states.fork() as fork:
-            if forked:
-                fork.run(plus, *arrays[:2], out=arrays[2])
-            plus(*arrays[:2], out=arrays[2])
+        with world.states.fork() as fork, pytest.raises(ArrayTypeError):
+            (partial(fork.run, plus) if forked else plus)(*arrays[:2], out=arrays[2])
     assert len(world.driver.launches) == before
 
 
