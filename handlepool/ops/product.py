@@ -62,8 +62,8 @@ def matmul(
     ArgumentError
         For shapes, types, strides or options that no plan could take.
     GraphNotSupportedError
-        When cuDNN has no plan, as for a workspace limit that none meets, and for float32 without TF32, which no plan of cuDNN's
-        does without.
+        When cuDNN has no plan, as for a workspace limit that none meets, and for float32 without TF32, which cuDNN's plans
+        take whatever they say of themselves.
 
     Notes
     -----
