@@ -209,8 +209,8 @@ def save(plan: Plan, files: PlanDirectory | None) -> None:
 def _multiplies_float32(graph: Any) -> bool:
     """Whether a graph has a product of float32 matrices.
 
-    On an H200 with cuDNN 9.19 every plan of four such products had an error of 3e-4, also those without the note TENSOR_CORE. Of a
-    fifth, with one row, the plans without that note were exact; nothing tells such products from the others.
+    On an H200 with cuDNN 9.19 every plan of four such products had an error of 3e-4, also those without the note TENSOR_CORE.
+    Of a fifth, with one row, the plans without that note were exact; nothing tells such products from the others.
     """
     single = frontend.data_type("float32")
     products = [node for node in graph.nodes if node.node_type.name == "MATMUL"]
