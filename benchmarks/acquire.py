@@ -17,7 +17,7 @@ from handlepool import HandlePool, set_default_pool
 from handlepool.integrations import cudnn as integration
 
 SLOW = 10_000  # a case that creates a handle runs so many times less often
-MOST_OF_THE_FLOOR = 1.6
+MOST_OF_THE_FLOOR = 1.5
 MOST_OF_THE_DEFAULT_HANDLE = 1 / 15
 MOST_MICROSECONDS_OF_A_KEPT_HANDLE = 12.0
 KEPT = {

@@ -16,9 +16,9 @@ from pathlib import Path
 from common import print_table
 from options import DRIVER_HELP, loaded
 
-GPU_ALONE = ("captures", "tune")
+GPU_ALONE = ("captures", "tune", "networks_jax")
 SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory", "operations", "networks", "plans")
-SCRIPTS += ("lifetimes", "exits", *GPU_ALONE)
+SCRIPTS += ("devices", "lifetimes", "exits", *GPU_ALONE)
 VERDICTS = {True: "kept", False: "NOT KEPT", None: "not judged"}
 HERE = Path(__file__).resolve().parent
 

@@ -220,9 +220,8 @@ def publish(
 
     ``times`` are summaries by heading, "microseconds, host" say, and by case.
     """
-    found = conditions(driver)
-    judged = driver == "cuda" and not options.quick
-    compared = (ratios or Ratios()).summaries(judged=judged)
+    results = write(options, benchmark, driver, times, ratios, skipped, **more)
+    found, compared = results["conditions"], results["ratios"]
     print(f"{found.get('gpu', 'no GPU: the host driver, whose times say nothing about one')}, {options.repeats} samples each\n")
     for heading, cases in times.items():
         print_table(
@@ -245,10 +244,24 @@ def publish(
         )
     for reason in skipped:
         print(f"not timed: {reason}")
+
+
+def write(
+    options: argparse.Namespace,
+    benchmark: str,
+    driver: str,
+    times: dict[str, dict[str, dict[str, Any]]],
+    ratios: Ratios | None = None,
+    skipped: Sequence[str] = (),
+    **more: Any,
+) -> dict[str, Any]:
+    """The results, as publish writes them; for scripts that write what they have before they go on."""
+    judged = driver == "cuda" and not options.quick
+    results: dict[str, Any] = {"benchmark": benchmark, "conditions": conditions(driver), "repeats": options.repeats}
+    results |= {"times": times, "ratios": (ratios or Ratios()).summaries(judged=judged), "not_timed": list(skipped)} | more
     if options.json is not None:
-        results = {"benchmark": benchmark, "conditions": found, "repeats": options.repeats}
-        results |= {"times": times, "ratios": compared, "not_timed": list(skipped)} | more
         options.json.write_text(json.dumps(results, indent=2) + "\n")
+    return results
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

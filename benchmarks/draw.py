@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
+from network_figures import EAGER, JAX, ONE_LANE, TUNED, Networks, gathered
 
 DPI = 150
 
@@ -288,7 +289,156 @@ def acquire(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     return figure, f"A hit of get_handle costs {ratio:.2f} times the two calls that no one can avoid", "one thread"
 
 
-PICTURES = {f.__name__: f for f in (acquire, launch, forks, overlap, wrong, memory, record)}
+def devices(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """Items a second, relative to one device, by length of an item."""
+    figure, axes = page(theme, 9, 5.6)
+    count = results["devices"]
+    found = {float(heading.split()[2]): times for heading, times in results["times"].items() if " ms, " in heading}
+    lengths = sorted(found)
+    styles = {
+        "spread": (theme.recorded, "o-"),
+        "spread, host to host": (theme.recorded, "o--"),
+        "recorded": (theme.ours, "s-"),
+        "processes": (theme.graph, "^-"),
+        "processes, host to host": (theme.graph, "^--"),
+        "dask, host to host": (theme.torch, "D--"),
+        "eager": (theme.pale, "v:"),
+        "eager, a thread a device": (theme.pale, "x:"),
+        "the bus alone, host to host": (theme.floor, "-"),
+    }
+    most = 1.0
+    for name, (colour, style) in styles.items():
+        known = [length for length in lengths if name in found[length]]
+        ratios = [found[length]["one device, recorded"]["median"] / found[length][name]["median"] for length in known]
+        if known:
+            axes.plot(known, ratios, style, color=colour, label=name, linewidth=1.6, markersize=4.5)
+            most = most if name.startswith("the bus") else max(most, *ratios)
+    axes.axhline(count, color=theme.pale, linestyle=":", linewidth=1.2)
+    axes.set_xscale("log")
+    axes.set_xticks(lengths, [f"{length:g}" for length in lengths])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1.6 * max(most, count))  # the bus may be far above, and the legend stands there
+    axes.set_xlabel("milliseconds that an item takes on one device")
+    axes.set_ylabel("items a second, relative to one device")
+    axes.grid(axis="y")
+    legend = axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper left")
+    for text in legend.get_texts():
+        text.set_color(theme.ink)
+    claim = f"{count} devices against one"
+    longest = found[lengths[-1]]
+    if "spread" in longest:
+        times = longest["one device, recorded"]["median"] / longest["spread"]["median"]
+        claim = f"spread over {count} devices gives {times:.2f} times the items of one, where an item takes {lengths[-1]:g} ms"
+    size = f"{results['item_bytes'] / 1e3:,.0f} kB each way"
+    return figure, claim, f"an item is a chain of convolutions {shape_of(results['shape'])}; host to host: {size}"
+
+
+PEERS = {
+    "torch": "torch, eagerly",
+    "torch graph": "torch, CUDA graph",
+    "Inductor": "Inductor, CUDA graph",
+    JAX: "JAX, own process",
+}
+PEERS |= {ONE_LANE: "recorded, one lane"}
+
+
+def networks(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """Networks by peers: a panel each, the device's time as a bar and the clock's as a mark."""
+    here: Networks = results[ALL]
+    shown = here.columns((TUNED, ONE_LANE, "Inductor", JAX, "reduce-overhead", "torch graph", "torch"))
+    names = list(here.found)
+    columns = min(2, len(names))
+    rows = -(-len(names) // columns)
+    high = 0.3 * len(shown) + 0.75
+    figure = Figure(figsize=(11.5 if columns > 1 else 8, high * rows + 1.75), dpi=DPI, facecolor=theme.paper)
+    colours = {TUNED: theme.ours, ONE_LANE: theme.recorded, "Inductor": theme.graph, JAX: theme.graph}
+    for place, name in enumerate(names, 1):
+        axes = figure.add_subplot(rows, columns, place)
+        dress(axes, theme)
+        taken = here.found[name]
+        quick = [column for column in taken if column not in (EAGER, "torch")] or shown  # eager calls may exceed the axis
+        most = 1.05 * max(taken[column]["wall"]["median"] for column in quick if column in taken)
+        least = min(taken[column]["device"]["median"] for column in taken if column != EAGER)
+        for line, column in enumerate(shown):
+            if column not in taken:
+                continue
+            device, wall = taken[column]["device"], taken[column]["wall"]
+            beyond = device["median"] > most
+            axes.barh(line, min(device["median"], most), color=colours.get(column, theme.torch), height=0.66)
+            if not beyond:
+                spread = [[device["median"] - device["q1"]], [device["q3"] - device["median"]]]
+                axes.errorbar(device["median"], line, xerr=spread, fmt="none", ecolor=theme.ink, elinewidth=1.1, capsize=2)
+                axes.plot(min(wall["median"], most), line, "|", color=theme.ink, markersize=11, markeredgewidth=1.6)
+            at = most if beyond else max(device["q3"], wall["median"])
+            text = f"{device['median']:,.0f} ({wall['median']:,.0f})" + (" \N{RIGHTWARDS ARROW}" if beyond else "")
+            weight = "bold" if device["median"] == least else "normal"
+            axes.annotate(
+                text, (at, line), (6, 0), textcoords="offset points", va="center", color=theme.ink, fontsize=9.5, weight=weight
+            )
+        lanes = here.lanes.get(name)
+        tuned = f"recorded, {lanes} lane{'s' if lanes > 1 else ''}" if lanes else "recorded, tuned"
+        labels = [tuned if column == TUNED else PEERS.get(column, column) for column in shown]
+        axes.set_yticks(range(len(shown)), labels)
+        axes.invert_yaxis()
+        axes.set_xlim(0, most * 1.4)
+        axes.set_title(name, fontsize=11, color=theme.ink, loc="left")
+        axes.grid(axis="x")
+        if place > len(names) - columns:
+            axes.set_xlabel(f"µs, batch {here.batch}, {here.dtype}")
+    tall = figure.get_figheight()
+    figure.subplots_adjust(
+        left=1.75 / figure.get_figwidth(),
+        right=1 - 0.25 / figure.get_figwidth(),
+        top=1 - 0.95 / tall,
+        bottom=1.0 / tall,
+        hspace=0.62 / (high - 0.62) + 0.1,
+        wspace=0.5,
+    )
+    peer = next((peer for peer in ("Inductor", "torch graph") if peer in shown), None)
+    shares = [(here.median(name, TUNED, "device"), here.median(name, peer, "device")) for name in names] if peer else []
+    ratios = sorted(ours / theirs for ours, theirs in shares if ours is not None and theirs is not None)
+    claim = "Networks from plain code, recorded with lanes"
+    if ratios:
+        among = f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if len(ratios) > 1 else f"{ratios[0]:.2f}"
+        claim += f": {among} of {PEERS[peer].partition(',')[0] if peer == 'Inductor' else 'a torch CUDA graph'}'s time"
+    about = "bars and numbers: on the device; upright marks and parentheses: by the clock; bold: the least"
+    return figure, claim, about
+
+
+ALL = "all"
+"""Where `networks` finds those of all files of one batch and type."""
+
+
+def tiles(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """What each thread of each worker did when."""
+    colours = {"compute": theme.recorded, "transfer": theme.torch}
+    rows = 1 + max(row for _, row, *_ in results["stream"])
+    figure, axes = page(theme, 9, 0.34 * rows + 2.6)
+    for action in sorted({action for _, _, action, *_ in results["stream"]}):
+        steps = [(row, start, end) for _, row, each, start, end in results["stream"] if each == action]
+        places, starts, lengths = [r for r, _, _ in steps], [s for _, s, _ in steps], [e - s for _, s, e in steps]
+        colour = colours.get(action, theme.floor)
+        axes.barh(places, lengths, left=starts, color=colour, edgecolor=theme.paper, linewidth=0.4, height=0.7, label=action)
+    names = {row: f"worker {worker}" for worker, row, *_ in reversed(results["stream"])}
+    axes.set_yticks(sorted(names), [names[row] for row in sorted(names)])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.set_xlim(left=0)
+    axes.grid(axis="x")
+    legend = axes.legend(frameon=False, fontsize=9, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
+    for text in legend.get_texts():
+        text.set_color(theme.ink)
+    (times,) = results["times"].values()
+    ratio = times["cluster"]["median"] / times["one process"]["median"]
+    count = f"{results['workers']} workers of {results['devices']} device{'s' * (results['devices'] > 1)}"
+    claim = f"{count} take {ratio:.2f} of one process's time for an image, and give the same bits"
+    about = (
+        f"{results['side']:,}² pixels in {results['tiles']} tiles from Zarr to Zarr, blurred and through two more convolutions"
+    )
+    return figure, claim, about
+
+
+PICTURES = {f.__name__: f for f in (acquire, launch, forks, overlap, wrong, memory, record, devices, tiles, networks)}
 
 
 def shape_of(text: str, *, short: bool = False) -> str:
@@ -342,12 +492,11 @@ def fit(canvas: FigureCanvasAgg, text: Text) -> None:
         text.set_fontsize(text.get_fontsize() - 0.25)
 
 
-def draw(results: dict[str, Any], folder: Path) -> list[Path]:
+def draw(results: dict[str, Any], folder: Path, name: str) -> list[Path]:
     """Both forms of one picture."""
-    name = results["benchmark"]
     written = []
     for form, theme in THEMES.items():
-        figure, claim, about = PICTURES[name](results, theme)
+        figure, claim, about = PICTURES[results["benchmark"]](results, theme)
         height = figure.get_figheight()
         canvas = FigureCanvasAgg(figure)
         title = {"fontsize": 13, "weight": "bold", "color": theme.ink, "va": "center"}
@@ -360,16 +509,27 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     return written
 
 
+def sources(folder: Path, name: str) -> list[tuple[str, dict[str, Any]]]:
+    """What pictures of a script are made of, each with its picture's name; of networks there is one for each batch and type."""
+    path = folder / f"{name}.json"
+    if name != "networks":
+        return [(name, json.loads(path.read_text()))] if path.exists() else []
+    jax = gathered(folder, "networks_jax")
+    found = [each.beside(jax, JAX) for each in gathered(folder)]
+    stems = [name, *(f"{name}-{each.batch}-{each.dtype}" for each in found[1:])]
+    return [(stem, each.results | {ALL: each}) for stem, each in zip(stems, found, strict=False)]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the JSON is, and the pictures go")
     parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES), metavar="NAME", help="a selection of them")
     options = parser.parse_args(arguments)
-    paths = [path for name in options.only if (path := options.folder / f"{name}.json").exists()]
-    if not paths:
+    found = [source for name in options.only for source in sources(options.folder, name)]
+    if not found:
         parser.error(f"{options.folder} has none of {', '.join(f'{name}.json' for name in options.only)}")
-    for path in paths:
-        print(*draw(json.loads(path.read_text()), options.folder), sep="\n")
+    for stem, results in found:
+        print(*draw(results, options.folder, stem), sep="\n")
     return 0
 
 

@@ -2,9 +2,9 @@
 
 cuDNN takes graphs that it computes wrongly, and some whose kernels end the context. This measures which: each case is built with
 the frontend alone, every operand lies exactly as the case says, and its plans run in a worker process, so that a lost context
-costs one case. Then the same with the operands declared and copied as `handlepool.forms` has it. What comes out is the table that
-the rule rests on, ``benchmarks/results/geometries/cudnn-*.json``: by family of cases how many were right, wrong, ended their
-process ("dies"), or had no plan ("unsupported"), and each case that was wrong or died, to be made again.
+costs one case. Then the same with the operands declared and copied as `handlepool.graphs.forms` has it. What comes out is the
+table that the rule rests on, ``benchmarks/results/geometries/cudnn-*.json``: by family of cases how many were right, wrong, ended
+their process ("dies"), or had no plan ("unsupported"), and each case that was wrong or died, to be made again.
 
     python -m benchmarks.geometries --seconds 300 --workers 14 --out results.json
 """

@@ -119,12 +119,12 @@ def main() -> int:
         samples = {name: [value / 1e3 for value in values] for name, values in samples.items()}
         bounded = shape == SMALL
         ratios = Ratios()
-        ratios.compare(samples, GIVEN, TORCH, 0.75 if bounded else None)
-        ratios.compare(samples, GIVEN, EXECUTE, 0.35 if bounded else None)
-        ratios.compare(samples, ALLOCATED, TORCH, 1.1 if bounded else None)
-        ratios.compare(samples, "conv2d, out given", TORCH, 0.75 if bounded else None)
-        ratios.compare(samples, "conv2d, out given", EXECUTE, 0.35 if bounded else None)
-        ratios.compare(samples, "conv2d", TORCH, 1.1 if bounded else None)
+        ratios.compare(samples, GIVEN, TORCH, 0.80 if bounded else None)
+        ratios.compare(samples, GIVEN, EXECUTE, 0.33 if bounded else None)
+        ratios.compare(samples, ALLOCATED, TORCH, 1.0 if bounded else None)
+        ratios.compare(samples, "conv2d, out given", TORCH, 0.80 if bounded else None)
+        ratios.compare(samples, "conv2d, out given", EXECUTE, 0.33 if bounded else None)
+        ratios.compare(samples, "conv2d", TORCH, 1.0 if bounded else None)
         ratios.compare(samples, GIVEN, "raw entry")
         times = {"microseconds a call": {name: summary(values) for name, values in samples.items()}}
         publish(options, "launch", driver.name, times, ratios, skipped, shape=str(shape), calls=options.calls)

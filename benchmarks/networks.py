@@ -1,42 +1,93 @@
-"""Whole networks, plainly written on the library's operations (`nets`): eagerly on one stream and with one fork, in which each
-call is a branch; recorded, the same two, and with lanes; and torch, eagerly and in a CUDA graph. On a GPU the network is tuned,
-too, and its convolutions are timed before and after, beside torch's.
+"""Whole networks, plainly written on the library's operations (`nets`), beside torch's and Inductor's.
 
-Every output is compared with float64's before it is timed. Batch norm is folded into the weights, which are random.
+The ways in which each runs, of which `--way` takes a selection:
+
+    eager, forks            on one stream, and with one fork, in which each call is a branch; eagerly and recorded
+    lanes                   recorded with each number of lanes
+    tuned                   recorded with 16 lanes, and tuned: on how many lanes it runs, `Program.tune` finds
+    plans                   one lane and tuned once more, with the plans that `handlepool.tune` found before: alone for one lane,
+                            and then side by side on as many states as there are lanes after tuning
+    convolutions            the network's convolutions alone, before that and after it
+    torch, torch-graph      eagerly, and in a CUDA graph
+    reduce-overhead         torch.compile(mode="reduce-overhead")
+    inductor                Inductor with frozen weights and cudnn.benchmark, in a CUDA graph made by hand
+
+Every output is compared with float64's before it is timed. Batch norm is folded into the weights, which are random. What one of
+the peers cannot do is a line, and the others go on. The results are written after each network. JAX has a process of its own:
+`networks_jax.py`.
 """
 
+import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic
 from typing import Any
 
+import compiled
+import kernels
 import numpy as np
-from common import CLOCKS, Ratios, pool_on_a_stream, publish, regions, summary
+from common import CLOCKS, Ratios, pool_on_a_stream, print_table, publish, regions, summary, write
 from nets import NETWORKS, Parameters
 from nets.kinds import Reference, Torch, forked
 from nets.parameters import channels_last
 from operations import Noted
 from options import arguments, parse, positive, side_streams
-from peers import array_of, graph_of, tensor, torch_beside
+from peers import array_of, graph_of, graphed, tensor, torch_beside
 from work import check
 
 import handlepool
 from handlepool import ops
 
+WAYS = (
+    *("eager", "forks", "lanes", "tuned", "plans", "convolutions"),
+    *("torch", "torch-graph", "reduce-overhead", "inductor"),
+)
 ONE, RECORDED_ONE = "one stream", "recorded, one stream"
+ONE_LANE, TUNED, PLANS = "recorded, 1 lane", "recorded, tuned", ", tuned plans"
+TORCH, GRAPH, REDUCED, INDUCTOR = "torch", "torch graph", "reduce-overhead", "Inductor"
 CONVOLUTIONS = "convolutions, one stream"
+LANES_BEFORE = 16
+"""Of a recording that is tuned."""
 MOST_SECONDS = 20.0
-"""Of tuning a network."""
+"""Of tuning a network's plans."""
 MOST_OF_ONE_STREAM = 1.3
 """What googlenet with one fork may take of one stream, run eagerly at batch 1 with 4 states."""
+MOST_OF_INDUCTOR = {
+    "googlenet": {"device": 0.66, "wall": 0.70},
+    "squeezenet1_1": {"device": 0.90, "wall": 0.90},
+    "resnet18": {"device": 0.92, "wall": 0.92},
+}
+MOST_OF_ONE_LANE = {"ensemble": 0.25}
+"""On the device, at batch 1 in float16; of others, and elsewhere, `NO_SLOWER`."""
+NO_SLOWER = 1.03
+MOST_OF_TORCHS_ERROR = 1.5
+ANY = (Exception, SystemExit)
+"""How a peer may end: a compiler may raise whatever it likes, and SystemExit says that its scores are wrong."""
+Scores = Callable[[], Any] | None
+
+
+def several(found: Any) -> list[Any]:
+    """What a network with one head or more gave, as a list."""
+    return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
 class Network:
-    """A network, its images, and its right scores."""
+    """A network, its images, its right scores, and what is timed of it.
+
+    Attributes
+    ----------
+    cases : dict
+        By name, after their scores were right.
+    errors, seconds, lanes : dict
+        By case: the largest relative error of a head, how long it took to make, and the lanes that tuning chose.
+    skipped : list of str
+        What could not be made, and why.
+    """
 
     def __init__(self, driver: Any, name: str, options: Any) -> None:
         self.driver = driver
+        self.name = name
         self.run = NETWORKS[name]
         self.p = Parameters(driver.asarray, options.dtype, options.thin)
         shape = options.batch, 3, options.side, options.side
@@ -44,44 +95,97 @@ class Network:
         self.x = driver.asarray(channels_last(images))
         self.run(self.p, self.x)  # which makes the parameters
         self.right = self.run(self.p.elsewhere(np.float64), np.float64(images), Reference())
+        self.cases: dict[str, Callable[[], Any]] = {}
+        self.errors: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        self.lanes: dict[str, int] = {}
+        self.skipped: list[str] = []
 
-    def checked(self, name: str, case: Callable[[], Any], scores: Callable[[], Any] | None = None) -> Callable[[], Any]:
+    def checked(self, name: str, case: Callable[[], Any], scores: Scores = None) -> Callable[[], Any]:
         """The case, after its scores were right."""
-        y = case() if scores is None else (case(), scores())[1]
-        check(self.driver, name, array_of(y), self.right)
+        found = several(case() if scores is None else (case(), scores())[1])
+        pairs = zip(found, several(self.right), strict=True)
+        self.errors[name] = max(check(self.driver, name, array_of(each), right) for each, right in pairs)
         return case
 
-    def cases(self, states: list[int]) -> dict[str, Callable[[], Any]]:
-        """One stream and forks, eagerly and recorded."""
-        found: dict[str, Callable[[], Any]] = {}
-        for count in (None, *states):
-            at = ONE if count is None else f"one fork, {count} states"
-            case = partial(self.run, self.p, self.x)
-            if count is not None:
-                case = partial(forked, handlepool.ParallelStates(count), self.run, self.p, self.x)
-            found[at] = self.checked(at, case)
-            program = handlepool.record(case)
-            at = f"recorded, {at}"
-            found[at] = self.checked(at, program.replay, lambda program=program: program.outputs)
-        return found
+    def add(
+        self, name: str, make: Callable[[], tuple[Callable[[], Any], Scores]], may_fail: tuple[type[BaseException], ...] = ()
+    ) -> None:
+        """Make what is timed, and check it; there is a line where it ends with one of these errors."""
+        start = monotonic()
+        try:
+            self.cases[name] = self.checked(name, *make())
+        except may_fail as error:
+            first = next(iter(str(error).strip().splitlines()), "")
+            self.skipped.append(f"{self.name}, {name}: {type(error).__name__}: {first[:200]}")
+            print(f"not timed: {self.skipped[-1]}", flush=True)
+        else:
+            self.seconds[name] = monotonic() - start
+            print(f"{self.name}, {name}: made and right after {self.seconds[name]:.1f} s", flush=True)
 
-    def lane_cases(self, lanes: list[int]) -> dict[str, Callable[[], Any]]:
-        """Recorded with so many lanes, as plain code."""
-        found: dict[str, Callable[[], Any]] = {}
-        for count in lanes:
-            program = handlepool.record(self.run, self.p, self.x, lanes=count)
-            how = program.explain()
-            print(f"{count} lanes: {how.got} of {how.wanted} were there, {len(how.steps)} calls, {how.nbytes:,} bytes")
-            at = f"recorded, {count} lanes"
-            found[at] = self.checked(at, program.replay, lambda program=program: program.outputs)
-        return found
+    def recorded(self, case: Callable[[], Any], **options: Any) -> tuple[Callable[[], Any], Scores]:
+        """A program of it."""
+        program = handlepool.record(case, **options)
+        return program.replay, lambda: program.outputs
 
-    def torch_cases(self, torch: Any) -> dict[str, Callable[[], Any]]:
-        """The same in torch."""
-        place = partial(tensor, torch)
-        p = self.p.elsewhere(lambda values: place(self.driver.asarray(values)))
-        eager = partial(self.run, p, place(self.x), Torch(torch))
-        return {"torch": self.checked("torch", eager), "torch graph": graph_of(torch, eager)}
+    def whole(self) -> Callable[[], Any]:
+        """It, plainly called."""
+        return partial(self.run, self.p, self.x)
+
+
+def add_streams(network: Network, ways: Iterable[str], states: list[int]) -> None:
+    """One stream and forks, eagerly and recorded."""
+    for count in [*([None] if "eager" in ways else []), *(states if "forks" in ways else [])]:
+        at, case = ONE, network.whole()
+        if count is not None:
+            at = f"one fork, {count} states"
+            case = partial(forked, handlepool.ParallelStates(count), network.run, network.p, network.x)
+        network.add(at, lambda case=case: (case, None))
+        network.add(f"recorded, {at}", lambda case=case: network.recorded(case))
+
+
+def add_lanes(network: Network, lanes: list[int]) -> None:
+    """Recorded with so many lanes, as plain code."""
+    for count in lanes:
+        name = ONE_LANE if count == 1 else f"recorded, {count} lanes"
+        network.add(name, lambda count=count: network.recorded(network.run, p=network.p, x=network.x, lanes=count))
+
+
+def add_tuned(network: Network, options: Any, note: str = "") -> None:
+    """Recorded with lanes, of which tuning finds the number."""
+    name = TUNED + note
+
+    def make() -> tuple[Callable[[], Any], Scores]:
+        program = handlepool.record(network.run, network.p, network.x, lanes=LANES_BEFORE)
+        tuning = program.tune(options.lanes, goal=options.goal, seconds=options.seconds)
+        print(tuning, flush=True)
+        network.lanes[name] = tuning.winner.got
+        return program.replay, lambda: program.outputs
+
+    network.add(name, make, (handlepool.HandlePoolError,))
+
+
+def add_torch(network: Network, torch: Any, ways: Iterable[str]) -> None:
+    """The same in torch, and by its compiler."""
+    place = partial(tensor, torch)
+    p = network.p.elsewhere(lambda values: place(network.driver.asarray(values)))
+    x = place(network.x)
+    eager = partial(network.run, p, x, Torch(torch))
+
+    def graph() -> tuple[Callable[[], Any], Scores]:
+        replay, scores = graphed(torch, eager)
+        return replay, lambda: scores
+
+    torch.compiler.reset()  # or the networks before would count as recompilations
+    makers = {
+        "torch": (TORCH, lambda: (eager, None)),
+        "torch-graph": (GRAPH, graph),
+        "reduce-overhead": (REDUCED, lambda: compiled.reduce_overhead(torch, compiled.module_of(torch, network.run, p), x)),
+        "inductor": (INDUCTOR, lambda: compiled.inductor(torch, compiled.module_of(torch, network.run, p), x)),
+    }
+    for way, (name, make) in makers.items():
+        if way in ways:
+            network.add(name, make, ANY)
 
 
 def every(calls: list[tuple[Callable[[], Any], int]]) -> list[Any]:
@@ -89,94 +193,187 @@ def every(calls: list[tuple[Callable[[], Any], int]]) -> list[Any]:
     return [call() for call, count in calls for _ in range(count)]
 
 
-def tuned_cases(network: Network, torch: Any) -> tuple[dict[str, Callable[[], Any]], list[float]]:
-    """A network's convolutions on one stream, with what is behind them, before `handlepool.tune` and after it; torch's, with the
-    first plan and with the quickest; the network after it; and how many seconds it took."""
+def tune_plans(network: Network, name: str, **options: Any) -> None:
+    """Tune the plans that a network uses."""
+    start = monotonic()
+    tunings = handlepool.tune(network.whole(), **options)
+    network.seconds[name] = monotonic() - start
+    building = sum(each.building for each in tunings)
+    print(f"{name}: {len(tunings)} plans in {network.seconds[name]:.1f} s, of which {building:.1f} built plans", flush=True)
+
+
+def add_tuned_plans(network: Network, torch: Any, options: Any) -> None:
+    """One lane, and tuned, with the plans that `handlepool.tune` finds; and its convolutions with what is behind them, on one
+    stream: before it, after it, and torch's, with the first plan and with the quickest."""
+    apart = "convolutions" in options.way
     noted = Noted()
-    network.run(network.p, network.x, noted)
+    if apart:
+        network.run(network.p, network.x, noted)
     found = [call for call in noted.calls.values() if call.operation == "conv2d"]
 
     def convolutions(kind: Any, place: Callable[[Any], Any]) -> Callable[[], list[Any]]:
         return partial(every, [(call.on(kind, place), call.count) for call in found])
 
-    own, run = convolutions(ops, lambda array: array), partial(network.run, network.p, network.x)
-    cases: dict[str, Callable[[], Any]] = {CONVOLUTIONS: handlepool.record(own).replay}
-    seconds = []
+    own = convolutions(ops, lambda array: array)
+    if apart:
+        network.cases[CONVOLUTIONS] = handlepool.record(own).replay
     if network.driver.name == "cuda":
-        start = monotonic()
-        tunings = handlepool.tune(run)
-        seconds.append(monotonic() - start)
-        print(
-            f"{len(tunings)} plans tuned in {seconds[0]:.1f} s, of which {sum(each.building for each in tunings):.1f} built plans"
-        )
-        cases[f"{CONVOLUTIONS}, tuned"] = handlepool.record(own).replay
-        program = handlepool.record(run)
-        at = f"{RECORDED_ONE}, tuned"
-        cases[at] = network.checked(at, program.replay, lambda: program.outputs)
-    if torch is not None:
+        tune_plans(network, "handlepool.tune")
+        if "plans" in options.way:
+            network.add(ONE_LANE + PLANS, lambda: network.recorded(network.run, p=network.p, x=network.x, lanes=1))
+            if (side_by_side := network.lanes.get(TUNED, 1)) > 1:
+                tune_plans(network, "handlepool.tune, side by side", states=handlepool.ParallelStates(side_by_side))
+            add_tuned(network, options, PLANS)
+        if apart:
+            network.cases[f"{CONVOLUTIONS}{PLANS}"] = handlepool.record(own).replay
+    if torch is not None and apart:
         theirs = convolutions(Torch(torch), partial(tensor, torch))
-        cases[f"{CONVOLUTIONS}, torch graph"] = graph_of(torch, theirs)
+        network.cases[f"{CONVOLUTIONS}, torch graph"] = graph_of(torch, theirs)
         before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
         try:
-            cases[f"{CONVOLUTIONS}, torch graph, cudnn.benchmark"] = graph_of(torch, theirs)
+            network.cases[f"{CONVOLUTIONS}, torch graph, cudnn.benchmark"] = graph_of(torch, theirs)
         finally:
             torch.backends.cudnn.benchmark = before
-    return cases, seconds
 
 
-def main() -> int:
-    parser = arguments(__doc__)
+def best_of_ours(cases: Iterable[str]) -> str:
+    """The case that stands for the library: tuned, with tuned plans if they were."""
+    names = (TUNED + PLANS, TUNED, ONE_LANE + PLANS, ONE_LANE)
+    return next((name for name in names if name in cases), ONE_LANE)
+
+
+def compare(ratios: Ratios, network: Network, samples: dict[str, dict[str, list[float]]], options: Any) -> None:
+    """Ratios of a network, with the bounds that hold for it at full size."""
+    name, full = network.name, (options.side, options.thin) == (224, 1)
+    small = full and (options.batch, options.dtype) == (1, "float16")  # what the bounds are for
+    ours = best_of_ours(samples["device"])
+    one = ONE_LANE + PLANS if ours.endswith(PLANS) else ONE_LANE
+    for clock in ("device", "wall"):
+        taken, note = samples[clock], f", {name}, {clock}"
+        ratios.compare(taken, ours, INDUCTOR, MOST_OF_INDUCTOR.get(name, {}).get(clock) if small else None, note)
+        for peer in (GRAPH, REDUCED, TORCH):
+            ratios.compare(taken, ours, peer, None, note)
+        ratios.compare(taken, one, INDUCTOR, None, note)
+        if ours != one:
+            most = MOST_OF_ONE_LANE.get(name, NO_SLOWER) if small and clock == "device" else NO_SLOWER
+            judged = full and (clock == "device" or options.goal == "clock")
+            ratios.compare(taken, ours, one, most if judged else None, note)
+    for count in options.states:
+        most = MOST_OF_ONE_STREAM if small and name == "googlenet" and count == 4 else None
+        ratios.compare(samples["wall"], f"one fork, {count} states", ONE, most, f", {name}, wall")
+        for peer in (RECORDED_ONE, GRAPH):
+            ratios.compare(samples["device"], f"recorded, one fork, {count} states", peer, None, f", {name}, device")
+    for count in options.lanes:
+        ratios.compare(samples["device"], f"recorded, {count} lanes", ONE_LANE, None, f", {name}, device")
+    ratios.compare(samples["wall"], ONE, TORCH, None, f", {name}, wall")
+    ratios.compare(samples["device"], f"{CONVOLUTIONS}{PLANS}", CONVOLUTIONS, None, f", {name}, device")
+    theirs = f"{CONVOLUTIONS}, torch graph, cudnn.benchmark"
+    ratios.compare(samples["device"], f"{CONVOLUTIONS}{PLANS}", theirs, 1.0 if full else None, f", {name}, device")
+    if "handlepool.tune" in network.seconds:
+        ratios.add(f"seconds of handlepool.tune, {name}", [network.seconds["handlepool.tune"]], MOST_SECONDS)
+    if ours in network.errors and TORCH in network.errors:
+        error = network.errors[ours] / network.errors[TORCH]
+        ratios.add(f"error of {ours} / torch's, {name}", [error], MOST_OF_TORCHS_ERROR if full else None)
+
+
+def network_arguments(description: str | None) -> argparse.ArgumentParser:
+    """The options of every script that runs networks."""
+    parser = arguments(description)
     parser.add_argument("--calls", type=positive, default=5, help="runs in one sample (default: %(default)s)")
     parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="(default: all)")
-    parser.add_argument("--states", type=side_streams, nargs="+", default=[2, 4, 8], help="(default: %(default)s)")
-    parser.add_argument("--lanes", type=side_streams, nargs="+", default=[1, 4, 8, 16], help="(default: %(default)s)")
+    parser.add_argument(
+        "--lanes", type=side_streams, nargs="+", default=[1, 2, 4, 8, 16], help="also of tuning (default: %(default)s)"
+    )
     parser.add_argument("--batch", type=positive, default=1, help="images (default: %(default)s)")
     parser.add_argument("--side", type=positive, default=224, help="pixels, 33 or more (default: %(default)s)")
     parser.add_argument("--thin", type=positive, default=1, help="divides the numbers of channels (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="(default: %(default)s)")
+    parser.add_argument("--goal", choices=("clock", "device"), default="clock", help="of tuning (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="also what each kernel takes, of ours and of the strongest peers'")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of tuning the lanes, at most (default: %(default)s)")
+    return parser
+
+
+def parse_network(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
+    """The options of a script that runs networks."""
     small = {"thin": 16, "side": 40, "dtype": "float32"}
-    options = parse(parser, small, calls=1, states=[2], lanes=[1, 4], network=["googlenet", "ensemble"])
+    options = parse(parser, small, calls=1, lanes=[1, 4], seconds=0.2, **quick)
     if options.side < 33:
         parser.error(f"--side {options.side}: nothing would be left of images of less than 33 pixels")
-    times: dict[str, Any] = {}
-    ratios = Ratios()
-    skipped: list[str] = []
+    return options
+
+
+def profiles(cases: dict[str, Callable[[], Any]], network: Network, torch: Any) -> dict[str, kernels.Profile]:
+    """What each kernel of ours takes, and of the strongest peers."""
+    found = {}
+    for name in dict.fromkeys((best_of_ours(cases), ONE_LANE + PLANS, ONE_LANE, INDUCTOR, GRAPH, "JAX")):
+        if name not in cases:
+            continue
+        found[name] = kernels.profiled(torch, cases[name])
+        total = sum(each["microseconds"] for each in found[name].values())
+        print_table(
+            (f"{network.name}, {name}: {total:,.1f} microseconds of kernels", "launches", "microseconds"),
+            [(kernel[:90], f"{each['launches']:g}", f"{each['microseconds']:,.1f}") for kernel, each in found[name].items()],
+        )
+    return found
+
+
+class Results:
+    """What is written of the networks so far."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, Any] = {}
+        self.ratios = Ratios()
+        self.skipped: list[str] = []
+        self.more: dict[str, dict[str, Any]] = {"errors": {}, "seconds": {}, "lanes_chosen": {}}
+
+    def add(self, network: Network, samples: dict[str, dict[str, list[float]]]) -> None:
+        """A network's times, and a short table of them."""
+        for clock, taken in samples.items():
+            self.times[f"{network.name}, microseconds, {clock}"] = {case: summary(values) for case, values in taken.items()}
+        for key, found in (("errors", network.errors), ("seconds", network.seconds), ("lanes_chosen", network.lanes)):
+            self.more[key][network.name] = found
+        self.skipped += network.skipped
+        print_table(
+            (f"{network.name}, microseconds", *samples),
+            [
+                (case, *(f"{summary(taken[case])['median']:,.1f}" if case in taken else "" for taken in samples.values()))
+                for case in network.cases
+            ],
+        )
+        sys.stdout.flush()
+
+
+def main() -> int:
+    parser = network_arguments(__doc__)
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS), help="(default: all)")
+    parser.add_argument("--states", type=side_streams, nargs="+", default=[2, 4, 8], help="(default: %(default)s)")
+    options = parse_network(parser, states=[2], network=["googlenet", "ensemble"])
+    results = Results()
+    sizes = {key: getattr(options, key) for key in ("batch", "side", "thin", "dtype", "states", "lanes", "goal")}
     with pool_on_a_stream(options.driver) as (pool, stream):
         driver = pool.driver
         torch, why = torch_beside(driver, stream)
         if torch is None:
-            skipped.append(why)
+            results.skipped.append(why)
         for name in options.network:
             network = Network(driver, name, options)
-            cases = network.cases(options.states) | network.lane_cases(options.lanes)
+            add_streams(network, options.way, options.states)
+            if "lanes" in options.way:
+                add_lanes(network, options.lanes)
+            if "tuned" in options.way:
+                add_tuned(network, options)
+            if {"plans", "convolutions"} & set(options.way):
+                add_tuned_plans(network, torch, options)
             if torch is not None:
-                cases |= network.torch_cases(torch)
-            more, seconds = tuned_cases(network, torch)
-            cases |= more
-            if seconds:
-                ratios.add(f"seconds of handlepool.tune, {name}", seconds, MOST_SECONDS)
-            samples = regions(cases, options.repeats, options.calls, driver, stream)
-            for clock in CLOCKS:
-                times[f"{name}, microseconds, {clock}"] = {case: summary(values) for case, values in samples[clock].items()}
-            bounded = name == "googlenet" and (options.batch, options.side, options.thin) == (1, 224, 1)
-            for count in options.states:
-                most = MOST_OF_ONE_STREAM if bounded and count == 4 else None
-                ratios.compare(samples["wall"], f"one fork, {count} states", ONE, most, f", {name}, wall")
-                recorded = f"recorded, one fork, {count} states"
-                for peer in (RECORDED_ONE, "torch graph"):
-                    ratios.compare(samples["device"], recorded, peer, None, f", {name}, device")
-            for count in options.lanes:
-                for peer in (RECORDED_ONE, "torch graph"):
-                    ratios.compare(samples["device"], f"recorded, {count} lanes", peer, None, f", {name}, device")
-            for mine, peer in ((ONE, "torch"), (RECORDED_ONE, "torch graph")):
-                ratios.compare(samples["wall"], mine, peer, None, f", {name}, wall")
-            tuned = f"{CONVOLUTIONS}, tuned"
-            ratios.compare(samples["device"], tuned, CONVOLUTIONS, None, f", {name}, device")
-            best = f"{CONVOLUTIONS}, torch graph, cudnn.benchmark"
-            ratios.compare(samples["device"], tuned, best, 1.0 if options.thin == 1 else None, f", {name}, device")
-            ratios.compare(samples["device"], f"{RECORDED_ONE}, tuned", RECORDED_ONE, None, f", {name}, device")
-        sizes = {key: getattr(options, key) for key in ("batch", "side", "thin", "dtype", "states", "lanes")}
-        publish(options, "networks", driver.name, times, ratios, skipped, **sizes)
+                add_torch(network, torch, options.way)
+            samples = regions(network.cases, options.repeats, options.calls, driver, stream)
+            results.add(network, {clock: samples[clock] for clock in CLOCKS})
+            if options.profile and torch is not None:
+                results.more.setdefault("kernels", {})[name] = profiles(network.cases, network, torch)
+            compare(results.ratios, network, samples, options)
+            write(options, "networks", driver.name, results.times, results.ratios, results.skipped, **results.more, **sizes)
+        publish(options, "networks", driver.name, results.times, results.ratios, results.skipped, **results.more, **sizes)
     return 0
 
 

@@ -152,8 +152,8 @@ def compare(ratios: Ratios, clock: str, samples: dict[str, list[float]], *, judg
     def add(above: str, below: str, bound: float) -> None:
         ratios.compare(samples, above, below, bound if judged else None, f", {clock}")
 
-    add("map into outputs, 4 states", "torch, 4 streams", 0.45)
-    add("map into outputs, 4 states", TORCH_ONE, 0.8)
+    add("map into outputs, 4 states", "torch, 4 streams", 0.42)
+    add("map into outputs, 4 states", TORCH_ONE, 0.85)
     add("map, 4 states", "torch, 4 streams", 0.6)
     add("map, 4 states", TORCH_ONE, 1.0)
     add("recorded, 8 states", "torch graph, 8 streams", 1.0)

@@ -72,8 +72,8 @@ def over_streams(torch: Any, count: int, calls: list[Callable[[], object]], *, g
     return region
 
 
-def graph_of(torch: Any, region: Callable[[], object]) -> Callable[[], object]:
-    """A torch CUDA graph of a region; what replays it."""
+def graphed(torch: Any, region: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A torch CUDA graph of a region: what replays it, and what the region returned, which each replay writes."""
     for _ in range(3):
         region()
     torch.cuda.synchronize()
@@ -85,4 +85,9 @@ def graph_of(torch: Any, region: Callable[[], object]) -> Callable[[], object]:
     def replayed(_kept: Any = (graph, kept)) -> None:
         replay()
 
-    return replayed
+    return replayed, kept
+
+
+def graph_of(torch: Any, region: Callable[[], Any]) -> Callable[[], None]:
+    """A torch CUDA graph of a region; what replays it."""
+    return graphed(torch, region)[0]

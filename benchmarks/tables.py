@@ -12,13 +12,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from network_figures import EAGER, JAX, ONE_LANE, TUNED, Networks, gathered
+
 BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NAMES = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory")
+NETWORKS = {"networks": "networks", "networks-short": "networks", "networks-jax": "networks_jax"}
+"""Blocks of networks, and the script of each; of a script there may be several files."""
+SHORT = (ONE_LANE, TUNED, "torch graph", "Inductor", JAX)
 SIDE_STREAMS = ("fork,", "map,", "map into outputs,")
 """How the cases begin that go over side streams eagerly."""
 LEAST_GAIN = 1.05
 """What counts as one: less is within the spread of the times."""
-Results = dict[str, dict[str, Any]]
+Results = dict[str, Any]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -44,7 +49,8 @@ def times(results: dict[str, Any]) -> str:
 def conditions(results: dict[str, Any]) -> str:
     """What ran where."""
     found = results["conditions"]
-    versions = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if not version.startswith("not "))
+    packages = found["packages"] | ({"jax": results["jax"]} if "jax" in results else {})
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items() if not version.startswith("not "))
     gpu = found.get("gpu", "no GPU")
     return f"{gpu}, cuDNN {found.get('cudnn', 'none')}, Python {found['python']}, {versions}; {found['date']}.\n"
 
@@ -140,12 +146,34 @@ def memory(every: Results) -> str:
     return table(("MiB, threads x streams", *found["bytes"]), rows) + "\n" + text + conditions(every["memory"])
 
 
+def networks(every: list[Networks]) -> str:
+    """Networks by peers, a table for each type and batch, and what is quicker than ours."""
+    text = ""
+    for each in every:
+        columns = [column for column in each.columns() if column != EAGER]
+        head = f"batch {each.batch}, {each.dtype}; µs on the device (by the clock)"
+        text += f"{table((head, *columns), each.rows(columns))}\n{each.losses()}\n\n".replace("\n\n\n", "\n\n")
+    return text + conditions(every[-1].results)
+
+
+def networks_short(every: list[Networks], jax: list[Networks]) -> str:
+    """The same of batch 1 in float16, with fewer columns, and with JAX's time, which is of another process."""
+    first = next((each for each in every if (each.batch, each.dtype) == (1, "float16")), every[0]).beside(jax, JAX)
+    columns = first.columns(SHORT)
+    found = first.results["conditions"]
+    where = f"{found.get('gpu', 'no GPU')}, cuDNN {found.get('cudnn', 'none')}, {found['date']}."
+    return f"{table(('µs on the device (by the clock)', *columns), first.rows(columns))}\n{where}\n"
+
+
 WRITERS: dict[str, Callable[[Results], str]] = {
     "bounds": bounds,
     "overlap": overlap,
     "crossover": crossover,
     "wrong": wrong,
     "memory": memory,
+    "networks": lambda every: networks(every["networks"]),
+    "networks-jax": lambda every: networks(every["networks_jax"]),
+    "networks-short": lambda every: networks_short(every["networks"], every.get("networks_jax", [])),
     **{name: lambda every, name=name: times(every[name]) for name in ("acquire", "launch", "forks", "record")},
 }
 
@@ -155,7 +183,8 @@ def fill(page: str, every: Results) -> str:
 
     def replace(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
-        known = every if name == "bounds" else ("overlap" if name == "crossover" else name) in every
+        source = NETWORKS.get(name, "overlap" if name == "crossover" else name)
+        known = every if name == "bounds" else source in every
         return f"{begin}\n{WRITERS[name](every)}\n{end}" if known else match[0]
 
     return BLOCK.sub(replace, page)
@@ -168,7 +197,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page would change")
     options = parser.parse_args()
     paths = {name: options.folder / f"{name}.json" for name in NAMES}
-    every = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    every: Results = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    every |= {script: found for script in NETWORKS.values() if (found := gathered(options.folder, script))}
     missing = [str(path) for path in paths.values() if not path.exists()]
     if missing and (options.check or not every):
         parser.error(f"there is no {', '.join(missing)}")

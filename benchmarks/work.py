@@ -107,9 +107,10 @@ def capture(region: Callable[[], object], stream: Any) -> tuple[Callable[[], obj
     return partial(cupy.cuda.runtime.graphLaunch, graph.graphExec, stream.ptr), graph
 
 
-def check(driver: Any, name: str, found: Any, right: np.ndarray[Any, Any]) -> None:
-    """Stop where an array is not what it should be: what is wrong is not timed."""
+def check(driver: Any, name: str, found: Any, right: np.ndarray[Any, Any]) -> float:
+    """The relative error of an array. Stop where it is not what it should be: what is wrong is not timed."""
     values = driver.asnumpy(found).astype(np.float64)
     wrong = np.linalg.norm(values - right) / np.linalg.norm(right)
     if not wrong < 1e-2:  # NaN is wrong too
         raise SystemExit(f"{name}: relative error {wrong:.1e}; its times would mean nothing")
+    return float(wrong)

@@ -1,4 +1,4 @@
-"""Where a network's operations come from, beside the library: a fork, NumPy in float64, torch."""
+"""Where a network's operations come from, beside the library: a fork, NumPy in float64, torch, JAX."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ class Branches:
         run = fork.run
         self.conv2d, self.linear = partial(run, library.conv2d), partial(run, library.linear)
         self.max_pool2d, self.mean2d = partial(run, library.max_pool2d), partial(run, library.mean2d)
-        self.concat = partial(run, library.concat)
+        self.concat, self.conv2d_input_grad = partial(run, library.concat), partial(run, library.conv2d_input_grad)
 
 
 def forked(states: Any, network: Callable[..., Any], p: Any, x: Any) -> Any:
@@ -51,6 +51,13 @@ class Reference:
             y = np.einsum("nchwrs,crs->nchw", windows, w[:, 0])
         y = y + bias[:, None, None] + add
         return np.maximum(y, 0) if activation else y
+
+    def conv2d_input_grad(self, dy: Values, w: Values, shape: Sequence[int], *, stride: int) -> Values:
+        """As `handlepool.conv2d_input_grad`, with windows that do not overlap: the filters' extent is the stride."""
+        y = np.zeros(shape)
+        rows, columns = (stride * extent for extent in dy.shape[2:])
+        y[:, :, :rows, :columns] = np.einsum("nkhw,kcrs->nchrws", dy, w).reshape(len(dy), -1, rows, columns)
+        return y
 
     def add(self, x: Values, *others: Values, activation: str = "") -> Values:
         """As `handlepool.ops.add`, with relu or no activation."""
@@ -116,6 +123,13 @@ class Torch:
         y = y if add is None else y.add_(add)
         return self._torch.relu_(y) if activation else y
 
+    def conv2d_input_grad(self, dy: Any, w: Any, shape: Sequence[int], *, stride: int) -> Any:
+        """As `handlepool.conv2d_input_grad`, without padding."""
+        beyond = [
+            whole - (part - 1) * stride - side for whole, part, side in zip(shape[2:], dy.shape[2:], w.shape[2:], strict=True)
+        ]
+        return self._functional.conv_transpose2d(dy, w, None, stride, 0, beyond)
+
     def add(self, x: Any, *others: Any, activation: str = "") -> Any:
         """As `handlepool.ops.add`, with relu or no activation."""
         for other in others:
@@ -141,3 +155,49 @@ class Torch:
     def linear(self, x: Any, w: Any, *, bias: Any) -> Any:
         """As `handlepool.linear`."""
         return self._functional.linear(x, w, bias)
+
+
+class Jax:
+    """The operations of JAX, to be traced."""
+
+    def __init__(self, jax: Any) -> None:
+        self._lax, self._numpy = jax.lax, jax.numpy
+
+    def conv2d(
+        self, x: Any, w: Any, *, bias: Any, stride: int = 1, padding: int = 0, add: Any = None, activation: str = ""
+    ) -> Any:
+        """As `handlepool.conv2d`, with relu or no activation."""
+        forms = "NCHW", "OIHW", "NCHW"
+        y = self._lax.conv_general_dilated(x, w, (stride, stride), [(padding, padding)] * 2, dimension_numbers=forms)
+        y = y + bias[:, None, None] if add is None else y + bias[:, None, None] + add
+        return self._numpy.maximum(y, 0) if activation else y
+
+    def conv2d_input_grad(self, dy: Any, w: Any, shape: Sequence[int], *, stride: int) -> Any:
+        """As `handlepool.conv2d_input_grad`, without padding."""
+        sides = zip(shape[2:], dy.shape[2:], w.shape[2:], strict=True)
+        around = [(side - 1, whole - (part - 1) * stride - 1) for whole, part, side in sides]
+        forms = "NCHW", "IOHW", "NCHW"
+        turned = self._lax.rev(w, (2, 3))
+        return self._lax.conv_general_dilated(dy, turned, (1, 1), around, (stride, stride), dimension_numbers=forms)
+
+    def max_pool2d(self, x: Any, window: int, *, stride: int, padding: int = 0, ceil_mode: bool = False) -> Any:
+        """As `handlepool.ops.max_pool2d`."""
+        beyond = [
+            max(0, _last(extent, window, stride, padding) + window - extent - 2 * padding) if ceil_mode else 0
+            for extent in x.shape[2:]
+        ]
+        around = [(0, 0), (0, 0), *((padding, padding + more) for more in beyond)]
+        least = np.array(-np.inf, x.dtype)
+        return self._lax.reduce_window(x, least, self._lax.max, (1, 1, window, window), (1, 1, stride, stride), around)
+
+    def mean2d(self, x: Any) -> Any:
+        """As `handlepool.ops.mean2d`."""
+        return self._numpy.mean(x, (2, 3))
+
+    def concat(self, arrays: Sequence[Any], axis: int) -> Any:
+        """As `handlepool.ops.concat`."""
+        return self._numpy.concatenate(arrays, axis)
+
+    def linear(self, x: Any, w: Any, *, bias: Any) -> Any:
+        """As `handlepool.linear`."""
+        return x @ w.T + bias

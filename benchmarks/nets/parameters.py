@@ -23,7 +23,7 @@ class Parameters:
         self._rng = np.random.default_rng(0)
         self.thin = thin
         self.values: dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
-        self._placed: dict[str, tuple[Any, Any]] = {}
+        self.placed: dict[str, tuple[Any, Any]] = {}
 
     def width(self, channels: int) -> int:
         """How many channels that are here; at least so many that not all of them are zero behind a relu."""
@@ -33,23 +33,27 @@ class Parameters:
         """Filters for images, channels-last in memory, and their bias."""
         return self._get(name, (self.width(filters), x.shape[1], kernel, kernel))
 
+    def transposed(self, name: str, x: Any, filters: int, kernel: int) -> Any:
+        """Filters of a transposed convolution, which come from as many channels as ``x`` has."""
+        return self._get(name, (x.shape[1], self.width(filters), kernel, kernel))[0]
+
     def linear(self, name: str, x: Any, features: int) -> tuple[Any, Any]:
         """A matrix for rows, and its bias."""
         return self._get(name, (self.width(features), x.shape[1]))
 
     def _get(self, name: str, shape: tuple[int, ...]) -> tuple[Any, Any]:
-        if name not in self._placed:
+        if name not in self.placed:
             scale = (2 / np.prod(shape[1:])) ** 0.5  # what keeps the variance through relu
             w = (self._rng.standard_normal(shape, np.float32) * scale).astype(self._dtype)
             b = (self._rng.standard_normal(shape[0], np.float32) * 0.1).astype(self._dtype)
             self.values[name] = w, b
-            self._placed[name] = self._place(channels_last(w)), self._place(b)
-        return self._placed[name]
+            self.placed[name] = self._place(channels_last(w)), self._place(b)
+        return self.placed[name]
 
     def elsewhere(self, place: Any) -> "Parameters":
         """The same values as arrays of another kind; for after the network ran once with these."""
         other = Parameters(place, self._dtype, self.thin)
-        other._placed = {name: (place(channels_last(w)), place(b)) for name, (w, b) in self.values.items()}
+        other.placed = {name: (place(channels_last(w)), place(b)) for name, (w, b) in self.values.items()}
         return other
 
 
