@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         "--device-properties", nargs="?", type=int, const=0, metavar="ORDINAL", help="print what plans are made for, as JSON"
     )
 
-    demo = commands.add_parser("demo", help="filter a photograph concurrently, check the results and draw them")
+    demo = commands.add_parser("demo", help="record a network, filter a photograph concurrently, check the results, draw them")
     demo.add_argument("image", nargs="?", type=Path, help="any file that Pillow reads (default: matplotlib's sample)")
     demo.add_argument("--out", type=Path, default=Path("handlepool-demo.png"), help="the PNG to write (%(default)s)")
     demo.add_argument("--states", type=int, default=4, help="side streams to run on, 1 to 32 (%(default)s)")

@@ -187,7 +187,7 @@ def leaves(*values: object, calls: bool = False) -> Iterator[Any]:
             inside = (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()))
         elif calls and isinstance(value, _BOUND):
             bound = value.__self__
-            inside = () if isinstance(bound, (ModuleType, type)) else (bound, *_attributes(bound))
+            inside = () if isinstance(bound, (ModuleType, type)) else (bound, *attributes(bound))
             inside = (getattr(value, "__func__", None), *inside)
         elif calls and isinstance(value, module):
             yield value
@@ -210,7 +210,7 @@ def bound_call(function: Any) -> Any:
     return function.__call__
 
 
-def _attributes(value: object) -> list[Any]:
+def attributes(value: object) -> list[Any]:
     """Return the values of an object's own attributes."""
     own = getattr(value, "__dict__", None)
     found = [*own.values()] if isinstance(own, dict) else []

@@ -50,7 +50,9 @@ def nothing_deferred():
     if deferred._abandoned:
         deferred.settle(most=1000)
         deferred._abandoned.clear()
-    context.elsewhere.clear()  # an interrupt as a branch begins leaves its pool there, where it costs others time and no more
+    # An interrupt as a branch begins, or as a recording ends, leaves it there, where it costs others time and no more.
+    context.elsewhere.clear()
+    context.recordings.clear()
     deferred.ending.clear()
 
 

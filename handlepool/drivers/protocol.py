@@ -209,7 +209,7 @@ class RecordedGraph(Protocol):
 
     @property
     def nodes(self) -> int:
-        """Number of operations in it."""
+        """How many kernels, copies and the like are in it."""
 
     @property
     def launch(self) -> Callable[[int], None]:
@@ -248,6 +248,9 @@ class MarkedGraph(RecordedGraph, Protocol):
 
     def times(self) -> list[float]:
         """Return for each group the microseconds from the beginning to its end, of the last launch, which has passed."""
+
+    def cost(self) -> float:
+        """Return how many microseconds it took to take a time, which whatever comes behind that waits for."""
 
 
 class RecordingMemory(Protocol):
@@ -302,9 +305,6 @@ class Driver(Protocol):
     """What it takes as it is; the first is what it makes."""
     block_type: type
     """Of the blocks of its array library's pool. Two that live at once share no byte."""
-    arranges: bool
-    """Whether recordings with lanes are made wider than asked for and scheduled, use freed memory again, and have torch's
-    operations as nodes, in memory of their own."""
     memory_advice: str
     """What the message of an error adds where memory is out: how to have more, if a setting says how much there is."""
 

@@ -10,7 +10,9 @@ when a block is freed, maybe long after the recording, when the stream is somebo
 instead.
 
 For cuBLAS torch keeps a workspace by stream, which all graphs that were captured on it use at each replay. So no stream that such
-a recording was made on is used for anything else as long as the program lives.
+a recording was made on is used for anything else as long as the program lives. Nor may a recording meet a workspace that was
+allocated elsewhere, or leave one of its own to whoever gets a stream at the same address: torch is told to forget them before
+and after.
 """
 
 import functools
@@ -197,6 +199,7 @@ class RecordingPool:
 
     def begin(self) -> None:
         """Have this thread's tensors allocated here."""
+        self._forget_workspaces()
         # A backward pass in torch's own threads would allocate elsewhere.
         self._entered.enter_context(torch.autograd.set_multithreading_enabled(False))
         torch._C._cuda_beginAllocateCurrentThreadToPool(*self._pool)  # noqa: SLF001
@@ -207,6 +210,7 @@ class RecordingPool:
     def end(self) -> None:
         """Have them allocated as before."""
         self._entered.close()
+        self._forget_workspaces()  # those of the recording stay in the pool, which gives them to nobody from now on
         if self._there:
             self._look()
         self.nbytes = sum(stop - start for start, (stop, _) in zip(self._starts, self._segments, strict=True))
@@ -214,7 +218,7 @@ class RecordingPool:
     def check(self) -> None:
         """Raise where the tensors were allocated in another pool, from which others are given their memory later.
 
-        Of pools in use torch takes the one that was entered first.
+        Of pools in use some versions of torch take the one that was entered first.
         """
         self._look()
         if self._starts or self._taken()["allocation"]["all"]["allocated"] == self._before:  # of all threads
@@ -258,11 +262,20 @@ class RecordingPool:
 
     def _look(self) -> None:
         self._looked = self._taken()["reserved_bytes"]["all"]["allocated"]
+        # Not of the pool alone: torch 2.11 drops a reference to the numbers that name a pool with each such question, and CPython
+        # crashes once these are gone.
         found = sorted(
-            (each["address"], each["total_size"], each["stream"]) for each in torch.cuda.memory_snapshot(self._pool[1])
+            (each["address"], each["total_size"], each["stream"])
+            for each in torch.cuda.memory_snapshot()
+            if each["segment_pool_id"] == self._pool[1]
         )
         self._starts = [start for start, _, _ in found]
         self._segments = [(start + size, stream) for start, size, stream in found]
+
+    @staticmethod
+    def _forget_workspaces() -> None:
+        # What torch's own recordings call, which makes no call of CUDA's: each goes back to the pool that it came from.
+        torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
 
     def close(self) -> None:
         """Let torch have it back: it goes to the device when torch is short of memory, or is told to empty its cache.

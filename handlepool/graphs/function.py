@@ -46,8 +46,8 @@ class GraphFunction(ArrayCall[P, R_co]):
     check : callable, optional
         ``check(layouts, outs, **options)`` is called before a build, to raise what the graph could not say as clearly.
     copies : bool
-        Whether operands that lie in no form which cuDNN is known to compute rightly are copied (`handlepool.forms`). Without that
-        the graph is refused, with `GraphNotSupportedError`.
+        Whether operands that lie in no form which cuDNN is known to compute rightly are copied (`handlepool.graphs.forms`).
+        Without that the graph is refused, with `GraphNotSupportedError`.
     **settings
         As in `graph`.
 

@@ -177,6 +177,8 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
         size = executable.workspace_size
         check = plan.check_aliases if given else None
         executable.launch(handle, operands, slot.reserve(size) if size else 0, check)
+        if recordings and thread.launched is not None:
+            thread.launched(pool, plan)
         executable.untried = False
         if plan.copies:
             pool.plans.count_copies(plan)

@@ -40,7 +40,8 @@ class Plan:
     places : tuple of int
         For each operand the place of its array in the arguments; -1 for an output that is to be allocated.
     copies : tuple of Copy
-        Operands that each launch copies, since cuDNN is not known to compute rightly from where they lie: see `handlepool.forms`.
+        Operands that each launch copies, since cuDNN is not known to compute rightly from where they lie: see
+        `handlepool.graphs.forms`.
     key : str
         What a plan directory has it by; "" where the pool has none.
     alias_pairs : tuple of AliasPair

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Never
 
+from handlepool._util import shown
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
@@ -15,6 +16,19 @@ from handlepool.tensors.layout import Layout
 
 ACTIVATIONS = ("relu", "sigmoid", "tanh", "gelu", "swish")
 FLOATING_TYPES = ("float16", "bfloat16", "float32")
+
+
+def check_activation(name: str, activation: Any) -> None:
+    """Raise for what is neither an activation nor None.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if activation is None or activation in ACTIVATIONS:
+        return
+    meant = ", which is torch's silu" if activation == "silu" else ""
+    raise ArgumentError(f"{name}: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)}{meant}, or None")
 
 
 def activate(g: Any, x: Any, kind: str) -> Any:

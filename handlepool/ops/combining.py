@@ -9,7 +9,7 @@ from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.kernels import Described, KernelFunction, check_strides, lying_as
 from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
-from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES
+from handlepool.ops.activations import FLOATING_TYPES, check_activation
 from handlepool.pool.context import launchers
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
@@ -104,8 +104,7 @@ def _describe_add(layouts: tuple[Layout, ...], *, activation: str | None) -> Des
             raise ArgumentError(
                 f"add: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they must be of one shape"
             )
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ArgumentError(f"add: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)}, or None")
+    check_activation("add", activation)
     return Add(activation), lying_as(first, first.shape)
 
 

@@ -16,7 +16,7 @@ from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.kernels import Described, KernelFunction, dense, lying_as
 from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch, settled
 from handlepool.graphs.plan import Plan
-from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate
+from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, check_activation
 from handlepool.ops.epilogue import Stages, along, finisher, parts_of
 from handlepool.pool.context import NOT_CACHED, launchers
 from handlepool.pool.default import chosen_pool, current_pool
@@ -115,6 +115,8 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
     else:
         taken = "; channels-last also with gaps between pixels, rows or images"
     remedy = f"Pass a contiguous copy, as from ascontiguousarray({name})"
+    if order == (0, 2, 3, 1):  # which that would lose
+        remedy = f"Pass a copy without gaps, as from {name}.copy(order='K')"
     if name == "out":
         remedy = f"Leave it out, and copy what is returned: out[...] = {function}(...)"
     raise ArgumentError(
@@ -393,8 +395,7 @@ def _check(
         if add.shape != shape and min(shape) > 0:  # else nothing comes out, which is said elsewhere
             raise ArgumentError(f"conv2d: add of shape {add.shape} for a result of {shape}; it must be of that shape")
         check_type("conv2d", "add", add, like)
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ArgumentError(f"conv2d: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)} or None")
+    check_activation("conv2d", activation)
     if mode not in MODES:
         raise ArgumentError(f"conv2d: mode={shown(mode)}; it can be {' or '.join(MODES)}")
 

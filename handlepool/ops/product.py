@@ -4,14 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Never
 
-from handlepool._util import shown
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.arrays import ConvertedArguments
 from handlepool.graphs.forms import BEHIND_A_PRODUCT
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch
-from handlepool.ops.activations import ACTIVATIONS, activate
+from handlepool.ops.activations import ACTIVATIONS, activate, check_activation
 from handlepool.ops.convolution import check_type, check_vector
 from handlepool.ops.epilogue import Stages, along, finisher, parts_of
 from handlepool.pool.context import NOT_CACHED, launchers
@@ -214,8 +213,7 @@ def _checker(name: str, names: tuple[str, str], transposed: bool) -> Callable[..
                 )
         for bias in rest:
             check_vector(name, bias, columns, "columns", (one, a.dtype))
-        if activation is not None and activation not in ACTIVATIONS:
-            raise ArgumentError(f"{name}: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)} or None")
+        check_activation(name, activation)
 
     return check
 

@@ -111,6 +111,7 @@ class _Thread(threading.local):
     region: BranchRegion | None = None  # of the branch or task that this thread runs
     recording: UnderWay | None = None  # of `handlepool.record`, while it captures what this thread does
     rehearsal: NodesByData | None = None  # of the first call of a function that is recorded with lanes
+    launched: Callable[[Any, Any], None] | None = None  # told pools and their plans, while what is to be recorded is called first
     states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
 
 
@@ -121,7 +122,7 @@ elsewhere: list[RunningPool] = []
 default pool is the one to use, and nobody needs to ask `thread`, which costs as much as a hit's half."""
 
 recordings: list[object] = []
-"""The recordings under way, and rehearsals, in whatever thread: where there is one, launches ask `thread`."""
+"""The recordings under way, and who watches a call before, in whatever thread: where there is one, launches ask `thread`."""
 
 NOT_CACHED: Any = object()
 """What a look at the cache returns where nothing was launched."""
@@ -201,7 +202,7 @@ def place_of_call() -> str:
 
 def _after_fork() -> None:
     """Let a forked child be in the middle of nothing that its parent recorded (guarantee 13)."""
-    thread.recording = thread.rehearsal = None
+    thread.recording = thread.rehearsal = thread.launched = None
     recordings.clear()
 
 

@@ -123,11 +123,15 @@ class Status:
         """Know that the context was lost."""
         if self.poison is None:
             # Without the traceback, whose frames would keep the caller's arrays to the end of the process, where they complain of
-            # the lost context. (An error that cannot be copied is kept as it is.)
+            # the lost context: a copy has none, but for what has errors copied whole, as Dask does. (One that cannot be copied is
+            # kept as it is.)
             try:
-                self.poison = copy(cause)
+                kept = copy(cause)
+                if kept is not cause:
+                    kept.__traceback__ = kept.__cause__ = kept.__context__ = None
             except Exception:
-                self.poison = cause
+                kept = cause
+            self.poison = kept
             self.unusable = True
             self._end_hits()
             _log.debug("the context is lost: %s", cause)

@@ -275,9 +275,6 @@ class Recording:
         """Make what was captured ready to be launched, on as many lanes as were asked for."""
         lanes, captured = self.lanes, self.captured
         assert captured is not None
-        if not self.pool.driver.arranges:
-            captured.instantiate()
-            return
         if lanes is not None and lanes.exact:
             self.schedule = Schedule(captured, lanes.steps, tuple(lanes.ends), lanes.got)
             self.arrangement = self.schedule.on(lanes.limit, estimated(lanes.used))
@@ -292,8 +289,7 @@ class Recording:
         lanes = self.lanes
         torch = torch_in_use(self.pool.driver) or torch_among(function, args, kwargs)
         if torch is not None:
-            if self.pool.driver.arranges:
-                self._tensors = torch.recording_pool(self.device)
+            self._tensors = torch.recording_pool(self.device)
             function, args, kwargs = in_torch(torch, slot.pointer, slot.pointer, self.device, function, args, kwargs)
         if lanes is None:
             return self._call(slot, function, args, kwargs)
@@ -344,11 +340,9 @@ class Recording:
                 lanes, calls = self.lanes, self.lanes.calls
                 took, advice = f"{self.nbytes:,} bytes on {lanes.got} lanes", ""
                 if lanes.got > 1:
-                    advice = "record it with lanes=1; or "
-                    if self.pool.driver.arranges:  # where memory is kept, nobody knows what would have been used again
-                        rest = self.nbytes - self._memory.nbytes - self.scratch_bytes
-                        one = self._memory.in_order + self.scratch_bytes // lanes.got + rest
-                        took = f"{took}, where 1 lane takes about {one:,}"
+                    rest = self.nbytes - self._memory.nbytes - self.scratch_bytes
+                    one = self._memory.in_order + self.scratch_bytes // lanes.got + rest
+                    took, advice = f"{took}, where 1 lane takes about {one:,}", "record it with lanes=1; or "
                 raise OutOfMemoryError(
                     f"the recording of {self._name} finds no memory on device {self.device} ({error}), at call {len(calls)} of "
                     f"{len(self._rehearsed)}: until there it took {took}. To have enough, {advice}free arrays, close programs, "
@@ -363,7 +357,8 @@ class Recording:
             cause = next(filter(None, causes), None)
             if cause is None and error is not None:
                 raise error
-            where = "" if error is None else f" at {_place_of(error)}"
+            place = "" if error is None else _place_of(error)
+            where = f" at {place}" if place and place not in str(cause) else ""  # the host driver names it, too
             raise CaptureError(f"{self._name} cannot be recorded: {cause or ending}{where}. {ADVICE}") from first
         finally:
             del first, error, ending

@@ -100,8 +100,8 @@ def asked_for(name: str, numbers: Iterator[int] = count(1)) -> Path | None:  # n
     return path
 
 
-def draw(how: Explanation, ends: Sequence[float] | None, file: str | PathLike[str], *, dark: bool) -> None:
-    """Write the picture; ``ends`` are those of the steps in a replay, in microseconds, where there was one.
+def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
+    """Write the picture, with the steps as they ran where a replay was measured.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def draw(how: Explanation, ends: Sequence[float] | None, file: str | PathLike[st
     theme = DARK if dark else LIGHT
     colours = _colours(how, theme)
     panel = max(_ROW * how.got, _LEAST_HEIGHT)
-    panels = 1 if ends is None else 2
+    panels = 2 if how.ends else 1
     height = 1.2 + panels * (panel + 0.75)
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor=theme.paper)
     FigureCanvasAgg(figure)
@@ -133,7 +133,7 @@ def draw(how: Explanation, ends: Sequence[float] | None, file: str | PathLike[st
     for place in range(panels):
         top = height - 1.4 - place * (panel + 0.75)
         axes = figure.add_axes((0.75 / _WIDTH, (top - panel) / height, 1 - (0.75 + _MARGIN) / _WIDTH, panel / height))
-        spans = _planned(how, times) if place == 0 or ends is None else _ran(how, ends)
+        spans = _planned(how, times) if place == 0 else how.ran
         _panel(axes, how, spans, colours, theme, edges=place == 0)
         title = f"the graph by lanes; {unit}" if place == 0 else "as it ran; microseconds from the beginning of a replay"
         axes.set_title(title, loc="left", size=10.5, color=theme.ink, pad=6)
@@ -181,12 +181,6 @@ def _planned(how: Explanation, times: Sequence[float]) -> Spans:
         begin = max([spans[before][1] for before in how.steps[number].after], default=0.0)
         spans[number] = begin, begin + times[number]
     return spans
-
-
-def _ran(how: Explanation, ends: Sequence[float]) -> Spans:
-    """Return when steps ran: each from the end of the last one that it waits for."""
-    begins = [max([ends[before] for before in step.after], default=0.0) for step in how.steps]
-    return [(min(begin, end), end) for begin, end in zip(begins, ends, strict=True)]
 
 
 def _panel(axes: Any, how: Explanation, spans: Spans, colours: dict[str, str], theme: Theme, *, edges: bool) -> None:

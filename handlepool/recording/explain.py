@@ -39,13 +39,13 @@ class Explanation:
     name : str
         Of the program.
     operations : int
-        Nodes of the graph: a call may give it none, or several.
+        Kernels, copies and the like in the graph, which CUDA calls its nodes: a call may give it none, or several.
     nbytes : int
         Device memory of arrays and scratch.
     scratch : int
         How many of these are scratch.
     allocations : tuple of (int or None)
-        For each node of the graph that allocates memory whenever it runs, as ``cudaMallocAsync`` becomes one, the place of its
+        For each allocation of memory in the graph, made whenever that runs, as ``cudaMallocAsync`` becomes one, the place of its
         step in ``steps``; None where that is not known.
     limit : int or None
         The ``lanes`` that `record` was given.
@@ -60,6 +60,8 @@ class Explanation:
         Microseconds of each step, with nothing beside it; none where they were not measured.
     data : tuple of tuple of int
         For each step, what it was recorded to wait for, before all were brought onto fewer lanes.
+    ends : tuple of float
+        Microseconds from the beginning of a replay to the end of each step; none where no replay was measured for this.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Explanation:
     steps: tuple[Step, ...] = ()
     times: tuple[float, ...] = ()
     data: tuple[tuple[int, ...], ...] = ()
+    ends: tuple[float, ...] = ()
 
     @property
     def nodes(self) -> list[Step]:
@@ -93,8 +96,13 @@ class Explanation:
 
     @property
     def longest(self) -> int:
-        """How many steps there are on the longest way through them."""
+        """How many steps there are on the longest way through them on the lanes that there are."""
         return int(_longest(self._after, [1.0] * len(self.steps)))
+
+    @property
+    def longest_by_data(self) -> int:
+        """How many steps there are on the longest way through them by their data alone, on however many lanes."""
+        return int(_longest(self.data or self._after, [1.0] * len(self.steps)))
 
     @property
     def critical(self) -> float:
@@ -110,6 +118,14 @@ class Explanation:
     def total(self) -> float:
         """Microseconds of all steps, one after the other; 0 where they were not measured."""
         return sum(self.times)
+
+    @property
+    def ran(self) -> list[tuple[float, float]]:
+        """From when to when each step ran, in microseconds: from the end of the last that it waits for; none without `ends`."""
+        if not self.ends:
+            return []
+        begins = [max([self.ends[before] for before in step.after], default=0.0) for step in self.steps]
+        return [(min(begin, end), end) for begin, end in zip(begins, self.ends, strict=True)]
 
     @property
     def use(self) -> list[tuple[int, float]]:
@@ -131,10 +147,11 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Return all of it in dictionaries, lists, numbers and strings, as JSON takes them."""
         known = {field.name: getattr(self, field.name) for field in fields(self)}
-        known["allocations"], known["times"] = [*self.allocations], [*self.times]
+        known["allocations"], known["times"], known["ends"] = [*self.allocations], [*self.times], [*self.ends]
         known["data"] = [[*after] for after in self.data]
         known["steps"] = [{**step._asdict(), "after": [*step.after]} for step in self.steps]
         counts = {"nodes": len(self.nodes), "edges": self.edges, "serial": len(self.serial), "longest": self.longest}
+        counts["longest_by_data"] = self.longest_by_data
         ways = {"critical": self.critical, "planned": self.planned, "total": self.total}
         return {**known, **counts, "use": [[*each] for each in self.use], **ways}
 
@@ -152,13 +169,14 @@ class Explanation:
         return "\n".join([*lines, "}"])
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.operations} operations, {self.nbytes:,} bytes, {self.scratch:,} of them scratch"]
+        lines = [f"{self.name}: {self.operations} kernels and copies, {self.nbytes:,} bytes, {self.scratch:,} of them scratch"]
         if self.limit is None:
             lines[0] += ". Recorded in the order of streams and forks; record(lanes=...) orders calls by their data"
             return "\n".join(lines + self._who_allocates())
+        least = "" if self.longest_by_data == self.longest else f", and by data alone {self.longest_by_data}"
         lines.append(
             f"{len(self.nodes)} nodes, {self.edges} edges, {self.got} of {self.limit} lanes; the longest way has {self.longest} "
-            f"steps of {len(self.steps)}"
+            f"steps of {len(self.steps)}{least}"
         )
         if not self.exact:
             lines.append("The driver cannot put a node behind others by choice, so all run one after the other")
@@ -185,7 +203,7 @@ class Explanation:
             return []
         known = Counter(self.allocations)
         return [
-            f"Operations that allocate memory at each replay (cudaMallocAsync): {len(self.allocations)}",
+            f"Allocations of memory at each replay (cudaMallocAsync): {len(self.allocations)}",
             *[
                 f"  {count} by "
                 + ("calls that are not known" if each is None else f"{self.steps[each].name}, {self.steps[each].place}")

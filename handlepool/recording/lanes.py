@@ -10,7 +10,7 @@ was is seen at the next node, which starts new books behind it.
 There are as many lanes as the data allows: `handlepool.recording.schedule` brings them down to the number that was asked for.
 
 Memory that was freed while recording is given to a node alone that comes after all who used it: no edge is added for that. Where
-the driver cannot do so, all is kept to the end of the recording; on one lane, where all run one after the other, it need not be.
+the driver cannot do so, all is kept to the end of the recording.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +39,7 @@ from handlepool.tensors.layout import Piece, Token, share
 T = TypeVar("T")
 Pieces = Sequence[Piece | Token]
 
-PLAIN = "no graph function and no operation"
+PLAIN = "no graph function and no operation: handlepool.operation declares one"
 MOST_NODES = 20_000
 """Of one recording."""
 
@@ -123,7 +123,7 @@ class Lanes:
         self.calls: list[Made] = []
         self.wanted = self.got = 0
         self.exact = True
-        self._width = MOST_SIDE_SLOTS if limit > 1 and pool.driver.arranges else limit
+        self._width = 1 if limit == 1 else MOST_SIDE_SLOTS
         self._pool = pool
         self._driver = pool.driver
         self._device = device
@@ -169,8 +169,7 @@ class Lanes:
         base = self._driver.dependencies(slot.pointer)
         self.exact = base is not None
         self._base = self._put = base or ()
-        recycles = self.exact and self._driver.arranges and memory.recycle(self.may_have)
-        self._keeps = self.exact and self._width > 1 and not recycles
+        self._keeps = self.exact and not memory.recycle(self.may_have)
         memory.tell(self.allocated)
         watches = [self._driver.watch_shared(self._shared, check=False), self._driver.watch_plain(self._plain)]
         return partial(do_all, [*watches, partial(memory.tell, None), partial(memory.recycle, None)])

@@ -44,6 +44,7 @@ class Outside:
         self._name = name
         self._arrays: list[Any] = []
         self._saved: list[Any] = []
+        self._restored = False
         lanes = recording.lanes
         assert lanes is not None
         unseen = any(step.lane is None for step in lanes.steps)
@@ -86,9 +87,11 @@ class Outside:
             self._saved.append(saved)
 
     def restore(self) -> None:
-        """Enqueue what brings back all that was saved."""
-        for array, saved in zip(self._arrays, self._saved, strict=False):
-            self._driver.copy(array, saved)
+        """Enqueue what brings back all that was saved; once that was done, nothing."""
+        if not self._restored:
+            for array, saved in zip(self._arrays, self._saved, strict=False):
+                self._driver.copy(array, saved)
+            self._restored = True
 
     def _given(self, recording: "Recording", inputs: Inputs) -> Iterator[tuple[str, Any]]:
         yield from inputs.arrays()

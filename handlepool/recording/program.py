@@ -2,28 +2,25 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from os import PathLike
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from handlepool._util import flag
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Stream
-from handlepool.errors import ArgumentError, CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, RecordedGraph, Stream
+from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
+from handlepool.graphs.tuning import Tuning
 from handlepool.pool import deferred as leftovers
 from handlepool.pool.context import on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
-from handlepool.recording import drawing
-from handlepool.recording.explain import Explanation
 from handlepool.recording.outputs import Results
-from handlepool.recording.outside import Outside
+from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
-from handlepool.recording.tuning import LanesRig, LanesTuning, checked
+from handlepool.recording.timing import Timed
 from handlepool.recording.update import Copy, Inputs, copy_all
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import before, opened
@@ -42,11 +39,12 @@ program has which defers its own end: this keeps the stream, whatever cycle it i
 _numbers = count()
 
 
-class Program:
+class Program(Timed):
     """Recorded work, made by `record`.
 
-    It owns what it needs. Its inputs, its outputs, scratch, plans and every allocation made while it was recorded live as long as
-    it does, and are used by nothing else. `close` ends them, as does the end of a ``with`` statement over the program.
+    It owns what it needs. Its outputs, scratch, plans and every allocation made while it was recorded live as long as it does,
+    and are used by nothing else. `close` ends them, as does the end of a ``with`` statement over the program. Its inputs are the
+    arrays that `record` was given: the caller's, kept alive, and overwritten by `update` and by calls.
 
     All replays write the same memory, so no two of one program run concurrently. A replay on another stream than the last starts
     after all that the other stream has been given by then, readers of the outputs included. Consecutive replays on one stream
@@ -61,13 +59,22 @@ class Program:
     device : int
         Ordinal.
     nodes : int
-        Number of operations in the graph.
+        Kernels, copies and the like in the graph. A call, which `explain` counts as a node, may give it none, or several.
+    tunings : tuple of Tuning
+        Of plans that were measured by ``record(..., plans=True)``, in the order of their weight: each can be printed.
     """
 
     _recording: "Recording | None" = None
 
     def __init__(
-        self, name: str, recording: "Recording", inputs: Inputs, outputs: Any, home: StreamReference, memory: Memory
+        self,
+        name: str,
+        recording: "Recording",
+        inputs: Inputs,
+        outputs: Any,
+        home: StreamReference,
+        memory: Memory,
+        tunings: tuple[Tuning, ...] = (),
     ) -> None:
         pool = recording.pool
         self._status = pool.status
@@ -76,6 +83,7 @@ class Program:
         assert graph is not None
         self.device = recording.device
         self.nodes = graph.nodes
+        self.tunings = tunings
         self._name = name
         self._number = next(_numbers)
         self._inputs = inputs
@@ -116,166 +124,14 @@ class Program:
         recording = self._recording
         return 0 if recording is None else recording.nbytes
 
-    def explain(self, *, measure: bool = False) -> Explanation:
-        """Return how it was recorded: nodes, edges, lanes, memory, and which calls stood in the way.
-
-        Parameters
-        ----------
-        measure : bool
-            Measure the nodes' times, which `tune` does as well. The program is replayed for that, as there.
-
-        Returns
-        -------
-        Explanation
-            It can be printed, and has ``to_dict()`` and, for Graphviz, ``to_dot()``.
-
-        Raises
-        ------
-        PoolClosedError
-            After the program was closed.
-        ArgumentError, CaptureError, MemoryError, OwnershipError
-            With ``measure``, as in `tune`.
-        """
-        if flag(f"{self._name}: explain(measure)", measure):
-            self._measured()
-        with self._lock:  # or another thread could end the graph that is asked
-            recording = self._recording
-            if recording is None:
-                self._refuse()
-            allocations = tuple(recording.allocations)
-        lanes = recording.lanes
-        if lanes is None:
-            return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations)
-        arrangement = recording.arrangement
-        steps, got = (lanes.steps, lanes.got) if arrangement is None else (arrangement.steps, arrangement.lanes)
-        known = lanes.limit, lanes.wanted, lanes.got, got, lanes.exact, tuple(steps), tuple(recording.times or ())
-        data = tuple([step.after for step in lanes.steps])
-        return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations, *known, data)
-
-    def tune(self, lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0) -> LanesTuning:
-        """Measure on how many lanes it runs best, and run it on so many from now on.
-
-        Other lanes are another schedule of the same recording, by the times of its nodes, which are measured first: the function
-        is not called again, and arrays that were handed out stay valid. The program is replayed for that, on the current stream,
-        and this waits for the GPU. What replays write outside of the program's own memory is saved before, and restored. Of plain
-        code, whose writes nobody sees, that is all that the function was given: what it writes elsewhere (globals) is changed.
-        Other threads' uses of the program wait.
-
-        Parameters
-        ----------
-        lanes : iterable of int
-            Each 1 to 32. One lane stays unless another number wins by 3 %, if 1 is among them.
-        goal : {"clock", "device"}
-            What counts: the time that the host sees from a replay's launch to its end, or that of replays in a row on the device.
-        seconds : float
-            After which no more samples are taken; there are three of each at least.
-
-        Returns
-        -------
-        LanesTuning
-            What was tried, which can be printed as a table. On a terminal progress is shown meanwhile.
-
-        Raises
-        ------
-        ArgumentError
-            On the cuda driver, which cannot do so yet; for a program that was recorded without lanes, or with one; for what
-            replays write and nobody can restore, by its place or the call's; for other arguments than these.
-        CaptureError
-            Inside a recording, a branch or a task; while the current stream is being captured; for a graph that cannot be copied.
-        MemoryError
-            For want of memory for graphs, or for what is saved.
-        OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
-            As in `replay`.
-        """
-        self._status.check()
-        asked = checked(self._name, lanes, goal, seconds)
-        self._check_timing()
-        return self._use("tuned", self._tune, *asked)
-
-    def draw(self, file: str | PathLike[str], *, dark: bool = False, measure: bool = True) -> None:
-        """Draw its graph by lanes and, below that, its nodes on a time axis as they really ran.
-
-        Parameters
-        ----------
-        file : str or path
-            Where the picture goes; its ending says of which kind it is, as matplotlib has it (.png, .svg, .pdf).
-        dark : bool
-            For a dark page.
-        measure : bool
-            Replay the program to see when its nodes run, as `tune` does, with the same care and the same errors (on the cuda
-            driver, one so far). Without that there is the graph alone, with all calls as long as each other where their times
-            were not measured before.
-
-        Raises
-        ------
-        PackageMissingError
-            Where matplotlib is not installed.
-        ArgumentError
-            For a file that cannot be written, and for a program that was not recorded on several lanes.
-        """
-        measure, dark = flag(f"{self._name}: draw(measure)", measure), flag(f"{self._name}: draw(dark)", dark)
-        drawing.check(self._name, file)
-        ends = self._measured() if measure else None
-        drawing.draw(self.explain(), ends, file, dark=dark)
-
-    def _measured(self) -> list[float]:
-        self._status.check()
-        self._check_timing()
-        return self._use("timed", lambda: self._rig(LanesRig.measure))
-
-    def _check_timing(self) -> None:
-        for inside, where in ((thread.recording, "a recording"), (thread.region, "a branch or a task")):
-            if inside is not None:
-                raise CaptureError(f"{self._name} cannot be measured or tuned inside {where}: do that outside")
-
-    def _rig(self, act: Callable[[LanesRig], T]) -> T:
-        """Have something timed on the current stream; what that returns."""
-        recording = self._recording
-        if recording is None:
-            self._refuse()
-        if recording.lanes is not None and not self._driver.arranges:
-            raise ArgumentError(
-                f"{self._name} cannot be measured or tuned: the {self._driver.name} driver does not arrange recordings yet. "
-                f"Record it with each number of lanes, and time replays of your own; explain() and draw(..., measure=False) work"
-            )
-        if recording.lanes is not None and not recording.lanes.exact:
-            raise ArgumentError(
-                f"{self._name} cannot be measured or tuned: the driver gives one lane, since it cannot put a node behind others "
-                f"by choice"
-            )
-        if recording.schedule is None or recording.lanes is None or recording.lanes.limit == 1:
-            raise ArgumentError(
-                f"{self._name} was not recorded on several lanes, so there is no other number to try: record it with lanes, as "
-                f"in record(function, ..., lanes=8), and its calls are ordered by their data"
-            )
-        outside = Outside(recording, self._name, self._inputs)
-        if opened:
-            self._after_branches(self._memory.reads, self._memory.writes, None)
-        self._follow(None)
-        rig, found = LanesRig(recording, self._name, self._pointer, outside), []
-        self._enqueue(lambda: found.append(act(rig)))
-        return found[0]
-
-    def _tune(self, lanes: Sequence[int], goal: str, seconds: float) -> LanesTuning:
-        tuning, best = self._rig(lambda rig: rig.tune(lanes, goal, seconds))
-        recording = self._recording
-        assert recording is not None
-        former, launch = recording.graph, partial(best.graph.launch, self._pointer)
-        # No call in between, after which an interrupt could come.
-        recording.graph, recording.arrangement = best.graph, best.arrangement
-        self._launch_on, self._launch = best.graph.launch, launch
-        if former not in (None, best.graph, recording.captured):
-            with self._driver.relaxed():
-                former.destroy()
-        return tuning
-
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._recording is None
 
     def __repr__(self) -> str:
-        state = ", closed" if self._recording is None else f" of device {self.device}: {self.nodes} nodes, {self.nbytes:,} bytes"
+        what = f"{self.nodes} kernels and copies, {self.nbytes:,} bytes"
+        state = ", closed" if self._recording is None else f" of device {self.device}: {what}"
         return f"<Program {self._name}{state}>"
 
     # Use
@@ -340,6 +196,8 @@ class Program:
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Copy new values into the recorded inputs, on the current stream; replays see them from then on.
 
+        The inputs are the arrays that `record` was given, which are overwritten.
+
         Parameters
         ----------
         *args, **kwargs
@@ -373,6 +231,9 @@ class Program:
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Update the inputs, replay, and copy the outputs, in one turn: of the uses of other threads none comes in between.
+
+        The recorded inputs, which are the caller's own arrays, hold the new values afterwards. Record with a copy,
+        ``x.copy(order="K")``, where ``x`` itself is needed.
 
         All of it is enqueued on the current stream, whichever thread's and whichever stream that is, and nothing waits for the
         GPU. What is returned is the caller's, and no later use of the program writes to it.
@@ -448,6 +309,21 @@ class Program:
                     with self._driver.relaxed():
                         self._driver.synchronize_stream(self._pointer)
                     raise
+
+    def _replayed(self, act: Callable[[int], T]) -> T:
+        if opened:
+            self._after_branches(self._memory.reads, self._memory.writes, None)
+        self._follow(None)
+        found: list[T] = []
+        self._enqueue(lambda: found.append(act(self._pointer)))
+        return found[0]
+
+    def _run_on(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
+        recording, launch = self._recording, partial(graph.launch, self._pointer)
+        assert recording is not None
+        # No call in between, after which an interrupt could come.
+        recording.graph, recording.arrangement = graph, arrangement
+        self._launch_on, self._launch = graph.launch, launch
 
     def _use(self, what: str, act: Callable[..., T], *args: Any) -> T:
         """Do something while nothing else uses the program; what that returns."""

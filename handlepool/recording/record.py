@@ -3,11 +3,12 @@
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from handlepool._util import as_integer, leaves, shown
+from handlepool._util import as_integer, flag, leaves, shown
 from handlepool.drivers.protocol import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError
+from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
 from handlepool.pool.context import run_on, thread
 from handlepool.pool.default import chosen_pool
 from handlepool.pool.deferred import defer, deferred, settle
@@ -15,16 +16,30 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
-from handlepool.recording import drawing
+from handlepool.recording import drawing, tensors
 from handlepool.recording.capture import Recording
 from handlepool.recording.program import Program
-from handlepool.recording.rehearsal import Rehearsal
+from handlepool.recording.rehearsal import Launches, Rehearsal
+from handlepool.recording.tuning import shown_progress
 from handlepool.recording.update import Inputs
 from handlepool.regions.states import ParallelStates
+from handlepool.regions.stream_order import in_torch, torch_among, torch_in_use
+
+T = TypeVar("T")
+
+TUNED = "record(plans=True)"
+MOST_SECONDS = 10.0
+"""After which no more plans are tried."""
 
 
 def record(
-    function: Callable[..., Any], /, *args: Any, pool: HandlePool | None = None, lanes: int | None = None, **kwargs: Any
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    pool: HandlePool | None = None,
+    lanes: int | None = None,
+    plans: bool = False,
+    **kwargs: Any,
 ) -> Program:
     """Record what a function gives to streams, to be replayed with one launch.
 
@@ -40,21 +55,27 @@ def record(
         the host: the copy would read that memory again at each replay.
     *args, **kwargs
         For the function. Arrays among them, also in lists, tuples and dictionaries, are the inputs: kept alive, read by each
-        replay, and overwritten by `Program.update`, also where they are torch's tensors. It cannot write to arrays of other
-        libraries; give what ``cupy.from_dlpack`` makes of them where it is to. What closures hold is kept alive as well, of the
-        function and of those that are run in branches. What is read elsewhere (globals, attributes) the caller must keep.
+        replay, and overwritten by `Program.update` and by calls of the program, also where they are torch's tensors: after
+        ``program(x2)`` the ``x`` that was given here holds ``x2``. Where you need ``x`` itself, give ``x.copy(order="K")``, which
+        keeps the layout; ``x.copy()`` alone makes it contiguous. Arrays of other libraries cannot be written to; where they are
+        to be, give what ``cupy.from_dlpack`` makes of them. What closures hold is kept alive as well, of the function and of
+        those that are run in branches. What is read elsewhere (globals, attributes) the caller must keep.
     pool : HandlePool, optional
         What is given no pool in the function uses this one. By default it is that of the states for a method of
         `ParallelStates`, else the default pool. To give the function itself a parameter of this name, use `functools.partial`.
     lanes : int, optional
         1 to 32. The outermost calls of graph functions and operations become nodes that are ordered by their data alone, and at
-        most so many of them run at once. They are recorded on as many lanes as the data allows, for which memory is taken; only 1
-        takes the least. Forks, and whatever else is launched, stand after all before them, and before all after them;
-        `Program.explain` says where. Memory goes to calls alone that come after its last users. The cuda driver does not arrange
-        recordings yet: there are ``lanes`` lanes from the beginning, with more than one all memory is kept, and operations on
-        torch's tensors are other work, in which torch may allocate nothing.
+        most so many of them run at once. Give 8 or 16: `Program.tune` finds the best number, also above that. They are recorded
+        on as many lanes as the data allows, for which memory is taken; only 1 takes the least, and cannot be tuned. Forks, and
+        whatever else is launched, stand after all before them, and before all after them; `Program.explain` says where. Memory
+        goes to calls alone that come after its last users.
         By default the order of streams and forks is recorded. Where ``HANDLEPOOL_DRAW`` names a folder, each recording with lanes
         is drawn there, as by `Program.draw`.
+    plans : bool
+        Between the two calls, time other plans of the graph functions that take most of the time, as `tune` does with all that a
+        function uses: each alone, over random arrays. A plan stays unless another one is quicker by 3 %; whatever calls graph
+        functions with such arrays gets the quicker one from then on. It waits for the GPU; after 10 seconds no more are tried.
+        `Program.tunings` says what was. On a terminal progress is shown meanwhile.
 
     Returns
     -------
@@ -64,11 +85,14 @@ def record(
     Raises
     ------
     CaptureError
-        For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded. With
+        For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded; inside
+        ``torch.cuda.use_mem_pool``, where torch keeps to that pool; and where torch uses the GPU and is older than 2.8. With
         ``lanes`` for calls that were others at the second call, and for an operation that wrote and gave no work to the stream.
+    DriverNotAvailableError
+        With ``plans`` on the host driver.
     ArgumentError
-        For ``lanes`` that are no integer from 1 to 32, for a function that returns nothing, a generator or a coroutine, and for
-        iterators as arguments, which the first call would use up.
+        For ``lanes`` that are no integer from 1 to 32, for ``plans`` that are neither True nor False, for a function that returns
+        nothing, a generator or a coroutine, and for iterators as arguments, which the first call would use up.
     OutOfMemoryError
         When there is no memory for the graph.
     StateBusyError
@@ -79,8 +103,11 @@ def record(
         pool = owner.pool if isinstance(owner, ParallelStates) else None
     if lanes is not None and not 1 <= as_integer(lanes, 0) <= MOST_SIDE_SLOTS:
         raise ArgumentError(f"record(lanes={shown(lanes)}); it must be an integer from 1 to {MOST_SIDE_SLOTS}, or left out")
+    measured = flag("record: plans", plans)
     chosen = chosen_pool("record", pool)
     chosen.status.check()
+    if measured:
+        check_gpu(chosen.driver, TUNED)
     names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None)]
     name = next((name for name in names if isinstance(name, str)), type(function).__name__)
     home = _check(chosen, name, function, args, kwargs)
@@ -89,8 +116,13 @@ def record(
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
     inputs = Inputs(driver, args, kwargs)
     rehearsal = Rehearsal(chosen, home.pointer)
-    first = run_on if lanes is None else partial(rehearsal.around, run_on)
-    returned = first(chosen, stream, home.device, None, function, args, kwargs)
+    launches = Launches(chosen)
+    first: Callable[..., Any] = partial(run_on, chosen, stream, home.device, None)
+    if lanes is not None:
+        first = partial(_rehearsed, rehearsal, chosen, home, first)
+    if measured:
+        first = partial(launches.around, first)
+    returned = first(function, args, kwargs)
     if returned is None:
         raise _nothing(name)
     if isinstance(returned, (Generator, Coroutine)):
@@ -100,6 +132,7 @@ def record(
             f"returns arrays"
         )
     del returned
+    tunings = _tuned(chosen, name, launches, home) if measured else ()
     recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)
     try:
         recording.kept.add(function, args, kwargs)
@@ -107,7 +140,7 @@ def record(
         if outputs is None:
             raise _nothing(name)
         memory = recording.memory(function, args, kwargs, outputs)
-        return _drawn(Program(name, recording, inputs, outputs, home, memory), picture)
+        return _drawn(Program(name, recording, inputs, outputs, home, memory, tunings), picture)
     except BaseException:
         outputs, done = None, False
         try:
@@ -116,6 +149,24 @@ def record(
             if not done:
                 defer(recording.settle)
         raise
+
+
+def _rehearsed(rehearsal: Rehearsal, pool: PoolInternals, home: StreamReference, run: Callable[..., T], *call: Any) -> T:
+    """Call a function with its calls noted, on one stream that is current for torch as well, as it is while recording."""
+    torch = torch_in_use(pool.driver) or torch_among(*call)
+    if torch is None:
+        return rehearsal.around(run, *call)
+    inside, found = in_torch(torch, home.pointer, home.pointer, home.device, *call), []
+    tensors.in_order(pool, home.device, home.pointer, lambda: found.append(rehearsal.around(run, *inside)))
+    return found[0]
+
+
+def _tuned(pool: PoolInternals, name: str, launches: Launches, home: StreamReference) -> tuple[Tuning, ...]:
+    show = shown_progress(name, MOST_SECONDS)
+    try:
+        return tune_heaviest(pool, TUNED, launches.plans(home.device), home.pointer, MOST_SECONDS, show)
+    finally:
+        show(None)
 
 
 def _drawn(program: Program, picture: Path | None) -> Program:

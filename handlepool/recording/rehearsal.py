@@ -1,11 +1,13 @@
-"""The first call of a function that is recorded with lanes: which calls it makes for real, to be compared with the second's."""
+"""The first call of a function that is recorded: its nodes, to be compared with the second's, and the plans that it launches."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 from handlepool.errors import CaptureError
+from handlepool.graphs.plan import Plan
 from handlepool.pool.context import place_of_call, recordings, thread
+from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token
 
 T = TypeVar("T")
@@ -52,15 +54,7 @@ class Rehearsal:
 
     def around(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function, and take note of what it calls in this thread."""
-        outer = thread.rehearsal
-        try:
-            thread.rehearsal = self
-            recordings.append(self)  # after: a launch that sees it asks the thread
-            return function(*args)
-        finally:
-            thread.rehearsal = outer
-            if self in recordings:  # or an interrupt came before it was
-                recordings.remove(self)
+        return _told(self, "rehearsal", self, function, args)
 
     def takes(self, pool: object, pointer: int) -> bool:
         """Whether a call of a pool on a stream would become a node."""
@@ -88,6 +82,45 @@ class Rehearsal:
             return call(None)
         finally:
             self._inside = False
+
+
+def _told(watcher: object, name: str, told: object, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+    """Call a function with this thread's attribute of a name being what is told of its calls."""
+    outer = getattr(thread, name)
+    try:
+        setattr(thread, name, told)
+        recordings.append(watcher)  # after: a launch that sees it asks the thread
+        return function(*args)
+    finally:
+        setattr(thread, name, outer)
+        if watcher in recordings:  # or an interrupt came before it was
+            recordings.remove(watcher)
+
+
+class Launches:
+    """How often each plan is launched, in a call that is made for real.
+
+    Parameters
+    ----------
+    pool : PoolInternals
+        Whose plans count.
+    """
+
+    def __init__(self, pool: PoolInternals) -> None:
+        self._pool = pool
+        self._found: dict[int, tuple[Plan, int]] = {}
+
+    def around(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function, and count the plans that this thread launches meanwhile."""
+        return _told(self, "launched", self._count, function, args)
+
+    def _count(self, pool: PoolInternals, plan: Plan) -> None:
+        if pool is self._pool:
+            self._found[id(plan)] = plan, self._found.get(id(plan), (plan, 0))[1] + 1
+
+    def plans(self, device: int) -> list[tuple[Plan, int]]:
+        """Return a device's plans, each with its launches."""
+        return [(plan, count) for plan, count in self._found.values() if plan.device == device]
 
 
 def check_same(name: str, first: Sequence[Made], second: Sequence[Made]) -> None:

@@ -1,7 +1,7 @@
 """Torch's tensors as inputs and outputs of programs: their elements as arrays of the driver's, copied on the driver's stream."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from handlepool._util import kind_of
@@ -9,6 +9,7 @@ from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.pool.internals import PoolInternals
 from handlepool.regions.stream_order import integration, order
+from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import HOST
 
 
@@ -49,18 +50,39 @@ def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: i
     for what, was, now in (
         ("shape", tuple(recorded.shape), tuple(given.shape)),
         ("type", recorded.dtype, given.dtype),
-        ("strides", _strides(recorded), _strides(given)),
     ):
-        if was != now and (strides or what != "strides"):
+        if was != now:
             raise ArgumentError(f"{place} was recorded with {what} {was} and now has {what} {now}; record it again for that")
+    if strides:
+        check_strides(place, tuple(recorded.shape), recorded.stride(), given.stride())
     where = given.get_device()
     if where not in (device, HOST):  # the host driver's devices share the host's memory
         raise DeviceMismatchError(f"{place} is on device {where}, and the program on device {device}; copy it there first")
 
 
-def _strides(tensor: Any) -> tuple[int, ...]:
-    """Of the axes that have any, in elements."""
-    return tuple([step for extent, step in zip(tensor.shape, tensor.stride(), strict=True) if extent != 1])
+def check_strides(place: str, shape: Sequence[int], recorded: Sequence[int], given: Sequence[int], itemsize: int = 1) -> None:
+    """Refuse what lies otherwise than what was recorded; strides of axes of extent 1 say nothing.
+
+    ``itemsize`` is how much an element counts in the strides: its bytes in those of an array, 1 in a tensor's.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if _same(shape, recorded, given):
+        return
+    axes = tuple(range(len(shape)))
+    orders = {"contiguous": axes, "channels-last": (*axes[:1], *axes[2:], *axes[1:2])}
+    dense = {name: [step * itemsize for step in dense_strides(shape, order)] for name, order in orders.items()}
+    known = next((f", {name}" for name, steps in dense.items() if _same(shape, recorded, steps)), "")
+    raise ArgumentError(
+        f"{place} was recorded with strides {tuple(recorded)} and now has strides {tuple(given)}, in "
+        f"{'elements' if itemsize == 1 else 'bytes'}; lay it out as it was recorded{known}, or record it again for that"
+    )
+
+
+def _same(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    return all(a == b for extent, a, b in zip(shape, one, other, strict=True) if extent != 1)
 
 
 def in_order(pool: PoolInternals, device: int, pointer: int, step: Callable[[], object]) -> None:

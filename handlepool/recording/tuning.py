@@ -1,7 +1,7 @@
 """Tuning of programs: on how many lanes one runs best, by measuring other schedules of the same recording."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +9,7 @@ from statistics import median
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
-from handlepool._util import as_integer, do_all, shown
+from handlepool._util import as_integer, do_all, shown, take_each
 from handlepool.drivers.protocol import RecordedGraph
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 GOALS = ("clock", "device")
 GAIN = 1.03
 """How many times as long as on another number of lanes it must take on one lane to be brought onto these."""
+CLOSE = 1.01
+"""How many times as long as on the best number of lanes it may take on fewer for these to be taken."""
 MOST_ROUNDS = 31
 LEAST_ROUNDS = 3
 """Rounds of samples, also where the time is up."""
@@ -40,6 +42,9 @@ class LanesTrial:
     Attributes
     ----------
     lanes : int
+        That were asked for.
+    got : int
+        That it runs on then: no more than the data allows. 0 where it was not timed.
     edges : int
         Waits between steps.
     clock, device : float or None
@@ -50,6 +55,7 @@ class LanesTrial:
     """
 
     lanes: int
+    got: int = 0
     edges: int = 0
     clock: float | None = None
     device: float | None = None
@@ -89,15 +95,17 @@ class LanesTuning:
         lines = [
             f"{self.name}: lanes by {self.goal}, medians of {self.rounds} samples in {self.seconds:.1f} s; microseconds a replay"
         ]
-        lines.append(f"{'lanes':>5}{'edges':>8}{'clock':>12}{'device':>12}")
+        lines.append(f"{'lanes':>5}{'got':>5}{'edges':>8}{'clock':>12}{'device':>12}")
         for trial in self.trials:
             if trial.skipped:
                 lines.append(f"{trial.lanes:>5}  {trial.skipped}")
                 continue
             note = ", ".join(
-                word for word, is_so in (("chosen", trial is self.winner), ("before", trial.lanes == self.previous)) if is_so
+                word for word, is_so in (("chosen", trial is self.winner), ("before", trial.got == self.previous)) if is_so
             )
-            lines.append(f"{trial.lanes:>5}{trial.edges:>8}{trial.clock:>12,.2f}{trial.device:>12,.2f}  {note}".rstrip())
+            lines.append(
+                f"{trial.lanes:>5}{trial.got:>5}{trial.edges:>8}{trial.clock:>12,.2f}{trial.device:>12,.2f}  {note}".rstrip()
+            )
         return "\n".join(lines)
 
 
@@ -123,7 +131,7 @@ class Candidate:
     def result(self) -> LanesTrial:
         """Return what is told of it."""
         edges = sum(len(step.after) for step in self.arrangement.steps)
-        return LanesTrial(self.asked, edges, median(self.clock), median(self.device))
+        return LanesTrial(self.asked, self.arrangement.lanes, edges, median(self.clock), median(self.device))
 
 
 def checked(name: str, lanes: object, goal: object, seconds: object) -> tuple[tuple[int, ...], str, float]:
@@ -173,16 +181,15 @@ class LanesRig:
         self._graphs: list[RecordedGraph] = []
         self._events: list[Any] = []
 
-    def tune(self, counts: Sequence[int], goal: str, seconds: float) -> tuple[LanesTuning, Candidate]:
-        """Time the schedules for these numbers of lanes; what is told of it, and the one to take.
-
-        The graph of that one is the caller's from then on.
-        """
+    def tune(
+        self, counts: Sequence[int], goal: str, seconds: float, take: Callable[[RecordedGraph, Arrangement], None]
+    ) -> LanesTuning:
+        """Time the schedules for these numbers of lanes, and have the program take the graph of one; what is told of it."""
         start = monotonic()
-        progress = _progress(self._name, seconds)
-        previous = self._recording.arrangement
+        progress = shown_progress(self._name, seconds)
+        former, previous = self._recording.graph, self._recording.arrangement
+        assert former is not None
         assert previous is not None
-        winner: Candidate | None = None
         with self._driver.relaxed():
             self._outside.save()
             try:
@@ -193,12 +200,17 @@ class LanesRig:
                 rounds = self._sample(candidates, start + seconds, progress)
                 results = {each.asked: each.result() for each in candidates}
                 winner = _best(candidates, results, goal)
+                self._graphs.append(former)
+                take(winner.graph, winner.arrangement)
             finally:
-                self._end(winner)
-                progress(None)
+                try:
+                    self._end()
+                finally:  # an interrupt may have come before that had begun
+                    self._end()
+                    progress(None)
         trials = tuple([results.get(count) or skipped[count] for count in counts])
         took = monotonic() - start
-        return LanesTuning(self._name, goal, trials, results[winner.asked], previous.lanes, rounds, took), winner
+        return LanesTuning(self._name, goal, trials, results[winner.asked], previous.lanes, rounds, took)
 
     def measure(self) -> list[float]:
         """Measure the steps, of which the recording takes note; when each ended in the last of some replays.
@@ -211,9 +223,12 @@ class LanesRig:
             self._outside.save()
             try:
                 self._recording.times = self.times()
-                return self._ends(arrangement)[-1]
+                return self._ends(arrangement)[-1][0]
             finally:
-                self._end(None)
+                try:
+                    self._end()
+                finally:
+                    self._end()
 
     def times(self) -> list[float]:
         """Return the microseconds of each step, one after the other."""
@@ -221,16 +236,19 @@ class LanesRig:
         assert lanes is not None
         exits = self._schedule.exits()
         samples: list[list[float]] = []
-        for ends in self._ends(self._schedule.on(1, estimated(lanes.used))):
+        for ends, cost in self._ends(self._schedule.on(1, estimated(lanes.used))):
             taken, last = [0.0] * len(ends), 0.0
             for number, end in enumerate(ends):
                 if exits[number]:
-                    taken[number], last = max(end - last, 0.0), end
+                    taken[number], last = max(end - last - cost, 0.0), end
             samples.append(taken)
         return [median(taken) for taken in zip(*samples, strict=True)]
 
-    def _ends(self, arrangement: Arrangement) -> list[list[float]]:
-        """Return when each step ended, from the beginning of each of some replays; 0 for one that gave the graph nothing."""
+    def _ends(self, arrangement: Arrangement) -> list[tuple[list[float], float]]:
+        """Return when each step ended, from the beginning of each of some replays; 0 for one that gave the graph nothing.
+
+        With each what it cost to take one of the times.
+        """
         exits = self._schedule.exits()
         numbers = [number for number, nodes in enumerate(exits) if nodes]
         captured = self._recording.captured
@@ -238,12 +256,12 @@ class LanesRig:
         graph = captured.marked(*arrangement.edges, [exits[number] for number in numbers])
         self._graphs.append(graph)
         graph.instantiate()
-        samples: list[list[float]] = []
+        samples: list[tuple[list[float], float]] = []
         for _ in range(MARKED + 1):
             graph.launch(self._pointer)
             self._driver.synchronize_stream(self._pointer)
             known = dict(zip(numbers, graph.times(), strict=True))
-            samples.append([known.get(number, 0.0) for number in range(len(exits))])
+            samples.append(([known.get(number, 0.0) for number in range(len(exits))], graph.cost()))
         return samples[1:]
 
     def _candidates(
@@ -309,36 +327,38 @@ class LanesRig:
         driver.synchronize_event(end)
         return driver.elapsed(start, end) * 1e3 / replays
 
-    def _end(self, winner: Candidate | None) -> None:
-        """Restore what replays changed, and give back all but the winner's graph."""
-        pool = self._recording.pool
-        if pool.status.untouchable:
-            return
-        destroy = pool.device(self._recording.device).scratch.destroy_event
-        others = [graph for graph in self._graphs if winner is None or graph is not winner.graph]
-        do_all(
-            [
-                self._outside.restore,
-                partial(self._driver.synchronize_stream, self._pointer),
-                *(graph.destroy for graph in others),
-                *(partial(destroy, event) for event in self._events),
-            ]
-        )
+    def _end(self) -> None:
+        """Restore what replays changed, and destroy the graphs that the recording has not; what was done is not done again."""
+        if not self._recording.pool.status.untouchable:
+            do_all(self._last_steps())
+
+    def _last_steps(self) -> Iterator[Callable[[], object]]:
+        recording = self._recording
+        yield self._outside.restore
+        yield partial(self._driver.synchronize_stream, self._pointer)
+        for graph in take_each(self._graphs):
+            if graph not in (recording.graph, recording.captured):
+                yield graph.destroy
+        for event in take_each(self._events):
+            yield partial(recording.pool.device(recording.device).scratch.destroy_event, event)
 
 
 def _best(candidates: Sequence[Candidate], results: dict[int, LanesTrial], goal: str) -> Candidate:
-    """Return the quickest; the one lane, where none wins by 3 %."""
+    """Return that on the fewest lanes of those within 1 % of the quickest; the one lane, where none of these wins by 3 %."""
 
     def time(candidate: Candidate) -> float:
         taken: float = getattr(results[candidate.asked], goal)
         return taken
 
-    best = min(candidates, key=time)
     one = next((each for each in candidates if each.asked == 1), None)
-    return best if one is None or time(one) > GAIN * time(best) else one
+    most = CLOSE * min(map(time, candidates))
+    near = [each for each in candidates if time(each) <= most and (one is None or time(one) > GAIN * time(each))]
+    if near or one is None:
+        return min(near, key=lambda each: each.arrangement.lanes)
+    return one
 
 
-def _progress(name: str, seconds: float) -> Callable[[str | None], None]:
+def shown_progress(name: str, seconds: float) -> Callable[[str | None], None]:
     """Return what shows on a terminal how far it is, and what clears that again when it is given None."""
     stream = sys.stderr
     if stream is None or stream.closed or not stream.isatty():

@@ -195,12 +195,12 @@ def _check_alike(driver: Driver, place: str, device: int, target: Any, source: A
     for what, recorded, given in (
         ("shape", target.shape, found.shape),
         ("type", target.dtype, found.dtype),
-        ("strides", _strides(target), _strides(found)),
     ):
         if recorded != given:
             raise ArgumentError(
                 f"{place} was recorded with {what} {recorded} and now has {what} {given}; record it again for that"
             )
+    tensors.check_strides(place, target.shape, target.strides, found.strides, target.dtype.itemsize)
     where = driver.array_device(source)
     if where != device:
         raise DeviceMismatchError(f"{place} is on device {where}, and the program on device {device}; copy it there first")
@@ -217,11 +217,6 @@ def _check_unchanged(driver: Driver, place: str, old: Any, new: Any) -> None:
         raise ArgumentError(
             f"{place} was recorded as a {kind_of(old)}, which is no array and stays as it is; pass None, or record again"
         )
-
-
-def _strides(array: Any) -> tuple[int, ...]:
-    """Strides in bytes of the axes that have any: those of extent 1 say nothing."""
-    return tuple([step for extent, step in zip(array.shape, array.strides, strict=True) if extent != 1])
 
 
 def _converters(driver: Driver) -> str:

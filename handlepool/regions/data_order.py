@@ -14,7 +14,7 @@ finaliser, which Python runs wherever it likes, may find its own thread in the m
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 
 from handlepool.drivers.protocol import Driver
@@ -65,7 +65,7 @@ class DataOrder:
     tracks : dict
         By pointer, the streams.
     guesses : dict
-        Calls that may have written what they were given, by name.
+        Calls that may have written what they were given: their functions' names and codes.
     kept : list
         Whatever has memory in the books: what is freed could be given out as something else.
     """
@@ -103,7 +103,7 @@ class DataOrder:
         self.running: Track | None = None
         self.elsewhere: list[tuple[Sequence[Piece | Token], Sequence[Piece | Token]]] = []
         self.tracks: dict[int, Track] = {root.pointer: root}
-        self.guesses: dict[tuple[Track, int], str] = {}
+        self.guesses: dict[tuple[Track, int], tuple[str, Hashable]] = {}
         self.kept: list[object] = []
         self._events = pool.device(device).edges
         self._free = self._events.free

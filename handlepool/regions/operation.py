@@ -94,9 +94,7 @@ class Operation(Generic[P, R_co]):
         reads, writes = self.accesses(driver, args, kwargs)
         device = pool.current_device()
         lanes = lanes_for(pool, driver.current_stream(device).ptr) if recordings else None
-        if lanes is not None and not driver.arranges and torch_among(self.function, args, kwargs) is not None:
-            lanes.other(self._name, "torch's tensors are in memory that goes by torch's own streams")
-        elif lanes is not None:
+        if lanes is not None:
             call = pool, args, kwargs, writes
             # Held until nobody reads it who is not waited for: torch would give it to others before.
             given = (args, kwargs) if torch_in_use(driver) is None else self._reached(args, kwargs)

@@ -2,29 +2,34 @@
 
 Nobody knows what a plain function does. What it reads is looked for in its arguments and in what it is bound to. What it
 allocated was written by it, and its ``out=``. A function that returned new arrays alone is taken to have written nothing else;
-any other may have written whatever it was given. Which of the two a function is, is known from its first call on.
+any other may have written whatever it was given. Which of the two a function is, is known from its first call with as many
+arguments on.
 """
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import numpy as np
 
-from handlepool._util import bound_call, content, frames_inside, has, kind_of, leaves
+from handlepool._util import attributes, bound_call, content, frames_inside, has, kind_of, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import DataOrder
 from handlepool.regions.track import Track
-from handlepool.tensors.layout import Piece, piece, share
+from handlepool.tensors.layout import Piece, Token, piece, share
 
-_may_write: dict[tuple[CodeType, ...], bool] = {}
-"""By code, since a lambda is another function each time: the function's own, and that of the functions that it was given."""
+Guess = tuple[str, Hashable]
+"""A function that may have written what it was given: its name, and its code."""
+
+_may_write: dict[tuple[Hashable, ...], bool] = {}
+"""By code, since a lambda is another function each time: the function's own, and that of the functions that it was given; and by
+how many arguments and arrays it was given, since one more may be what it writes."""
 _MOST_KNOWN = 10_000
-_warned: set[str] = set()
+_warned: set[Guess] = set()
 
 
 def piece_of(driver: Driver, value: Any) -> Piece | None:
@@ -63,17 +68,19 @@ exact: set[Any] = set()
 class PlainCall(Memory):
     """A call of a plain function: what it reads and writes, and, until it has ended, what it may write."""
 
-    __slots__ = ("_codes", "_driver", "_exact", "_given", "_out")
+    __slots__ = ("_driver", "_exact", "_form", "_given", "_guess", "_out")
 
     def __init__(self, driver: Driver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = getattr(function, "__qualname__", None) or kind_of(function)
         function = bound_call(function)
         self._driver = driver
-        self._codes = tuple(_codes((function, args, kwargs)))
+        codes = tuple(_codes((function, args, kwargs)))
+        self._guess = name, codes[:1]
         self._exact = getattr(function, "__func__", None) in exact
         self._given = [] if self._exact else pieces_of(driver, args, kwargs, function, calls=True)
         self._out = pieces_of(driver, kwargs.get("out"))
-        guessed = [] if _may_write.get(self._codes) is False else self._given
+        self._form = (*codes, len(args), len(self._given), *kwargs)
+        guessed = [] if _may_write.get(self._form) is False else self._given
         super().__init__(self._given, self._out, guessed, name)
 
     def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any], result: object) -> None:
@@ -81,10 +88,10 @@ class PlainCall(Memory):
         new = [self._driver.block_range(block) for block in allocated]
         found = [(value, memory) for value in leaves(result) if (memory := piece_of(self._driver, value)) is not None]
         pure = self._exact or self._are_new(found, new)
-        if not _may_write.get(self._codes):
+        if not _may_write.get(self._form):
             if len(_may_write) >= _MOST_KNOWN:
                 _may_write.clear()
-            _may_write[self._codes] = not pure
+            _may_write[self._form] = not pure
         self._note(order, track, [*((start, stop, None) for start, stop in new), *(memory for _, memory in found)], not pure)
 
     def failed(self, order: DataOrder, track: Track) -> None:
@@ -109,15 +116,18 @@ class PlainCall(Memory):
     def _note(self, order: DataOrder, track: Track, written: list[Piece], guess: bool) -> None:
         if guess:
             if self.waited:
-                warn_of_guess(self.name)
+                warn_of_guess(self._guess)
             written = written + self._given
             if not self._out:
-                order.guesses[track, track.count + 1] = self.name
+                order.guesses[track, track.count + 1] = self._guess
         order.note(track, (), order.entries(written))
 
 
-def _codes(values: Iterable[Any], depth: int = 4) -> Iterator[CodeType]:
-    """Yield the code of functions, and of those that they were given or call, as far as that can be seen."""
+def _codes(values: Iterable[Any], depth: int = 4) -> Iterator[Hashable]:
+    """Yield the code of functions, and of those that they were given or call, as far as that can be seen.
+
+    What is called and has no code of Python's, as a ufunc or a kernel, stands for itself: another one may do another thing.
+    """
     for value in values:
         if isinstance(value, partial):
             yield from _codes((value.func, value.args, value.keywords), depth)
@@ -127,30 +137,51 @@ def _codes(values: Iterable[Any], depth: int = 4) -> Iterator[CodeType]:
         elif isinstance(value, FunctionType | MethodType):
             function: Any = getattr(value, "__func__", value)
             code = getattr(function, "__code__", None)
-            if code is not None:
-                yield code
+            yield Token(function) if code is None else code
             if depth:
                 cells = getattr(function, "__closure__", None) or ()
                 yield from _codes([content(cell) for cell in cells], depth - 1)
-            yield from _forwards(getattr(value, "__self__", None))
+            if isinstance(value, MethodType):
+                yield from _codes_of_owner(value.__self__, depth)
+        elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
+            owner = value.__self__
+            if value.__name__ == "__call__":
+                yield Token(owner)
+            elif owner is None or isinstance(owner, ModuleType):
+                yield Token(value)
+            else:  # an array's method, say: the array is not to be kept, and others of its kind do the same
+                yield owner if isinstance(owner, type) else type(owner), value.__name__
+        elif callable(value):
+            called = bound_call(value)
+            if called is value:
+                yield Token(value)
+            elif depth:
+                yield from _codes((called,), depth - 1)
 
 
-def _forwards(value: object) -> Iterator[CodeType]:
-    """Yield the code of what each part of a ``torch.nn.Module`` computes; one function calls them all."""
+def _codes_of_owner(owner: object, depth: int) -> Iterator[Hashable]:
+    """Yield the code of what an object calls in its methods: of the functions among its attributes.
+
+    Of a ``torch.nn.Module`` it is the code of what each part computes; one function calls them all.
+    """
     module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", ())
-    if isinstance(value, module):
-        for part in value.modules():
+    if isinstance(owner, module):
+        for part in owner.modules():
             code = getattr(getattr(type(part), "forward", None), "__code__", None)
             if code is not None:
                 yield code
+    elif depth and not isinstance(owner, type):
+        own: Any = getattr(owner, "__dict__", None)
+        wraps = isinstance(own, dict) and "__wrapped__" in own
+        yield from _codes([own["__wrapped__"]] if wraps else attributes(owner), min(depth - 1, 1))
 
 
-def warn_of_guess(name: str) -> None:
+def warn_of_guess(guess: Guess) -> None:
     """Warn, once for each function, that a branch waits for what the function may have written."""
-    if name not in _warned:
-        _warned.add(name)
+    if guess not in _warned:
+        _warned.add(guess)
         warnings.warn(
-            f"a branch waits since {name}, which does not return new arrays alone, may have written any array that it was given: "
-            f"say what it writes with @handlepool.operation(mutates=...), and nothing else waits for it",
+            f"a branch waits since {guess[0]}, which does not return new arrays alone, may have written any array that it was "
+            f"given: say what it writes with @handlepool.operation(mutates=...), and nothing else waits for it",
             stacklevel=frames_inside(),
         )

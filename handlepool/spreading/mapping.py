@@ -24,7 +24,13 @@ from handlepool.spreading.station import Eager, Flight, Station, check_copied, r
 _CUDA = 2
 """DLPack's number for a GPU's memory."""
 _BETWEEN_LOOKS = 2e-5
-"""Seconds, while several devices may come to be free."""
+"""Seconds between two looks at which of several devices has come to be free.
+
+CUDA can wait for one event, and not for the first of several. To wait for the oldest item alone would leave a quicker device
+without work until a slower one is done. To be called back by the driver costs each item more than a look, of one query a device,
+and takes the interpreter's lock from the thread that gives items. So the devices are looked at in turn. That ends at the latest
+with the oldest item, and at once where no item is left or no further one may be given: then there is one event to wait for.
+"""
 
 
 def spread(
@@ -100,6 +106,9 @@ def spread(
     Notes
     -----
     What the items themselves raise is raised in the place of the item, after all results before it.
+
+    What the function itself allocates at its first item, CuPy allocates in its plain way, which CUDA forbids while another thread
+    captures in global mode, as ``torch.cuda.graph`` does by default: take a result of each device before.
 
     Examples
     --------

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 MOST_AXES = 8
 """Of a tensor: CUDNN_DIM_MAX in cuDNN's documentation."""
 MERGED = ("POINTWISE", "MATMUL")
-"""Kinds of nodes whose axes are merged before cuDNN sees them, so that there may be any number (`handlepool.forms`)."""
+"""Kinds of nodes whose axes are merged before cuDNN sees them, so that there may be any number (`handlepool.graphs.forms`)."""
 MOST_ELEMENTS = 2**31 - 1
 """Of a tensor, gaps between its elements and padding around it included: what 32 bits count. cuDNN's documentation limits a
 tensor with its gaps to two giga-elements (cudnnSetTensorNdDescriptor). From cuDNN 9.3 on some engines take more, and not all of

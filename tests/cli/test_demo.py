@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="the demo's extra is not installed: pip
 
 from handlepool import ContractError, HandlePool, drivers  # noqa: E402
 from handlepool.cli import demo  # noqa: E402
-from handlepool.cli.demo import measure  # noqa: E402
+from handlepool.cli.demo import measure, network, network_figure  # noqa: E402
 from handlepool.cli.demo.filters import Filter, builtin_filters, chain_of, load_filters  # noqa: E402
 from handlepool.cli.demo.images import load_photograph, sample_photograph  # noqa: E402
 from handlepool.cli.demo.measure import Report, Span, Times  # noqa: E402
@@ -224,9 +224,25 @@ def test_a_bad_filter_file_is_named_with_its_value_and_the_remedy(tmp_path, cont
 # The report
 
 
+def found(one_stream: float, recorded: float, relative: float = 0.0) -> network.NetworkReport:
+    """A report of the network with these milliseconds; twice as many forked and on one lane."""
+    times = {network.ONE_STREAM: one_stream, network.FORKED: 2 * recorded}
+    times |= {network.ONE_LANE: 2 * recorded, network.RECORDED: recorded}
+    calls = (network.Ran("conv2d", 0, 0.0, 2.0), network.Ran("concat", 3, 2.0, 3.0))
+    return network.NetworkReport((4, 4), np.zeros((2, 2, 3), np.float32), relative, times, 3, calls)
+
+
+def test_the_title_says_what_was_won_and_what_was_not():
+    claim = network_figure.claim
+    assert claim(found(6.0, 2.0)).endswith(
+        "recorded on 4 lanes: 3.00 times as fast as on one stream, 2.00 as recorded on one lane"
+    )
+    assert claim(found(2.0, 4.0)).endswith("recorded on 4 lanes, takes 2.00 times as long as on one stream")
+
+
 def test_overlap_counts_the_branches_that_ran_at_a_time():
     spans = (Span("a", 0, 1, 0.0, 2.0), Span("b", 1, 2, 0.0, 2.0), Span("c", 2, 1, 3.0, 4.0))
-    report = Report("host", 2, (), spans, 4.0, 0, Times(1, 1, 1, 1, 1))
+    report = Report("host", 2, (), spans, 4.0, 0, Times(1, 1, 1, 1, 1), found(1.0, 1.0))
     assert report.overlap == pytest.approx(5 / 3)
 
 
@@ -247,6 +263,31 @@ def test_g17_the_chain_of_the_demo_is_in_order_and_compared(monkeypatch):
     *_, first, then = report.spans
     assert first.result == then.result == 2
     assert first.end <= then.start
+
+
+def test_the_network_is_right_in_each_way_and_its_calls_ran_on_lanes_behind_what_they_read(monkeypatch):
+    monkeypatch.setattr(network, "_BUDGET", 0.0)
+    with HandlePool(driver=HostDriver(scheduler="adversarial", check_order=True)) as pool:
+        report = network.measure(COLOURS / np.float32(255), states=3, pool=pool)
+    assert report.right
+    assert report.size == (40, 60)
+    assert report.pixels.shape == (20, 30, 3)
+    assert 0 <= report.pixels.min() < report.pixels.max() <= 1
+    assert report.repeats == 3
+    assert all(report.times[way] > 0 for way in (network.ONE_STREAM, network.FORKED, network.ONE_LANE, network.RECORDED))
+    names = [call.name for call in report.calls]
+    assert [names.count(kind) for kind in ("conv2d", "max_pool2d", "concat")] == [20, 3, 3]
+    assert {call.lane for call in report.calls} == set(range(network.LANES))
+    last = max(report.calls, key=lambda call: call.end)
+    assert all(call.end <= last.start for call in report.calls if call is not last)
+
+
+def test_control_a_network_that_is_computed_otherwise_is_wrong(monkeypatch):
+    monkeypatch.setattr(network, "_BUDGET", 0.0)
+    monkeypatch.setattr(network._Reference, "max_pool2d", staticmethod(lambda x, *_, **how: x))
+    with HandlePool(driver=HostDriver()) as pool:
+        report = network.measure(COLOURS / np.float32(255), states=2, pool=pool)
+    assert not report.right
 
 
 def test_g17_control_without_order_the_chain_of_the_demo_reads_too_early(monkeypatch):
@@ -297,6 +338,8 @@ def test_the_demo_runs_on_the_host_driver_and_draws(tmp_path):
     assert done.stderr == ""
     assert "driver   host (asked for by name)" in done.stdout
     assert "say nothing about a GPU" in done.stdout
+    assert "a small network, 26 calls over 96 x 64" in done.stdout
+    assert "recorded, 4 lanes" in done.stdout
     for name in (*filters, "shift, then one", "the last is a chain, fork.run(g, fork.run(f, x))"):
         assert name in done.stdout
     with Image.open(out) as image:

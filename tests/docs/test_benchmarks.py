@@ -6,18 +6,21 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import handlepool
 from handlepool import drivers
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory")
+SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory", "networks")
 """Those whose results are drawn."""
-NETWORKS = ("operations", "networks", "plans")
+NETWORKS = ("operations", "plans")
+DRAWN = (*(name for name in SCRIPTS if name != "order"), "devices")  # a table is all that there is to see of order
 
 
 def run(name, *arguments, folder=FOLDER, **environment):
@@ -64,7 +67,7 @@ def written(tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize("name", SCRIPTS + NETWORKS)
+@pytest.mark.parametrize("name", [*SCRIPTS, *NETWORKS, "devices"])
 def test_a_script_runs_without_a_gpu_and_writes_what_it_found(name, written):
     _, results = written(name)
     assert results["benchmark"] == name
@@ -84,7 +87,7 @@ def test_a_shared_workspace_gives_wrong_results_on_the_host_driver_too(written):
     assert counts["a workspace each"] == counts["handlepool's fork"] == 0
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "order"])  # a table is all that there is to see of that
+@pytest.mark.parametrize("name", DRAWN)
 def test_every_script_has_a_picture_in_two_forms(name, written):
     pytest.importorskip("matplotlib", reason="the pictures need matplotlib, and it is not installed")
     path, _ = written(name)
@@ -98,10 +101,9 @@ def test_a_folder_without_results_is_refused(tmp_path):
     refused(run("draw", tmp_path), "has none of")
 
 
-@pytest.mark.parametrize("page", ["performance", "when-it-pays"])
+@pytest.mark.parametrize("page", ["docs/performance.md", "docs/when-it-pays.md", "README.md"])
 def test_the_pages_have_the_figures_that_were_committed(page):
-    root = FOLDER.parent
-    done = run("tables", FOLDER / "results" / "h200", root / "docs" / f"{page}.md", "--check")
+    done = run("tables", FOLDER / "results" / "h200", FOLDER.parent / page, "--check")
     assert done.returncode == 0, f"{done.stdout}{done.stderr}run benchmarks/tables.py"
 
 
@@ -147,7 +149,14 @@ def test_all_says_what_failed_and_goes_on(tmp_path):
     assert done.stderr.startswith("failed: exits (more than 0.01 seconds), acquire (more than 0.01 seconds)")
 
 
-@pytest.mark.parametrize(("name", "says"), [("captures", "a capture of a GPU's stream is needed"), ("tune", "on a GPU alone")])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("captures", "a capture of a GPU's stream is needed"),
+        ("tune", "on a GPU alone"),
+        ("networks_jax", "JAX is compared on a GPU alone"),
+    ],
+)
 def test_a_script_for_gpus_alone_says_so(name, says):
     refused(run(name, "--quick", "--driver", "host"), says)
 
@@ -192,18 +201,196 @@ def test_a_network_with_a_fork_is_compared_with_one_stream(written):
     assert "recorded, one fork, 2 states / recorded, one stream, ensemble, device" in results["ratios"]
 
 
-@pytest.mark.parametrize("name", ["googlenet", "resnet18", "squeezenet1_1"])
-def test_control_a_network_with_other_weights_is_stopped(name, module, make_pool, monkeypatch):
+@pytest.fixture
+def small_network(module, make_pool, monkeypatch):
+    """A network with few channels and small images: ``small_network(name)``."""
     pool = make_pool()
     monkeypatch.setattr("handlepool.pool.default._default", pool)
     options = SimpleNamespace(dtype="float32", thin=32, batch=1, side=33)
-    network = module("networks").Network(pool.driver, name, options)
+    return lambda name: module("networks").Network(pool.driver, name, options)
+
+
+FIRST_LAYERS = {
+    "googlenet": "1", "squeezenet1_1": "1", "resnet18": "1", "resnet50": "1", "ensemble": "0.0", "unet": "0.1"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIRST_LAYERS)
+def test_a_network_is_right_eagerly_and_recorded_with_lanes(name, small_network):
+    network = small_network(name)
     network.checked("right", lambda: network.run(network.p, network.x))
-    w, _ = network.p.values["1"]
-    network.p.values["1"] = w, np.full(len(w), 9, w.dtype)
-    network.p = network.p.elsewhere(pool.driver.asarray)
+    for lanes in (1, 8):
+        with handlepool.record(network.run, network.p, network.x, lanes=lanes) as program:
+            network.checked("right", program.replay, lambda program=program: program.outputs)
+
+
+def test_every_network_is_tested(module):
+    assert set(module("nets").NETWORKS) == set(FIRST_LAYERS)
+
+
+@pytest.mark.parametrize(("name", "layer"), FIRST_LAYERS.items())
+def test_control_a_network_with_other_weights_is_stopped(name, layer, small_network):
+    network = small_network(name)
+    w, _ = network.p.values[layer]
+    network.p.values[layer] = w, np.full(len(w), 9, w.dtype)
+    network.p = network.p.elsewhere(network.driver.asarray)
     with pytest.raises(SystemExit, match="wrong: relative error"):
         network.checked("wrong", lambda: network.run(network.p, network.x))
+
+
+@pytest.mark.parametrize("name", FIRST_LAYERS)
+def test_a_network_of_torch_is_right(name, small_network, module):
+    torch = pytest.importorskip("torch")
+    network = small_network(name)
+    p = network.p.elsewhere(lambda values: torch.from_numpy(np.ascontiguousarray(values)))
+    x = torch.from_numpy(np.ascontiguousarray(network.driver.asnumpy(network.x)))
+    eager = partial(network.run, p, x, module("nets.kinds").Torch(torch))
+    ways = eager, partial(module("compiled").module_of(torch, network.run, p), x)
+    for way in ways:
+        with torch.no_grad():
+            network.checked("torch", lambda way=way: [y.numpy() for y in module("networks").several(way())])
+
+
+@pytest.mark.parametrize("name", FIRST_LAYERS)
+def test_a_network_of_jax_is_right(name, small_network, module):
+    jax = pytest.importorskip("jax")
+    network = small_network(name)
+    network.checked("JAX", *module("networks_jax").compiled(jax, network))
+
+
+def test_a_peer_that_fails_is_a_line_and_what_is_ours_is_an_end(small_network, module):
+    networks, network = module("networks"), small_network("ensemble")
+
+    def fails():
+        raise ValueError("no kernel\nand much more")
+
+    def wrong():
+        return lambda: [np.zeros_like(network.right)][0], None
+
+    network.add("compiler", fails, networks.ANY)
+    network.add("careless", wrong, networks.ANY)
+    assert network.skipped[0] == "ensemble, compiler: ValueError: no kernel"
+    assert network.skipped[1].startswith("ensemble, careless: SystemExit: careless: relative error 1.0e+00")
+    assert not network.cases
+    with pytest.raises(ValueError, match="no kernel"):
+        network.add("ours", fails)
+    with pytest.raises(SystemExit, match="ours: relative error"):
+        network.add("ours", wrong, (handlepool.HandlePoolError,))
+
+
+def test_networks_are_written_one_after_the_other(module, tmp_path, monkeypatch):
+    networks, path = module("networks"), tmp_path / "networks.json"
+    monkeypatch.setitem(networks.NETWORKS, "unet", lambda p, x, ops=None: 1 / 0)
+    quick = ["--quick", "--driver", "host", "--network", "ensemble", "unet", "--way", "lanes", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["networks.py", *quick])
+    monkeypatch.setattr("handlepool.pool.default._default", None)
+    monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
+    with pytest.raises(ZeroDivisionError):
+        networks.main()
+    assert "ensemble, microseconds, wall" in json.loads(path.read_text())["times"]
+
+
+def test_tuned_networks_are_bounded_by_their_peers_at_full_size(module):
+    networks = module("networks")
+    options = SimpleNamespace(batch=1, side=224, thin=1, dtype="float16", states=[4], lanes=[1, 4], goal="clock")
+    names = ("recorded, 1 lane, tuned plans", "recorded, tuned, tuned plans", "recorded, tuned", "Inductor", "torch")
+    samples = {clock: {name: [1.0] for name in names} for clock in ("host", "device", "wall")}
+
+    def bounds(network, **given):
+        ratios = module("common").Ratios()
+        found = SimpleNamespace(name=network, seconds={}, errors=dict.fromkeys(names, 1e-3))
+        networks.compare(ratios, found, samples, SimpleNamespace(**{**vars(options), **given}))
+        return [(name.partition(f", {network}")[0], bound) for name, (_, bound) in ratios.found.items() if bound]
+
+    ours, one = "recorded, tuned, tuned plans", "recorded, tuned, tuned plans / recorded, 1 lane, tuned plans"
+    error = f"error of {ours} / torch's", 1.5
+    assert bounds("googlenet") == [(f"{ours} / Inductor", 0.66), (one, 1.03), (f"{ours} / Inductor", 0.7), (one, 1.03), error]
+    assert bounds("googlenet", batch=8) == [(one, 1.03), (one, 1.03), error]
+    assert bounds("googlenet", side=40) == []
+    assert bounds("ensemble") == [(one, 0.25), (one, 1.03), error]
+
+
+@pytest.fixture
+def networks_of(module, tmp_path):
+    """Files as the scripts write them: ``networks_of(script, batch, number, **microseconds)``, each name a case of googlenet."""
+
+    def written(script, batch, number, **cases):
+        found = {name.replace("_", " "): dict.fromkeys(("median", "q1", "q3", "min"), us) for name, us in cases.items()}
+        results = {"benchmark": script, "repeats": 2, "batch": batch, "dtype": "float16", "ratios": {}}
+        results["times"] = {f"googlenet, microseconds, {clock}": found for clock in ("device", "wall")}
+        results["conditions"] = {"packages": {"handlepool": "1"}, "python": "3", "date": "today"}
+        (tmp_path / f"{script}-{number}.json").write_text(json.dumps(results))
+        return module("network_figures").gathered(tmp_path, script)
+
+    return written
+
+
+def test_what_loses_is_said(networks_of):
+    ours = {"recorded, tuned": 10.0, "recorded, tuned, tuned plans": 8.0, "recorded, 4 lanes": 5.0}
+    (networks,) = networks_of("networks", 1, 1, **ours, Inductor=7.0, torch=90.0)
+    assert networks.rows(["tuned", "torch", "Inductor"]) == [["googlenet", "8 (8)", "90 (90)", "**7 (7)**"]]
+    assert networks.losses() == (
+        "Quicker than ours: Inductor on googlenet on the device (0.88 of our time), "
+        "Inductor on googlenet by the clock (0.88 of our time)."
+    )
+    (networks,) = networks_of("networks", 1, 2, **ours, Inductor=9.0)  # a later file replaces what was there
+    assert networks.losses() == "None of these is quicker than ours: Inductor."
+
+
+def test_networks_without_tuning_stand_with_the_best_number_of_lanes(networks_of):
+    *_, eight = networks_of("networks", 8, 1, **{"recorded, 4 lanes": 5.0, "recorded, 8 lanes": 6.0, "recorded, 1 lanes": 9.0})
+    assert eight.columns() == ["one lane", "tuned"]
+    assert eight.rows(["one lane", "tuned"]) == [["googlenet", "9 (9)", "**5 (5)**, 4 lanes"]]
+
+
+def test_jax_is_told_beside_those_of_the_same_batch_alone(networks_of, module, tmp_path):
+    networks_of("networks_jax", 8, 1, JAX=3.0)
+    for number, cell in ((8, ""), (1, " **4 (4)** |")):
+        jax = networks_of("networks_jax", number, 2, JAX=4.0)
+        text = module("tables").networks_short(networks_of("networks", 1, 1, torch_graph=7.0, **{"recorded, tuned": 5.0}), jax)
+        ours = "5 (5)" if cell else "**5 (5)**"
+        assert text.splitlines()[2] == f"| googlenet | {ours} | 7 (7) |{cell}"
+
+
+def test_there_is_a_picture_for_each_batch_with_the_networks_of_all_files(networks_of, module, tmp_path):
+    pytest.importorskip("matplotlib", reason="the pictures need matplotlib, and it is not installed")
+    networks_of("networks", 1, 1, torch=50.0, torch_graph=7.0, **{"recorded, tuned": 5.0})
+    networks_of("networks", 8, 2, torch=50.0)
+    networks_of("networks", 1, 3, torch=50.0, torch_graph=9.0, **{"recorded, tuned": 5.0})
+    networks_of("networks_jax", 1, 1, JAX=4.0)
+    draw = module("draw")
+    (first, results), _ = draw.sources(tmp_path, "networks")
+    assert first == "networks"
+    assert results[draw.ALL].rows(["torch graph", "JAX"]) == [["googlenet", "9 (9)", "**4 (4)**"]]
+    done = run("draw", tmp_path, "--only", "networks")
+    assert done.returncode == 0, done.stderr
+    names = [f"{stem}-{form}.png" for stem in ("networks-8-float16", "networks") for form in ("dark", "light")]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == names
+
+
+def test_a_profile_is_of_one_call_with_the_longest_kernels_apart(module):
+    kernels = module("kernels")
+    events = [(f"k{number}", 10, 100.0 + number) for number in range(kernels.MOST)]
+    found = kernels.summed([*events, ("short", 5, 10.0), ("shorter", 15, 5.0), ("on the host", 99, 0.0)])
+    assert next(iter(found)) == f"k{kernels.MOST - 1}"
+    assert found["k0"] == {"launches": 2.0, "microseconds": 20.0}
+    assert found[kernels.REST] == {"launches": 4.0, "microseconds": 3.0}
+    assert len(found) == kernels.MOST + 1
+
+
+def test_a_call_takes_on_the_device_what_several_take_longer_than_one(module, monkeypatch):
+    networks_jax = module("networks_jax")
+    held = object.__new__(networks_jax.Held)
+    held._cases = {"a": None, "slow": None}
+    took = {"a": 50.0, "slow": 20_000.0}  # of the host
+
+    def time(name, count):
+        return 7 + held._hold[name] + count * 30.0 if count * took[name] < held._hold[name] else None
+
+    monkeypatch.setattr(held, "_alone", lambda name: 100.0)
+    monkeypatch.setattr(held, "_time", time)
+    assert held.samples(2) == {"a": [30.0, 30.0]}  # the other's calls would take more than may be held back
+    assert held._hold["slow"] > networks_jax.LONGEST_HOLD
 
 
 def test_a_recording_is_compared_at_every_number_of_states(written):

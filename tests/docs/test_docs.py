@@ -52,9 +52,14 @@ def test_the_examples_of_pooling_run(make_driver, monkeypatch):
         names = {"x": x, "shortcut": shortcut, "handlepool": handlepool, "states": handlepool.ParallelStates(2, pool=pool)}
         total = np.maximum(arrays.take(x) + arrays.take(shortcut), 0)
         small = reference.max_pool2d(np.concatenate([arrays.take(x), total], 1), 3, stride=2, padding=1)
-        first, second, third = blocks_of("pooling.md")
+        first, enlarging, second, third = blocks_of("pooling.md")
         exec(first, names)
         assert arrays.error(names["means"], small.mean((2, 3))) < 1e-5
+        exec(enlarging, names)
+        assert np.array_equal(arrays.take(names["large"]), arrays.take(x).repeat(2, 2).repeat(2, 3))
+        assert names["large"].strides[1] == x.itemsize
+        recorded = handlepool.record(lambda x: names["upsampled"](handlepool.add(x, x)), x, lanes=2).explain()
+        assert (len(recorded.nodes), recorded.serial) == (2, [])
         exec(second, names)
         whole = reference.max_pool2d(arrays.take(x), 3, stride=1, padding=1), arrays.take(x) + arrays.take(shortcut)
         assert arrays.error(names["means"], np.concatenate(whole, 1).mean((2, 3))) < 1e-5

@@ -20,7 +20,9 @@ def public():
     classes = [value for name in handlepool.__all__ if inspect.isclass(value := getattr(handlepool, name))]
     for kind in [*classes, Plan]:
         if kind not in GENERATED and not issubclass(kind, errors.HandlePoolError):
-            methods = [name for name, value in vars(kind).items() if inspect.isfunction(value) and name[0] != "_"]
+            own = [base for base in kind.__mro__ if base.__module__.startswith("handlepool.")]
+            found = {name: value for base in own for name, value in vars(base).items()}
+            methods = [name for name, value in found.items() if inspect.isfunction(value) and name[0] != "_"]
             yield from ((f"{kind.__name__}.{name}", getattr(kind, name)) for name in methods)
     for module in (handlepool, ops):
         for name in module.__all__:

@@ -99,6 +99,10 @@ QUEUED = {
     "dot": lambda a: np.dot(a.m, a.n[0]),
     "dot of stacks": lambda a: np.dot(a.m[None], np.stack([a.n.T, a.n.T])),
     "pad": lambda a: np.pad(a.m, ((1, 0), (2, 2)), constant_values=-1),
+    "repeat": lambda a: a.m.repeat(2, axis=1),
+    "repeat of all": lambda a: np.repeat(a.m, 3),
+    "repeat by a list": lambda a: a.m.repeat([1, 0, 2], axis=0),
+    "tile": lambda a: np.tile(a.m, (2, 1)),
     "roll": lambda a: np.roll(a.m, 1, axis=0),
     "cumsum": lambda a: a.m.cumsum(axis=1),
     "sort": lambda a: np.sort(a.m, axis=None),
@@ -108,6 +112,7 @@ QUEUED = {
     "+= of a part": changed(lambda m: increased(m[1:], m[:-1])),
     "a swap of parts": changed(lambda m: m.__setitem__(slice(0, 2), m[[1, 0]])),
     "zeros_like": lambda a: np.zeros_like(a.m, dtype=np.int8),
+    "empty_like": lambda a: np.add(a.m, a.n, out=np.empty_like(a.m)),
     "full_like": lambda a: np.full_like(a.m, 2.5),
     "copyto": changed(lambda m: np.copyto(m, m[0], where=m > 1)),
     "nan_to_num in place": changed(lambda m: np.nan_to_num(m, copy=False)),
@@ -135,6 +140,15 @@ def test_with_a_latch_on_the_stream_the_call_returns_and_nothing_waits(make_driv
     assert values.dtype == expected.dtype
     assert values.shape == expected.shape
     assert np.array_equal(values, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("make", [np.empty_like, np.zeros_like, np.copy, lambda y: y.copy("K"), lambda y: y.astype("f2")])
+def test_what_is_made_of_a_channels_last_array_is_so_as_cupys_is(make_driver, make):
+    y = make_driver(devices=1).asarray(np.zeros((2, 3, 4, 5), np.float32)).transpose(0, 2, 3, 1).copy().transpose(0, 3, 1, 2)
+    found = make(y)
+    assert found.strides == tuple(step * found.itemsize // 4 for step in y.strides)
+    for lost in (y.copy(), y + 1, np.maximum(y, 0)):
+        assert lost.flags.c_contiguous
 
 
 @pytest.mark.parametrize("name", QUEUED)
@@ -165,6 +179,7 @@ WAITS = {
     "fft": lambda y: np.fft.fft(y),
     "random": lambda y: np.random.default_rng(1).normal(y),
     "repeats": lambda y: np.tile(y, y[0].astype(int)),
+    "repeats of each": lambda y: y.repeat(y[0].astype(int), axis=1),
     "pickle": lambda y: y.__reduce__(),
     "deepcopy": lambda y: y.__deepcopy__({}),
     "array_repr": lambda y: np.array_repr(y),

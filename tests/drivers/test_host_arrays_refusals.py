@@ -195,6 +195,7 @@ def test_types_that_are_no_numbers_are_refused(make_driver, dtype):
         lambda: driver.asarray(np.zeros(3, dtype)),
         lambda: driver.empty((3,), (np.dtype(dtype).itemsize,), np.dtype(dtype)),
         lambda: y.astype(dtype),
+        lambda: y.view(dtype),
         lambda: np.empty_like(y, dtype=dtype),
     ):
         with pytest.raises(ArrayTypeError, match="it takes numbers"):

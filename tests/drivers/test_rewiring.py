@@ -159,21 +159,24 @@ def test_many_roots_or_leaves_are_gathered_between_two_kernels(bindings, chains,
     assert not rewiring.has_many_ends(graph)
 
 
-def test_events_stand_before_all_and_behind_each_group(bindings):
+def test_events_stand_before_all_and_between_each_group_and_what_follows_it(bindings):
     rewiring = Rewiring(bindings)
-    copied = rewiring.copy(bindings.graph([1, 2, 3], [(1, 3)]))
-    rewiring.mark(copied, [(1,), (2, 3)], [70, 71, 72])
+    copied = rewiring.copy(bindings.graph([1, 2, 3, 4], [(1, 3), (2, 4), (3, 4)], programmatic=[(1, 4)]))
+    rewiring.mark(copied, [(1,), (2, 3)], [70, 71, 72, 73])
     of = {number: node for node, number in bindings.copies[copied].items()}
-    *_, first, one, other = bindings.graphs[copied][0]
-    assert [bindings.events[each] for each in (first, one, other)] == [70, 71, 72]
-    of |= {first: "first", one: "one", other: "other"}
-    assert {(of[a], of[b]) for a, b, _ in rewiring.edges(copied)} == {
-        (1, 3),
-        ("first", 1),
-        ("first", 2),
-        (1, "one"),
-        (2, "other"),
-        (3, "other"),
+    *_, first, second, one, other = bindings.graphs[copied][0]
+    assert [bindings.events[each] for each in (first, second, one, other)] == [70, 71, 72, 73]
+    of |= {first: "first", second: "second", one: "one", other: "other"}
+    assert {(of[a], of[b], plain) for a, b, plain in rewiring.edges(copied)} == {
+        ("first", "second", True),
+        ("second", 1, True),
+        ("second", 2, True),
+        (1, "one", True),
+        ("one", 3, True),
+        (1, 4, False),
+        (2, "other", True),
+        (3, "other", True),
+        ("other", 4, True),
     }
 
 

@@ -17,13 +17,16 @@ class Allocator:
     """Takes 2 MiB from the device for each stream of each pool; of pools in use the first is asked."""
 
     def __init__(self):
-        self.used, self.uses, self.segments = [], {}, {}
+        self.used, self.uses, self.segments, self.forgotten = [], {}, {}, []
         self.allocated, self.stream, self.last = 0, 7, 0
         self.strided = object()
         self.uint8 = "uint8"
         self.__version__ = "2.8"
         self._C = SimpleNamespace(
-            _cuda_beginAllocateCurrentThreadToPool=self.begin, _cuda_endAllocateToPool=self.end, _cuda_releasePool=self.release
+            _cuda_beginAllocateCurrentThreadToPool=self.begin,
+            _cuda_endAllocateToPool=self.end,
+            _cuda_releasePool=self.release,
+            _cuda_clearCublasWorkspaces=lambda: self.forgotten.append(bool(self.used)),
         )
         self.autograd = SimpleNamespace(set_multithreading_enabled=lambda on: nullcontext())
         self.cuda = SimpleNamespace(
@@ -52,9 +55,11 @@ class Allocator:
         taken = 2 * MEBIBYTE * len(self.segments)
         return {"allocation": {"all": {"allocated": self.allocated}}, "reserved_bytes": {"all": {"allocated": taken}}}
 
-    def snapshot(self, pool):
-        found = [(start, stream) for (owner, stream), start in self.segments.items() if owner == pool]
-        return [{"address": start, "total_size": 2 * MEBIBYTE, "stream": stream} for start, stream in found]
+    def snapshot(self):
+        return [
+            {"address": start, "total_size": 2 * MEBIBYTE, "stream": stream, "segment_pool_id": owner or (0, 0)}
+            for (owner, stream), start in self.segments.items()
+        ]
 
     def empty(self, *size, **options):
         self.allocated += 1
@@ -107,6 +112,7 @@ def test_what_is_allocated_meanwhile_is_from_the_pool_and_known_by_its_stream(to
     pool.end()
     assert pool.nbytes == 4 * MEBIBYTE
     assert torch.used == []
+    assert torch.forgotten == [False, False]  # workspaces, before and after
     assert pool.stream_of(torch.empty(1).data_ptr()) is None
     for _ in range(2):
         pool.close()

@@ -32,6 +32,7 @@ _needs = {
     "test_gpu_integrations_torch.py": "torch",
     "test_gpu_integrations_cudnn.py": "torch",
     "test_gpu_jax.py": "jax",
+    "test_gpu_dask.py": "distributed",
     "test_gpu_numba.py": "numba_cuda",
 }
 collect_ignore = [name for name, module in _needs.items() if not find_spec(module)]

@@ -15,8 +15,8 @@ from handlepool import ParallelStates
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
-PROGRAMS, PARTS = 3000, 5
-PLANS = 2 * 4 * len(SIZES)
+PROGRAMS, PARTS = 3000, len(SIZES)
+PLANS = 2 * 4  # of one size, which a part has to itself
 HELD = 2  # milliseconds that the caller's stream is kept busy, so that what follows waits in queues
 
 

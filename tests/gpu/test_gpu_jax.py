@@ -8,7 +8,7 @@ import pytest
 from handlepool import ArgumentError, ParallelStates, conv2d
 from handlepool.testing.reference import conv2d as convolve
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # or it takes three quarters of the device from the other tests
 pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
 

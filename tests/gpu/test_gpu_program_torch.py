@@ -7,13 +7,6 @@ import handlepool
 from handlepool import ArgumentError, ArrayTypeError
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
-from handlepool.drivers.cuda.driver import CudaDriver  # noqa: E402
-
-pytestmark = pytest.mark.skipif(
-    not CudaDriver.arranges,
-    reason="what is recorded here allocates tensors, which recordings on a GPU may not before they are "
-    "arranged there: set CudaDriver.arranges",
-)
 
 SIZE = 1 << 20
 

@@ -15,15 +15,10 @@ from handlepool import operation
 from handlepool.recording import capture
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+
 from test_gpu_lanes import World, chains  # noqa: E402
 
-from handlepool.drivers.cuda.driver import CudaDriver  # noqa: E402
 from handlepool.drivers.cuda.rewiring import MOST_ENDS, Rewiring  # noqa: E402
-
-pytestmark = pytest.mark.skipif(
-    not CudaDriver.arranges,
-    reason="recordings are not arranged on a GPU before that was seen to be right: set CudaDriver.arranges",
-)
 
 PROGRAMS = 600
 WIDE = 12
@@ -84,6 +79,7 @@ def milliseconds(program):
     return cupy.cuda.get_elapsed_time(start, end)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_as_many_steps_run_at_once_as_there_are_lanes(lanes, spins, count):
     run, xs = spins
@@ -96,6 +92,7 @@ def test_as_many_steps_run_at_once_as_there_are_lanes(lanes, spins, count):
 # Tuning
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("goal", ["clock", "device"])
 def test_tuning_finds_the_lanes_that_are_best_and_restores_what_is_written_in_place(lanes, spins, goal):
     run, xs = spins
@@ -112,8 +109,11 @@ def test_tuning_finds_the_lanes_that_are_best_and_restores_what_is_written_in_pl
     with handlepool.record(function, y, xs, lanes=2) as program:
         found = program.tune((1, 2, 4, 8, 16), goal=goal, seconds=5)
         print(found)
-        assert found.winner.lanes == program.explain().got == 8
-        assert 3 < getattr(found.trials[0], goal) / getattr(found.winner, goal) < 9
+        one, two, four, *wide = (getattr(trial, goal) for trial in found.trials)
+        assert found.winner.lanes >= 8  # there are 8 chains: a lane more, of what stands beside them, gains little or nothing
+        assert 8 <= program.explain().got <= 9
+        assert getattr(found.winner, goal) <= 1.01 * min(wide) < four < two < one
+        assert 3 < one / getattr(found.winner, goal) < 9
         assert all(1500 < time < 3000 for time in sorted(program._recording.times)[-16:])
         assert float(y[0]) == 2
         program.replay()
@@ -155,6 +155,7 @@ def test_tuning_restores_tensors(lanes):
         assert float(y[0]) == 2
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("count", [1, 4])
 def test_nodes_are_measured_and_drawn_as_they_ran(lanes, spins, tmp_path, count):
     run, xs = spins
@@ -208,6 +209,19 @@ def test_a_launch_on_many_lanes_costs_the_host_little_more_than_on_one(lanes):
     assert times[16] < 1.5 * times[1]
 
 
+@pytest.mark.alone
+def test_the_times_of_nodes_add_up_to_what_a_replay_on_one_lane_takes(lanes):
+    run, images, filters = chains(8)
+    with handlepool.record(run, images, filters, lanes=8) as program:
+        one, _ = program.tune(lanes=(1, 8), goal="device", seconds=2).trials
+        how = program.explain()
+        print(
+            f"{how.total:.1f} microseconds one after the other, {how.critical:.1f} on the longest way; one lane: {one.device:.1f}"
+        )
+        assert 0.5 * one.device < how.total < 1.5 * one.device
+        assert how.critical < 0.5 * how.total
+
+
 def test_edges_that_are_programmatic_stay(lanes, edges):
     from cuda.bindings import driver
 
@@ -243,6 +257,7 @@ def test_a_graph_that_allocates_memory_runs_as_it_was_recorded(lanes):
         assert program.explain().got == 6
 
 
+@pytest.mark.alone
 def test_programs_are_made_and_closed_without_a_leak(lanes):
     run, images, filters = chains(6)
     handlepool.record(run, images, filters, lanes=2).close()

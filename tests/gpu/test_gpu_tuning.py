@@ -53,7 +53,7 @@ def test_a_plan_is_chosen_and_is_right(default_pool, stream, x, w, count):
     assert all((each.concurrent is None) == (count is None) for each in timed)
     assert tuning.winner.time < GAIN * min(each.time for each in timed)
     assert tuning.winner is tuning.previous or GAIN * tuning.winner.time <= tuning.previous.time
-    assert 0 < tuning.building < tuning.seconds < 2  # of 58 geometries in 20 s one may take a third of a second
+    assert 0 < tuning.building < tuning.seconds
     assert conv.plan_for(x, w).engine == tuning.winner.engine
     assert (x == given[0]).all()
     assert (w == given[1]).all()
@@ -129,6 +129,59 @@ def test_every_plan_of_a_function_is_tuned_and_is_right(default_pool, stream, x,
     assert sum(tuning.seconds for tuning in tunings) < 2
     assert handlepool.ops.conv2d_plan(x, w, padding=1).engine == tunings[0].winner.engine
     assert np.linalg.norm(network(x).get() - before) < 2e-2 * np.linalg.norm(before)
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+def test_a_program_is_recorded_with_the_plans_that_won_and_is_right(default_pool, stream, x, w, lanes):
+    def network(x):
+        y = handlepool.conv2d(x, w, padding=1)
+        return handlepool.add(conv(y, w), conv(conv(x, w), w))
+
+    expected = network(x).get().astype(np.float64)
+    plain = handlepool.record(network, x, lanes=lanes)
+    with handlepool.record(network, x, lanes=lanes, plans=True) as program:
+        for tuning in program.tunings:
+            print(tuning)
+        assert {each.name for each in program.tunings} == {"conv2d", "conv"}
+        assert all(sum(not each.skipped for each in tuning.candidates) >= 2 for tuning in program.tunings)
+        assert conv.plan_for(x, w).engine == next(each for each in program.tunings if each.name == "conv").winner.engine
+        for each in (plain, program):
+            each.replay()
+            assert np.linalg.norm(each.outputs.get() - expected) < 2e-2 * np.linalg.norm(expected)
+    plain.close()
+    stats = default_pool.stats()
+    assert (stats["handles_leased"], stats["handles_captured"]) == (0, 0)
+
+
+@pytest.mark.alone
+def test_a_program_with_measured_plans_is_not_slower(default_pool, stream, random_array):
+    sizes = [(64, 56), (128, 28), (256, 14), (512, 7)]
+    given = [
+        (random_array((8, c, n, n), "float16", "nhwc", 1), random_array((c, c, 3, 3), "float16", "nhwc", 2) / 24)
+        for c, n in sizes
+    ]
+
+    def network(given):
+        return [conv(conv(x, w), w) for x, w in given]
+
+    def microseconds(program):
+        start, end, times = cupy.cuda.Event(), cupy.cuda.Event(), []
+        for _ in range(15):
+            program.replay()
+            start.record()
+            for _ in range(10):
+                program.replay()
+            end.record()
+            end.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(start, end) * 100)
+        return np.median(times)
+
+    with handlepool.record(network, given) as plain, handlepool.record(network, given, plans=True) as chosen:
+        for tuning in chosen.tunings:
+            print(tuning)
+        times = [microseconds(program) for program in (plain, chosen)]
+        print(times)
+        assert times[1] < 1.03 * times[0]
 
 
 def test_from_the_null_stream(default_pool, x, w):

@@ -3,7 +3,6 @@
 import threading
 import traceback
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from harness.accounts import RESTORES, Accounts
 from harness.graphs import convolution as conv
 from harness.lines import some_lines
 from harness.scenes import TIMEOUT, Scene, Thread
+from harness.timed_driver import Fake, TimedDriver
 from harness.uses import assert_usable
 
 import handlepool
@@ -30,86 +30,9 @@ from handlepool import (
     StateBusyError,
     drivers,
 )
-from handlepool.drivers.host.driver import HostDriver
-from handlepool.graphs.tuning import ROUNDS, SCREENING
+from handlepool.graphs.timing import ROUNDS, SCREENING
 from handlepool.pool.context import thread
 from handlepool.pool.deferred import settle
-
-
-@dataclass
-class Fake:
-    """A plan: microseconds a launch alone, microseconds for one launch of each state side by side, scratch, what is wrong."""
-
-    alone: float = 10
-    concurrent: float = 10
-    scratch: int = 0
-    refused: bool = False
-    fails: bool = False
-
-
-class TimedDriver(HostDriver):
-    """Proposes ``plans``; what ran last between two events says what `elapsed` answers. Every fifth answer is far too much."""
-
-    name = "timed"
-
-    def __init__(self, plans, **options):
-        super().__init__(**options)
-        self.plans = list(plans)
-        self.graphs = []  # (plan's index, launches by stream) of every graph that was captured
-        self.eager = []  # (plan's index, stream) of every other launch
-        self._last = 0.0
-        self._asked = 0
-        self._launches = None
-
-    def compile(self, graph, operands, **settings):
-        index = settings.pop("plan_index", 0)
-        fake = self.plans[index]
-        limit = settings.get("workspace_limit")
-        if fake.refused or (limit is not None and fake.scratch > limit):
-            raise GraphNotSupportedError("cuDNN answered: Deselecting execution plan")
-        made = super().compile(graph, operands, **settings)
-        launch = made.launch
-
-        def launched(handle, *args):
-            if fake.fails:
-                raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
-            if self._launches is None:
-                self.eager.append((index, handle.stream))
-                self._last = fake.alone
-            else:
-                self._launches.append((index, handle.stream))
-            launch(handle, *args)
-
-        made.launch, made.candidates, made.engine = launched, len(self.plans), f"engine {index}"
-        made.workspace_size = max(made.workspace_size, fake.scratch)
-        return made
-
-    def begin_capture(self, pointer):
-        super().begin_capture(pointer)
-        self._launches = []
-
-    def end_capture(self, pointer):
-        launches, self._launches = self._launches, None
-        graph = super().end_capture(pointer)
-        if not launches:
-            return graph
-        ((index, streams),) = {(index, tuple(stream for _, stream in launches)) for index, _ in launches}
-        self.graphs.append((index, streams, graph))
-        fake, launch = self.plans[index], graph.launch
-        each = streams.count(streams[0])
-
-        def timed(pointer):
-            launch(pointer)
-            self._last = each * (fake.concurrent if len(set(streams)) > 1 else fake.alone)
-
-        graph.launch = timed
-        return graph
-
-    def elapsed(self, start, end):
-        assert super().elapsed(start, end) >= 0
-        self._asked += 1
-        return self._last / 1e3 * (50 if self._asked % 5 == 0 else 1)
-
 
 SHAPES = (1, 4, 6, 6), (4, 4, 3, 3)
 
@@ -699,8 +622,8 @@ def test_where_nothing_can_be_timed_the_plan_stays(make):
     ["synchronize_event", "begin_capture", "end_capture", "launch", "elapsed", pytest.param(None, marks=pytest.mark.slow)],
 )
 def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, interrupt, monkeypatch):
-    monkeypatch.setattr("handlepool.graphs.tuning.ROUNDS", 1)
-    monkeypatch.setattr("handlepool.graphs.tuning.MOST_LAUNCHES", 2)
+    monkeypatch.setattr("handlepool.graphs.timing.ROUNDS", 1)
+    monkeypatch.setattr("handlepool.graphs.timing.MOST_LAUNCHES", 2)
     for k in some_lines(4):  # of calls, here
         with Scene(TimedDriver([Fake(), Fake(concurrent=5)], scheduler="adversarial", seed=k)) as scene:
             x, w = arrays_of(scene.driver)

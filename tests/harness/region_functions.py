@@ -5,6 +5,7 @@ by each step, and weights have few entries, so that all drivers give the same bi
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType, SimpleNamespace
@@ -230,6 +231,8 @@ class Called:
 
 _add("r", 1, "plain", scaled)
 _add("rr", 1, "plain", shifted)
+_add("rr", 1, "plain", np.add, name="ufunc")
+_add("rr", 1, "plain", operator.sub, name="builtin")
 _add("rr", 2, "plain", pair)
 _add("rr", 1, "plain", view_of_what_is_new, odd=True)
 _add("rr", 1, "plain", lambda x, y: functools.partial(of_a_list, [x, y]), lambda x, y: x - y, name="of_a_list", bound=True)
@@ -304,6 +307,8 @@ _add("wr", 0, "plain", grown)
 _add("or", 0, "plain", overwritten_in_part)
 _add("orr", 0, "plain", lambda z, x, y: functools.partial(np.add, x, y, out=z), _add_into, name="ufunc_out", bound=True)
 _add("orr", 0, "plain", lambda z, x, y: functools.partial(add_out, x, y, out=z), _add_into, name="add_out", bound=True)
+_add("orr", 0, "plain", lambda z, x, y: functools.partial(np.add, x, y, z), _add_into, name="ufunc_given", bound=True)
+_add("wr", 0, "plain", operator.iadd, grown, name="iadd")
 _add("o", 0, "plain", filling, _fill, bound=True)
 _add("or", 0, "plain", closing_over_a_copy, copied_into, bound=True)
 _add("or", 0, "plain", owned_copy, copied_into, bound=True)

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import handlepool
-from handlepool import ArgumentError, HandlePool
+from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, GraphNotSupportedError, HandlePool
 
 torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
 
@@ -229,6 +229,41 @@ def test_bad_arguments_are_typed_errors():
     ):
         with pytest.raises(ArgumentError, match=message):
             conv2d(*arguments, **options)
+
+
+def test_what_is_no_dense_tensor_or_on_another_device_is_a_typed_error_and_not_a_fake_result():
+    x, w, b = (value.detach() for value in case())
+    for arguments, error, message in (
+        ((x.numpy(), w), ArrayTypeError, "x is a ndarray, and this function takes torch tensors"),
+        ((x, w.numpy()), ArrayTypeError, "w is a ndarray"),
+        ((x, None), ArrayTypeError, "w is a NoneType"),
+        ((x, w, b.numpy()), ArrayTypeError, "bias is a ndarray"),
+        ((x.to_sparse(), w), ArgumentError, r"x is torch\.sparse_coo; pass a dense tensor"),
+        ((x, w.to("meta")), DeviceMismatchError, "w is on meta and x on cpu"),
+        ((x.to("meta"), w), DeviceMismatchError, "w is on cpu and x on meta"),
+        ((x, w, b.to("meta")), DeviceMismatchError, "bias is on meta and x on cpu"),
+    ):
+        with pytest.raises(error, match=f"^conv2d: {message}"):
+            conv2d(*arguments)
+
+
+@pytest.mark.parametrize("refused", ["conv2d_input_grad", "conv2d_weight_grad"])
+def test_a_gradient_that_there_is_none_of_is_a_typed_error_of_the_backward_pass_and_nothing_is_written(refused, monkeypatch):
+    def refuse(*_, **__):
+        raise GraphNotSupportedError("no plan")
+
+    arguments = case()
+    y = conv2d(*arguments).sum()
+    monkeypatch.setattr(handlepool, refused, refuse)
+    with pytest.raises(GraphNotSupportedError, match="no plan"):
+        y.backward()
+    assert [value.grad for value in arguments] == [None] * 3
+
+
+def test_tensors_without_memory_give_shape_and_layout():
+    x, w, _ = case("channels last")
+    y, expected = conv2d(x.to("meta"), w.to("meta"), padding=1), torch.nn.functional.conv2d(x, w, padding=1)
+    assert (y.device.type, y.shape, y.stride()) == ("meta", expected.shape, expected.stride())
 
 
 def test_a_gradient_of_a_gradient_is_torchs():

@@ -1,5 +1,7 @@
 """A lost CUDA context: one clear error from every later call, and a clean end."""
 
+import copy
+import copyreg
 import subprocess
 import sys
 import threading
@@ -60,6 +62,19 @@ def test_the_error_that_is_kept_holds_no_frames_of_the_caller(make_pool):
         pool.get_workspace(100)
     assert lost.__traceback__ is not None
     assert repr(pool.internals.status.poison) == repr(lost)
+    assert pool.internals.status.poison.__traceback__ is None
+
+
+def test_nor_where_errors_are_copied_with_their_frames(make_pool, monkeypatch):
+    def whole(kind, args, trace):
+        return kind(*args).with_traceback(trace)
+
+    pool = make_pool()
+    lost = pool.driver.lose_context()
+    monkeypatch.setitem(copyreg.dispatch_table, type(lost), lambda error: (whole, (type(error), error.args, error.__traceback__)))
+    with pytest.raises(PoisonedContextError):
+        pool.get_workspace(100)
+    assert copy.copy(lost).__traceback__ is lost.__traceback__ is not None
     assert pool.internals.status.poison.__traceback__ is None
 
 

@@ -3,6 +3,8 @@
 import builtins
 import json
 import re
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,9 +68,18 @@ def test_measured_times_are_told_with_the_longest_way_and_the_lanes_use(scene):
         assert re.search(r"Measured: [\d.,]+ microseconds one after the other, [\d.,]+ on the longest way by data", str(how))
         known = json.loads(json.dumps(how.to_dict()))
         assert (known["critical"], known["times"], len(known["use"])) == (how.critical, [*how.times], 3)
+        assert known["ends"] == [*how.ends]
+        assert all(0 <= begin <= end for begin, end in how.ran)
+        assert (program.explain().ends, program.explain().ran) == ((), [])
         assert program.explain().times == how.times
         assert scene.read(x) == 2
     assert works(scene)
+
+
+def test_a_step_ran_from_the_end_of_the_last_one_that_it_waits_for():
+    steps = tuple(Step(name, "here", 0, after) for name, after in [("a", ()), ("b", (0,)), ("c", (0, 1))])
+    how = Explanation("name", 3, 0, limit=2, got=2, steps=steps, ends=(2.0, 5.0, 9.0))
+    assert how.ran == [(0.0, 2.0), (2.0, 5.0), (5.0, 9.0)]
 
 
 def test_the_longest_way_is_by_times_and_not_by_steps():
@@ -77,8 +88,10 @@ def test_the_longest_way_is_by_times_and_not_by_steps():
     )
     how = Explanation("name", 4, 0, limit=2, got=2, steps=steps, times=(1.0, 2.0, 10.0, 20.0))
     assert (how.longest, how.critical, how.total, how.use) == (2, 30.0, 33.0, [(2, 3.0), (2, 30.0)])
-    by_data = Explanation("name", 4, 0, steps=steps, times=how.times, data=((), (), (), ()))
-    assert (by_data.critical, by_data.planned) == (20.0, 30.0)
+    by_data = Explanation("name", 4, 0, limit=2, got=2, steps=steps, times=how.times, data=((), (), (), ()))
+    assert (by_data.critical, by_data.planned, by_data.longest, by_data.longest_by_data) == (20.0, 30.0, 2, 1)
+    assert "2 of 2 lanes; the longest way has 2 steps of 4, and by data alone 1" in str(by_data)
+    assert "by data alone" not in str(how)
     assert how.order().index(3) < how.order().index(2)
 
 
@@ -117,7 +130,8 @@ def many(count, lanes):
 
 
 def test_a_thousand_nodes_are_told_apart(tmp_path):
-    drawing.draw(many(1000, 8), [float(number // 8 + 1) for number in range(1000)], tmp_path / "many.png", dark=False)
+    ran = replace(many(1000, 8), ends=tuple(float(number // 8 + 1) for number in range(1000)))
+    drawing.draw(ran, tmp_path / "many.png", dark=False)
     shown = pixels(tmp_path / "many.png")
     ink = (np.abs(shown - 1) > 0.02).any(axis=2)
     boxes = max(np.count_nonzero(np.diff(row.sum(axis=1))) for row in shown[ink.mean(axis=1) > 0.5])
@@ -127,14 +141,14 @@ def test_a_thousand_nodes_are_told_apart(tmp_path):
 def test_names_are_taken_literally(tmp_path):
     how = many(4, 2)
     steps = tuple(step._replace(name="f<$\\frac{$>.λ") for step in how.steps)
-    drawing.draw(Explanation("$x_", 4, 0, limit=2, got=2, recorded=2, steps=steps), None, tmp_path / "x.png", dark=False)
+    drawing.draw(Explanation("$x_", 4, 0, limit=2, got=2, recorded=2, steps=steps), tmp_path / "x.png", dark=False)
 
 
 def test_other_work_is_a_band_over_all_lanes(tmp_path):
     steps = (Step("a", "here", 0, ()), Step("other work", "there", None, (0,), "plain"), Step("b", "here", 0, (1,)))
     how = Explanation("name", 3, 0, limit=2, got=1, recorded=1, steps=steps)
     assert "1 steps with nothing beside them" in drawing._subtitle(how)
-    drawing.draw(how, None, tmp_path / "x.png", dark=True)
+    drawing.draw(how, tmp_path / "x.png", dark=True)
 
 
 # Bad input
@@ -185,6 +199,13 @@ def test_what_cannot_be_drawn_or_measured_says_so(scene, tmp_path):
     with handlepool.record(wide, scene, scene.array(1), lanes=2) as program:
         with pytest.raises(CaptureError, match="cannot be measured or tuned inside a branch"), scene.states.fork() as fork:
             fork.run(program.explain, measure=True)
+        for call, message in (
+            (partial(program.explain, measure=1), "explain: measure=1; it must be True or False"),
+            (partial(program.draw, tmp_path / "x.png", measure=None), "draw: measure=None; it must be True or False"),
+            (partial(program.draw, tmp_path / "x.png", dark="yes"), "draw: dark='yes'; it must be True or False"),
+        ):
+            with pytest.raises(ArgumentError, match=f"^wide: {message}$"):
+                call()
         program.replay()
 
 

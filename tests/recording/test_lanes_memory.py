@@ -12,6 +12,7 @@ from handlepool import CaptureError, ContractError, OutOfMemoryError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.graphs import RecordingMemory
 from handlepool.recording.lanes import Lanes
+from handlepool.recording.unwritten import Unwritten
 
 LANES = (1, 2, 3, 8)
 WIDTHS = {"googlenet": 4, "squeezenet1_1": 2}
@@ -192,6 +193,25 @@ def test_memory_that_was_freed_unwritten_is_another_calls_to_write(scene):
     with handlepool.record(function, scene.array(1), lanes=4) as program:
         program.replay()
         assert scene.read(program.outputs) == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "given"),
+    [([(0, 512), (512, 1024)], (0, 1024)), ([(0, 1024)], (512, 1024)), ([(0, 1024)], (0, 1024))],
+    ids=["several in one", "a part", "the same"],
+)
+def test_memory_that_is_given_out_again_in_other_blocks_is_known_by_its_last_block(before, given):
+    books = Unwritten()
+    for start, stop in before:
+        books.add(start, stop, "before")
+    books.add(*given, "now")
+    for place in (0, 0, 512, 512):
+        books.add(place, place, "nothing")
+    inside = (max(given[0], 512), 600, None)
+    with pytest.raises(CaptureError, match="allocated at now"):
+        books.check("call", "here", [inside], [], ())
+    books.wrote([(*given, None)])
+    books.check("call", "here", [inside], [], ())
 
 
 # Too little

@@ -100,8 +100,8 @@ def scene(monkeypatch):
         scene.torch = Torch(scene.driver)
         loaded = SimpleNamespace(Tensor=Tensor, cuda=SimpleNamespace(is_initialized=lambda: True))
         monkeypatch.setitem(sys.modules, "torch", loaded)
-        for place in ("stream_order", "undeclared"):
-            monkeypatch.setattr(f"handlepool.regions.{place}.integration", lambda: scene.torch)
+        for place in ("regions.stream_order", "regions.undeclared", "recording.tensors"):
+            monkeypatch.setattr(f"handlepool.{place}.integration", lambda: scene.torch)
         scene.driver.name = "cuda"
         yield scene
 

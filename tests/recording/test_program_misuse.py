@@ -690,7 +690,11 @@ def test_a_lost_context_is_told(make_driver):
         (lambda s: s.driver.empty((9,), (8,), F8), ArgumentError, r"shape \(8,\) and now has shape \(9,\)"),
         (lambda s: s.driver.empty((8, 1), (8, 8), F8), ArgumentError, "shape"),
         (lambda s: s.driver.empty((8,), (4,), np.dtype("f4")), ArgumentError, "type float64 and now has type float32"),
-        (lambda s: s.driver.empty((16,), (8,), F8)[::2], ArgumentError, r"strides \(8,\) and now has strides \(16,\)"),
+        (
+            lambda s: s.driver.empty((16,), (8,), F8)[::2],
+            ArgumentError,
+            r"strides \(8,\) and now has strides \(16,\), in bytes; lay it out as it was recorded, contiguous, or record it",
+        ),
         (lambda s: 1.0, ArrayTypeError, "is a float"),
         (lambda s: [s.array(1), s.array(2)], ArgumentError, "recorded as an array, and is now a list"),
     ],
@@ -701,6 +705,17 @@ def test_an_update_with_another_geometry_or_type_says_what_differs(scene, new, e
         program.update(new(scene))
     program.replay()
     assert scene.read(program.outputs[0]) == 111
+
+
+def test_an_update_that_lost_the_layout_names_it(scene):
+    x = scene.driver.empty((2, 3, 4, 5), (480, 8, 120, 24), F8)
+    program = handlepool.record(lambda x: double(x), x)
+    says = r"strides \(480, 8, 120, 24\) and now has strides \(480, 160, 40, 8\), in bytes; .* recorded, channels-last, or record"
+    with pytest.raises(ArgumentError, match=says):
+        program.update(x.copy())
+    program.update(x.copy(order="K"))
+    with pytest.raises(ArgumentError, match="lay it out as it was recorded, or record"):
+        handlepool.record(lambda x: double(x), x[:, :2]).update(x[:, :2].copy())
 
 
 @pytest.mark.parametrize(

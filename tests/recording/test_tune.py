@@ -4,11 +4,13 @@ import io
 import re
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pytest
+from harness.lines import at_line, interrupt
 from harness.scenes import TIMEOUT, Scene, Thread, leased, works
 
 import handlepool
@@ -77,17 +79,33 @@ def values(scene, program):
         ({1: 100, 2: 50, 4: 95}, "clock", 2),
         ({1: 100, 2: 50, 4: 95}, "device", 4),
         ({2: 100, 4: 99}, "clock", 4),
+        ({2: 100.9, 3: 100.5, 4: 100}, "clock", 2),
+        ({2: 101.1, 3: 100.9, 4: 100}, "clock", 3),
+        ({2: 100, 4: 100.5, 6: 99.5}, "clock", 2),
+        ({1: 100, 2: 97.8, 3: 97.05, 4: 97}, "clock", 3),
+        ({1: 100, 2: 97.5, 4: 97}, "clock", 4),
     ],
 )
-def test_the_quickest_is_taken_and_one_lane_stays_unless_another_wins_by_3_percent(scene, measured, clock, goal, lanes):
+def test_the_quickest_or_fewer_within_1_percent_is_taken_and_one_lane_stays_unless_another_wins_by_3_percent(
+    scene, measured, clock, goal, lanes
+):
     measured[0].update(clock)
-    measured[1].update({1: 60, 2: 70, 4: 40})
+    measured[1].update({1: 60, 2: 70, 3: 50, 4: 40, 6: 45})
     with handlepool.record(wide, scene, scene.array(1), lanes=8) as program:
         found = program.tune(clock, goal=goal)
         assert found.winner.lanes == program.explain().got == lanes
         assert [(trial.lanes, trial.clock) for trial in found.trials] == [*clock.items()]
         assert (found.previous, found.goal, found.rounds) == (6, goal, tuning.MOST_ROUNDS)
         assert values(scene, program) == [11 + value for value in range(6)]
+
+
+def test_control_the_quickest_alone_has_more_lanes(scene, measured, monkeypatch):
+    monkeypatch.setattr(tuning, "CLOSE", 1.0)
+    times = {2: 100.9, 3: 100.5, 4: 100}
+    measured[0].update(times)
+    measured[1].update(times)
+    with handlepool.record(wide, scene, scene.array(1), lanes=8) as program:
+        assert program.tune(times).winner.lanes == program.explain().got == 4
 
 
 def test_a_program_is_tuned_as_often_as_one_likes_and_to_any_number(scene):
@@ -119,10 +137,19 @@ def test_what_was_tried_is_a_table(scene, measured):
         program.tune([2])
         text = str(program.tune((1, 2, 6, 8, 32)))
     assert re.match(r"wide: lanes by clock, medians of 31 samples in \d\.\d s; microseconds a replay\n", text)
-    assert "\n    1      11      100.00       60.00\n" in text
+    assert "\nlanes  got   edges       clock      device\n    1    1      11      100.00       60.00\n" in text
     assert "    1,250.50       70.00  before\n" in text
-    assert "\n    6       6       70.00       40.00  chosen\n" in text
+    assert "\n    6    6       6       70.00       40.00  chosen\n" in text
     assert text.endswith("\n    8  as on 6: the data allows no more than 6\n   32  as on 6: the data allows no more than 6")
+
+
+def test_more_lanes_than_the_data_allows_are_told_as_what_it_runs_on(scene):
+    with handlepool.record(wide, scene, scene.array(1), lanes=2) as program:
+        assert (program.tune([16], seconds=0.01).winner.lanes, program.explain().got) == (16, 6)
+        found = program.tune([2, 16])  # in time for both
+        assert ([trial.got for trial in found.trials], found.previous) == ([2, 6], 6)
+        (line,) = re.findall("\n   16.*", str(found))
+        assert re.match(r"\n   16    6 .*before$", line)
 
 
 def test_time_is_bounded_and_each_has_three_samples_at_least(scene, monkeypatch):
@@ -340,6 +367,55 @@ def test_a_failure_in_the_middle_leaves_all_as_it_was(scene, monkeypatch, call):
             assert len(scene.driver._events_alive) == events
         assert values(scene, program) == [4 + 10 + value for value in range(6)]
         program.tune((2,), seconds=0.01)
+
+
+def measure(program):
+    program.explain(measure=True)
+
+
+def tune(program):
+    program.tune((1, 2), seconds=0.01)
+
+
+def interrupted_at_each_line_of_the_end(monkeypatch, use, again=True):
+    """What replays changed and how many events are left, after an interrupt at each line of what restores and gives back."""
+    monkeypatch.setattr(tuning, "MOST_ROUNDS", 1)
+    end, ends, interrupted, line = LanesRig._end, [], True, 0
+
+    def ending(rig):
+        nonlocal interrupted
+        ends.append(rig)
+        if len(ends) == 1:
+            interrupted = at_line(line, partial(end, rig), interrupt, {"tuning.py", "outside.py"})
+        elif again:
+            end(rig)
+
+    while interrupted:
+        line += 1
+        with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene, monkeypatch.context() as patch:
+            patch.setattr("handlepool.pool.default._default", scene.pool)
+            x = scene.array(1)
+            with handlepool.record(in_place, scene, x, lanes=3) as program:
+                before, events = scene.read(x), len(scene.driver._events_alive)
+                patch.setattr(LanesRig, "_end", ending)
+                ends.clear()
+                with suppress(KeyboardInterrupt):
+                    use(program)
+                patch.undo()
+                yield scene.read(x) - before, len(scene.driver._events_alive) - events
+                assert values(scene, program) == [scene.read(x) + 10 + value for value in range(6)]
+
+
+@pytest.mark.parametrize("use", [tune, measure])
+def test_an_interrupt_in_the_end_leaves_what_replays_change_as_it_was(monkeypatch, use):
+    found = [*interrupted_at_each_line_of_the_end(monkeypatch, use)]
+    assert len(found) > 8
+    assert not any(changed for changed, _ in found)
+    assert all(events <= 1 for _, events in found)  # the one in hand
+
+
+def test_control_an_end_that_is_not_done_again_leaves_it_changed(monkeypatch):
+    assert any(changed for changed, _ in interrupted_at_each_line_of_the_end(monkeypatch, tune, again=False))
 
 
 def test_graphs_that_are_not_taken_are_destroyed_and_all_with_the_program(scene, monkeypatch):

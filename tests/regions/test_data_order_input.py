@@ -20,7 +20,7 @@ from handlepool import (
     ParallelStates,
     PoolClosedError,
 )
-from handlepool.regions import data_order
+from handlepool.regions import data_order, recent, track, uses
 
 SHAPE = 1, 4, 2, 4
 
@@ -269,26 +269,19 @@ BRANCHES = {
 COUNT, FEW, SAMPLE = 10_000, 100, 30
 
 
+BOOKS = {module.__name__ for module in (data_order, uses, track, recent)}
+
+
 def books():
-    """How many objects of the order by data there are, by their types, but for what plans have."""
+    """How many objects of the order by data there are, by their types."""
     gc.collect()
-    kinds = [type(each) for each in gc.get_objects()]
-    return Counter(kind.__name__ for kind in kinds if kind.__module__ == data_order.__name__ and kind is not data_order.Operands)
+    return Counter(type(each).__name__ for each in gc.get_objects() if type(each).__module__ in BOOKS)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a branch waits since")
-@pytest.mark.parametrize("name", BRANCHES)
-def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(make_driver, monkeypatch, name):
-    world = World(make_driver, check_order=False, scheduler="threads")
-    monkeypatch.setattr("handlepool.pool.default._default", world.pool)
-    world.array()
-    before = books()
-    events = world.driver.alive()["events"]
-    branch = BRANCHES[name]
+def costs(world, branch, count):
+    """Of the first and the last of many branches of one fork: Python's steps of one, on average, and the driver's calls."""
 
-    def costs(fork, xs, first):
-        """Python's steps of one branch, on average, and the driver's calls."""
+    def of_some(fork, xs, first):
         steps = Steps()
         world.driver.calls.clear()
         with steps.counting():
@@ -301,14 +294,26 @@ def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(mak
         with world.states.fork() as fork:
             for k in range(FEW - SAMPLE):
                 branch(fork, xs, k)
-            early = costs(fork, xs, FEW - SAMPLE)
+            early = of_some(fork, xs, FEW - SAMPLE)
             if pending:
-                for k in range(FEW, COUNT - SAMPLE):
+                for k in range(FEW, count - SAMPLE):
                     branch(fork, xs, k)
-                late = costs(fork, xs, COUNT - SAMPLE)
+                late = of_some(fork, xs, count - SAMPLE)
+    return early, late
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.parametrize("name", BRANCHES)
+def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(make_driver, monkeypatch, name):
+    world = World(make_driver, check_order=False, scheduler="threads")
+    monkeypatch.setattr("handlepool.pool.default._default", world.pool)
+    world.array()
+    before = books()
+    events = world.driver.alive()["events"]
+    early, late = costs(world, BRANCHES[name], COUNT)
     assert late[0] < early[0] * 1.05 + 10
     assert late[1] < early[1] * 1.05 + 1
-    del fork, xs
     assert not data_order.opened
     assert books() == before
     assert world.driver.alive()["events"] - events < 400  # 64 for each stream, at most, kept for the next
@@ -316,16 +321,20 @@ def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(mak
     world.pool.close()
 
 
-def test_g17_control_more_steps_are_counted():
-    class Slow(data_order.DataOrder):
-        def needs(self, reads, writes):
-            for _ in range(self.root.count):
-                pass
+def test_g17_control_a_step_for_each_branch_so_far_is_seen(make_driver, monkeypatch):
+    note = data_order.DataOrder.note
 
-    steps = Steps()
-    with steps.counting():
-        data_order.Track(0)
-    assert steps.count > 5
+    def slow(order, branchs, reads, writes):
+        for _ in range(branchs.count):
+            track.last(branchs, 0)
+        note(order, branchs, reads, writes)
+
+    monkeypatch.setattr(data_order.DataOrder, "note", slow)
+    world = World(make_driver, check_order=False, scheduler="threads")
+    monkeypatch.setattr("handlepool.pool.default._default", world.pool)
+    early, late = costs(world, BRANCHES["operations"], 10 * FEW)
+    assert late[0] > early[0] * 1.05 + 10
+    world.pool.close()
 
 
 def test_g17_the_books_grow_with_arrays_and_not_with_branches(make_driver):
@@ -337,7 +346,8 @@ def test_g17_the_books_grow_with_arrays_and_not_with_branches(make_driver):
             fork.run(plus, xs[k % 4], xs[k % 3 + 4], out=xs[k % 5 + 3] if k % 4 != k % 5 + 3 else xs[7])
             if k in (99, 399):
                 counts.append(books()["Use"])
-        assert counts[1] == counts[0] <= 8
+        assert counts == [8, 8]
+    assert not books()["Use"]
     assert world.usable()
     world.pool.close()
 

@@ -13,14 +13,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
+from handlepool.cli.demo import network_figure
 from handlepool.cli.demo.measure import CHAIN, DRAWN, Report, Result, Span, counted, milliseconds
+from handlepool.cli.demo.page import INK, MARGIN, PALE, PAPER, WIDTH, Box, axes_at, bare, write
 from handlepool.errors import ArgumentError
 
-_WIDTH, _MARGIN, _GAP, _CAPTION, _HEADER, _ROW, _DPI = 16.0, 0.35, 0.14, 0.46, 0.85, 0.4, 120  # inches, dots an inch
+_GAP, _CAPTION, _HEADER, _ROW, _DPI = 0.14, 0.46, 0.85, 0.4, 120  # inches, dots an inch
 _LEAST_COLUMNS, _MOST_COLUMNS = 3, 12
-_INK, _PALE, _PAPER, _GREY = "#1c2126", "#6b747c", "#ffffff", (0.42, 0.45, 0.49)
+_GREY = (0.42, 0.45, 0.49)
 
-_Box = tuple[float, float, float, float]  # left, bottom, width, height in inches
 _Colour = tuple[float, float, float]
 
 
@@ -48,22 +49,26 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
     aspect = min(max(height / width, 0.15), 2.5)
     columns = _columns(tiles, aspect)
     rows = math.ceil(tiles / columns)
-    tile_width = (_WIDTH - 2 * _MARGIN - (columns - 1) * _GAP) / columns
+    tile_width = (WIDTH - 2 * MARGIN - (columns - 1) * _GAP) / columns
     tile_height = tile_width * aspect
     streams = list(dict.fromkeys(span.stream for span in report.spans))
     line_height = _ROW * len(streams)
-    total = _HEADER + rows * (tile_height + _CAPTION + _GAP) + 0.65 + line_height + 0.62
+    over_tiles = _HEADER + network_figure.HEIGHT
+    total = over_tiles + rows * (tile_height + _CAPTION + _GAP) + 0.65 + line_height + 0.62
 
-    figure = Figure(figsize=(_WIDTH, total), dpi=_DPI, facecolor=_PAPER)
+    figure = Figure(figsize=(WIDTH, total), dpi=_DPI, facecolor=PAPER)
     FigureCanvasAgg(figure)
-    _write(figure, _MARGIN, total - 0.3, title, size=16, weight="bold")
-    _write(figure, _MARGIN, total - 0.62, _subtitle(report), size=10.5, color=_PALE)
+    says_nothing = "" if report.driver == "cuda" else "; the host driver's times say nothing about a GPU"
+    write(figure, MARGIN, total - 0.3, network_figure.claim(report.network), size=15, weight="bold")
+    write(figure, MARGIN, total - 0.62, f"{title}{says_nothing}", size=10.5, color=PALE)
+    network_figure.draw_network(figure, report.network, report.states, total - _HEADER)
+    write(figure, MARGIN, total - over_tiles + 0.16, _subtitle(report), size=11.5)
 
     colours = _colours(len(report.results))
     for index in range(tiles):
         row, column = divmod(index, columns)
-        left = _MARGIN + column * (tile_width + _GAP)
-        top = total - _HEADER - row * (tile_height + _CAPTION + _GAP)
+        left = MARGIN + column * (tile_width + _GAP)
+        top = total - over_tiles - row * (tile_height + _CAPTION + _GAP)
         box = (left, top - _CAPTION - tile_height, tile_width, tile_height)
         if index == 0:
             step = -(-max(height, width) // DRAWN)
@@ -73,7 +78,7 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
             shown, note = _displayable(result)
             note = ", ".join(_by(size, size) for size in result.sizes) + note
             _tile(figure, box, shown, f"{index}  {result.name}", note, colours[index - 1])
-    axes = _axes(figure, (1.55, 0.62, _WIDTH - 1.55 - _MARGIN, line_height))
+    axes = axes_at(figure, (1.55, 0.62, WIDTH - 1.55 - MARGIN, line_height))
     _time_line(axes, report, streams, colours)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a filter's name in any script
@@ -117,64 +122,44 @@ def _displayable(result: Result) -> tuple[NDArray[np.float32], str]:
     return np.clip((pixels - low) / ((high - low) or 1.0), 0, 1), f", {low:.2g} to {high:.2g}"
 
 
-def _tile(figure: Figure, box: _Box, pixels: NDArray[np.float32], caption: str, note: str, colour: _Colour) -> None:
+def _tile(figure: Figure, box: Box, pixels: NDArray[np.float32], caption: str, note: str, colour: _Colour) -> None:
     left, bottom, width, height = box
-    axes = _axes(figure, box)
+    axes = axes_at(figure, box)
     axes.imshow(pixels, interpolation="antialiased")
     axes.set_anchor("N")
     axes.set_axis_off()
     # The strip above the image has the colour of the filter's bar on the time line.
-    strip = _axes(figure, (left, bottom + height + 0.03, width, 0.035))
+    strip = axes_at(figure, (left, bottom + height + 0.03, width, 0.035))
     strip.set_axis_off()
     strip.add_patch(Rectangle((0, 0), 1, 1, color=colour, linewidth=0))
     fitting = max(width * 72 / (0.62 * len(caption)), 5.0)  # points, for letters of average width
-    _write(figure, left, bottom + height + 0.34, caption, size=min(10.5, fitting))
-    _write(figure, left, bottom + height + 0.16, note, size=8.5, color=_PALE)
-
-
-def _axes(figure: Figure, box: _Box) -> Axes:
-    """Axes at a place given in inches from the lower left corner."""
-    total_width, total_height = figure.get_size_inches()
-    left, bottom, width, height = box
-    return figure.add_axes((left / total_width, bottom / total_height, width / total_width, height / total_height))
-
-
-def _write(
-    figure: Figure, left: float, middle: float, text: str, *, size: float, color: str = _INK, weight: str = "normal"
-) -> None:
-    """Put text at a place given in inches from the lower left corner, taken literally."""
-    total_width, total_height = figure.get_size_inches()
-    place = (left / total_width, middle / total_height)
-    figure.text(*place, text, size=size, color=color, weight=weight, va="center", parse_math=False)
+    write(figure, left, bottom + height + 0.34, caption, size=min(10.5, fitting))
+    write(figure, left, bottom + height + 0.16, note, size=8.5, color=PALE)
 
 
 def _time_line(axes: Axes, report: Report, streams: Sequence[int], colours: Sequence[_Colour]) -> None:
     end = max(report.region, max(span.end for span in report.spans))
-    points = axes.get_position().width * _WIDTH * 72
+    points = axes.get_position().width * WIDTH * 72
     for span in report.spans:
         row, colour = streams.index(span.stream), colours[span.result]
-        axes.barh(row, span.end - span.start, left=span.start, height=0.72, color=colour, edgecolor=_PAPER, linewidth=0.8)
+        axes.barh(row, span.end - span.start, left=span.start, height=0.72, color=colour, edgecolor=PAPER, linewidth=0.8)
         label = _fitting_label(span, span.result + 1, (span.end - span.start) / end * points)
-        ink = _INK if sum(np.multiply(colour, (0.299, 0.587, 0.114))) > 0.55 else "white"
+        ink = INK if sum(np.multiply(colour, (0.299, 0.587, 0.114))) > 0.55 else "white"
         text = axes.text((span.start + span.end) / 2, row, label, size=9, color=ink, ha="center", va="center")
         text.set(parse_math=False, clip_on=True)
     axes.set_xlim(0, end * 1.005)
     axes.set_ylim(len(streams) - 0.45, -0.55)
     axes.set_yticks(range(len(streams)), [_stream_name(stream, report, streams) for stream in streams], size=9.5)
-    axes.axvline(report.region, color=_PALE, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xlabel("milliseconds after the fork, from stream events; the broken line is the join", size=9.5, color=_PALE)
-    axes.tick_params(length=0, colors=_INK, labelsize=9.5)
-    axes.grid(axis="x", color="#e3e7ea", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.axvline(report.region, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_xlabel("milliseconds after the fork, from stream events; the broken line is the join", size=9.5, color=PALE)
+    bare(axes)
     axes.set_title(
         f"{len(report.results)} is a chain, {CHAIN}\n"
         f"which branch ran when: {counted(len(report.spans), 'branch', 'branches')} over "
         f"{counted(len(streams), 'stream')}, {report.overlap:.1f} at a time on average",
         loc="left",
         size=11.5,
-        color=_INK,
+        color=INK,
         pad=8,
     )
 
@@ -205,5 +190,4 @@ def _subtitle(report: Report) -> str:
         f"on one stream: {milliseconds(times.single)}",
         f"same-size filters as one convolution: {milliseconds(times.stacked)}",
     )
-    text = "   \N{MIDDLE DOT}   ".join(parts)
-    return text if report.driver == "cuda" else f"{text}  (host driver: says nothing about a GPU)"
+    return "   \N{MIDDLE DOT}   ".join(parts)

@@ -2,13 +2,15 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from handlepool.cli.demo import network
+from handlepool.cli.demo.clock import destroy, repeats_of, time, timing_events
 from handlepool.cli.demo.filters import Filter, chain_of
 from handlepool.drivers.protocol import Driver
 from handlepool.graphs.plan import Plan
@@ -21,7 +23,7 @@ TOLERANCE = 2e-3
 CHAIN = "fork.run(g, fork.run(f, x)): its second branch reads what its first makes, and so starts after it"
 DRAWN = 2048
 """Most pixels of a side that are kept of a result for the picture."""
-_BUDGET, _FEWEST, _MOST = 4000.0, 3, 31  # milliseconds that all repeats should take together; repeats
+_BUDGET = 4000.0  # milliseconds that all repeats should take together
 _ENDURED = 10 * _BUDGET  # milliseconds of warm-up past which nothing is repeated
 
 
@@ -97,6 +99,13 @@ class Report:
     region: float
     caller: int
     times: Times
+    network: network.NetworkReport
+
+    @property
+    def wrong(self) -> list[str]:
+        """What is further from the reference than it may be."""
+        network_is = [] if self.network.right else ["the network"]
+        return [result.name for result in self.results if not result.right] + network_is
 
     @property
     def overlap(self) -> float:
@@ -167,31 +176,10 @@ class _Work:
         blur, edges = self.chain
         return [*(self.convolve(self.x, w) for w in weights), self.convolve(self.convolve(self.x, blur), edges)]
 
-    def timing_events(self, count: int) -> list[Any]:
-        with self.driver.relaxed():
-            return [self.driver.create_event(timing=True) for _ in range(count)]
-
-    def destroy(self, events: Sequence[Any]) -> None:
-        with self.driver.relaxed():
-            for event in events:
-                self.driver.destroy_event(event)
-
-    def time(self, work: Callable[[], list[Any]]) -> float:
-        """Milliseconds on the caller's stream."""
-        driver, events = self.driver, self.timing_events(2)
-        caller = driver.current_stream().ptr
-        driver.record_event(events[0], caller)
-        work()
-        driver.record_event(events[1], caller)
-        driver.synchronize_stream(caller)
-        elapsed = driver.elapsed(*events)
-        self.destroy(events)
-        return elapsed
-
     def trace(self, names: Sequence[str]) -> tuple[float, list[Span]]:
         """Run the region once with an event at the start and at the end of every branch; the last two are the chain's."""
         driver, count = self.driver, len(names)
-        events = self.timing_events(2 * count + 2)
+        events = timing_events(driver, 2 * count + 2)
         starts, ends = events[:count], events[count : 2 * count]
         fork_event, join_event = events[2 * count :]
         caller = driver.current_stream().ptr
@@ -220,7 +208,7 @@ class _Work:
             for name, result, stream, start, end in zip(names, results, streams, starts, ends, strict=True)
         ]
         region = driver.elapsed(fork_event, join_event)
-        self.destroy(events)
+        destroy(driver, events)
         return region, spans
 
 
@@ -258,6 +246,7 @@ def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, state
         region=region,
         caller=work.driver.current_stream().ptr,
         times=times,
+        network=network.measure(photograph, states=states, pool=pool),
     )
 
 
@@ -295,15 +284,15 @@ def _times(work: _Work) -> Times:
     """
     ways = (work.forked, work.single, work.stacked)
     convolutions = len(work.stacks) + len(work.chain)
-    warm_up = [work.time(way) for way in ways]
+    warm_up = [time(work.driver, way) for way in ways]
     if sum(warm_up) > _ENDURED:
         return Times(warm_up[0], warm_up[1], warm_up[2], convolutions, 0)
-    repeats = int(min(max(_BUDGET / max(sum(warm_up), 1e-3), _FEWEST), _MOST))
+    repeats = repeats_of(_BUDGET, sum(warm_up))
     samples: list[list[float]] = [[], [], []]
     for repeat in range(repeats):
         for index in range(3):
             way = (index + repeat) % 3  # none is always the first
-            samples[way].append(work.time(ways[way]))
+            samples[way].append(time(work.driver, ways[way]))
     forked, single, stacked = (statistics.median(sample) for sample in samples)
     return Times(forked, single, stacked, convolutions, repeats)
 
@@ -341,9 +330,26 @@ def render(report: Report) -> str:
         *_columns(clock, right=(1,)),
         f"{samples}, from events on the caller's stream; {report.overlap:.1f} branches at a time",
     ]
+    lines += ["", *_network(report)]
     if report.driver != "cuda":
         lines.append(f"these are times of the {report.driver} driver: they say nothing about a GPU")
     return "\n".join(lines)
+
+
+def _network(report: Report) -> list[str]:
+    """Say what the network took."""
+    found = report.network
+    height, width = found.size
+    verdict = "" if found.right else ", WRONG"
+    clock = [(f"a small network, {len(found.calls)} calls over {width} x {height}", "ms", "")]
+    one = found.times[network.ONE_STREAM]
+    for way, value in found.times.items():
+        what = f"forked over {counted(report.states, 'state')}" if way == network.FORKED else way
+        clock.append((what, f"{value:.3f}", "" if way == network.ONE_STREAM else f"{one / value:.2f} x as fast as one stream"))
+    return [
+        *_columns(clock, right=(1,)),
+        f"medians of {found.repeats} interleaved repeats; relative error {found.relative:.1e} at most{verdict}",
+    ]
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

@@ -77,7 +77,7 @@ class CudaGraph:
         copied = MarkedGraph(_rewiring.copy(self.pointer))
         try:
             _rewiring.rewire(copied.pointer, add, remove)
-            for _ in range(len(groups) + 1):
+            for _ in range(len(groups) + 2):
                 copied.events.append(int(runtime.eventCreateWithFlags(0)))
             _rewiring.mark(copied.pointer, groups, copied.events)
         except BaseException:
@@ -112,7 +112,7 @@ class CudaGraph:
 
 
 class MarkedGraph(CudaGraph):
-    """A graph with nodes that record events, the first of which stands before all others."""
+    """A graph with nodes that record events, the first two of which stand before all others."""
 
     __slots__ = ("events",)
 
@@ -121,8 +121,11 @@ class MarkedGraph(CudaGraph):
         super().__init__(pointer)
 
     def times(self) -> list[float]:
-        first, *others = self.events
+        _, first, *others = self.events
         return [1e3 * float(runtime.eventElapsedTime(first, event)) for event in others]
+
+    def cost(self) -> float:
+        return 1e3 * float(runtime.eventElapsedTime(*self.events[:2]))
 
     def destroy(self) -> None:
         try:

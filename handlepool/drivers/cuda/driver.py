@@ -108,7 +108,6 @@ class CudaDriver:
     memory_advice = ""
     array_types: tuple[type, ...] = (cupy.ndarray,)
     block_type: type = cupy.cuda.memory.PooledMemory
-    arranges: bool = False  # written, and not seen to be right on a GPU yet: torch's allocator crashed under it
     current_device: Callable[[], int] = staticmethod(runtime.getDevice)
     current_stream: Callable[..., Stream] = staticmethod(cupy.cuda.get_current_stream)
     record_event: Callable[[Any, int], None] = staticmethod(runtime.eventRecord)

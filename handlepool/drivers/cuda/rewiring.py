@@ -65,14 +65,33 @@ class Rewiring:
                 self._change(name, copied, [found[one] for one, _ in edges], [found[other] for _, other in edges])
 
     def mark(self, copied: int, groups: Sequence[Sequence[int]], events: Sequence[int]) -> None:
-        """Let the first event be recorded before all nodes of a copy, and each other one behind a group of the original's."""
+        """Let two events be recorded before all nodes of a copy, and each other one behind a group of the original's.
+
+        What follows a group comes after its event: beside the nodes, events would be branches of the graph, of which each costs
+        many times what a node takes.
+        """
         roots, _ = self._ends(copied)
-        (first,) = self._answer(self._bindings.cuGraphAddEventRecordNode(copied, [], 0, events[0]))
-        if roots:
-            self._change("cuGraphAddDependencies", copied, [first] * len(roots), roots)
-        for group, event in zip(groups, events[1:], strict=True):
+        following: dict[int, list[Any]] = {}
+        for one, other, plain in self.edges(copied):
+            if plain:
+                following.setdefault(one, []).append(self._bindings.CUgraphNode(other))
+        add: list[tuple[Any, Any]] = []
+        remove: list[tuple[Any, Any]] = []
+        first = self._record(copied, [], events[0])
+        second = self._record(copied, [first], events[1])
+        add += [(second, root) for root in roots]
+        for group, event in zip(groups, events[2:], strict=True):
             behind = [self._answer(self._bindings.cuGraphNodeFindInClone(node, copied))[0] for node in group]
-            self._answer(self._bindings.cuGraphAddEventRecordNode(copied, behind, len(behind), event))
+            mark = self._record(copied, behind, event)
+            direct = [(node, other) for node in behind for other in following.get(int(node), ())]
+            remove += direct
+            add += [(mark, other) for other in {int(other): other for _, other in direct}.values()]
+        for name, edges in (("cuGraphRemoveDependencies", remove), ("cuGraphAddDependencies", add)):
+            if edges:
+                self._change(name, copied, [one for one, _ in edges], [other for _, other in edges])
+
+    def _record(self, graph: int, behind: list[Any], event: int) -> Any:
+        return self._answer(self._bindings.cuGraphAddEventRecordNode(graph, behind, len(behind), event))[0]
 
     def has_many_ends(self, graph: int) -> bool:
         """Whether a graph has so many roots or leaves that it is worth to have a kernel before all, and one after all."""

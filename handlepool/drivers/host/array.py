@@ -16,6 +16,16 @@ from handlepool.errors import ArrayTypeError
 
 Raw = np.ndarray[Any, Any]
 
+KINDS = "biufc"
+"""The kinds of NumPy's types that memory of a GPU may have."""
+
+
+def check_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Raise `ArrayTypeError` for a type that memory of a GPU cannot have: objects and strings."""
+    if dtype.hasobject or (dtype.kind not in KINDS and dtype.type.__module__.partition(".")[0] == "numpy"):  # or ml_dtypes'
+        raise ArrayTypeError(f"no array of {dtype} can be in device memory; it takes numbers")
+    return dtype
+
 
 class Owner(Protocol):
     """What keeps an array's memory."""
@@ -332,7 +342,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def view(self, dtype: Any = None) -> "HostArray":
         """Return the same memory, also as another type."""
-        return view_of(self, self._raw.view() if dtype is None else self._raw.view(dtype))
+        return view_of(self, self._raw.view() if dtype is None else self._raw.view(check_type(np.dtype(dtype))))
 
     def reshape(self, *shape: Any, order: Any = "C") -> "HostArray":
         """Return the elements in another shape: the same memory where that can be, else a copy."""

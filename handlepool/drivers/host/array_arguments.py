@@ -11,17 +11,6 @@ from typing import Any
 import numpy as np
 
 from handlepool.drivers.host.array import HostArray, Raw, raw_view
-from handlepool.errors import ArrayTypeError
-
-KINDS = "biufc"
-"""The kinds of NumPy's types that memory of a GPU may have."""
-
-
-def check_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Raise `ArrayTypeError` for a type that memory of a GPU cannot have: objects and strings."""
-    if dtype.hasobject or (dtype.kind not in KINDS and dtype.type.__module__.partition(".")[0] == "numpy"):  # or ml_dtypes'
-        raise ArrayTypeError(f"no array of {dtype} can be in device memory; it takes numbers")
-    return dtype
 
 
 def walk(value: Any) -> Iterator[Any]:

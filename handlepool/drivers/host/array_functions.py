@@ -13,8 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from handlepool.drivers.host.array import HostArray, Raw, getitem, keeping, owner_of, raw_view, setitem, view_of, work_of
-from handlepool.drivers.host.array_arguments import check_type, contracted, dummy, einsum_shape, hosts, ones, operands, raws, walk
+from handlepool.drivers.host.array import (
+    HostArray,
+    Raw,
+    check_type,
+    getitem,
+    keeping,
+    owner_of,
+    raw_view,
+    setitem,
+    view_of,
+    work_of,
+)
+from handlepool.drivers.host.array_arguments import contracted, dummy, einsum_shape, hosts, ones, operands, raws, walk
 from handlepool.drivers.host.memory import Memory, accesses, plain_reads
 from handlepool.drivers.host.race_checker import caller
 from handlepool.drivers.host.scheduler import NOTHING
@@ -102,8 +113,8 @@ class ArrayWork:
             what = f"{label} at {caller()}, which waits for the values of a host array,"
             queue.capture.spoil(what)
             raise CaptureError(
-                f"{what} while {queue!r} is captured: what is captured has not run. Keep to arrays there, and ask for values "
-                f"after the replay"
+                f"{what} while {queue!r} is captured: what is captured has not run. Keep there to what "
+                f"docs/host-arrays.md lists as queued, and ask for values after the replay"
             )
         scheduler = self._streams.scheduler
         touched = [
@@ -253,8 +264,8 @@ class ArrayWork:
         with np.errstate(all="ignore"):
             if outs is None:
                 found = ufunc(*probes, **tried)
-                pattern = next((raw_view(x)[0] for x in inputs if getattr(x, "shape", None) == shape), None)
-                made = [self.like(shape, kind.dtype, pattern) for kind in (found if isinstance(found, tuple) else (found,))]
+                # Contiguous, however the operands lie, as CuPy's are.
+                made = [self.like(shape, kind.dtype, None) for kind in (found if isinstance(found, tuple) else (found,))]
                 outs = tuple(made)
             else:
                 ufunc(*probes, out=tuple(ones(out) for out in outs), **tried)
@@ -501,7 +512,7 @@ def _named(names: str) -> list[Any]:
 ARRAYS = frozenset({
     "a", "ary", "arys", "args", "arrays", "tup", "array", "A", "b", "m", "x", "y", "z", "val", "condition", "indices", "prepend",
     "append", "min", "max", "a_min", "a_max", "nan", "posinf", "neginf", "rtol", "atol", "where", "initial", "mean", "kwargs",
-    "constant_values", "fill_value",
+    "constant_values", "fill_value", "prototype",
 })  # fmt: skip
 """Parameters that are read where the work runs. The values of all others decide a shape, and are waited for."""
 
@@ -522,8 +533,8 @@ for _rule, _names in (
     (_metadata, "shape ndim size result_type can_cast may_share_memory shares_memory iscomplexobj isrealobj common_type"),
     (
         _structural,
-        "concatenate concat stack hstack vstack dstack column_stack pad roll tile triu tril take diff outer cumsum cumprod "
-        "cumulative_sum cumulative_prod sort argsort",
+        "concatenate concat stack hstack vstack dstack column_stack pad roll tile repeat triu tril take diff outer cumsum "
+        "cumprod cumulative_sum cumulative_prod sort argsort",
     ),
     (_elementwise, "where clip isclose nan_to_num round around angle"),
     (

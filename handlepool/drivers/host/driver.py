@@ -14,8 +14,7 @@ import numpy as np
 
 from handlepool._util import shown
 from handlepool.drivers.host import scheduler as schedulers
-from handlepool.drivers.host.array import Array, HostArray, address_of, owner_of, raw_view, work_of
-from handlepool.drivers.host.array_arguments import check_type
+from handlepool.drivers.host.array import Array, HostArray, address_of, check_type, owner_of, raw_view, work_of
 from handlepool.drivers.host.array_functions import ArrayWork
 from handlepool.drivers.host.captures import HostGraph
 from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
@@ -80,7 +79,6 @@ class HostDriver(Controls):
     _numbers = itertools.count(0x1000)  # of handles
     array_types: tuple[type, ...] = (HostArray, np.ndarray)
     block_type: type = Owner
-    arranges: bool = True
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import handlepool
-from handlepool import ArgumentError
+from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError
 
 _GEOMETRY = "int[] stride, int[] padding, int[] dilation, int groups, bool? allow_tf32, bool? deterministic"
 
@@ -56,14 +56,32 @@ def conv2d(
     ------
     ArgumentError, GraphNotSupportedError
         As in `handlepool.conv2d`, and as in its gradients from a backward pass.
+    ArrayTypeError, DeviceMismatchError
+        For what is no tensor, and for tensors on several devices.
     """
+    _check("x", x, x)
+    _check("w", w, x)
+    if bias is not None:
+        _check("bias", bias, x)
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, w, bias = x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
     pairs = [_pair(name, value) for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation))]
     y: Tensor = torch.ops.handlepool.conv2d(x, w, bias, *pairs, groups, allow_tf32, deterministic)
     return y
+
+
+def _check(name: str, value: Tensor, x: Tensor) -> None:
+    """Raise for what torch's dispatcher would take, or refuse in words about itself."""
+    if not isinstance(value, Tensor):
+        raise ArrayTypeError(
+            f"conv2d: {name} is a {type(value).__name__}, and this function takes torch tensors; handlepool.conv2d takes others"
+        )
+    if value.layout is not torch.strided:
+        raise ArgumentError(f"conv2d: {name} is {value.layout}; pass a dense tensor, as of {name}.to_dense()")
+    if value.device != x.device:
+        raise DeviceMismatchError(f"conv2d: {name} is on {value.device} and x on {x.device}; copy one of them")
 
 
 def _pair(name: str, value: int | Sequence[int]) -> list[int]:

@@ -1,0 +1,40 @@
+"""How the demo takes times: by events on the caller's stream."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from handlepool.drivers.protocol import Driver
+
+_FEWEST, _MOST = 3, 31
+"""Repeats."""
+
+
+def timing_events(driver: Driver, count: int) -> list[Any]:
+    """Make events that keep the time."""
+    with driver.relaxed():
+        return [driver.create_event(timing=True) for _ in range(count)]
+
+
+def destroy(driver: Driver, events: Sequence[Any]) -> None:
+    """Destroy them."""
+    with driver.relaxed():
+        for event in events:
+            driver.destroy_event(event)
+
+
+def time(driver: Driver, work: Callable[[], Any]) -> float:
+    """Milliseconds of some work on the caller's stream."""
+    events = timing_events(driver, 2)
+    caller = driver.current_stream().ptr
+    driver.record_event(events[0], caller)
+    work()
+    driver.record_event(events[1], caller)
+    driver.synchronize_stream(caller)
+    elapsed = driver.elapsed(*events)
+    destroy(driver, events)
+    return elapsed
+
+
+def repeats_of(budget: float, once: float) -> int:
+    """Return how many repeats of what takes so long once, both in milliseconds, fit into a budget; three at least."""
+    return int(min(max(budget / max(once, 1e-3), _FEWEST), _MOST))

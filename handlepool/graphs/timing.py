@@ -1,0 +1,303 @@
+"""Timing of plans: candidates in turns on side streams, each launched many times in a graph, alone and side by side."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from time import monotonic
+from typing import Any
+
+from handlepool._util import do_all
+from handlepool.drivers.protocol import RecordedGraph, abort_capture
+from handlepool.errors import GraphNotSupportedError, HandlePoolError, OutOfMemoryError, StateBusyError
+from handlepool.graphs.compile import shorten
+from handlepool.graphs.plan import Plan
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.slot import Slot, bind_to_thread, unbind
+
+ROUNDS = 9
+"""Samples of each candidate, taken in turns, of which the median counts."""
+MOST_LAUNCHES = 16
+"""Launches of each state in one sample, of plans that are quick."""
+ENOUGH = 500.0
+"""Microseconds that the launches of one state in a sample need not exceed."""
+TOO_SLOW = 4
+"""A plan that takes more than so many times as long as the quickest, or more than as many times as there are states, is not timed
+further: launches of the quickest are done sooner one after the other."""
+SCREENING = 3
+"""Samples of each, after which those that are far behind get no more."""
+FAR_BEHIND = 1.5
+"""More than so many times the median of the quickest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan that was proposed.
+
+    Attributes
+    ----------
+    index : int
+        For `Plan.select`.
+    engine : str
+        cuDNN's name of the engine and its knobs; "" where the plan could not be built.
+    workspace_size : int
+        Bytes of scratch that a launch needs.
+    alone : float or None
+        Microseconds a launch on one stream with nothing beside it; None where it was not timed.
+    concurrent : float or None
+        Microseconds for one launch of every state, side by side; None where one state was timed alone, or it was not timed.
+    skipped : str
+        Why it was not timed, or "".
+    """
+
+    index: int
+    engine: str = ""
+    workspace_size: int = 0
+    alone: float | None = None
+    concurrent: float | None = None
+    skipped: str = ""
+
+    @property
+    def time(self) -> float:
+        """What counts: ``concurrent``, else ``alone``; infinite where there is neither."""
+        return next((time for time in (self.concurrent, self.alone) if time is not None), float("inf"))
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A candidate while it is timed; times in microseconds."""
+
+    index: int
+    plan: Plan
+    estimate: float = 0.0
+    graphs: list[RecordedGraph] = field(default_factory=list)  # alone, and side by side where there are several states
+    samples: list[list[float]] = field(default_factory=list)
+
+    def result(self, skipped: str = "") -> Candidate:
+        """Return what is told of it."""
+        times = [] if skipped else [median(samples) for samples in self.samples]
+        alone, concurrent = (*times, None, None)[:2]
+        return Candidate(self.index, self.plan.engine, self.plan.workspace_size, alone, concurrent, skipped)
+
+
+@contextmanager
+def side_slots(pool: PoolInternals, what: str, count: int) -> Iterator[list[Slot]]:
+    """Lease so many side slots of the current device.
+
+    They are released without scratch: of what was tried, the largest may be far more than the winner needs.
+
+    Raises
+    ------
+    StateBusyError
+        When fewer are free.
+    """
+    device = pool.device(pool.driver.current_device())
+    sides = device.sides
+    slots: list[Slot] = []
+
+    def give_back(slot: Slot) -> None:
+        unbind(slot)
+        sides.release(slot, captured=True)  # until `release_captured` has seen that no capture was left open
+
+    try:
+        while len(slots) < count:
+            slot = sides.lease()
+            if slot is None:
+                plural = "s" * (count > 1)
+                raise StateBusyError(
+                    f"{what} needs {count} side stream{plural}, and {len(slots)} are free: use it outside of forks, and with "
+                    f"executors that have fewer workers"
+                )
+            slots.append(slot)
+            bind_to_thread(pool.sound(slot))
+        yield slots
+    finally:
+        if not pool.status.untouchable:
+            waits = [partial(pool.driver.synchronize_stream, slot.pointer) for slot in slots]
+            frees = [*(slot.release_scratch for slot in slots), device.scratch.collect]
+            do_all([*waits, *frees, *(partial(give_back, slot) for slot in slots), sides.release_captured])
+
+
+class TimingRig:
+    """Where candidates are timed: side slots, each with operands of its own. Used inside `Driver.relaxed`.
+
+    Parameters
+    ----------
+    slots : list of Slot
+        From `side_slots`.
+    operands : list of tuple of array
+        For each slot the inputs and outputs to launch with, on the device by now.
+    concurrent : bool
+        Whether to time what all slots run side by side, too, and not one alone.
+    """
+
+    def __init__(self, pool: PoolInternals, slots: list[Slot], operands: Sequence[tuple[Any, ...]], *, concurrent: bool) -> None:
+        self._pool = pool
+        self._driver = pool.driver
+        self._slots = slots
+        self._operands = operands
+        self._counts = [1, len(slots)] if concurrent else [1]
+        self._pointer = slots[0].pointer
+        self._spaces = [0] * len(slots)
+        self._launches = 1
+        self._skipped: list[Candidate] = []
+        self._graphs: list[RecordedGraph] = []
+        self._events: list[Any] = []  # before and after what is timed
+        self._start = monotonic()
+        self.building = 0.0  # seconds
+
+    def close(self) -> None:
+        """Give graphs and events back."""
+        if not self._pool.status.untouchable:
+            destroy = self._pool.device(self._slots[0].device).scratch.destroy_event
+            wait = partial(self._driver.synchronize_stream, self._pointer)
+            do_all([wait, *(graph.destroy for graph in self._graphs), *(partial(destroy, event) for event in self._events)])
+
+    def estimate(self, plan: Plan) -> float:
+        """Return roughly how many microseconds a launch takes; 0 where that cannot be told."""
+        self._make_events()
+        return sum(trial.estimate for trial in self._tried(self._reserved([_Trial(0, plan)]), self._warm))
+
+    def time(self, plan: Plan, most: int | None = None, until: float = float("inf")) -> tuple[list[Candidate], dict[int, Plan]]:
+        """Return every candidate of a plan in cuDNN's order, with times or the reason for none; and by index the plans timed.
+
+        With ``most``, so many are tried, or more until that plan itself was met. ``until`` is when to try no more of them, in
+        the same way.
+        """
+        self._make_events()
+        trials = self._built(plan, most, until)
+        self.building = monotonic() - self._start
+        trials = self._reserved(trials)
+        trials = self._worthwhile(self._tried(trials, self._warm))
+        trials = self._tried(trials, self._capture_all)
+        self._sample(trials)
+        results = {trial.index: trial.result() for trial in trials}
+        plans = {trial.index: trial.plan for trial in trials}
+        return sorted([*self._skipped, *results.values()], key=lambda candidate: candidate.index), plans
+
+    def _make_events(self) -> None:
+        while len(self._events) < 2:
+            self._events.append(self._driver.create_event(timing=True))
+
+    def _sample(self, trials: list[_Trial]) -> None:
+        """Time graphs in turns: all of them first, and then those that may yet be the quickest."""
+        for turn in range(ROUNDS + 1):
+            for trial in trials:
+                for samples, graph in zip(trial.samples, trial.graphs, strict=True):
+                    sample = self._time(graph.launch, self._pointer) / self._launches
+                    if turn:  # the first one warms up
+                        samples.append(sample)
+            if turn == SCREENING:
+                most = FAR_BEHIND * min((median(trial.samples[-1]) for trial in trials), default=0.0)
+                trials = [trial for trial in trials if median(trial.samples[-1]) <= most]
+
+    # What can be timed
+
+    def _built(self, plan: Plan, most: int | None, until: float) -> list[_Trial]:
+        trials: list[_Trial] = []
+        for index in range(plan.candidates):
+            why = "the time was up" if monotonic() > until else ""
+            if most is not None and index >= most:
+                why = f"it is behind the first {most}"
+            if why and any(trial.plan.engine == plan.engine for trial in trials):
+                self._skipped.append(Candidate(index, skipped=f"not tried, since {why}"))
+                continue
+            try:
+                trials.append(_Trial(index, plan.build(index)))
+            except GraphNotSupportedError as error:
+                answer = shorten(str(error.__cause__ or error))
+                self._skipped.append(Candidate(index, skipped=f"excluded by a setting, or not to be built: {answer}"))
+        return trials
+
+    def _reserved(self, trials: list[_Trial]) -> list[_Trial]:
+        """Those for which there is scratch on every stream at a time."""
+
+        def reserve(trial: _Trial) -> None:
+            for slot in self._slots:
+                slot.reserve(trial.plan.workspace_size)
+
+        trials = self._tried(sorted(trials, key=lambda trial: trial.plan.workspace_size), reserve)
+        most = max((trial.plan.workspace_size for trial in trials), default=0)
+        self._spaces = [slot.reserve(most) for slot in self._slots]  # only now: scratch that grows moves
+        return sorted(trials, key=lambda trial: trial.index)
+
+    def _worthwhile(self, trials: list[_Trial]) -> list[_Trial]:
+        """Those that are not much too slow; and how many launches a sample is to have."""
+        least = min((trial.estimate for trial in trials), default=0.0)
+        self._launches = max(1, min(MOST_LAUNCHES, int(ENOUGH / max(least, 1.0))))
+        most = least * max(len(self._slots), TOO_SLOW)
+        for trial in trials:
+            if trial.estimate > most:
+                reason = f"too slow: a launch takes {trial.estimate:,.0f} microseconds, and {least:,.0f} of the quickest"
+                self._skipped.append(trial.result(reason))
+        return [trial for trial in trials if trial.estimate <= most]
+
+    def _tried(self, trials: list[_Trial], attempt: Callable[[_Trial], None]) -> list[_Trial]:
+        """Those that an attempt succeeds with."""
+        kept = []
+        for trial in trials:
+            try:
+                attempt(trial)
+            except OutOfMemoryError:
+                size, count = trial.plan.workspace_size, len(self._slots)
+                self._skipped.append(trial.result(f"no room for {size:,} bytes of scratch on {count} streams at a time"))
+            except Exception as error:
+                self._pool.status.diagnose(error)
+                if isinstance(error, HandlePoolError):
+                    raise
+                self._skipped.append(trial.result(f"its launch failed: {error}"))
+            else:
+                kept.append(trial)
+        return kept
+
+    # Launches
+
+    def _launch(self, plan: Plan, number: int) -> None:
+        slot = self._slots[number]
+        space = self._spaces[number] if plan.workspace_size else 0
+        plan.executable.launch(slot.handle, self._operands[number], space)
+
+    def _warm(self, trial: _Trial) -> None:
+        """Launch on every stream, which loads the kernels, and see roughly how long it takes, the host's time included."""
+        for number, slot in enumerate(self._slots):
+            self._launch(trial.plan, number)
+            self._driver.synchronize_stream(slot.pointer)
+        trial.estimate = min(self._time(self._launch, trial.plan, 0) for _ in range(3))
+
+    def _capture_all(self, trial: _Trial) -> None:
+        trial.graphs = [self._capture(trial.plan, count) for count in self._counts]
+        trial.samples = [[] for _ in self._counts]
+
+    def _capture(self, plan: Plan, count: int) -> RecordedGraph:
+        """Return a graph with a chain of launches for each of the first ``count`` slots, side by side."""
+        driver, (first, *others) = self._driver, self._slots[:count]
+        driver.begin_capture(first.pointer)
+        try:
+            driver.record_event(first.start_event, first.pointer)
+            for slot in others:
+                driver.wait_event(slot.pointer, first.start_event)
+            for number in range(count):
+                for _ in range(self._launches):
+                    self._launch(plan, number)
+            for slot in others:
+                driver.record_event(slot.end_event, slot.pointer)
+                driver.wait_event(first.pointer, slot.end_event)
+            graph = driver.end_capture(first.pointer)
+            self._graphs.append(graph)
+            graph.instantiate()
+        except BaseException:
+            abort_capture(driver, first.pointer)
+            raise
+        graph.upload(self._pointer)
+        return graph
+
+    def _time(self, run: Callable[..., object], *args: Any) -> float:
+        """Microseconds of something on the first stream, queued while the same runs before it."""
+        driver, (start, end) = self._driver, self._events
+        run(*args)
+        driver.record_event(start, self._pointer)
+        run(*args)
+        driver.record_event(end, self._pointer)
+        driver.synchronize_event(end)
+        return driver.elapsed(start, end) * 1e3

@@ -1,0 +1,340 @@
+"""handlepool on Dask: a plugin that keeps each worker's pool, and functions over arrays of overlapping tiles.
+
+A worker is a process with one device, the first that it sees, as dask-cuda has it. Its threads share the pool and the programs of
+`map_tiles`, each with a stream of its own, and so with a handle of its own.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+from dask import delayed
+from dask.array import Array
+from dask.array.overlap import coerce_boundary, coerce_depth, overlap, trim_internal
+from dask.base import tokenize
+from distributed import Worker, WorkerPlugin, get_worker
+
+import handlepool
+from handlepool import (
+    ArgumentError,
+    ArrayTypeError,
+    CaptureError,
+    HandlePool,
+    HandlePoolError,
+    OwnershipError,
+    PoisonedContextError,
+    Program,
+)
+
+MOST_FUNCTIONS = 16
+"""Of a worker: what `map_tiles` keeps of the one that was used least recently makes way."""
+MOST_PROGRAMS = 8
+"""Of a function, each for one geometry of a tile: the same."""
+_CLOSING = 30.0
+"""Seconds that a task waits at most for its worker to close, before it reports its error."""
+_STEP = 3.0
+"""Seconds that a worker which closes waits at most for each thing that it does: what it has is to be computed anew anyway."""
+
+logger = logging.getLogger("distributed.worker.handlepool")
+
+
+class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed or not
+    """Make a worker's handles before its first task, give back what is idle when it closes, and replace it with a lost context.
+
+    Register it with ``client.register_plugin(PoolPlugin())``; workers that come later have it, too. Registered once more it takes
+    the place of what was registered before. The default pool of the worker's process is used.
+
+    Parameters
+    ----------
+    driver : {"cuda", "host"}, optional
+        Of the default pool. By default the environment of the worker says, and where it does not, ``cuda``.
+    states : int
+        Side slots to make, for forks and for programs with lanes.
+    workspace : int
+        Bytes of scratch for each handle.
+
+    Raises
+    ------
+    DriverNotAvailableError
+        In the worker, and so by ``register_plugin``: where the driver cannot run, on a machine without a GPU say.
+    ArgumentError
+        There, too: when the default pool of the process is of another driver; for sizes as in `prewarm`.
+    """
+
+    name = "handlepool"
+
+    def __init__(self, *, driver: str | None = None, states: int = 0, workspace: int = 0) -> None:
+        self.driver, self.states, self.workspace = driver, states, workspace
+
+    def setup(self, worker: Worker) -> None:
+        """Make the pool, and handles for as many threads as the worker has."""
+        self._worker = worker
+        if self.driver is not None:
+            _choose(self.driver)
+        driver = handlepool.default_pool().driver
+        seen, first = driver.device_count(), worker.name in (0, "0")
+        if driver.name == "cuda" and seen > 1 and not first and "CUDA_VISIBLE_DEVICES" not in os.environ:
+            logger.warning(
+                "worker %s computes on the first of %d GPUs, as all others of this machine do: start workers with dask-cuda, or "
+                "with another CUDA_VISIBLE_DEVICES each",
+                worker.name,
+                seen,
+            )
+        count = worker.state.nthreads
+        together = threading.Barrier(count)  # or one that ends early would leave its handle to the next
+
+        def make(states: int) -> None:
+            try:
+                handlepool.prewarm(states=states, workspace=self.workspace)
+                together.wait()
+            except BaseException:
+                together.abort()
+                raise
+
+        with ThreadPoolExecutor(count) as threads:  # the worker's own threads find the handles that these leave
+            made = [threads.submit(make, 0 if thread else self.states) for thread in range(count)]
+        errors = [error for future in made if (error := future.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+
+    def teardown(self, worker: Worker) -> None:
+        """Let go of all programs, and destroy what is idle."""
+        _functions.clear()
+        handlepool.close()
+
+    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+        """Close the worker after a task that found its context lost: every later one would fail, too."""
+        if finish == "error" and _is_lost():
+            _leave(self._worker)
+
+    def __repr__(self) -> str:
+        return f"PoolPlugin(driver={self.driver!r}, states={self.states}, workspace={self.workspace})"
+
+
+def map_tiles(
+    function: Callable[..., Any],
+    x: Array,
+    *,
+    depth: Any,
+    shared: Sequence[Any] = (),
+    boundary: Any = "reflect",
+    extents: Mapping[int, int] | None = None,
+    dtype: Any = None,
+    lanes: int | None = 8,
+) -> Array:
+    """Return what a function makes of each chunk of an array with a margin of its neighbours, trimmed; nothing runs yet.
+
+    ``function(tile, *shared)`` is recorded once for each worker and geometry of a tile, and replayed for each further tile. Where
+    it cannot be recorded it runs eagerly, and a ``RuntimeWarning`` says why in the worker. Without a cluster all runs in this
+    process.
+
+    Parameters
+    ----------
+    function : callable
+        As for `spread`: of an array of the driver's and what is shared, it returns one array, as large as the tile. It goes to
+        the workers as Dask's functions do: by name from a module, else by value.
+    x : dask.array.Array
+        Of NumPy's arrays.
+    depth, boundary
+        As for `dask.array.map_overlap`: how far beyond its chunk the function looks, and what is beyond the array.
+    shared : sequence
+        Further arguments, weights say: arrays of NumPy's, numbers and strings. They are copied to each worker's device once.
+    extents : mapping, optional
+        For axes whose extent the function changes, channels say, how large they are then. They have one chunk, and no depth.
+    dtype : optional
+        Of what the function returns; that of ``x`` by default.
+    lanes : int, optional
+        As in `record`; None records the order of streams and forks.
+
+    Returns
+    -------
+    dask.array.Array
+        Of NumPy's arrays. Tiles of one geometry are computed alike wherever they run, so that with deterministic plans the bits
+        are those of one process.
+
+    Raises
+    ------
+    ArgumentError
+        For what is no function or no Dask array, and for a program: pass the function that it was recorded from; for ``extents``
+        of an axis with several chunks or a depth. In a task, with the place of its tile: for a result of another shape or type.
+    ArrayTypeError
+        For ``shared`` that is none of these; in a task, for tiles that are none of NumPy's.
+
+    Notes
+    -----
+    A task that finds the context of its device lost closes its worker, so that its tiles are computed by others, and those whose
+    results it had.
+    """
+    name = _name(function)
+    if isinstance(function, Program) or not callable(function):
+        raise ArgumentError(f"map_tiles({function!r}): pass a function of a tile; each worker records it for itself")
+    if not isinstance(x, Array):
+        raise ArgumentError(f"map_tiles({name}): pass a dask.array.Array, and not what is of type {type(x).__name__}")
+    shared = tuple(shared)
+    for value in shared:
+        if not isinstance(value, (np.ndarray, np.generic, int, float, str)):
+            raise ArrayTypeError(
+                f"map_tiles({name}): shared holds what is of type {type(value).__name__}; pass arrays, numbers, strings"
+            )
+    depth, boundary = coerce_depth(x.ndim, depth), coerce_boundary(x.ndim, boundary)
+    tiles = overlap(x, depth=depth, boundary=boundary)
+    extents, chunks = dict(extents or {}), list(tiles.chunks)
+    for axis, extent in extents.items():
+        if not 0 <= axis < x.ndim or len(chunks[axis]) != 1 or depth[axis] not in (0, (0, 0)):
+            raise ArgumentError(f"map_tiles({name}): extents has axis {axis}; it must be one of x, with one chunk and no depth")
+        chunks[axis] = (extent,)
+    kind = np.dtype(x.dtype if dtype is None else dtype)
+    token = tokenize(function, shared, lanes)
+    made = tiles.map_blocks(
+        partial(_made, function, token, lanes, extents, kind),
+        weights=delayed(shared, name=f"shared-{token}"),  # one key, which a worker fetches once
+        chunks=tuple(chunks),
+        dtype=kind,
+        meta=np.empty((0,) * x.ndim, kind),
+        name=f"{name}-{tokenize(tiles, token, extents, kind)}",
+    )
+    return trim_internal(made, depth, boundary)
+
+
+def _made(
+    function: Callable[..., Any],
+    token: str,
+    lanes: int | None,
+    extents: Mapping[int, int],
+    kind: np.dtype[Any],
+    tile: Any,
+    weights: tuple[Any, ...],
+    block_id: tuple[int, ...] = (),
+) -> np.ndarray[Any, Any]:
+    """Run in a worker: what the function makes of a tile."""
+    try:
+        if not isinstance(tile, np.ndarray) or isinstance(tile, np.ma.MaskedArray):
+            raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes arrays of NumPy's")
+        with _lock:
+            recorded = _functions.pop(token, None) or _Function(function, weights, lanes)
+            _functions[token] = recorded
+            while len(_functions) > MOST_FUNCTIONS:
+                _functions.popitem(last=False)
+        value = recorded(tile)
+        shape = tuple([extents.get(axis, extent) for axis, extent in enumerate(tile.shape)])
+        if (value.shape, value.dtype) != (shape, kind):
+            raise ArgumentError(
+                f"the function returned {value.shape} of {value.dtype} for a tile of {tile.shape}; it must be {shape} of {kind}, "
+                f"or give map_tiles extents= and dtype="
+            )
+        return value
+    except Exception as error:
+        error.add_note(f"map_tiles({_name(function)}): at the tile {block_id}")
+        if _is_lost():
+            try:
+                worker = get_worker()
+            except ValueError:  # no worker's task
+                raise error from None
+            # While it closes nothing is reported, and the scheduler gives the task to another worker. Dask bounds how often.
+            _leave(worker).result(_CLOSING)
+        raise
+
+
+class _Function:
+    """What a worker keeps of a function: its programs, and copies of what is shared. Any thread calls it."""
+
+    def __init__(self, function: Callable[..., Any], shared: tuple[Any, ...], lanes: int | None) -> None:
+        self._function, self._given, self._lanes = function, shared, lanes
+        self._shared: tuple[Any, ...] | None = None
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._eager = False
+        # A function is recorded by one thread for all. It is held while the function runs: a tile's function has no other to wait
+        # for. A program that makes way is only dropped here, so that a thread which still has it may call it.
+        self._lock = threading.Lock()
+
+    def __call__(self, tile: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        driver = handlepool.default_pool().driver
+        if getattr(_threads, "driver", None) is not driver:
+            _threads.driver, _threads.stream = driver, driver.create_stream()
+        with _threads.stream:
+            x = driver.asarray(tile)
+            with self._lock:
+                program = self._program(x, tile)
+                shared = self._shared or ()
+            y = self._function(x, *shared) if program is None else program(x)
+            if not isinstance(y, driver.array_types):
+                raise ArgumentError(f"the function returned what is of type {type(y).__name__}; it must be one array")
+            return driver.asnumpy(y)
+
+    def _program(self, x: Any, tile: np.ndarray[Any, Any]) -> Program | None:
+        driver = handlepool.default_pool().driver
+        if self._shared is None:
+            put = [driver.asarray(value) if isinstance(value, np.ndarray) else value for value in self._given]
+            driver.synchronize_stream(driver.current_stream().ptr)  # threads with other streams read them
+            self._shared = tuple(put)
+        if self._eager:
+            return None
+        key = x.shape, x.strides, x.dtype
+        program = self._programs.pop(key, None)
+        if program is None:
+            function, shared = self._function, self._shared
+
+            def call(own: Any) -> Any:
+                return function(own, *shared)
+
+            call.__qualname__ = _name(function)
+            try:
+                program = handlepool.record(call, driver.asarray(tile), lanes=self._lanes)
+            except CaptureError as error:
+                self._eager = True
+                text = f"map_tiles({_name(function)}): it cannot be recorded and runs eagerly, which is slower"
+                warnings.warn(f"{text}: {error}", RuntimeWarning, stacklevel=2)
+                return None
+        self._programs[key] = program
+        while len(self._programs) > MOST_PROGRAMS:
+            self._programs.popitem(last=False)
+        return program
+
+
+_functions: OrderedDict[str, _Function] = OrderedDict()
+_lock = threading.Lock()  # guards that
+_threads = threading.local()  # each has its stream, of a driver
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _choose(name: str) -> None:
+    """Make the default pool one of a driver, or raise."""
+    pool = HandlePool(driver=name)
+    try:
+        handlepool.set_default_pool(pool)
+    except OwnershipError:
+        pool.close()
+        found = handlepool.default_pool().driver.name
+        if found != name:
+            raise ArgumentError(
+                f"PoolPlugin(driver={name!r}): the default pool of this worker's process is of the {found} driver already"
+            ) from None
+
+
+def _is_lost() -> bool:
+    """Whether the context of the device was lost, after an error that may be anybody's."""
+    try:
+        handlepool.trim()  # asks CUDA before it destroys anything
+    except PoisonedContextError:
+        return True
+    except HandlePoolError:
+        pass
+    return False
+
+
+def _leave(worker: Worker) -> Future[Any]:
+    """Close a worker, which its nanny replaces by a new process."""
+    logger.error("worker %s lost the context of its device, and closes", worker.name)
+    closing = worker.close(_STEP, nanny=False, executor_wait=False, reason="the context of its device was lost")
+    return asyncio.run_coroutine_threadsafe(closing, worker.loop.asyncio_loop)

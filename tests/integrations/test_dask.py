@@ -1,0 +1,258 @@
+"""Dask's workers: tiles over a cluster of processes, workers that are killed, and what a worker keeps."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from harness import tiles
+
+import handlepool
+from handlepool import ArgumentError, ArrayTypeError, DriverNotAvailableError, HandlePool, PoisonedContextError
+
+dask = pytest.importorskip("dask", reason="Dask is not installed")
+da = pytest.importorskip("dask.array", reason="Dask's arrays are not installed")
+distributed = pytest.importorskip("distributed", reason="Dask's scheduler is not installed")
+
+from handlepool.integrations import dask as integration  # noqa: E402
+from handlepool.integrations.dask import PoolPlugin, map_tiles  # noqa: E402
+
+pytestmark = pytest.mark.slow
+WORKERS = 2
+IMAGE = np.random.default_rng(1).standard_normal((1, 4, 30, 40)).astype("float32")
+WEIGHTS = np.random.default_rng(2).standard_normal((4, 4, 3, 3)).astype("float32")
+TILES = {"depth": {2: 1, 3: 1}, "shared": (WEIGHTS,)}
+
+
+def image(chunks=(1, 4, 10, 10)):
+    return da.from_array(IMAGE, chunks=chunks)
+
+
+@pytest.fixture
+def here(make_pool, monkeypatch):
+    """The default pool of this process, for Dask's own schedulers."""
+    pool = make_pool(check_order=False)
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    yield pool
+    integration._functions.clear()
+
+
+def in_one_piece(pool, function=tiles.conv):
+    padded = np.pad(IMAGE, [(0, 0), (0, 0), (1, 1), (1, 1)], mode="symmetric")
+    put = pool.driver.asarray
+    return pool.driver.asnumpy(function(put(padded), put(WEIGHTS)))[:, :, 1:-1, 1:-1]
+
+
+@pytest.fixture(scope="module")
+def client():
+    """A cluster of processes on the host driver, which the plugin asks for; registered twice."""
+    options = {"n_workers": WORKERS, "threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50}
+    # A local cluster looks once, so long after a worker was lost, and gives up one that is starting again just then. And a worker
+    # tries for as long as the second one to reach another that is gone.
+    timeouts = {"distributed.deploy.lost-worker-timeout": "600s", "distributed.comm.timeouts.connect": "5s"}
+    with dask.config.set(timeouts), distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+        client.register_plugin(PoolPlugin(driver="host"))
+        client.register_plugin(PoolPlugin(driver="host", states=2))
+        yield client
+
+
+# In one process
+
+
+@pytest.mark.parametrize("scheduler", ["synchronous", "threads"])
+def test_tiles_are_the_image_in_one_piece(here, scheduler):
+    got = map_tiles(tiles.conv, image(), **TILES).compute(scheduler=scheduler)
+    np.testing.assert_allclose(got, in_one_piece(here), rtol=1e-5, atol=1e-5)
+
+
+def test_the_function_is_recorded_once_for_each_geometry(here):
+    called = []
+
+    def counted(x, w):
+        called.append(x.shape)
+        return tiles.conv(x, w)
+
+    y = map_tiles(counted, image((1, 4, 10, 16)), **TILES)
+    y.compute(scheduler="synchronous")
+    y.compute(scheduler="synchronous")
+    assert sorted(called) == [(1, 4, 12, 10)] * 2 + [(1, 4, 12, 18)] * 2  # each for real, and captured
+
+
+def test_more_geometries_and_functions_than_are_kept(here, monkeypatch):
+    monkeypatch.setattr(integration, "MOST_PROGRAMS", 1)
+    monkeypatch.setattr(integration, "MOST_FUNCTIONS", 1)
+    first = map_tiles(tiles.conv, image((1, 4, 10, 16)), **TILES)
+    second = map_tiles(tiles.wide, first.rechunk((1, 4, 10, 10)), extents={1: 8}, **TILES)
+    got = second.compute(scheduler="threads")
+    assert got.shape == (1, 8, 30, 40)
+    np.testing.assert_allclose(got[:, 4:], in_one_piece(here), rtol=1e-5, atol=1e-5)
+
+
+def test_what_cannot_be_recorded_runs_eagerly_which_is_said_once(here):
+    with pytest.warns(RuntimeWarning, match="runs eagerly") as warned:
+        got = map_tiles(tiles.looks, image(), **TILES).compute(scheduler="synchronous")
+    assert len(warned) == 1
+    np.testing.assert_allclose(got, in_one_piece(here), rtol=1e-5, atol=1e-5)
+
+
+def test_zarr_to_zarr(here, tmp_path):
+    zarr = pytest.importorskip("zarr", reason="zarr is not installed")
+    image().to_zarr(str(tmp_path / "in.zarr"))
+    x = da.from_zarr(str(tmp_path / "in.zarr"))
+    with dask.config.set(scheduler="synchronous"):
+        map_tiles(tiles.conv, x, **TILES).to_zarr(str(tmp_path / "out.zarr"))
+    np.testing.assert_allclose(zarr.open(str(tmp_path / "out.zarr"))[:], in_one_piece(here), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "options", "message"),
+    [
+        (3, image(), {}, "pass a function of a tile"),
+        (tiles.conv, IMAGE, {}, "pass a dask.array.Array, and not what is of type ndarray"),
+        (tiles.conv, image(), {"extents": {2: 8}}, "axis 2"),
+        (tiles.conv, image(), {"extents": {4: 8}}, "axis 4"),
+    ],
+)
+def test_what_cannot_be_mapped_is_refused(function, x, options, message):
+    with pytest.raises(ArgumentError, match=message):
+        map_tiles(function, x, **{**TILES, **options})
+
+
+def test_what_is_shared_goes_to_workers_as_it_is():
+    with pytest.raises(ArrayTypeError, match="shared holds what is of type list"):
+        map_tiles(tiles.conv, image(), depth=0, shared=([WEIGHTS],))
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (tiles.wide, TILES, r"returned \(1, 8, 12, 12\) of float32 for a tile of \(1, 4, 12, 12\)"),
+        (tiles.conv, {**TILES, "dtype": "float64"}, "of float64"),
+        (tiles.nothing, {"depth": 0}, "^nothing returned None"),
+    ],
+)
+def test_a_result_that_is_none_is_named_with_its_tile(here, function, options, message):
+    with pytest.raises(ArgumentError, match=message) as caught:
+        map_tiles(function, image(), **options).compute(scheduler="synchronous")
+    assert "at the tile (0, 0, " in caught.value.__notes__[-1]
+
+
+def test_tiles_with_a_mask_are_refused(here):
+    masked = da.ma.masked_greater(image(), 0)
+    with pytest.raises(ArrayTypeError, match="of type MaskedArray"):
+        map_tiles(tiles.conv, masked, depth=0, shared=(WEIGHTS,)).compute(scheduler="synchronous")
+
+
+# The plugin
+
+
+def worker(threads=2):
+    return SimpleNamespace(name="w", state=SimpleNamespace(nthreads=threads, tasks={}))
+
+
+def test_a_workers_threads_find_their_handles_made(unused, in_thread):
+    plugin = PoolPlugin(driver="host", states=3, workspace=1 << 10)
+    plugin.setup(worker(4))
+    made = handlepool.stats()["handles_created"]
+    assert made >= 7
+    in_thread(handlepool.get_handle)
+    assert handlepool.stats()["handles_created"] == made
+    plugin.setup(worker(4))
+    plugin.teardown(worker(4))
+    in_thread(handlepool.get_handle)  # the pool stays usable
+
+
+def test_the_default_pool_of_another_driver_is_not_taken(unused, make_driver, monkeypatch):
+    handlepool.set_default_pool(HandlePool(driver=make_driver()))
+    monkeypatch.setattr(type(handlepool.default_pool().driver), "name", "other")
+    with pytest.raises(ArgumentError, match="of the other driver already"):
+        PoolPlugin(driver="host").setup(worker())
+
+
+def test_a_failure_of_one_thread_is_the_setups(unused, monkeypatch):
+    def fail(**sizes):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(handlepool, "prewarm", fail)
+    with pytest.raises(MemoryError, match="no more"):
+        PoolPlugin(driver="host").setup(worker(3))
+
+
+# A cluster of processes
+
+
+def test_a_worker_without_a_gpu_is_told(client):
+    if handlepool.drivers.available("cuda") is None:
+        pytest.skip("there is a GPU")
+    with pytest.raises((DriverNotAvailableError, ArgumentError)):
+        client.register_plugin(PoolPlugin(driver="cuda"), name="other")
+    client.unregister_worker_plugin("other")
+
+
+def test_the_cluster_gives_what_one_process_gives_whichever_worker_is_killed(client, here, tmp_path):
+    """Byte for byte, five times, with a worker killed in the middle; and the worker that follows has a pool of its own."""
+    right = map_tiles(tiles.conv, image(), **TILES).compute(scheduler="synchronous")
+    before = {pid for pid, _, _ in client.run(tiles.state).values()}
+    for place in [(0, 0, 0, 0), (0, 0, 1, 2), (0, 0, 2, 3), (0, 0, 1, 0), (0, 0, 0, 3)]:
+        flag = str(tmp_path / "-".join(map(str, place)))
+        x = image().map_blocks(tiles.dies, flag=flag, place=place, dtype="float32", meta=np.empty((0,) * 4, "float32"))
+        got = map_tiles(tiles.conv, x, **TILES).compute()
+        assert os.path.exists(flag)
+        assert got.tobytes() == right.tobytes()
+    client.wait_for_workers(WORKERS, timeout=60)
+    after = client.run(tiles.state)
+    assert {pid for pid, _, _ in after.values()} - before
+    assert all(driver == "host" and peak >= 3 for _, driver, peak in after.values())  # a thread's, and two states
+
+
+def test_a_lost_context_takes_its_worker_down_and_others_go_on(client, here, tmp_path):
+    right = map_tiles(tiles.conv, image(), **TILES).compute(scheduler="synchronous")
+    y = map_tiles(tiles.loses, image(), **{**TILES, "shared": (WEIGHTS, str(tmp_path / "lost"))})
+    assert y.compute().tobytes() == right.tobytes()
+    with pytest.raises(PoisonedContextError):
+        client.submit(tiles.finds_it_lost, pure=False).result()
+    assert map_tiles(tiles.conv, image(), **TILES).compute().tobytes() == right.tobytes()
+
+
+def test_a_task_that_fails_says_where(client):
+    with pytest.raises(ArgumentError, match="returned") as caught:
+        map_tiles(tiles.wide, image(), **TILES).compute()
+    assert "at the tile (0, 0, " in caught.value.__notes__[-1]
+
+
+def test_the_benchmark_runs_and_has_a_picture(tmp_path):
+    pytest.importorskip("zarr", reason="zarr is not installed")
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, and it is not installed")
+    folder = Path(__file__).parents[2] / "benchmarks"
+    if not folder.exists():
+        pytest.skip("benchmarks/ is not here")
+    written = str(tmp_path / "tiles.json")
+    for command in (["tiles.py", "--quick", "--driver", "host", "--json", written], ["draw.py", str(tmp_path)]):
+        arguments = [sys.executable, "-W", "error", str(folder / command[0]), *command[1:]]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name for path in tmp_path.glob("*.png")} == {"tiles-light.png", "tiles-dark.png"}
+    assert {worker for worker, *_ in json.loads(Path(written).read_text())["stream"]} == {0, 1}
+
+
+def test_the_example_of_the_page_runs(client, here, tmp_path):
+    pytest.importorskip("zarr", reason="zarr is not installed")
+    page = Path(__file__).parents[2] / "docs" / "dask.md"
+    if not page.exists():
+        pytest.skip("docs/ is not here")
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    image().to_zarr(str(tmp_path / "image.zarr"))  # whole, or each worker would write where it was started
+    names = {"__name__": "__main__", "client": client, "weights": WEIGHTS}
+    exec(
+        block.replace("PoolPlugin()", "PoolPlugin(driver='host')")
+        .replace('"image.zarr"', repr(str(tmp_path / "image.zarr")))
+        .replace('"result.zarr"', repr(str(tmp_path / "result.zarr"))),
+        names,
+    )
+    got = da.from_zarr(str(tmp_path / "result.zarr")).compute()
+    assert got.tobytes() == names["result"].compute(scheduler="synchronous").tobytes()

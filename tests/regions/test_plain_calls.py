@@ -1,0 +1,261 @@
+"""Branches of plain functions: what is not known of them is guessed, and that is said (guarantee 17)."""
+
+import functools
+import operator
+import warnings
+
+import numpy as np
+import pytest
+from harness.scenes import BranchError, over_seeds
+
+import handlepool
+from handlepool import ParallelStates
+from handlepool.regions import plain_calls
+from handlepool.regions.plain_calls import PlainCall
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """What is known of functions: nothing at first."""
+    monkeypatch.setattr(plain_calls, "_warned", set())
+    monkeypatch.setattr(plain_calls, "_may_write", {})
+    return plain_calls._may_write
+
+
+class Pure(dict):
+    """Says of every function that it returns new arrays alone."""
+
+    def get(self, key):
+        return False
+
+
+def tenfold(scene, y):
+    scene.put(y, lambda x: 10 * x, y)
+
+
+def twofold(scene, y):
+    scene.put(y, lambda x: 2 * x, y)
+
+
+def new(scene, x):
+    return scene.plus(x, 1)
+
+
+def other(scene, x):
+    return scene.plus(x, 2)
+
+
+# First calls
+
+
+def read_and_overwritten(scene, function):
+    y = scene.array(1)
+    with scene.states.fork() as fork:
+        z = fork.run(scene.plus, y, 1)
+        fork.run(function, scene, y)
+    return scene.read(y), scene.read(z)
+
+
+@pytest.mark.parametrize("make", [lambda: tenfold, lambda: lambda scene, y: tenfold(scene, y)], ids=["function", "lambda"])
+def test_g17_the_first_call_of_a_function_waits_for_readers_of_what_it_may_write(known, make):
+    def scenario(scene):
+        known.clear()
+        return read_and_overwritten(scene, make())
+
+    assert {*over_seeds(scenario)} == {(10, 2)}
+
+
+def test_g17_control_a_function_that_is_taken_to_write_nothing_does_not(monkeypatch):
+    monkeypatch.setattr(plain_calls, "_may_write", Pure())
+    assert {*over_seeds(lambda scene: read_and_overwritten(scene, tenfold), control=True)} != {(10, 2)}
+
+
+def test_g7_a_function_that_returned_new_arrays_waits_for_no_other_reader_from_its_second_call_on(scene):
+    x = scene.array(1)
+    waits = []
+    with scene.states.fork() as fork:
+        for _ in range(3):
+            scene.driver.calls.clear()
+            for function in (new, other):
+                fork.run(function, scene, x)
+            waits.append(scene.driver.calls["wait_event"] - 2)  # each branch waits for the caller's stream
+    assert waits == [1, 0, 0]
+
+
+def test_a_lambda_is_known_again_by_its_code_and_by_the_functions_that_it_was_given(scene):
+    x = scene.array(1)
+
+    def is_guessed(function, *args):
+        with scene.states.fork() as fork:
+            guessed = bool(PlainCall(scene.driver, function, (scene, x, *args), {}).guessed)
+            fork.run(function, scene, x, *args)
+        return guessed
+
+    assert [is_guessed(lambda scene, x: scene.plus(x, 1)) for _ in range(3)] == [True, False, False]
+    given = [is_guessed(lambda scene, x, function: function(scene, x), function) for function in (new, new, other, tenfold, new)]
+    assert given == [True, False, True, True, False]
+
+
+def raised(scene):
+    def failing(scene, y):
+        tenfold(scene, y)
+        raise BranchError
+
+    plain_calls._may_write.clear()
+    y = scene.array(1)
+    with scene.states.fork() as fork:
+        fork.run(scene.plus, scene.array(1), 1)  # from now on it is known to write nothing
+        with pytest.raises(BranchError):
+            fork.run(failing, scene, y)
+        z = fork.run(scene.plus, y, 1)
+    return scene.read(z)
+
+
+def test_g17_one_that_raises_may_have_written_what_it_was_given():
+    assert {*over_seeds(raised)} == {11}
+
+
+def test_g17_control_one_that_raises_and_is_taken_to_have_read_alone_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(PlainCall, "failed", lambda *_: None)
+    assert {*over_seeds(raised, control=True)} != {11}
+
+
+# Functions that have no code of Python's, or one with others
+
+
+def without_code(driver, pure, in_place):
+    """Whether a branch that reads an array came before one that writes it, where only their functions' kinds are known."""
+    x, y = (driver.asarray(np.ones(8, np.float32)) for _ in range(2))
+    with ParallelStates(4).fork() as fork:
+        fork.run(*pure, x, 9)
+        z = fork.run(lambda y: 3 * y, y)
+        fork.run(*in_place, y, 10)
+    return bool((z.get() == 3).all() and (y.get() == 10).all())
+
+
+def apply(function, *args):
+    return function(*args)
+
+
+class Adds:
+    def __call__(self, x, y):
+        return x + y
+
+
+class Multiplies:
+    def __call__(self, x, y):
+        x *= y
+
+
+class Fused:
+    """Calls what it was made of."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+
+PAIRS = {
+    "functions of a module": ((operator.add,), (operator.imul,)),
+    "a ufunc": ((np.add,), (operator.imul,)),
+    "arguments": ((apply, np.add), (apply, operator.imul)),
+    "arguments in a list": ((lambda fs, *args: fs[0](*args), [np.add]), (lambda fs, *args: fs[0](*args), [operator.imul])),
+    "objects that are called": ((apply, Adds()), (apply, Multiplies())),
+    "objects of one class": ((Fused(np.add),), (Fused(operator.imul),)),
+    "their methods": ((Fused(operator.add).__call__,), (Fused(Multiplies()).__call__,)),
+    "operations": (
+        (apply, handlepool.operation(np.add, mutates=())),
+        (apply, handlepool.operation(lambda y, z: apply(Multiplies(), y, z), mutates="y")),
+    ),
+    "partial functions": ((apply, functools.partial(np.add)), (apply, functools.partial(operator.imul))),
+}
+
+
+@pytest.mark.parametrize(("pure", "in_place"), PAIRS.values(), ids=PAIRS)
+def test_g17_what_one_function_does_says_nothing_of_another_that_has_the_same_code_or_none(
+    make_pool, monkeypatch, known, pure, in_place
+):
+    for seed in range(20):
+        known.clear()
+        pool = make_pool(scheduler="adversarial", seed=seed)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        with pool.driver.create_stream():
+            assert without_code(pool.driver, pure, in_place), seed
+
+
+def into_new_or_given(x, y, out=None):
+    return np.add(x, y) if out is None else np.add(x, y, out=out)
+
+
+FORMS = {
+    "a ufunc": lambda fork, x, y: (fork.run(np.add, x, 9), fork.run(np.add, y, 9, y)),
+    "an argument more": lambda fork, x, y: (fork.run(into_new_or_given, x, 9), fork.run(into_new_or_given, y, 9, y)),
+    "an array for None": lambda fork, x, y: (fork.run(into_new_or_given, x, 9, None), fork.run(into_new_or_given, y, 9, y)),
+    "a keyword more": lambda fork, x, y: (fork.run(lent, x, 9), fork.run(lent, y, 9, to=y)),
+}
+
+
+def lent(x, y, to=None):
+    return into_new_or_given(x, y, to)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_g17_what_a_function_does_says_nothing_of_calls_with_more_arguments(make_pool, monkeypatch, known, form):
+    for seed in range(20):
+        known.clear()
+        pool = make_pool(scheduler="adversarial", seed=seed)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        with pool.driver.create_stream():
+            x, y = (pool.driver.asarray(np.ones(8, np.float32)) for _ in range(2))
+            with ParallelStates(4).fork() as fork:
+                z = fork.run(lambda y: 3 * y, y)
+                form(fork, x, y)
+            assert (z.get() == 3).all(), seed
+            assert (y.get() == 10).all(), seed
+
+
+def test_g17_control_where_all_of_them_are_one_function_a_branch_does_not_wait(make_pool, monkeypatch):
+    monkeypatch.setattr(plain_calls, "_codes", lambda values: ())
+    found = []
+    for seed in range(20):
+        plain_calls._may_write.clear()
+        pool = make_pool(scheduler="adversarial", seed=seed, check_order=False)
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        with pool.driver.create_stream():
+            found.append(without_code(pool.driver, (np.add,), (operator.imul,)))
+    assert False in found
+
+
+# The warning
+
+
+def warnings_of(scene, functions, *, one_array):
+    x = scene.array(1)
+    with warnings.catch_warnings(record=True) as told, scene.states.fork() as fork:
+        warnings.simplefilter("always")
+        for function in functions:
+            fork.run(function, scene, x if one_array else scene.array(1))
+    return told
+
+
+def test_one_warning_for_each_function_that_made_a_branch_wait_names_operation(scene):
+    told = warnings_of(scene, [tenfold, twofold] * 3, one_array=True)
+    assert [str(warning.message).split(",")[0] for warning in told] == [
+        f"a branch waits since {name}" for name in ("tenfold", "twofold")
+    ]
+    assert all("@handlepool.operation(mutates=...)" in str(warning.message) for warning in told)
+    assert {warning.filename for warning in told} == {__file__}
+    assert not warnings_of(scene, [tenfold, twofold], one_array=True)
+
+
+def test_two_functions_of_one_name_are_warned_of_each(scene):
+    lambdas = [lambda scene, y: tenfold(scene, y), lambda scene, y: twofold(scene, y)]
+    assert len(warnings_of(scene, lambdas * 3, one_array=True)) == 2
+
+
+def test_no_warning_where_no_branch_waited_or_new_arrays_came_back(scene):
+    assert not warnings_of(scene, [tenfold, twofold] * 3, one_array=False)
+    warnings_of(scene, [new, other], one_array=True)  # their first calls
+    assert not warnings_of(scene, [new, other] * 3, one_array=True)
