@@ -112,7 +112,7 @@ def a_recording(scene):
 
 
 # Where only a tracer can interrupt: nothing is called before.
-SPARED = ("slots[:0] = held", "thread.recording = None", "for scratch in self.scratch:")
+SPARED = ("slots[:0] = held", "thread.recording = None", "setattr(thread, name, outer)", "for scratch in self.scratch:")
 STEPS = {a_fork: 8, a_recording: 60, a_trim: 3, a_close: 3, a_reuse: 2, a_reclaim: 2}
 
 MAKE_OR_DESTROY = [a_first_use, a_reuse, a_trim, a_close]
@@ -128,9 +128,11 @@ def interrupted_at(k, act):
             where = at_line(k, do, interrupt)  # where a destructor lost it, too
         except KeyboardInterrupt as error:
             if line_of(error) in SPARED:
+                thread.recording, thread.rehearsal, thread.launched = None, None, None
                 deferred.settle(most=1000)
                 return True
         del do
+        assert (thread.recording, thread.rehearsal, thread.launched) == (None, None, None), where
         pool.internals._live._local.__dict__.clear()  # as at the thread's end
         gc.collect()
         thread.region, thread.pool = None, None
