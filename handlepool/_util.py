@@ -7,7 +7,18 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from operator import index
-from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, MethodWrapperType, ModuleType
+from types import (
+    AsyncGeneratorType,
+    BuiltinFunctionType,
+    CellType,
+    CoroutineType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,6 +54,30 @@ def holds_values(value: object) -> bool:
     if isinstance(value, (type, np.generic)):
         return False
     return any(has(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))
+
+
+_TO_RUN = frozenset([GeneratorType, CoroutineType, AsyncGeneratorType, map, filter])
+
+
+def name_of(function: Any) -> str:
+    """Return what messages call a function."""
+    return str(getattr(function, "__qualname__", None) or f"a {kind_of(function)}")
+
+
+def check_ran(function: object, value: object) -> None:
+    """Refuse what a function returned where its work is still to be done, which nobody would put in order.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if type(value) in _TO_RUN:
+        if isinstance(value, (GeneratorType, CoroutineType)):
+            value.close()  # or Python warns that nobody awaited it
+        raise ArgumentError(
+            f"{name_of(function)} returned a {kind_of(value)}, of which nothing has run: pass a function that does the work and "
+            f"returns arrays"
+        )
 
 
 def shown(value: object) -> str:

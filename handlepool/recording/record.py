@@ -1,11 +1,11 @@
 """`record`: a function is called once for real, and once with all that it gives to streams captured."""
 
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from handlepool._util import as_integer, flag, leaves, shown
+from handlepool._util import as_integer, check_ran, flag, leaves, shown
 from handlepool.drivers.protocol import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
@@ -125,12 +125,7 @@ def record(
     returned = first(function, args, kwargs)
     if returned is None:
         raise _nothing(name)
-    if isinstance(returned, (Generator, Coroutine)):
-        returned.close()  # or Python warns that nobody awaited it
-        raise ArgumentError(
-            f"{name} returned a {type(returned).__name__}, of which nothing has run: pass a function that does the work and "
-            f"returns arrays"
-        )
+    check_ran(function, returned)
     del returned
     tunings = _tuned(chosen, name, launches, home) if measured else ()
     recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)

@@ -16,7 +16,7 @@ from sys import modules
 from types import ModuleType
 from typing import Any, TypeVar
 
-from handlepool._util import as_integer, shown
+from handlepool._util import as_integer, check_ran, shown
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError
@@ -92,7 +92,8 @@ class ParallelStateExecutor(Executor):
         Returns
         -------
         StreamFuture
-            Done when the function has returned; its ``result`` makes the current stream wait for the GPU.
+            Done when the function has returned; its ``result`` makes the current stream wait for the GPU. It raises what the
+            function raised, and `ArgumentError` for one that returned a generator or a coroutine, of which nothing has run.
 
         Raises
         ------
@@ -172,6 +173,7 @@ class ParallelStateExecutor(Executor):
                 return
             try:
                 value = self._call(pool, task, fn, args, kwargs)
+                check_ran(fn, value)
             except BaseException as error:
                 pool.status.lost(error, ask=False)
                 task.withdraw()  # where it has not begun

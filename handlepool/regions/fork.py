@@ -14,6 +14,7 @@ from threading import get_ident
 from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
+from handlepool._util import check_ran
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, OwnershipError, PoolClosedError
 from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, launchers, on_device, recordings, run_on, thread
@@ -156,6 +157,8 @@ class Fork:
 
         Raises
         ------
+        ArgumentError
+            For a function that returns a generator or a coroutine, of which nothing has run.
         OwnershipError
             In another thread than the fork's.
         PoolClosedError
@@ -183,7 +186,9 @@ class Fork:
         if recordings and thread.recording is not None:
             thread.recording.check("a fork", self._pointer, driver)
         if prepare is None:
-            return self._run_python(function, args, kwargs)
+            value = self._run_python(function, args, kwargs)
+            check_ran(function, value)
+            return value
         # A graph function: its outputs are known, so they are allocated before the edge that starts the branch, on the caller's
         # stream, and nothing is allocated inside the branch. Arguments that it refuses cost no side slot.
         if driver.current_stream(ordinal) is self._stream:

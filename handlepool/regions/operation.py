@@ -7,7 +7,7 @@ from sys import modules
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
-from handlepool._util import bound_call, leaves, shown
+from handlepool._util import bound_call, leaves, name_of, shown
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ContractError
 from handlepool.pool.context import recordings, run_on, thread
@@ -19,7 +19,7 @@ from handlepool.regions.data_order import DataOrder, before, lanes_for, open_ord
 from handlepool.regions.plain_calls import exact, piece_of, pieces_of
 from handlepool.regions.stream_order import in_torch, order, torch_among, torch_in_use
 from handlepool.regions.track import Track
-from handlepool.regions.undeclared import Call, Watch, name_of
+from handlepool.regions.undeclared import Call, Watch
 from handlepool.tensors.layout import Piece, Token, share
 
 P = ParamSpec("P")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import content, kind_of, leaves
+from handlepool._util import content, leaves, name_of
 from handlepool.errors import ContractError
 from handlepool.pool.context import thread
 from handlepool.pool.internals import PoolInternals
@@ -168,11 +168,6 @@ def _bytes_of(pool: PoolInternals, array: Any) -> bytes | None:
 # Messages
 
 ADVICE = 'as with @handlepool.operation(mutates="x")'
-
-
-def name_of(function: Any) -> str:
-    """Return what messages call a function."""
-    return str(getattr(function, "__qualname__", None) or f"a {kind_of(function)}")
 
 
 def place_of(array: Any, call: Call) -> str:

@@ -9,7 +9,7 @@ import pytest
 from harness.scenes import BranchError, over_seeds
 
 import handlepool
-from handlepool import ParallelStates
+from handlepool import ArgumentError, ParallelStateExecutor, ParallelStates
 from handlepool.regions import plain_calls
 from handlepool.regions.plain_calls import PlainCall
 
@@ -259,3 +259,40 @@ def test_no_warning_where_no_branch_waited_or_new_arrays_came_back(scene):
     assert not warnings_of(scene, [tenfold, twofold] * 3, one_array=False)
     warnings_of(scene, [new, other], one_array=True)  # their first calls
     assert not warnings_of(scene, [new, other] * 3, one_array=True)
+
+
+def a_generator(scene, x):
+    yield scene.plus(x, 1)
+
+
+async def a_coroutine(scene, x):
+    return scene.plus(x, 1)
+
+
+def a_map(scene, x):
+    return map(functools.partial(scene.plus, x), [1, 2])
+
+
+def run(scene, function, x):
+    with scene.states.fork() as fork:
+        fork.run(function, scene, x)
+
+
+def mapped(scene, function, x):
+    with scene.states.fork() as fork:
+        fork.map(function, [scene], [x])
+
+
+def submitted(scene, function, x):
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        executor.submit(function, scene, x).result()
+
+
+@pytest.mark.parametrize("function", [a_generator, a_coroutine, a_map])
+@pytest.mark.parametrize("use", [run, mapped, submitted])
+def test_what_would_run_after_its_branch_is_refused_by_its_kind(scene, function, use):
+    x = scene.array(1)
+    kind = function.__name__.removeprefix("a_")
+    with pytest.raises(ArgumentError, match=f"^{function.__name__} returned a {kind}, of which nothing has run: pass a function"):
+        use(scene, function, x)
+    assert scene.read(scene.states.map(scene.plus, [x], [1])[0]) == 2
