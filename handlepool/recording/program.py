@@ -211,8 +211,8 @@ class Program(Timed):
         ------
         ArgumentError, ArrayTypeError, DeviceMismatchError
             For what differs from what was recorded, by its place; for two values for one memory, as for an array that was
-            recorded in two places; for anything but None in the place of an array of another library than torch. Nothing is
-            copied then.
+            recorded in two places; for a recorded array itself, where it has another one's values since an update or a call: pass
+            None for these. For anything but None in the place of an array of another library than torch. Nothing is copied then.
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
             As in `replay`.
         """
@@ -227,13 +227,14 @@ class Program(Timed):
             sources, targets = ([getattr(copy, name) for copy in copies] for name in ("source", "target"))
             self._after_branches(pieces_of(self._driver, sources), pieces_of(self._driver, targets), None, copies)
         self._follow(None)
+        self._inputs.copied(self._driver, copies)
         self._enqueue(self._beside_torch(copies, partial(copy_all, self._driver, copies)))
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Update the inputs, replay, and copy the outputs, in one turn: of the uses of other threads none comes in between.
 
         The recorded inputs, which are the caller's own arrays, hold the new values afterwards. Record with a copy,
-        ``x.copy(order="K")``, where ``x`` itself is needed.
+        ``x.copy(order="K")``, where ``x`` itself is needed: passing that again is refused, since it has other values by now.
 
         All of it is enqueued on the current stream, whichever thread's and whichever stream that is, and nothing waits for the
         GPU. What is returned is the caller's, and no later use of the program writes to it.
@@ -285,7 +286,9 @@ class Program(Timed):
             keep = self, given, results
             self._after_branches([*self._memory.reads, *read], [*self._memory.writes, *changed], None, keep)
         self._follow(None)
+        self._inputs.copied(driver, given)
         self._enqueue(self._beside_torch([*given, *results.copies], turn))
+        self._inputs.written(driver, results.copies)
         return results.value
 
     def _beside_torch(self, copies: Sequence[Copy], step: Callable[[], object]) -> Callable[[], object]:

@@ -49,6 +49,7 @@ class Inputs:
         kind = driver.array_types
         self._positional = [_fixed(argument) for argument in args if _has_array(argument, kind)]
         self._named = {name: _fixed(argument) for name, argument in kwargs.items() if _has_array(argument, kind)}
+        self._replaced: set[int] = set()  # where those begin that another array was copied into
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield the arguments' arrays, of any library, each with its place."""
@@ -63,8 +64,8 @@ class Inputs:
         Raises
         ------
         ArgumentError
-            For another structure, shape, strides or type, for two values for the same memory, and for what was recorded as an
-            array of another library than torch.
+            For another structure, shape, strides or type, for two values for the same memory, for what was recorded as an array
+            of another library than torch, and for a recorded array that has another one's values by now.
         ArrayTypeError
             For what is no array of the driver's, and no tensor in the place of one.
         DeviceMismatchError
@@ -88,7 +89,22 @@ class Inputs:
         places += [(key, self._named[key], new) for key, new in kwargs.items()]
         copies = [copy for place, old, new in places for copy in _copies(driver, f"{name}: {place}", device, old, new)]
         _check_values(driver, name, copies)
+        for copy in copies if self._replaced else ():
+            if not copy.shift and driver.array_pointer(copy.target) in self._replaced:
+                raise ArgumentError(
+                    f"{copy.place} is the array that {name} was recorded with, and holds the values of another one since a "
+                    f"call or an update: record with a copy, x.copy(order='K'), to keep x; or pass None for what it holds now"
+                )
         return [copy for copy in copies if copy.shift]
+
+    def copied(self, driver: Driver, copies: Sequence[Copy]) -> None:
+        """Be told that copies are made: who passes such an input again may mean the values that it had."""
+        self._replaced.update([driver.array_pointer(copy.target) for copy in copies])
+
+    def written(self, driver: Driver, copies: Sequence[Copy]) -> None:
+        """Be told that outputs were copied where the caller said: who passes an input of these again means what it holds."""
+        if self._replaced:
+            self._replaced.difference_update([driver.array_pointer(copy.target) for copy in copies])
 
 
 def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:

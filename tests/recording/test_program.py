@@ -380,8 +380,8 @@ def test_where_a_source_is_written_over_all_are_read_first(scene):
     a, b, c = (scene.array(i) for i in range(3))
     program = handlepool.record(copying(scene), a, b, c)
     for given, copies in (
-        ((scene.array(5), scene.array(5), None), 2),
         ((a, b, c), 0),
+        ((scene.array(5), scene.array(5), None), 2),
         ((b, c, scene.array(6)), 6),
         ((b, a, None), 4),
         ((c, a, b), 6),

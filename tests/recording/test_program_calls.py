@@ -10,6 +10,7 @@ from harness.uses import ON_A_SIDE_STREAM, STREAMS
 
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, ContractError, DeviceMismatchError, OwnershipError, PoolClosedError
+from handlepool.recording.update import Inputs
 
 Pair = namedtuple("Pair", "first second")
 
@@ -118,6 +119,31 @@ def test_outputs_may_be_carried_into_the_inputs(scene):
         for before in (1, 11, 21):  # every output is read before the first array is written
             program(None, out=(state, last))
             assert (scene.read(last), scene.read(state)) == (before, before + 10)
+
+
+def test_a_recorded_array_is_refused_where_it_holds_another_ones_values_by_now(scene):
+    images = [scene.array(value) for value in range(3)]
+    refused = r"argument 0 is the array that .* was recorded with, and holds the values of another one since"
+    with handlepool.record(body(scene), images[0]) as program:
+        assert [scene.read(program(x)) for x in images] == [110, 111, 112]
+        for use in (program, program.update):
+            with pytest.raises(ArgumentError, match=refused):
+                use(images[0])
+        assert scene.read(program(None)) == 112
+        program(None, out=images[0])  # its values are the caller's choice again
+        assert scene.read(program(images[0])) == 222
+        program.update(images[1])
+        with pytest.raises(ArgumentError, match=refused):
+            program(images[0][:])
+    with handlepool.record(body(scene), images[2].copy()) as program:
+        assert [scene.read(program(x)) for _ in range(2) for x in images[1:]] == [111, 112] * 2
+
+
+def test_control_where_nobody_tells_a_call_gives_another_ones_result(scene, monkeypatch):
+    monkeypatch.setattr(Inputs, "copied", lambda *_: None)
+    images = [scene.array(value) for value in range(3)]
+    with handlepool.record(body(scene), images[0]) as program:
+        assert [scene.read(program(x)) for _ in range(2) for x in images] == [110, 111, 112, 112, 111, 112]
 
 
 # Bad input

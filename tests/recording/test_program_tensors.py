@@ -90,12 +90,14 @@ def program(scene):
 
 def test_an_update_writes_into_tensors(scene, program):
     x, named, _ = program.given
+    program.update(x, None, None)  # itself
     program.update(tensor(10), {"y": tensor(20)}, None)
     program.replay()
     assert read(scene, program.outputs["sum"][0]) == 30
     assert read(scene, x) == 10
     assert (x.written, named["y"].written) == (1, 1)
-    program.update(x, None, None)  # itself
+    with pytest.raises(ArgumentError, match=r"argument 0 is the array that .* was recorded with, and holds"):
+        program.update(x, None, None)
     program.update(named["y"], {"y": x}, None)  # swapped
     assert (read(scene, x), read(scene, named["y"])) == (20, 10)
 
