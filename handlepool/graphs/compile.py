@@ -86,7 +86,7 @@ class Builder(Protocol):
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
         """Plan and build it; see `handlepool.drivers.protocol.Driver.compile`."""
 
-    def made_for(self) -> dict[str, Any]:
+    def made_for(self) -> str:
         """Return what plans depend on beside their graph; see `handlepool.drivers.protocol.Driver.made_for`."""
 
 
@@ -109,7 +109,7 @@ class OnDevice:
         with self._handles.build_lock, self._driver.relaxed():
             return self._driver.compile(graph, operands, copies=copies, **settings)
 
-    def made_for(self) -> dict[str, Any]:
+    def made_for(self) -> str:
         """As of the driver."""
         return self._driver.made_for()
 
@@ -169,7 +169,7 @@ def build(
         make = partial(builder.compile, graph, operands, copies=copies, name=name, titles=titles)
         key = "" if files is None else plan_key(graph, operands, asked, builder.made_for())
         executable: Executable | None = None
-        if files is not None and index is None and not anew and (saved := files.load(key)) is not None:
+        if files is not None and key and index is None and not anew and (saved := files.load(key)) is not None:
             try:
                 executable = make(saved=saved, into=builder.new_graph(**own))
             except GraphNotSupportedError:
@@ -202,7 +202,7 @@ def build(
 
 def save(plan: Plan, files: PlanDirectory | None) -> None:
     """Keep a plan in a plan directory, in the place of the one that its graph had there."""
-    if files is not None and (saved := plan.executable.save()) is not None:
+    if files is not None and plan.key and (saved := plan.executable.save()) is not None:
         files.save(plan.key, saved)
 
 

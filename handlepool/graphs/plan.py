@@ -43,7 +43,7 @@ class Plan:
         Operands that each launch copies, since cuDNN is not known to compute rightly from where they lie: see
         `handlepool.graphs.forms`.
     key : str
-        What a plan directory has it by; "" where the pool has none.
+        What a plan directory has it by; "" where the pool has none, or nothing tells the graph from others.
     alias_pairs : tuple of AliasPair
         Of each output and each operand before it.
     """

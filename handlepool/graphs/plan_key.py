@@ -2,11 +2,17 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
+import numpy as np
 
-def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], made_for: Mapping[str, Any]) -> str:
-    """Return the key of a graph's plan, as text.
+_NO_MATTER = ("name", "owner", "uid_assigned")
+"""Attributes of a tensor that no plan depends on."""
+
+
+def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], made_for: str) -> str:
+    """Return the key of a graph's plan, as JSON; "" for a graph that cannot be told from others by text, as one with a callback.
 
     Parameters
     ----------
@@ -16,7 +22,7 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], m
         In the order in which a launch gets them.
     settings : mapping
         What the driver is asked for. Which of the candidates it is makes no difference: the key is that of the one in use.
-    made_for : mapping
+    made_for : str
         As of `handlepool.drivers.protocol.Driver.made_for`.
     """
     places: dict[int, int] = {}
@@ -24,9 +30,12 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], m
 
     def place(tensor: Any) -> int:
         if id(tensor) not in places:
-            places[id(tensor)] = len(tensors)
-            kind, value = getattr(tensor.data_type, "name", None), getattr(tensor, "pass_by_value", None)
-            tensors.append([kind, tensor.dim, tensor.stride, tensor.is_virtual, tensor.uid, value])
+            index = places[id(tensor)] = len(tensors)
+            tensors.append([])
+            told = {name: value for name, value in vars(tensor).items() if name not in _NO_MATTER}
+            if tensor.ragged_offset is not None:
+                told["ragged_offset"] = place(tensor.ragged_offset)
+            tensors[index] = [*told.values()]
         return places[id(tensor)]
 
     named = {
@@ -34,7 +43,7 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], m
         "nodes": [
             [
                 node.node_type.name,
-                getattr(node.compute_data_type, "name", None),
+                node.compute_data_type,
                 {name: place(tensor) for name, tensor in node.inputs.items()},
                 {name: place(tensor) for name, tensor in node.outputs.items()},
                 node.params,
@@ -42,8 +51,25 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], m
             for node in graph.nodes
         ],
         "tensors": tensors,
-        "types": [getattr(kind, "name", None) for kind in vars(graph.context).values()],
+        "types": [*vars(graph.context).values()],
+        # What the function that built the graph asked for by methods of the graph; the frontend tells it nowhere else.
+        "excluded": [sorted(map(str, graph._barred_names)), graph._workspace_limit, graph._note_filters],  # noqa: SLF001
         "settings": {name: value for name, value in settings.items() if name != "plan_index"},
-        "made for": made_for,
     }
-    return json.dumps(named, sort_keys=True, separators=(",", ":"), default=str)
+    try:
+        text = _AS_TEXT.encode(named)
+    except (TypeError, ValueError):
+        return ""
+    return f'{text[:-1]},"made for":{made_for}}}'
+
+
+def _exactly(value: Any) -> Any:
+    """Return what JSON can hold of a value that it does not know, and what tells it from every other one."""
+    if isinstance(value, Enum):
+        return str(value)
+    if isinstance(value, np.generic) and isinstance(number := value.item(), (int, float)):  # whose texts leave digits out
+        return [type(value).__name__, number]
+    raise TypeError(value)
+
+
+_AS_TEXT = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=_exactly)

@@ -1,7 +1,7 @@
 """A GPU as cuDNN describes it, by which plans are made where that GPU is not."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from handlepool._util import shown
@@ -61,6 +61,7 @@ class DeviceProperties:
     """
 
     text: str
+    _values: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         text = self.text
@@ -84,6 +85,7 @@ class DeviceProperties:
             if type(found[key]) is not int:
                 raise ArgumentError(f"properties of a device have {found[key]!r} as {key!r}; it must be an integer")
         object.__setattr__(self, "text", json.dumps(found, sort_keys=True))
+        object.__setattr__(self, "_values", found)
 
     @classmethod
     def of(cls, ordinal: int = 0) -> "DeviceProperties":
@@ -105,17 +107,17 @@ class DeviceProperties:
     @property
     def name(self) -> str:
         """The device's name, as "NVIDIA H200"."""
-        return str(self._values()["deviceName"])
+        return str(self._values["deviceName"])
 
     @property
     def architecture(self) -> int:
         """The architecture that kernels are compiled for, as 90 for sm_90."""
-        return int(self._values()["deviceVer"]) // 10
+        return int(self._values["deviceVer"]) // 10
 
     @property
     def cudnn_version(self) -> int:
         """The version of the cuDNN that wrote this, as 91900 for 9.19.0."""
-        return int(self._values()[VERSION])
+        return int(self._values[VERSION])
 
     @property
     def native(self) -> Any:
@@ -138,7 +140,7 @@ class DeviceProperties:
                     f"cuDNN {version} loads CUDA's driver library to plan, and found no libcuda.so.1: the CUDA toolkit has one "
                     f"without a driver, lib64/stubs/libcuda.so, to be found under that name by LD_LIBRARY_PATH ({error})"
                 ) from error
-            missing = ", ".join(repr(key) for key in LATER if key not in self._values())
+            missing = ", ".join(repr(key) for key in LATER if key not in self._values)
             what = f"without {missing}" if missing else f"({error})"
             raise ArgumentError(
                 f"cuDNN {version} refuses the properties of {self.name!r} that cuDNN {self.cudnn_version} wrote, "
@@ -148,8 +150,4 @@ class DeviceProperties:
     @property
     def kind(self) -> dict[str, Any]:
         """What is the same for every device of a kind: not where it is plugged in, nor who described it."""
-        return {key: value for key, value in self._values().items() if key not in _ITS_OWN}
-
-    def _values(self) -> dict[str, Any]:
-        values: dict[str, Any] = json.loads(self.text)
-        return values
+        return {key: value for key, value in self._values.items() if key not in _ITS_OWN}

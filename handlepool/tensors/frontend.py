@@ -3,6 +3,7 @@
 The frontend is imported when it is first needed, so that importing handlepool stays light.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -39,12 +40,16 @@ def data_type(dtype: Any) -> Any:
     ArrayTypeError
         For a type that cuDNN has not.
     """
+    return _data_type(np.dtype(dtype))
+
+
+@cache
+def _data_type(dtype: np.dtype[Any]) -> Any:  # NumPy takes microseconds for a name
     import cudnn
 
-    name = np.dtype(dtype).name
-    if name not in NAMES:
-        raise ArrayTypeError(f"cuDNN has no data type {name!r}; it has {', '.join(NAMES)}")
-    return getattr(cudnn.data_type, NAMES[name])
+    if dtype.name not in NAMES:
+        raise ArrayTypeError(f"cuDNN has no data type {dtype.name!r}; it has {', '.join(NAMES)}")
+    return getattr(cudnn.data_type, NAMES[dtype.name])
 
 
 def numpy_dtype(kind: Any) -> np.dtype[Any]:

@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 from harness.graphs import both, double, plus
 from harness.scenes import Scene
@@ -68,9 +69,34 @@ def test_constants_in_a_graph_are_part_of_the_key(process):
     assert process(scaled(0.25), -2) == ([-0.5], BUILT)
 
 
+def test_numbers_that_look_alike_and_what_the_function_excludes_are_part_of_the_key(process):
+    def times(factor, exclude=lambda g: None):
+        @handlepool.graph
+        def times(g, x):
+            exclude(g)
+            return g.leaky_relu(x, negative_slope=factor)
+
+        return times
+
+    half, single = np.float16(0.1), np.float32(0.1)
+    assert str(half) == str(single)
+    assert process(times(half), -1) == ([-float(half)], BUILT)
+    assert process(times(single), -1) == ([-float(single)], BUILT)
+    assert process(times(single, lambda g: g.deselect_engines(["eng1"])), -1)[1] == BUILT
+
+
+def test_a_graph_with_what_text_does_not_tell_from_others_is_planned_each_time(process):
+    @handlepool.graph
+    def times(g, x):
+        return g.leaky_relu(x, negative_slope=np.array(0.5))
+
+    for _ in range(2):
+        assert process(times, -2) == ([-1], {})
+
+
 def test_versions_and_the_device_are_part_of_the_key(process, monkeypatch):
     assert process(double, 2)[1] == BUILT
-    monkeypatch.setattr("handlepool.drivers.host.driver.HostDriver.made_for", lambda _: {"driver": "host", "cudnn": 92800})
+    monkeypatch.setattr("handlepool.drivers.host.driver.HostDriver.made_for", lambda _: '{"driver":"host","cudnn":92800}')
     assert process(double, 2)[1] == BUILT
 
 

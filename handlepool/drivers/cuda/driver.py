@@ -120,7 +120,7 @@ class CudaDriver:
 
     def __init__(self) -> None:
         self._edges: dict[int, Events] = {}  # by device: of allocations in branches
-        self._made_for: dict[int, dict[str, Any]] = {}
+        self._made_for: dict[int, str] = {}
         self._reached: set[tuple[int, int]] = set()  # devices, with those whose memory they were asked to reach
         for name in ("current_stream", "record_event", "wait_event", "is_capturing"):  # an object's own are found sooner
             setattr(self, name, getattr(self, name))
@@ -401,7 +401,7 @@ class CudaDriver:
     def new_graph(self, handle: Handle, **settings: Any) -> Any:
         return frontend.new_graph(handle, **settings)
 
-    def made_for(self) -> dict[str, Any]:
+    def made_for(self) -> str:
         device = self.current_device()
         if device not in self._made_for:
             self._made_for[device] = planning.made_for(DeviceProperties.of(device))

@@ -4,6 +4,8 @@ Where there is no GPU, cuDNN still loads CUDA's driver library by name and asks 
 compiles.
 """
 
+import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -178,9 +180,13 @@ def _raw_entry(graph: Any, uids: list[int], plan_index: int | None) -> tuple[Cal
     return raw, -1 if index is None else index
 
 
-def made_for(properties: DeviceProperties) -> dict[str, Any]:
-    """Return what plans depend on beside their graph: the versions in this process, and the device, wherever it is plugged in."""
-    return {"cudnn": cudnn.backend_version(), "frontend": cudnn.__version__, "device": properties.kind}
+def made_for(properties: DeviceProperties) -> str:
+    """Return what plans depend on beside their graph, as JSON: what there is in this process, and the device, wherever it is."""
+    found = {"cudnn": cudnn.backend_version(), "frontend": cudnn.__version__, "device": properties.kind}
+    # With "0", cuDNN proposes no plans with TF32, and takes none that were saved; the others are slower.
+    if override := os.environ.get("NVIDIA_TF32_OVERRIDE"):
+        found["NVIDIA_TF32_OVERRIDE"] = override
+    return json.dumps(found, sort_keys=True)
 
 
 class DescribedDevice:
@@ -200,6 +206,7 @@ class DescribedDevice:
 
     def __init__(self, properties: DeviceProperties) -> None:
         self.properties = properties
+        self._made_for = ""
 
     def new_graph(self, **settings: Any) -> Any:
         """Return an empty `cudnn.pygraph` to be planned for the device."""
@@ -228,9 +235,10 @@ class DescribedDevice:
             raise
         return DescribedExecutable(planned, name, titles, self.properties.name, saved is not None)
 
-    def made_for(self) -> dict[str, Any]:
+    def made_for(self) -> str:
         """Return what `CudaDriver.made_for` does where the device is."""
-        return made_for(self.properties)
+        self._made_for = self._made_for or made_for(self.properties)
+        return self._made_for
 
 
 class DescribedExecutable:

@@ -6,6 +6,7 @@ beside the protocol).
 """
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -473,10 +474,10 @@ class HostDriver(Controls):
         self._note("new_graph")
         return frontend.new_graph(None, **settings)
 
-    def made_for(self) -> dict[str, Any]:
+    def made_for(self) -> str:
         """Return nothing more than that it is this driver: a plan here depends on its graph alone."""
         self._note("made_for")
-        return {"driver": self.name}
+        return json.dumps({"driver": self.name})
 
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> HostExecutable:
         """Plan a graph for the current device. Of the settings for cuDNN, only ``workspace_limit`` means anything here."""
