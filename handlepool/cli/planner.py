@@ -9,14 +9,10 @@ from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.protocol import Copy
 from handlepool.errors import GraphNotSupportedError
-from handlepool.graphs.plan_key import plan_key
-from handlepool.pool.plan_directory import PlanDirectory
 from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import ArraySpec, Layout
 
 REFUSED = "refused"
-_LAUNCHED = "name", "titles"
-"""Settings that say what a launch is called, and not what is planned."""
 
 
 class Unlaunched(DescribedExecutable):
@@ -27,12 +23,11 @@ class Unlaunched(DescribedExecutable):
 
 
 class Planner(HostDriver):
-    """Plans for a described device whatever is called on it, and keeps the plans in a plan directory.
+    """Plans for a described device whatever is called on it; its pool's plan directory keeps the plans, for who has that device.
 
     Parameters
     ----------
     device : DeviceProperties
-    files : PlanDirectory
 
     Attributes
     ----------
@@ -41,10 +36,9 @@ class Planner(HostDriver):
         on with smaller graphs where one is refused.
     """
 
-    def __init__(self, device: DeviceProperties, files: PlanDirectory) -> None:
+    def __init__(self, device: DeviceProperties) -> None:
         super().__init__()
         self._described = DescribedDevice(device)
-        self._files = files
         self.planned: dict[str, str] = {}
 
     def arrays_of(self, value: Any) -> Any:
@@ -61,21 +55,21 @@ class Planner(HostDriver):
         """As `Driver.new_graph`."""
         return self._described.new_graph(**settings)
 
+    def made_for(self) -> str:
+        """As `Driver.made_for`, where the device is."""
+        return self._described.made_for()
+
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Any:
         """As `Driver.compile`."""
         shapes = ", ".join("x".join(map(str, tensor.dim)) for tensor in operands)
         title = f"{settings['name']} over {shapes}"
-        asked = {name: value for name, value in settings.items() if name not in _LAUNCHED}
-        key = plan_key(graph, operands, asked, self._described.made_for())
         try:
             made = self._described.compile(graph, operands, copies=copies, **settings)
         except GraphNotSupportedError as error:
             self.planned[title] = f"{REFUSED}: {error}"
             raise
-        if (saved := made.save()) is not None:
-            self._files.save(key, saved)
         self.planned[title] = made.engine
-        return Unlaunched(made.planned, made.name, made.titles, "", False)
+        return Unlaunched(made.planned, made.name, made.titles, "", made.untried)
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> HostExecutable:
         """As `Driver.kernel`, without what it computes."""

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -73,6 +74,31 @@ def elsewhere(folder):
         counts = {name: count for name, count in pool.stats().items() if name.startswith("plan_files_") and count}
     found = [file.plan.engine for file in PlanDirectory(plans).files()]
     return {"status": status, "said": said.getvalue().splitlines(), "engine": again.engine, "counts": counts, "files": found}
+
+
+def beside(folder):
+    """Have the command plan into the directory of the environment, twice for one device: its plans' devices and settings."""
+    properties, plans = Path(folder) / "h200.json", str(Path(folder) / "plans")
+    properties.write_text(h200().text)
+    os.environ["HANDLEPOOL_PLAN_DIRECTORY"] = plans
+    for _ in range(2):
+        with contextlib.redirect_stdout(io.StringIO()):
+            main(["plans", "build", "planning.listed", "--device-properties", str(properties)])
+    keys = [json.loads(file.key) for file in PlanDirectory(plans).files()]
+    return sorted([key["made for"]["device"]["deviceName"], sorted(key["settings"])] for key in keys)
+
+
+def overridden(value):
+    """Plan a convolution of float32 where the environment says what it says of TF32: its plans, and what they are known by."""
+    if value is not None:
+        os.environ["NVIDIA_TF32_OVERRIDE"] = value
+    device = planning.DescribedDevice(h200())
+    layouts = [
+        Layout(shape, tuple(4 * step for step in dense_strides(shape)), np.dtype(np.float32))
+        for shape in ((4, 64, 28, 28), (32, 64, 3, 3))
+    ]
+    plan = build(Recipe("convolve", convolve, Signature.of(convolve)), Request(tuple(layouts)), device, None)
+    return {"candidates": plan.candidates, "made for": device.made_for()}
 
 
 def described():

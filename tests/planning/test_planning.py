@@ -44,6 +44,17 @@ def test_a_command_plans_what_a_module_lists_for_whoever_has_the_device(cudnn, t
     assert sorted(found["files"]) == sorted(line.partition(": ")[2] for line in lines)
 
 
+def test_what_a_command_plans_is_known_by_the_device_alone_where_the_environment_names_the_directory(cudnn, tmp_path):
+    settings = [[], [], ["allow_tf32", "deterministic"]]
+    assert cudnn("planning.planned.beside", str(tmp_path)) == [["NVIDIA H200", each] for each in settings]
+
+
+def test_plans_without_tf32_are_not_those_with_it(cudnn):
+    with_it, without = cudnn("planning.planned.overridden", None), cudnn("planning.planned.overridden", "0")
+    assert with_it["candidates"] > without["candidates"]
+    assert with_it["made for"] != without["made for"]
+
+
 def test_the_version_that_plans_is_the_one_that_was_asked_for(cudnn):
     number = cudnn("planning.planned.version")
     assert f"{number // 10000}.{number // 100 % 100}" == cudnn.version
