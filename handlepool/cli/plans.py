@@ -82,8 +82,8 @@ def _build(name: str, properties: Path, path: str) -> int:
             f"module {name} has no list PLANS of what is to be planned: (function, specs) or (function, specs, options)"
         )
     failed: list[str] = []
-    planner = Planner(device, PlanDirectory(path))
-    with HandlePool(driver=planner) as pool, standing_in(pool), planner.create_stream():
+    planner = Planner(device)
+    with HandlePool(driver=planner, plan_directory=path) as pool, standing_in(pool), planner.create_stream():
         for entry in entries:
             function, specs, options = _entry(entry)
             try:
@@ -123,7 +123,7 @@ def _line(file: PlanFile) -> str:
         nodes = " -> ".join(node[0].lower() for node in known["nodes"])
         shapes = ", ".join("x".join(map(str, known["tensors"][place][1])) for place in known["operands"])
         version = f", cuDNN {made_for['cudnn']}" if "cudnn" in made_for else ""
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return f"{used}  {_size(file.nbytes):>10}  of another version of handlepool: {file.name}"
     return f"{used}  {_size(file.nbytes):>10}  {device}{version}: {nodes} over {shapes}: {file.plan.engine}"
 

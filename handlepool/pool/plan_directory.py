@@ -35,6 +35,7 @@ _UNFINISHED = ".part"
 _STALE = 3600.0
 """Seconds after which an unfinished file is that of a process which was killed."""
 _DIGEST = sha256().digest_size
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ class PlanDirectory:
         why = ""
         if found.st_uid not in (os.geteuid(), 0):
             why = "belongs to somebody else"
-        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        elif found.st_mode & _OTHERS_WRITE:
             why = f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
         if why:
             os.close(directory)
@@ -219,7 +220,7 @@ class PlanDirectory:
         if not due:
             return
         for changed, name, _ in _listed(directory, _UNFINISHED):
-            if time.time() - changed > _STALE:
+            if abs(time.time() - changed) > _STALE:  # a clock may have been set back since
                 _remove(name, directory)
         files = sorted(_listed(directory, _ENDING))
         total = sum(nbytes for _, _, nbytes in files)
@@ -265,7 +266,7 @@ def _decoded(data: bytes) -> tuple[str, SavedPlan] | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     numbers = all(type(number) is int and 0 <= number < 1 << 62 for number in (workspace_size, candidates))
-    if not (numbers and isinstance(key, str) and isinstance(engine, str)):
+    if not (numbers and all(isinstance(text, str) and text.isascii() and text.isprintable() for text in (key, engine))):
         return None
     return key, SavedPlan(engine, workspace_size, candidates, bytes(rest[_LENGTH.size + length :]))
 
@@ -275,7 +276,8 @@ def _read(name: str, directory: int, *, touch: bool = True) -> bytes:
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     try:
         found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or found.st_size > MOST_OF_ONE:
+        ours = found.st_uid in (os.geteuid(), 0) and not found.st_mode & _OTHERS_WRITE
+        if not stat.S_ISREG(found.st_mode) or not ours or found.st_size > MOST_OF_ONE:
             return b""
         if touch:
             try:
@@ -283,7 +285,7 @@ def _read(name: str, directory: int, *, touch: bool = True) -> bytes:
             except OSError:  # a directory of root's, or one that is read-only
                 pass
         with open(file, "rb", closefd=False) as stream:
-            return stream.read(MOST_OF_ONE)
+            return stream.read(found.st_size)  # of more than there is, memory for all would be taken
     finally:
         os.close(file)
 

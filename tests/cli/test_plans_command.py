@@ -7,6 +7,7 @@ from harness.scenes import Scene
 
 from handlepool.__main__ import main
 from handlepool.drivers.protocol import SavedPlan
+from handlepool.pool import plan_directory
 from handlepool.pool.plan_directory import PlanDirectory
 
 
@@ -51,12 +52,29 @@ def test_a_damaged_file_is_found_listed_and_cleared(path, capsys):
 def test_a_plan_that_another_version_named_otherwise_is_listed_by_its_file(path, capsys):
     before = set(path.iterdir())
     files = PlanDirectory(path)
-    for key in ("a graph", "[]", "3", '{"made for": 1}', '{"made for": {}, "nodes": [], "tensors": [], "operands": [0]}'):
+    for key in (
+        "a graph",
+        "[]",
+        "3",
+        '{"made for": 1}',
+        '{"made for": {}, "nodes": [], "tensors": [], "operands": [0]}',
+        "[" * 100_000,
+    ):
         files.save(key, SavedPlan("an engine", 0, 1, b""))
     assert main(["plans", "list", "--directory", str(path)]) == 0
     listed = capsys.readouterr().out
-    assert listed.count("of another version of handlepool: ") == 5
+    assert listed.count("of another version of handlepool: ") == 6
     assert all(file.name in listed for file in {*path.iterdir()} - before)
+
+
+@pytest.mark.parametrize(("key", "engine"), [("\ud800", "an engine"), ("a graph", "\ud800"), ("a graph", "\x1b[31m")])
+def test_a_file_whose_text_is_not_ours_is_found_whatever_its_digest(path, capsys, key, engine):
+    name = plan_directory._name("a graph")
+    (path / name).write_bytes(plan_directory._encoded(key, SavedPlan(engine, 0, 1, b"")))
+    assert main(["plans", "verify", "--directory", str(path)]) == 1
+    assert "2 of 3 files are good" in capsys.readouterr().out
+    assert main(["plans", "list", "--directory", str(path)]) == 0
+    assert f"cannot be used: {name}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("action", ["list", "verify", "clear"])

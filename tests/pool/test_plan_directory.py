@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,7 @@ def mutations(good, other, seed):
             (length,) = struct.unpack_from("<I", good, first + 32)
             head, rest = good[first + 36 : first + 36 + length], good[first + 36 + length :]
             wrong = [b"[]", b"{}", b"null", b"[" * 5000, head[: chance.randrange(length)], head.replace(b"a graph", b"b graph")]
+            wrong += [head.replace(old, b"\\ud800") for old in (b"a graph", b"eng22")]
             wrong += [head.replace(b"4096", number) for number in (b"-1", b"4096.0", b'"4096"', b"1" + b"0" * 30, b"true")]
             head = chance.choice(wrong)
             body = struct.pack("<I", chance.choice([len(head), 0, 1 << 31])) + head + rest
@@ -182,6 +184,26 @@ def test_a_directory_of_somebody_elses_is_refused(tmp_path, monkeypatch):
         PlanDirectory(tmp_path)
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_that_others_may_write_to_is_passed_over(files, mode):
+    files.save("a graph", PLAN)
+    only_file(files).chmod(mode)
+    assert files.load("a graph") is None
+    files.save("a graph", PLAN)
+    assert files.load("a graph") == PLAN
+    assert files.counts() == {"plan_files_written": 2, "plan_files_rejected": 1, "plan_files_loaded": 1}
+
+
+def test_reading_takes_memory_for_what_there_is(files):
+    files.save("a graph", PLAN)
+    tracemalloc.start()
+    try:
+        assert files.load("a graph") == PLAN
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_symbolic_link_is_refused(tmp_path):
     (tmp_path / "plans").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "plans")
@@ -234,14 +256,14 @@ def test_what_was_used_least_recently_goes_first(tmp_path):
 
 
 def test_what_a_killed_process_left_goes_in_time(files):
-    stale, fresh = files.path / "0123.part", files.path / "4567.part"
-    for path in (stale, fresh):
-        path.write_bytes(b"half a plan")
-    then = time.time() - 2 * plan_directory._STALE
-    os.utime(stale, (then, then))
+    # The second was left before the clock was set back.
+    ages = {"0123.part": 2 * plan_directory._STALE, "4567.part": -2 * plan_directory._STALE, "89ab.part": 0}
+    for name, age in ages.items():
+        (files.path / name).write_bytes(b"half a plan")
+        then = time.time() - age
+        os.utime(files.path / name, (then, then))
     files.save("a graph", PLAN)
-    assert not stale.exists()
-    assert fresh.exists()
+    assert [path.name for path in files.path.glob("*.part")] == ["89ab.part"]
 
 
 def test_files_are_listed_cleared_and_told_from_others(files):
