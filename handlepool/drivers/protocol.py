@@ -546,8 +546,8 @@ class Driver(Protocol):
     def new_graph(self, handle: Handle, **settings: Any) -> Any:
         """Return an empty `cudnn.pygraph`. ``handle`` is the device's builder handle and must outlive the graph."""
 
-    def made_for(self) -> dict[str, Any]:
-        """Return what plans of the current device depend on beside their graph, as JSON has it: versions, and the device."""
+    def made_for(self) -> str:
+        """Return what plans of the current device depend on beside their graph, as JSON: versions, and the device."""
 
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
         """Plan and build a graph whose real tensors all have shape, strides and type.
@@ -643,5 +643,5 @@ def check_operands(
         if address := driver.array_pointer(array) % TENSOR_ALIGNMENT:
             raise ArgumentError(
                 f"{name}: {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of "
-                f"{TENSOR_ALIGNMENT}, which no launch takes; pass a copy of it"
+                f"{TENSOR_ALIGNMENT}, which no launch takes; pass another one, copied before, or after it where it is written"
             )

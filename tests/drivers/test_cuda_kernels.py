@@ -6,7 +6,7 @@ from harness.kernel_cases import CASES, check, filled, lying, random_case, slice
 from harness.kernels_on_cpu import COMPILER, Compiled
 
 from handlepool.drivers.cuda import kernels
-from handlepool.drivers.kernel import Add, Concat, Windows
+from handlepool.drivers.kernel import Add, Concat, Depthwise, Windows
 from handlepool.tensors.layout import Layout
 
 pytest.importorskip("ml_dtypes")
@@ -87,6 +87,12 @@ def test_strides_of_axes_of_extent_1_may_be_anything():
     far = Layout(x.shape, (1 << 50, *x.strides[1:]), x.dtype)
     for kernel, result in ((Add(), x), (Concat(1), x), (Windows("max", (1, 1)), x), (Windows("mean", (9, 8)), y)):
         assert kernels.plan(kernel, [far, result]) == kernels.plan(kernel, [x, result])
+
+
+def test_steps_that_lead_nowhere_fit_whatever_they_are():
+    x, w = lying((1, 8, 9, 9), "float16"), lying((8, 1, 1, 1), "float16")
+    far = kernels.plan(Depthwise(dilation=(1 << 40, 1 << 70)), [x, w, x])
+    assert far.geometry == kernels.plan(Depthwise(dilation=(9, 9)), [x, w, x]).geometry
 
 
 def test_packs_are_as_large_as_operands_allow():

@@ -278,7 +278,11 @@ def beside_a_boundary(scene, name):
 
 WRONG = {
     "another device": (elsewhere, DeviceMismatchError, "is on device 1 and the current device is 0"),
-    "a misaligned address": (beside_a_boundary, ArgumentError, r"of shape .* begins 4 bytes past a multiple of 16"),
+    "a misaligned address": (
+        beside_a_boundary,
+        ArgumentError,
+        r"of shape .* begins 4 bytes past a multiple of 16.* copied before, or after it where it is written",
+    ),
     "read-only": (read_only, ArgumentError, "is read-only and cannot be written"),
 }
 TITLES = {"x": r"argument 0 \(x\)", "w": r"argument 1 \(w\)", "bias": r"argument 2 \(bias\)", "out": "out="}

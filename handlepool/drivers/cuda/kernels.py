@@ -250,9 +250,9 @@ def _depthwise(kernel: Depthwise, operands: Sequence[Layout]) -> Launch:
     most_of = [
         e + 2 * p + (r - 1) * d for e, p, r, d in zip(x.shape[2:], kernel.padding, w.shape[2:], kernel.dilation, strict=True)
     ]
-    stride = map(min, kernel.stride, most_of)
+    stride, dilation = map(min, kernel.stride, most_of), map(min, kernel.dilation, most_of)  # beyond the image lies nothing
     step = _steps(biases[0])[0] if biases else 0
-    geometry = (*images, pixels, *y.shape[2:], *stride, *kernel.padding, *kernel.dilation, lanes, together, step)
+    geometry = (*images, pixels, *y.shape[2:], *stride, *kernel.padding, *dilation, lanes, together, step)
     parts = min(-(-channels // lanes), MOST_PARTS)
     wide = max(*most_of, *(p + e * s for p, e, s in zip(most_of, y.shape[2:], kernel.stride, strict=True) if e > 1)) >= 1 << 30
     return _launch(
