@@ -522,6 +522,9 @@ class Driver(Protocol):
         It is in page-locked memory where there is such a thing. Both are to be kept until the stream has come so far.
         """
 
+    def page_locked(self, values: np.ndarray[Any, Any]) -> bool:
+        """Whether an array is in page-locked memory, which `asarray` may read only when the stream has come so far."""
+
     def array_device(self, array: Any) -> int:
         """Return the ordinal of the device that an array lives on."""
 

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -146,7 +146,8 @@ def map_tiles(
     depth, boundary
         As for `dask.array.map_overlap`: how far beyond its chunk the function looks, and what is beyond the array.
     shared : sequence
-        Further arguments, weights say: arrays of NumPy's, numbers and strings. They are copied to each worker's device once.
+        Further arguments, weights say: arrays of NumPy's as they are now, numbers and strings. They are copied to each worker's
+        device once.
     extents : mapping, optional
         For axes whose extent the function changes, channels say, how large they are then. They have one chunk, and no depth.
     dtype : optional
@@ -163,8 +164,9 @@ def map_tiles(
     Raises
     ------
     ArgumentError
-        For what is no function or no Dask array, and for a program: pass the function that it was recorded from; for ``extents``
-        of an axis with several chunks or a depth. In a task, with the place of its tile: for a result of another shape or type.
+        For what is no function or no Dask array, and for a program: pass the function that it was recorded from; for a ``depth``
+        or ``boundary`` of axes that ``x`` has not, or not of all; for ``extents`` of an axis with several chunks or a depth. In a
+        task, with the place of its tile: for a result of another shape or type.
     ArrayTypeError
         For ``shared`` that is none of these; in a task, for tiles that are none of NumPy's.
 
@@ -178,13 +180,18 @@ def map_tiles(
         raise ArgumentError(f"map_tiles({function!r}): pass a function of a tile; each worker records it for itself")
     if not isinstance(x, Array):
         raise ArgumentError(f"map_tiles({name}): pass a dask.array.Array, and not what is of type {type(x).__name__}")
-    shared = tuple(shared)
+    if not isinstance(shared, (list, tuple)):
+        raise ArgumentError(
+            f"map_tiles({name}): shared is of type {type(shared).__name__}; pass a tuple of arguments, (weights,) for one"
+        )
     for value in shared:
-        if not isinstance(value, (np.ndarray, np.generic, int, float, str)):
+        if not isinstance(value, (np.ndarray, np.generic, int, float, str)) or isinstance(value, np.ma.MaskedArray):
             raise ArrayTypeError(
                 f"map_tiles({name}): shared holds what is of type {type(value).__name__}; pass arrays, numbers, strings"
             )
-    depth, boundary = coerce_depth(x.ndim, depth), coerce_boundary(x.ndim, boundary)
+    # As they are now: workers know them by what was in them.
+    shared = tuple([value.copy(order="K") if isinstance(value, np.ndarray) else value for value in shared])
+    depth, boundary = _margins(name, x.ndim, depth, boundary)
     tiles = overlap(x, depth=depth, boundary=boundary)
     extents, chunks = dict(extents or {}), list(tiles.chunks)
     for axis, extent in extents.items():
@@ -202,6 +209,24 @@ def map_tiles(
         name=f"{name}-{tokenize(tiles, token, extents, kind)}",
     )
     return trim_internal(made, depth, boundary)
+
+
+def _margins(name: str, ndim: int, depth: Any, boundary: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return depth and boundary of each axis; raise for what Dask would leave out without a word."""
+    for what, given in (("depth", depth), ("boundary", boundary)):
+        if isinstance(given, (list, tuple)) and len(given) != ndim:
+            raise ArgumentError(f"map_tiles({name}): {what} has {len(given)} entries, and x {ndim} axes")
+        wrong = [axis for axis in given if axis not in range(ndim)] if isinstance(given, dict) else []
+        if wrong:
+            raise ArgumentError(f"map_tiles({name}): {what} has axis {wrong[0]!r}; x has the axes 0 to {ndim - 1}")
+    depth, boundary = (tuple(given) if isinstance(given, list) else given for given in (depth, boundary))
+    depths, boundaries = coerce_depth(ndim, depth), coerce_boundary(ndim, boundary)
+    for axis, beyond in depths.items():
+        if isinstance(beyond, tuple) and boundaries[axis] != "none":
+            raise ArgumentError(
+                f"map_tiles({name}): depth has {beyond} for axis {axis}; Dask takes two with boundary 'none' alone"
+            )
+    return depths, boundaries
 
 
 def _made(
@@ -239,7 +264,7 @@ def _made(
             except ValueError:  # no worker's task
                 raise error from None
             # While it closes nothing is reported, and the scheduler gives the task to another worker. Dask bounds how often.
-            _leave(worker).result(_CLOSING)
+            wait([_leave(worker)], _CLOSING)
         raise
 
 

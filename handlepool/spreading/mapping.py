@@ -3,8 +3,9 @@
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import length_hint
 from time import sleep
 from types import FunctionType, TracebackType
 from typing import Any
@@ -61,8 +62,9 @@ def spread(
         must not copy from the host: what it needs of there belongs in ``shared``.
     items : iterable
         Arrays of NumPy's or of the driver's, on any device, also in lists, tuples and dictionaries; a tuple stays one argument.
-        They are taken as devices come to be free, and may be overwritten when the next one is taken. An item that holds anything
-        else runs eagerly. One of another device has no gaps between its elements.
+        They are taken as devices come to be free, and may be overwritten when the next one is taken, page-locked ones, too. An
+        item that holds anything else runs eagerly; arrays of the driver's are not looked for in there to be copied, but refused.
+        One of another device has no gaps between its elements.
     shared : sequence
         Further arguments, weights say: read by all calls, and written by none. Their arrays are copied to each device once, and
         used as they are where they lie.
@@ -95,7 +97,7 @@ def spread(
     ArgumentError
         For no device, one twice, or one that there is not; for an option that is none.
     ArrayTypeError
-        For arrays of other libraries in ``shared``; for items with such in an `ItemError`.
+        For arrays of other libraries in ``shared``, and for such with a mask; for items with such in an `ItemError`.
     CaptureError
         Inside a recording, a branch or a task.
     DeviceMismatchError
@@ -105,7 +107,8 @@ def spread(
 
     Notes
     -----
-    What the items themselves raise is raised in the place of the item, after all results before it.
+    What the items themselves raise is raised in the place of the item, after all results before it; and so is what a device lacks
+    to take part, memory for what is shared, say.
 
     What the function itself allocates at its first item, CuPy allocates in its plain way, which CUDA forbids while another thread
     captures in global mode, as ``torch.cuda.graph`` does by default: take a result of each device before.
@@ -138,7 +141,7 @@ def spread(
     pool.internals.status.check()
     driver = pool.driver
     chosen = _chosen(driver, name, devices)
-    check_copied(f"spread({name}): shared", shared, driver)
+    check_copied(f"spread({name}): shared", shared, driver, inside=False)
     _check_closure(driver, name, function, chosen)
     eager = Eager(name)
     rest = name, function, tuple(shared), None if lanes is None else as_integer(lanes), to == "host", eager
@@ -223,7 +226,7 @@ class Spread(Iterator[Any]):
         self._status = pool.internals.status
         self._name = name
         self._items = iter(items)
-        self._total = len(items) if isinstance(items, Sized) else None
+        self._total = length_hint(items) if shows else 0  # what has no length may say so only when it is asked
         self._in_flight = in_flight
         self._most = 2 * in_flight * len(stations)  # given, and not taken
         self._raises = raises
@@ -232,7 +235,7 @@ class Spread(Iterator[Any]):
         self._given = 0
         self._taken = 0
         self._last = False  # whether no item is to be given any more
-        self._failure: Exception | None = None  # of the items themselves
+        self._failure: Exception | None = None  # of the items themselves, or of a device that could not be made ready
         self._flights: deque[Flight] = deque()  # in order, those that are not taken
         # One advance at a time, for threads, and for what `on_done` and the items call: whoever finds it taken is refused.
         self._turn = threading.Lock()
@@ -294,13 +297,17 @@ class Spread(Iterator[Any]):
         except BaseException:
             defer(partial(_settle, stations, self._status))
             raise
+        finally:
+            self._items = iter(())  # a generator ends, and what it has open is closed
 
     def _advance(self, stations: "Stations") -> Any:
         self._fill(stations)
         if not self._flights:
-            if self._failure is not None:
-                raise self._failure
-            raise StopIteration
+            failure, self._failure = self._failure, None
+            try:
+                raise StopIteration if failure is None else failure
+            finally:
+                del failure  # or its traceback would keep it, and what the device had
         flight = self._flights[0]
         self._wait(stations, flight)
         if flight.error is not None and not isinstance(flight.error, ItemError):
@@ -335,7 +342,12 @@ class Spread(Iterator[Any]):
                 self._last, self._failure = True, error
                 return
             self._given += 1
-            station.start()
+            try:
+                station.start()
+            except Exception as error:
+                error.add_note(f"spread({self._name}): device {station.device} was made ready for item {index}")
+                self._last, self._failure = True, error
+                return
             self._flights.append(self._give(station, index, item))
 
     def _give(self, station: Station, index: int, item: Any) -> Flight:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import do_all, frames_inside, kind_of, leaves, shown
+from handlepool._util import attributes, do_all, frames_inside, kind_of, leaves, shown
 from handlepool.drivers.protocol import ASARRAY, LEGACY_STREAM, Driver, Stream
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.pool.context import on_device, run_on
@@ -28,7 +28,7 @@ from handlepool.pool.pool import HandlePool
 from handlepool.recording.outputs import Results
 from handlepool.recording.program import Program
 from handlepool.recording.record import record
-from handlepool.recording.update import copy_all, is_foreign
+from handlepool.recording.update import PLAIN, copy_all, is_foreign
 from handlepool.regions.data_order import before, opened
 from handlepool.regions.plain_calls import pieces_of
 from handlepool.tensors.inference import dense_strides
@@ -146,7 +146,7 @@ class Station:
             caller = self._caller()
             self.last = index
             kept: list[Any] = [item]
-            check_copied(f"item {index}", item, driver)
+            check_copied(f"item {index}", item, driver, inside=True)
             try:
                 staged = self._on(0, rebuilt, item, partial(self._brought, caller, False))
                 kept.append(staged)
@@ -255,12 +255,16 @@ class Station:
         What is shared and lies here is not copied.
         """
         driver = self._driver
+        array: Any
         if isinstance(value, np.ndarray):
             with driver.relaxed():
-                return driver.asarray(value)
+                array = driver.asarray(value)
+                if driver.page_locked(value):  # it is still to be read, and may be overwritten for the next item
+                    driver.synchronize_stream(self._streams[0].ptr)
+            return array
         if not isinstance(value, driver.array_types):
             return value
-        array: Any = value
+        array = value
         source, brings = driver.array_device(array), self._streams[0].ptr
         with on_device(driver, source):
             if source != self.device:
@@ -377,15 +381,28 @@ def geometry(value: Any) -> Hashable:
     return value.shape, value.strides, value.dtype
 
 
-def check_copied(place: str, value: Any, driver: Driver) -> None:
-    """Raise for an array of a library whose arrays are not copied to devices."""
+def check_copied(place: str, value: Any, driver: Driver, *, inside: bool) -> None:
+    """Raise for an array that is not copied to devices: of another library, with a mask, which would be lost.
+
+    With ``inside`` also for one of the driver's inside an object: nothing would order its use after whoever writes it.
+    """
     for leaf in leaves(value):
-        if is_foreign(leaf) and not isinstance(leaf, (np.ndarray, *driver.array_types)):
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise ArrayTypeError(f"{place} holds {shown(leaf)}, whose mask is not copied to devices: pass its data and its mask")
+        if isinstance(leaf, (np.ndarray, *driver.array_types, *PLAIN)):
+            continue
+        if is_foreign(leaf):
             converter = "cupy.from_dlpack" if driver.name == "cuda" else ASARRAY
             raise ArrayTypeError(
                 f"{place} holds {shown(leaf)}, which is not copied to devices: pass what {converter} makes of it, or an array of "
                 f"NumPy's"
             )
+        for array in leaves(leaf, attributes(leaf), calls=True) if inside else ():
+            if isinstance(array, driver.array_types) and not isinstance(array, np.ndarray):
+                raise ArrayTypeError(
+                    f"{place} holds a {kind_of(leaf)} with {shown(array)} in it, which is not copied to devices: pass arrays in "
+                    f"lists, tuples and dictionaries"
+                )
 
 
 def _steps(array: Any) -> tuple[int, ...]:

@@ -24,8 +24,8 @@ class Runtime:
     memcpyDeviceToHost = 2
     CUDARuntimeError = RuntimeRefusalError
 
-    def __init__(self, reaches=1, refusal=None):
-        self.reaches, self.refusal, self.asked = reaches, refusal, []
+    def __init__(self, reaches=1, refusal=None, kind=0):
+        self.reaches, self.refusal, self.kind, self.asked = reaches, refusal, kind, []
 
     def deviceCanAccessPeer(self, here, there):
         return self.reaches
@@ -42,6 +42,12 @@ class Runtime:
     def memcpyAsync(self, target, source, nbytes, kind, pointer):
         self.asked.append(("to host", nbytes, kind, pointer))
         ctypes.memmove(target, source, nbytes)
+
+    memoryTypeHost = 1
+
+    def pointerGetAttributes(self, pointer):
+        self.asked.append(("where", pointer))
+        return SimpleNamespace(type=self.kind, device=0)
 
 
 class DeviceArray:
@@ -112,3 +118,12 @@ def test_a_copy_to_the_host_has_the_layout_of_the_array(make, monkeypatch, order
     assert host.shape == values.shape == shape
     assert (host == values).all()
     assert runtime.asked == ([("to host", values.nbytes, 2, 99)] if values.size else [])
+
+
+@pytest.mark.parametrize(("kind", "locked"), [(0, False), (1, True), (2, False), (3, False)])
+def test_page_locked_memory_is_known(make, kind, locked):
+    """0 is memory that CUDA does not know, 1 the host's, 2 a device's, 3 managed."""
+    driver, runtime = make(kind=kind)
+    values = np.zeros((4, 6))[1:]
+    assert driver.page_locked(values) is locked
+    assert runtime.asked == [("where", values.ctypes.data)]

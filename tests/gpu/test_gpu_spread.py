@@ -96,6 +96,20 @@ def test_items_may_be_overwritten_when_the_next_one_is_taken(pool, stream, kerne
         assert [np.unique(taken(y)).tolist() for y in got] == [[index * 2 + 1] for index in range(count)]
 
 
+def test_page_locked_items_may_be_overwritten_when_the_next_one_is_taken(pool, stream):
+    """Copies of 64 MiB take longer than the next item takes to come."""
+    size, count = 1 << 24, 12
+    memory = np.frombuffer(cupy.cuda.alloc_pinned_memory(4 * size), np.float32, size)
+
+    def given():
+        for index in range(count):
+            memory.fill(index)
+            yield memory
+
+    got = handlepool.spread(lambda x: x * 2 + 1, given(), devices=[0], to="host")
+    assert [np.unique(y).tolist() for y in got] == [[index * 2 + 1] for index in range(count)]
+
+
 def test_memory_of_results_is_used_again_only_after_its_readers(pool, stream, kernels):
     given = [np.full(1 << 16, value, np.float32) for value in range(40)]
     copies = []

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,6 +117,15 @@ def test_zarr_to_zarr(here, tmp_path):
         (tiles.conv, IMAGE, {}, "pass a dask.array.Array, and not what is of type ndarray"),
         (tiles.conv, image(), {"extents": {2: 8}}, "axis 2"),
         (tiles.conv, image(), {"extents": {4: 8}}, "axis 4"),
+        (tiles.conv, image(), {"shared": WEIGHTS}, r"shared is of type ndarray; pass a tuple"),
+        (tiles.conv, image(), {"shared": "abc"}, r"shared is of type str; pass a tuple"),
+        # Dask would leave these out, and the margins would not be there.
+        (tiles.conv, image(), {"depth": {-1: 1, -2: 1}}, "depth has axis -1; x has the axes 0 to 3"),
+        (tiles.conv, image(), {"depth": {2: 1, 4: 1}}, "depth has axis 4"),
+        (tiles.conv, image(), {"depth": (1, 1)}, "depth has 2 entries, and x 4 axes"),
+        (tiles.conv, image(), {"boundary": {-1: "none"}}, "boundary has axis -1"),
+        (tiles.conv, image(), {"boundary": ("none",)}, "boundary has 1 entries"),
+        (tiles.conv, image(), {"depth": {2: (1, 2)}}, r"\(1, 2\) for axis 2; Dask takes two with boundary 'none' alone"),
     ],
 )
 def test_what_cannot_be_mapped_is_refused(function, x, options, message):
@@ -123,9 +133,36 @@ def test_what_cannot_be_mapped_is_refused(function, x, options, message):
         map_tiles(function, x, **{**TILES, **options})
 
 
-def test_what_is_shared_goes_to_workers_as_it_is():
-    with pytest.raises(ArrayTypeError, match="shared holds what is of type list"):
-        map_tiles(tiles.conv, image(), depth=0, shared=([WEIGHTS],))
+@pytest.mark.parametrize(("value", "kind"), [([WEIGHTS], "list"), (np.ma.masked_greater(WEIGHTS, 0), "MaskedArray")])
+def test_what_is_shared_goes_to_workers_as_it_is(value, kind):
+    with pytest.raises(ArrayTypeError, match=f"shared holds what is of type {kind}"):
+        map_tiles(tiles.conv, image(), depth=0, shared=(value,))
+
+
+def test_what_is_shared_is_as_it_was_when_it_was_given(here):
+    """What a worker keeps is found by what was in it then: another call with the same weights finds it, too."""
+    w = WEIGHTS.copy()
+    first = map_tiles(tiles.conv, image(), depth={2: 1, 3: 1}, shared=(w,))
+    w *= 2
+    right = in_one_piece(here)
+    for y in (first, map_tiles(tiles.conv, image(), **TILES)):
+        np.testing.assert_allclose(y.compute(scheduler="synchronous"), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("boundary", ["none", ["none"] * 4, {2: "none", 3: "none"}])
+@pytest.mark.parametrize("depth", [[0, 0, 1, 1], {2: (1, 2), 3: 1}, {2: 12, 3: 12}])
+def test_margins_are_those_of_map_overlap(here, depth, boundary):
+    """Also where chunks are smaller than the margin."""
+
+    def sums(x):
+        y = x * 1
+        y[:, :, 1:-1, 1:-1] = x[:, :, :-2, 1:-1] + x[:, :, 2:, 1:-1] + x[:, :, 1:-1, :-2]
+        return y
+
+    got = map_tiles(sums, image(), depth=depth, boundary=boundary).compute(scheduler="synchronous")
+    depth = dict(enumerate(depth)) if isinstance(depth, list) else depth
+    right = da.map_overlap(sums, image(), depth=depth, boundary="none", dtype="float32").compute(scheduler="synchronous")
+    assert (got == right).all()
 
 
 @pytest.mark.parametrize(
@@ -146,6 +183,20 @@ def test_tiles_with_a_mask_are_refused(here):
     masked = da.ma.masked_greater(image(), 0)
     with pytest.raises(ArrayTypeError, match="of type MaskedArray"):
         map_tiles(tiles.conv, masked, depth=0, shared=(WEIGHTS,)).compute(scheduler="synchronous")
+
+
+def test_a_worker_that_does_not_close_in_time_lets_the_task_report_its_own_error(here, monkeypatch):
+    def lost(x):
+        raise PoisonedContextError("lost")
+
+    left = []
+    monkeypatch.setattr(integration, "_is_lost", lambda: True)
+    monkeypatch.setattr(integration, "get_worker", lambda: "the worker")
+    monkeypatch.setattr(integration, "_leave", lambda worker: left.append(worker) or Future())
+    monkeypatch.setattr(integration, "_CLOSING", 0.0)
+    with pytest.raises(PoisonedContextError, match="lost"):
+        map_tiles(lost, image((1, 4, 30, 40)), depth=0).compute(scheduler="synchronous")
+    assert left == ["the worker"]
 
 
 # The plugin

@@ -157,6 +157,41 @@ def test_items_may_be_on_any_device_and_be_overwritten_when_the_next_one_is_take
     assert same(got, expected(pool))
 
 
+class Reading(HostDriver):
+    """Reads page-locked arrays when the stream has come so far, as CUDA does: all that are given."""
+
+    locks = True
+
+    def asarray(self, values):
+        if not isinstance(values, np.ndarray):
+            return super().asarray(values)
+        array = self.empty(values.shape, values.strides, values.dtype)
+        self.enqueue(self.current_stream().ptr, lambda out: np.copyto(out, values), writes=[array])
+        return array
+
+    def page_locked(self, values):
+        return self.locks
+
+
+@pytest.mark.parametrize("devices", [[0], [0, 1]])
+def test_page_locked_items_may_be_overwritten_when_the_next_one_is_taken(monkeypatch, devices):
+    def refilled():
+        memory = np.empty_like(ARRAYS[0])
+        for x in ARRAYS:
+            memory[...] = x
+            yield memory
+
+    def results(locks, seed):
+        driver = Reading(scheduler="adversarial", devices=2, seed=seed)
+        driver.locks = locks
+        with current(driver, monkeypatch):
+            given = handlepool.spread(add, refilled(), shared=(SHIFT,), devices=devices, to="host", lanes=None)
+            return [np.unique(y).tolist() for y in given]
+
+    assert all(is_right(results(True, seed)) for seed in SEEDS)
+    assert not all(is_right(results(False, seed)) for seed in SEEDS)  # the control
+
+
 def test_items_are_containers_and_a_tuple_stays_one_argument(pool):
     def both(item, w, scale):
         x, named = item
@@ -194,6 +229,21 @@ def test_with_checks(make_driver, monkeypatch):
     with current(make_driver(devices=2), monkeypatch, check=True) as pool:
         got = [*handlepool.spread(tower, images(), shared=(WEIGHTS,), to="host")]
         assert same(got, expected(pool, tower))
+
+
+class Unsized(list):
+    """As a progress bar around a generator is."""
+
+    def __len__(self):
+        raise TypeError("no length")
+
+
+def test_items_may_have_a_length_that_they_do_not_know(pool, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    for progress in (False, True):
+        got = [*handlepool.spread(conv, Unsized(images()), shared=(WEIGHTS,), to="host", progress=progress)]
+        assert same(got, expected(pool))
+    assert f"{COUNT} of ? items" in capsys.readouterr().err
 
 
 def test_fewer_items_than_devices_and_none(pool):
@@ -327,6 +377,22 @@ def test_items_that_raise_do_so_after_the_results_before_them(pool):
     assert same(got, expected(pool)[:5])
 
 
+def test_a_device_that_cannot_take_part_ends_all_after_what_was_computed(pool):
+    """What is shared does not fit the second one."""
+    driver, before = pool.driver, streams(pool)
+    with driver.device(0):
+        gaps = driver.asarray(np.repeat(SHIFT, 2))[::2]
+    results, got = handlepool.spread(add, ARRAYS, shared=(gaps,), devices=[0, 1], to="host", errors="return"), []
+    with pytest.raises(ArgumentError, match="gaps between its elements") as caught:
+        got.extend(results)
+    assert "device 1 was made ready for item 1" in caught.value.__notes__[0]
+    assert [np.unique(y).tolist() for y in got] == [[RIGHT[0]]]
+    assert next(results, "ended") == "ended"
+    del caught
+    gc.collect()
+    assert streams(pool) == before
+
+
 def test_work_that_fails_later_is_the_items_error(pool):
     driver = pool.driver
 
@@ -342,6 +408,27 @@ def test_work_that_fails_later_is_the_items_error(pool):
     given = [(x, index) for index, x in enumerate(images())]
     with pytest.warns(RuntimeWarning, match="eagerly"), pytest.raises(ItemError, match=r"item \d failed.*late"):
         [*handlepool.spread(failing, given, shared=(WEIGHTS,))]
+
+
+def test_work_that_fails_later_makes_no_other_item_fail(make_driver, monkeypatch):
+    """Its memory is used again, and the order checker knows that the host has waited."""
+    driver = make_driver(scheduler="adversarial", devices=1)
+
+    def fail(out):
+        raise BadItemError("late")
+
+    def failing(item, w):
+        y = conv(item[0], w)
+        if item[1] == 2:
+            driver.enqueue(driver.current_stream().ptr, fail, writes=[y])
+        return y
+
+    with current(driver, monkeypatch):
+        given = [(x, index) for index, x in enumerate(images(12))]
+        results = handlepool.spread(failing, given, shared=(WEIGHTS,), errors="return")
+        with pytest.warns(RuntimeWarning, match="eagerly"):
+            got = [*results]
+    assert [index for index, y in enumerate(got) if isinstance(y, ItemError)] == [2]
 
 
 def test_an_interrupt_leaves_nothing_behind(pool):
@@ -391,6 +478,26 @@ def test_an_early_end_leaves_nothing_running(pool, how):
     assert pool.stats()["scratch_bytes_recorded"] == 0
     if how != "drop":
         assert next(results, "ended") == "ended"
+
+
+@pytest.mark.parametrize("how", ["close", "error", "all"])
+def test_a_generator_of_items_ends_with_the_spread(pool, how):
+    ended = []
+
+    def given():
+        try:
+            yield from with_bad_ones() if how == "error" else images()
+        finally:
+            ended.append(how)
+
+    with handlepool.spread(sometimes, given(), shared=(WEIGHTS,), in_flight=1, devices=[0]) as results:
+        next(results)
+        if how == "error":
+            with pytest.raises(ItemError):
+                list(results)
+        elif how == "all":
+            list(results)
+    assert ended == [how]
 
 
 def test_one_result_is_taken_at_a_time(pool, in_thread):
@@ -515,6 +622,36 @@ def test_arrays_of_other_libraries_are_refused(pool):
     other = Other()
     with pytest.raises(DeviceMismatchError, match="closure holds other"):
         handlepool.spread(lambda x: (x, other), images())
+
+
+def test_masks_are_not_lost_but_refused(pool):
+    masked = np.ma.masked_greater(images(1)[0], 0)
+    with pytest.raises(ArrayTypeError, match=r"shared holds <numpy.ma.MaskedArray.*its data and its mask"):
+        handlepool.spread(conv, images(), shared=(WEIGHTS, [masked]))
+    with pytest.raises(ItemError, match=r"item 0 holds <numpy.ma.MaskedArray.*whose mask is not copied"):
+        [*handlepool.spread(conv, [masked], shared=(WEIGHTS,))]
+
+
+class Sample:
+    def __init__(self, x):
+        self.x = x
+
+
+def test_an_array_inside_an_object_is_not_copied_and_so_refused(pool):
+    """Whoever refills it would overwrite it while it is read."""
+    x = pool.driver.asarray(images(1)[0])
+    for item in (Sample(x), (1, [Sample([x])]), lambda: x):
+        with pytest.raises(ItemError, match=r"with <.*HostArray.* in it, which is not copied to devices: pass arrays in lists"):
+            [*handlepool.spread(lambda item, w: conv(item.x, w), [item], shared=(WEIGHTS,), devices=[0])]
+
+
+def test_an_object_may_hold_what_the_function_brings_itself(pool):
+    def brings(sample, w):
+        return conv(pool.driver.asarray(sample.x), w)
+
+    with pytest.warns(RuntimeWarning, match="type .*Sample, which is no array"):
+        got = [*handlepool.spread(brings, [Sample(x) for x in images()], shared=(WEIGHTS,), to="host")]
+    assert same(got, expected(pool))
 
 
 def test_not_inside_recordings_and_branches(pool):

@@ -366,6 +366,10 @@ class CudaDriver:
         runtime.memcpyAsync(memory.ptr, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, pointer)
         return host.transpose(np.argsort(order))
 
+    def page_locked(self, values: np.ndarray[Any, Any]) -> bool:
+        found = runtime.pointerGetAttributes(values.__array_interface__["data"][0])
+        return bool(found.type == runtime.memoryTypeHost)
+
     def array_device(self, array: Any) -> int:
         return int(array.data.device_id)
 

@@ -432,6 +432,10 @@ class HostDriver(Controls):
         self._enqueue(self._current_queue(), np.copyto, (host,), (array,), "copy to the host")
         return host
 
+    def page_locked(self, values: np.ndarray[Any, Any]) -> bool:
+        self._note("page_locked")
+        return False
+
     def array_device(self, array: Array) -> int:
         """Return the ordinal of an array's device; the current one, for an array that this driver did not make."""
         self._note("array_device")

@@ -316,9 +316,11 @@ class StreamTable:
 
     def wait_on_host(self, operation: Operation, purpose: str) -> None:
         """Return when an operation is done; whatever is queued from now on runs after it."""
-        self.scheduler.wait(operation, purpose)
-        if self.scheduler.order is not None:
-            self.scheduler.order.waited(operation)
+        try:
+            self.scheduler.wait(operation, purpose)
+        finally:  # also where it raises what failed in queued work: the host has waited all the same
+            if self.scheduler.order is not None and operation.done:
+                self.scheduler.order.waited(operation)
 
     # Events
 
