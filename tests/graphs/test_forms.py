@@ -300,6 +300,22 @@ def test_what_is_between_two_nodes_has_the_whole_extent(arrays, first, second):
     assert copied == ({} if (8, 32) in (first, second) else {0: (8, 32)})
 
 
+def test_rows_of_several_matrices_are_one_matrix_alone_where_every_operand_has_them(arrays):
+    a, b, z = arrays.random(4, 8, 32), arrays.random(1, 32, 16), arrays.random(1, 8, 16)
+    for addend, batch in ((z, 4), (arrays.random(4, 8, 16), 1), (arrays.random(1, 1, 16), 1)):
+        expected = arrays.take(a) @ arrays.take(b) + arrays.take(addend)
+        assert arrays.error(product_added(a, b, addend), expected) < 1e-2
+        assert json.loads(str(product_added.plan_for(a, b, addend).graph))["tensors"]["a"]["dim"][0] == batch
+
+
+def test_axes_of_two_elements_count_for_the_form_of_an_image():
+    assert forms.spaced_channels_last((2, 8, 2, 2), (32, 1, 16, 8))
+    assert forms.spaced_channels_last((2, 8, 2, 2), (99, 1, 40, 9))
+    for steps in ((32, 1, 16, 4), (32, 1, 8, 8), (16, 1, 16, 8)):
+        assert not forms.spaced_channels_last((2, 8, 2, 2), steps)
+    assert not forms.spaced_channels_last((1, 2, 3, 3), (18, 9, 3, 1))
+
+
 def test_products_of_one_row_and_one_column_have_nothing_behind(arrays):
     """Seen on a GPU: two of three sums of such a product and an addend were wrong."""
     a, b, z = arrays.random(3, 1, 32), arrays.random(3, 32, 1), arrays.random(3, 1, 1)

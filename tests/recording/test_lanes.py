@@ -15,10 +15,11 @@ from harness.lines import DRIVERS, PACKAGE
 from harness.scenes import TIMEOUT, Scene, Thread, leased, works
 
 import handlepool
-from handlepool import ArgumentError, CaptureError, ContractError, PoolClosedError
+from handlepool import ArgumentError, CaptureError, ContractError, HandlePool, PoolClosedError
 from handlepool.drivers.host.array import raw_view
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.graphs import RecordedGraph
+from handlepool.pool.context import thread
 from handlepool.recording import lanes as books
 
 LANES = (1, 2, 3, 8)
@@ -233,6 +234,42 @@ def test_what_streams_share_is_used_beside_nothing_and_is_named(scene):
         assert [step.after for step in steps[3:5]] == [(2,), (2,)]
         program.replay()
         assert scene.read(program.outputs) == 2 + 3 + 2 + 4
+
+
+def test_what_streams_share_outside_of_calls_is_named_where_it_stands(scene):
+    def shared(scene, x):
+        if thread.recording is not None:
+            scene.driver.report("cupy.fft")
+        return scene.plus(x, 100)
+
+    def function(scene, x):
+        first = shared(scene, x)
+        second, third = plus(scene, first, 1), plus(scene, first, 2)
+        return adding(scene, shared(scene, second), shared(scene, third))
+
+    value, how = replayed(scene, function, scene.array(1))
+    assert value == 202 + 203
+    named = [step for step in how.serial if step.name == "cupy.fft"]
+    assert [step.place.startswith(__file__) for step in named] == [True] * 3
+    assert named[0].after == ()
+    assert named[1].after == (2, 3)  # both calls, which stand behind what was used before them
+    assert [step.why for step in how.nodes] == [""] * 3
+
+
+def test_a_call_of_another_pool_is_no_node_and_has_a_handle_of_its_own(scene):
+    x = scene.driver.asarray(np.ones((1, 4, 8, 8), np.float32))
+    w = scene.driver.asarray(np.ones((4, 4, 1, 1), np.float32))
+    with HandlePool(driver=scene.driver) as other:
+
+        def function(x):
+            return handlepool.conv2d(handlepool.conv2d(double(x), w, pool=other), w)
+
+        with handlepool.record(function, x, lanes=4) as program:
+            how = program.explain()
+            assert [len(how.nodes), [step.after for step in how.nodes]] == [2, [(), (1,)]]
+            program.replay()
+            assert np.unique(scene.driver.asnumpy(program.outputs)).tolist() == [32]
+        assert other.stats()["handles_created"] > 0
 
 
 def test_graph_functions_are_nodes(scene):
@@ -622,10 +659,10 @@ def test_two_threads_record_at_once(scene):
             found.append(replayed(scene, function, x)[0])
 
     threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT)
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(TIMEOUT)
     assert found == [95, 95]
 
 
