@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool.drivers.protocol import Copy, Driver, Executable, scratch_of
+from handlepool.drivers.protocol import ALIGNMENT, Copy, Driver, Executable, scratch_of
 from handlepool.errors import GraphNotSupportedError
 from handlepool.graphs.forms import conform
 from handlepool.graphs.plan import Plan, at_their_places
@@ -165,7 +165,8 @@ def build(
             taken = scratch_of(copies)
             if taken > limit:
                 raise GraphNotSupportedError(f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}")
-            asked["workspace_limit"] = limit - taken
+            # Copies begin at a multiple behind the plan's own scratch, which is rounded up for that.
+            asked["workspace_limit"] = (limit - taken) // ALIGNMENT * ALIGNMENT if taken else limit
         make = partial(builder.compile, graph, operands, copies=copies, name=name, titles=titles)
         key = "" if files is None else plan_key(graph, operands, asked, builder.made_for())
         executable: Executable | None = None

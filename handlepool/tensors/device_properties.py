@@ -67,7 +67,7 @@ class DeviceProperties:
         text = self.text
         try:
             found = json.loads(text)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(f"properties of a device are JSON, not {shown(text)} ({error})") from None
         if not isinstance(found, dict):
             raise ArgumentError(f"properties of a device are a JSON object, not {shown(found)}")

@@ -6,6 +6,7 @@ On the host driver these tests show what is declared, copied and refused; what c
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -195,6 +196,18 @@ def test_the_scratch_of_copies_counts_against_the_limit(arrays):
     x, w = arrays.random(2, 16, 7, 6, layout="NHWC"), arrays.random(24, 16, 3, 3)
     with pytest.raises(GraphNotSupportedError, match="copies of its operands take 6,912 bytes"):
         convolution_relu.options(workspace_limit=6000)(x, w)
+
+
+def test_scratch_and_copies_together_keep_the_limit(arrays):
+    """On a GPU plans that take less may win; here what each may take is known."""
+    x, w = arrays.random(1, 3, 5, 5), arrays.random(3, 3, 3, 3)
+    whole = convolution_relu.plan_for(x, w)
+    assert whole.copies
+    taken = whole.workspace_size
+    for limit in range(taken - 3 * 256, taken, 17):
+        with suppress(GraphNotSupportedError):
+            assert convolution_relu.options(workspace_limit=limit).plan_for(x, w).workspace_size <= limit
+    assert convolution_relu.options(workspace_limit=taken).plan_for(x, w).workspace_size <= taken
 
 
 @pytest.mark.parametrize("rank", [2, 3, 4])

@@ -79,6 +79,17 @@ def ragged(swapped):
     return build
 
 
+def two(swapped):
+    def build(g, x, z, w):
+        made = [g.relu(x), g.exp(x)]
+        operands = [x, *(reversed(made) if swapped else made)]
+        for uid, tensor in enumerate(operands, 71):
+            tensor.set_uid(uid)
+        return [x, *(tensor.set_output(True).set_dim(x.dim).set_stride(x.stride) for tensor in operands[1:])]
+
+    return build
+
+
 GRAPHS = {
     "plain": plain,
     "without a sum": lambda g, x, z, w: g.relu(convolved(g, x, w)),
@@ -104,6 +115,8 @@ GRAPHS = {
     "a uid": on(lambda x: x.set_uid(77)),
     "an order in memory": on(lambda x: x.set_reordering_type(cudnn.tensor_reordering.F8_128x4)),
     "a promise": on(lambda x: x.set_alignment_value(8)),
+    "two outputs": two(False),
+    "two outputs swapped": two(True),
     "offsets": ragged(False),
     "swapped offsets": ragged(True),
     **{

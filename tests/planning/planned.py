@@ -17,7 +17,7 @@ import handlepool
 from handlepool import ArgumentError, DriverNotAvailableError, GraphNotSupportedError
 from handlepool.__main__ import main
 from handlepool.drivers.cuda import planning
-from handlepool.graphs.compile import build
+from handlepool.graphs.compile import build, save
 from handlepool.graphs.signature import Recipe, Signature
 from handlepool.graphs.trace import Request
 from handlepool.pool.default import standing_in
@@ -59,6 +59,16 @@ def saved(folder):
     plans = [convolution(batch, files) for batch in range(1, 9)]
     told.append([[plan.engine, plan.workspace_size, plan.candidates, plan.executable.untried] for plan in plans])
     return {"built": told[0], "loaded": told[1], "swapped": told[2], "counts": files.counts(), "seconds": seconds}
+
+
+def kept_again(folder):
+    """Build a plan, and three times load it and keep it again: whether it was loaded."""
+    files, loaded = PlanDirectory(folder), []
+    for _ in range(4):
+        plan = convolution(files=files)
+        loaded.append(plan.executable.untried)
+        save(plan, files)
+    return loaded
 
 
 def elsewhere(folder):

@@ -29,6 +29,10 @@ def test_plans_that_were_saved_are_made_again_and_in_the_place_of_another_refuse
     assert said["counts"] == {f"plan_files_{name}": count for name, count in counts.items()}
 
 
+def test_a_plan_that_was_loaded_can_be_kept_again(cudnn, tmp_path):
+    assert cudnn("planning.planned.kept_again", str(tmp_path / "plans")) == [False, True, True, True]
+
+
 def test_a_command_plans_what_a_module_lists_for_whoever_has_the_device(cudnn, tmp_path):
     found = cudnn("planning.planned.elsewhere", str(tmp_path))
     *lines, total = found["said"]

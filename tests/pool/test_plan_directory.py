@@ -139,6 +139,7 @@ def test_a_file_under_another_plans_name_is_passed_over(files):
     files.save("another graph", PLAN)
     (other,) = set(files.path.iterdir()) - {path}
     path.replace(other)
+    assert [file.key for file in files.files()] == [None]
     assert files.load("another graph") is None
     assert files.counts()["plan_files_rejected"] == 1
 
@@ -192,6 +193,48 @@ def test_a_file_that_others_may_write_to_is_passed_over(files, mode):
     files.save("a graph", PLAN)
     assert files.load("a graph") == PLAN
     assert files.counts() == {"plan_files_written": 2, "plan_files_rejected": 1, "plan_files_loaded": 1}
+
+
+def test_a_file_of_somebody_elses_is_passed_over(files, monkeypatch):
+    files.save("a graph", PLAN)
+    owner = files.path.stat().st_uid
+    if owner == 0:
+        os.chown(only_file(files), 12345, -1)
+    else:
+        users = iter([owner, owner + 1])  # who asks for the directory, and then for the file
+        monkeypatch.setattr(os, "geteuid", lambda: next(users))
+    assert files.load("a graph") is None
+    assert files.counts()["plan_files_rejected"] == 1
+
+
+def test_a_plan_that_is_larger_than_all_may_be_drives_out_no_other(tmp_path):
+    files = PlanDirectory(tmp_path / "plans", most=10_000)
+    files.save("a graph", PLAN)
+    files.save("a large graph", SavedPlan("eng1", 0, 1, bytes(20_000)))
+    assert [file.key for file in files.files()] == ["a graph"]
+
+
+def test_a_file_of_any_size_is_passed_over_unread(files):
+    files.save("a graph", PLAN)
+    os.truncate(only_file(files), 1 << 40)
+    assert files.load("a graph") is None
+    assert [file.plan for file in files.files()] == [None]
+
+
+def test_what_was_rejected_is_there_no_more(files):
+    files.save("a graph", PLAN)
+    files.reject("a graph")
+    assert list(files.path.iterdir()) == []
+    assert files.counts() == {"plan_files_written": 1, "plan_files_rejected": 1}
+
+
+def test_the_size_is_looked_at_now_and_then(tmp_path, monkeypatch):
+    looks, listed = [], plan_directory._listed
+    monkeypatch.setattr(plan_directory, "_listed", lambda *given: looks.append(given) or listed(*given))
+    files = PlanDirectory(tmp_path / "plans", most=16 * 10_000)
+    for _ in range(30):
+        files.save("a graph", PLAN)  # of 3 kB each
+    assert 2 * 6 <= len(looks) <= 2 * 12
 
 
 def test_reading_takes_memory_for_what_there_is(files):

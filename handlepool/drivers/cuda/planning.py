@@ -7,7 +7,7 @@ compiles.
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import cudnn
@@ -42,6 +42,8 @@ class Planned:
         The entry beneath ``pygraph.execute``, which takes an array of pointers, and the plan's ``index`` for it.
     size : int
         Bytes of scratch for the graph alone.
+    saved : SavedPlan or None
+        What it was made of. cuDNN writes less of a plan that it has read than it wants to read.
     """
 
     graph: Any
@@ -53,11 +55,12 @@ class Planned:
     raw: Callable[..., None] | None
     index: int
     size: int
+    saved: SavedPlan | None = None
 
     def save(self) -> SavedPlan | None:
         """Return the plan as cuDNN writes it; None for one of the frontend's own engines."""
-        if self.graph.selected_engine is not None:
-            return None
+        if self.saved is not None or self.graph.selected_engine is not None:
+            return self.saved
         return SavedPlan(self.engine, self.size, self.candidates, bytes(self.graph.serialize(as_bytes=True)))
 
 
@@ -147,7 +150,7 @@ def loaded(graph: Any, operands: Sequence[Any], copies: Sequence[Copy], saved: S
             raise ValueError(f"it needs {planned.size} bytes of scratch, not {saved.workspace_size}")
     except Exception as error:  # whatever cuDNN, or the frontend, makes of what may be anything
         raise GraphNotSupportedError(f"what was saved is no plan of this graph: {error}") from error
-    return planned
+    return replace(planned, saved=saved)
 
 
 def _planned(
