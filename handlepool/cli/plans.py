@@ -59,7 +59,7 @@ def _clear(files: PlanDirectory) -> int:
 
 
 def _build(name: str, properties: Path, path: str) -> int:
-    """Plan what a module lists for a described device; the status is 1 where a function cannot be planned."""
+    """Plan what a module lists for a described device; the status is 1 where one cannot be planned, or kept."""
     from handlepool.cli.planner import REFUSED, Planner
     from handlepool.pool.default import standing_in
     from handlepool.pool.pool import HandlePool
@@ -90,6 +90,8 @@ def _build(name: str, properties: Path, path: str) -> int:
                 function(*planner.arrays_of(specs), **planner.arrays_of(options))
             except GraphNotSupportedError as error:
                 failed.append(f"{getattr(function, '__name__', function)} cannot be planned: {error}")
+        if unwritten := pool.stats()["plan_files_unwritten"]:
+            failed.append(f"{unwritten} plans could not be written to {path}: it is full or read-only")
     for title, plan in planner.planned.items():
         print(f"{title}: {plan}")
     for line in failed:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -84,6 +85,18 @@ def elsewhere(folder):
         counts = {name: count for name, count in pool.stats().items() if name.startswith("plan_files_") and count}
     found = [file.plan.engine for file in PlanDirectory(plans).files()]
     return {"status": status, "said": said.getvalue().splitlines(), "engine": again.engine, "counts": counts, "files": found}
+
+
+def nowhere(folder):
+    """Have the command plan into a directory that takes nothing: its status, and the last two lines that it printed."""
+    properties, said = Path(folder) / "h200.json", io.StringIO()
+    properties.write_text(h200().text)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))  # as on a disk that is full
+    with contextlib.redirect_stdout(said):
+        status = main(
+            ["plans", "build", "planning.listed", "--device-properties", str(properties), "--directory", f"{folder}/plans"]
+        )
+    return status, said.getvalue().splitlines()[-2:]
 
 
 def beside(folder):

@@ -53,6 +53,13 @@ def test_what_a_command_plans_is_known_by_the_device_alone_where_the_environment
     assert cudnn("planning.planned.beside", str(tmp_path)) == [["NVIDIA H200", each] for each in settings]
 
 
+def test_plans_that_no_room_is_left_for_are_told(cudnn, tmp_path):
+    status, said = cudnn("planning.planned.nowhere", str(tmp_path))
+    assert status == 1
+    assert said[0] == f"3 plans could not be written to {tmp_path}/plans: it is full or read-only"
+    assert said[1] == "3 plans for NVIDIA H200, 0 refused"
+
+
 def test_plans_without_tf32_are_not_those_with_it(cudnn):
     with_it, without = cudnn("planning.planned.overridden", None), cudnn("planning.planned.overridden", "0")
     assert with_it["candidates"] > without["candidates"]
