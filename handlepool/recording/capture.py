@@ -355,7 +355,7 @@ class Recording:
                 ) from ending
             causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
             cause = next(filter(None, causes), None)
-            if cause is None and error is not None:
+            if error is not None and (cause is None or _says_all(error)):
                 raise error
             place = "" if error is None else _place_of(error)
             where = f" at {place}" if place and place not in str(cause) else ""  # the host driver names it, too
@@ -405,6 +405,15 @@ class Recording:
             return self.destroy()
         except Exception:
             return False
+
+
+def _says_all(error: BaseException) -> bool:
+    """Whether it is a refusal of recordings' own, which names what is wrong, and not what a driver met."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    origin = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return isinstance(error, CaptureError) and origin.startswith("handlepool.recording.")
 
 
 def _place_of(error: BaseException) -> str:

@@ -331,6 +331,9 @@ class Lanes:
             if self._asked:
                 self._forget_asked((*reads, *writes, *made, *written))
             got = self._end(lane, node, place)
+            if not got:  # what it allocated is still as it was
+                for start, stop, _ in made:
+                    self._unwritten.add(start, stop, place)
         finally:
             self._busy = False
         if not got:

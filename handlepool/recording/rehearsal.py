@@ -35,7 +35,8 @@ class Made(NamedTuple):
         return cls(name, tuple([each[1] - each[0] for each in writes if not isinstance(each, Token)]), place)
 
     def __str__(self) -> str:
-        return f"{self.name} at {self.place}, which writes {sum(self.sizes):,} bytes"
+        writes = f", which writes {sum(self.sizes):,} bytes" if self.sizes else ""
+        return f"{self.name} at {self.place}{writes}"
 
 
 class Rehearsal:

@@ -165,6 +165,29 @@ def test_memory_that_nobody_wrote_is_not_read_and_call_and_array_are_named(scene
     assert works(scene)
 
 
+def test_memory_of_a_call_that_gave_no_work_is_not_read_before_it_is_written(scene):
+    @handlepool.operation
+    def buffer(scene):
+        return scene.array()
+
+    @handlepool.operation(mutates="z")
+    def filled(scene, z):
+        scene.put(z, lambda: 5)
+
+    def function(x, fills):
+        z = buffer(scene)
+        if fills:
+            filled(scene, z)
+        return adding(scene, x, z)
+
+    with pytest.raises(CaptureError, match=r"add at .* reads .* that was allocated at .* and that nothing has written"):
+        handlepool.record(function, scene.array(1), False, lanes=4)
+    assert works(scene)
+    with handlepool.record(function, scene.array(1), True, lanes=4) as program:
+        program.replay()
+        assert scene.read(program.outputs) == 6
+
+
 @pytest.mark.parametrize("how", ["a call", "a part by a call", "plain code"])
 def test_memory_that_was_written_is_read(scene, how):
     @handlepool.operation(mutates="y")
