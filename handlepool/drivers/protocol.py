@@ -271,10 +271,11 @@ class RecordingMemory(Protocol):
     def tell(self, of: Callable[[object], None] | None) -> None:
         """Pass each block that is allocated from now on to a function; None ends that. See `Driver.block_range`."""
 
-    def recycle(self, may_have: Callable[[int, int], bool] | None) -> bool:
-        """Give what was freed to the next array for which a function says so, whatever stream it was for; None ends that.
+    def recycle(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
+        """Give what was freed to the next array for which a function says so; None ends that.
 
-        The function is told where a block begins and ends. False where the driver cannot, and does as before.
+        The function is told where a block begins and ends. Streams that are ``known``, by their pointers, get memory of each
+        other; that of any other stream is for that stream alone. False where the driver cannot, and does as before.
         """
 
     def holds(self, value: object) -> bool:

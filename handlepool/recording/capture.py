@@ -296,6 +296,8 @@ class Recording:
         end = lanes.begin(slot, self._memory, self._tensors)
         try:
             value = self._call(slot, function, args, kwargs)
+            if lanes.refused:
+                raise CaptureError(lanes.refused)
             check_same(self._name, self._rehearsed, lanes.calls)
             lanes.join()
             return value

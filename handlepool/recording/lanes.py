@@ -10,7 +10,8 @@ was is seen at the next node, which starts new books behind it.
 There are as many lanes as the data allows: `handlepool.recording.schedule` brings them down to the number that was asked for.
 
 Memory that was freed while recording is given to a node alone that comes after all who used it: no edge is added for that. Where
-the driver cannot do so, all is kept to the end of the recording.
+the driver cannot do so, all is kept to the end of the recording. What was allocated for a stream of the function's own is for
+that stream alone, as outside of recordings: the books do not know who used it when.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -112,6 +113,8 @@ class Lanes:
         Lanes.
     exact : bool
         Whether the driver can put a stream behind nodes by choice.
+    refused : str
+        What a call was refused for, also where the function caught that: without the call a program would be another one.
     """
 
     def __init__(self, pool: PoolInternals, device: int, limit: int, leased: list[Slot]) -> None:
@@ -123,6 +126,7 @@ class Lanes:
         self.calls: list[Made] = []
         self.wanted = self.got = 0
         self.exact = True
+        self.refused = ""
         self._width = 1 if limit == 1 else MOST_SIDE_SLOTS
         self._pool = pool
         self._driver = pool.driver
@@ -130,6 +134,7 @@ class Lanes:
         self._sides = pool.device(device).sides
         self._leased = leased
         self._lanes: list[_Lane] = []
+        self._pointers: set[object] = set()  # of the main stream and the lanes
         self._of: dict[Track, _Lane] = {}
         self._uses = Uses()
         self._leaves: list[_Node] = []
@@ -166,10 +171,11 @@ class Lanes:
         if tensors is not None and self.limit > 1:
             self._held = Held(tensors)
         self._main = slot
+        self._pointers.add(slot.pointer)
         base = self._driver.dependencies(slot.pointer)
         self.exact = base is not None
         self._base = self._put = base or ()
-        self._keeps = self.exact and not memory.recycle(self.may_have)
+        self._keeps = self.exact and not memory.recycle(self.may_have, self._pointers.__contains__)
         memory.tell(self.allocated)
         watches = [self._driver.watch_shared(self._shared, check=False), self._driver.watch_plain(self._plain)]
         return partial(do_all, [*watches, partial(memory.tell, None), partial(memory.recycle, None)])
@@ -283,21 +289,25 @@ class Lanes:
         Raises
         ------
         CaptureError
-            For more nodes than a recording may have, and for a call whose work the capture did not get.
+            For more nodes than a recording may have, and for a call whose work the capture did not get, or in no known order.
         OwnershipError
             In a finaliser that found its thread in the middle of the books.
         """
         if self._busy:
             raise in_the_middle()
         if self._nodes >= MOST_NODES:
-            raise CaptureError(f"{name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}")
+            raise self._refuse(f"{name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}")
         self._busy = True
         try:
             place = place_of_call()
             self.calls.append(Made.of(name, writes, place))
             self._see_others(place)
             if self.exact:
-                self._unwritten.check(name, place, reads, writes, keep)
+                try:
+                    self._unwritten.check(name, place, reads, writes, keep)
+                except CaptureError as error:
+                    self.refused = str(error)
+                    raise
                 self._unwritten.wrote(writes)
             self._expected = None
             if self._new or self._asked:
@@ -336,6 +346,8 @@ class Lanes:
                     self._unwritten.add(start, stop, place)
         finally:
             self._busy = False
+        if self.refused:
+            raise CaptureError(self.refused)
         if not got:
             self._check_nothing(name, place, reads, writes, result)
         return result
@@ -433,6 +445,7 @@ class Lanes:
         lanes.append(lane)
         self.got = len(lanes)
         self._of[lane.track] = lane
+        self._pointers.add(slot.pointer)
         if slot is not self._main:
             bind_to_thread(self._pool.sound(slot))
             self._driver.record_event(slot.start_event, self._main.pointer)
@@ -450,6 +463,12 @@ class Lanes:
             return True  # nobody can tell
         node.ends = self._dependencies(lane.slot.pointer)
         if lane.slot is not self._main and not _same(found := self._dependencies(self._main.pointer), self._put):
+            if not _same(node.ends, self._behind):
+                self.refused = (
+                    f"{self.steps[node.step].name} at {place} gave work both to the current stream and to the one that is "
+                    f"recorded, which were one when it was called for real, and have no order here: let it launch on the stream "
+                    f"that is current inside it"
+                )
             node.ends = tuple(dict.fromkeys(node.ends + found))  # which is after all before it
             self._why = self._why or "it gave work to the stream that is recorded, and not to its own lane alone"
         self.ends[node.step] = node.ends
@@ -469,10 +488,14 @@ class Lanes:
                 memory = piece_of(self._driver, value)
                 wrote = memory is not None and memory[0] < memory[1] and not any(share(memory, each) for each in known)
         if wrote:
-            raise CaptureError(
+            raise self._refuse(
                 f"{name} at {place} gave no work to the stream that is recorded, so that replays would go without what it wrote. "
                 f"It belongs before the recording, or after; or its library has to launch on the current stream"
             )
+
+    def _refuse(self, why: str) -> CaptureError:
+        self.refused = why
+        return CaptureError(why)
 
     # What is no node
 

@@ -609,6 +609,71 @@ def test_work_of_another_library_that_the_capture_did_not_get_is_refused(scene):
     assert works(scene)
 
 
+@pytest.mark.parametrize("also_here", [False, True])
+def test_work_for_the_recorded_stream_itself_is_alone_or_refused(scene, also_here):
+    """What takes the stream before the call, and launches on it inside."""
+
+    @handlepool.operation
+    def elsewhere(x, stream):
+        y = scene.plus(x, 1) if also_here else x
+        with stream:
+            return scene.plus(y, 10)
+
+    def function(scene, x):
+        stream = scene.driver.current_stream()
+        first = plus(scene, x, 1)
+        return [elsewhere(first, stream), plus(scene, first, 2)]
+
+    expected = [scene.read(y) for y in function(scene, scene.array(1))]
+    if also_here:
+        with pytest.raises(CaptureError, match=r"elsewhere at .*test_lanes.py:\d+ gave work both to the current stream and to"):
+            handlepool.record(function, scene, scene.array(1), lanes=4)
+        assert works(scene)
+        return
+    with handlepool.record(function, scene, scene.array(1), lanes=4) as program:
+        program.replay()
+        assert [scene.read(y) for y in program.outputs] == expected
+        (step,) = program.explain().serial
+        assert "not to its own lane alone" in step.why
+        assert program.explain().steps[2].after == (1,)
+
+
+def test_a_refusal_that_the_function_catches_is_told_all_the_same(scene, monkeypatch):
+    @handlepool.operation(mutates="y")
+    def filled(y):
+        raw_view(y)[0][...] = 5
+
+    @handlepool.operation
+    def both(x, stream):
+        with stream:
+            y = scene.plus(x, 1)
+        return y, scene.plus(x, 1)
+
+    def unwritten(x):
+        return plus(scene, scene.array(), 1)
+
+    def twice(x):
+        return both(x, scene.driver.current_stream())
+
+    def many(x):
+        return [plus(scene, x, value) for value in range(4)]
+
+    def function(call, x):
+        y = plus(scene, x, 1)
+        try:
+            call(x)
+        except CaptureError:
+            y = plus(scene, x, 2)
+        return y
+
+    monkeypatch.setattr(books, "MOST_NODES", 4)
+    for call, message in ((filled, "gave no work"), (unwritten, "nothing has written"), (twice, "work both"), (many, "node 5")):
+        with pytest.raises(CaptureError, match=message):
+            handlepool.record(partial(function, call), scene.array(1), lanes=4)
+        assert leased(scene) == 0
+    assert works(scene)
+
+
 def test_an_operation_that_gives_no_work_and_writes_nothing_is_taken(scene):
     @handlepool.operation
     def half(x):

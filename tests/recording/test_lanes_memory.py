@@ -28,7 +28,7 @@ def scene(monkeypatch):
 
 def kept(monkeypatch):
     """All memory is kept to the end of the recording."""
-    monkeypatch.setattr(RecordingMemory, "recycle", lambda memory, may_have: False)
+    monkeypatch.setattr(RecordingMemory, "recycle", lambda memory, *_: False)
 
 
 @handlepool.operation
@@ -102,6 +102,58 @@ def test_g8_chains_beside_each_other_have_memory_of_their_own(scene, lanes):
 def test_g8_control_memory_that_goes_to_whoever_asks_is_caught(scene, monkeypatch):
     monkeypatch.setattr(Lanes, "may_have", lambda lanes, start, stop: True)
     program = handlepool.record(beside, scene, scene.array(1), lanes=8)
+    with pytest.raises(ContractError, match="not ordered"):
+        program.replay()
+    scene.driver.order.found.clear()
+
+
+def on_streams(scene, others, x):
+    """Work on streams of the function's own, beside the current one, of which each frees memory that the others would take."""
+    main, made = scene.driver.current_stream(), []
+    for other in others:
+        other.wait_event(main.record())
+        with other:
+            y = x
+            for value in range(3):
+                y = y + value
+            made.append(y)
+    y = x
+    for value in range(3):
+        y = y * value
+    for other in others:
+        main.wait_event(other.record())
+    return [*made, y]
+
+
+def in_branches(scene, others, x):
+    return scene.states.map(lambda x: on_streams(scene, others, x), [x])[0]
+
+
+as_a_call = handlepool.operation(on_streams)
+
+
+def as_calls(scene, others, x):
+    return [y for value in range(2) for y in as_a_call(scene, others, plus(scene, x, value))]
+
+
+@pytest.mark.parametrize("function", [on_streams, in_branches, as_calls])
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_g8_streams_of_the_functions_own_have_memory_of_their_own(scene, function, lanes):
+    others = [scene.driver.create_stream() for _ in range(2)]
+    x = scene.array(1)
+    scene.read(x)  # who made it is waited for
+    expected = [scene.read(y) for y in function(scene, others, x)]
+    with handlepool.record(function, scene, others, x, lanes=lanes) as program:
+        program.replay()
+        assert [scene.read(y) for y in program.outputs] == expected
+
+
+@pytest.mark.parametrize("function", [on_streams, in_branches, as_calls])
+def test_g8_control_memory_for_whatever_stream_asks_is_caught(scene, function, monkeypatch):
+    original = RecordingMemory.recycle
+    monkeypatch.setattr(RecordingMemory, "recycle", lambda memory, may_have, *_: original(memory, may_have, lambda stream: True))
+    others = [scene.driver.create_stream() for _ in range(2)]
+    program = handlepool.record(function, scene, others, scene.array(1), lanes=8)
     with pytest.raises(ContractError, match="not ordered"):
         program.replay()
     scene.driver.order.found.clear()

@@ -166,7 +166,8 @@ class CudaRecordingMemory:
         self._devices: set[int] = set()
         self._addresses: set[int] = set()  # of what was given: no other pool has them as long as this one has not given them back
         self._may_have: Callable[[int, int], bool] | None = None
-        self._freed: dict[int, FreedBlocks[Any]] = {}  # by device
+        self._known: Callable[[object], bool] = bool
+        self._freed: dict[tuple[int, int | None], FreedBlocks[Any]] = {}  # by device, and by stream where that is not known
 
     def allocator(self, nbytes: int) -> Any:
         memory = self._fresh(nbytes) if self._may_have is None or not nbytes else self._recycled(nbytes)
@@ -188,7 +189,8 @@ class CudaRecordingMemory:
     def _recycled(self, nbytes: int) -> Any:
         device = runtime.getDevice()
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        freed = self._freed.setdefault(device, FreedBlocks())
+        stream = cupy.cuda.get_current_stream().ptr
+        freed = self._freed.setdefault((device, None if self._known(stream) else stream), FreedBlocks())
         block, home = freed.take(size, self._is_free) or (None, freed.home(size))
         if block is None:
             block = self._fresh(size)
@@ -201,8 +203,8 @@ class CudaRecordingMemory:
     def tell(self, of: Callable[[object], None] | None) -> None:
         self._tell = of
 
-    def recycle(self, may_have: Callable[[int, int], bool] | None) -> bool:
-        self._may_have = may_have
+    def recycle(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
+        self._may_have, self._known = may_have, known
         return True
 
     @property

@@ -107,11 +107,12 @@ class RecordingMemory:
         self.nbytes = 0
         self._tell: Callable[[object], None] | None = None
         self._may_have: Callable[[int, int], bool] | None = None
+        self._known: Callable[[object], bool] = bool
 
     def take(self, device: DeviceMemory, key: object, nbytes: int) -> Owner:
         """Return a block; take care of captures by itself, as an allocator must."""
         size = DeviceMemory.rounded(nbytes)
-        arena = self._arenas.setdefault((device, None if self._may_have else key), FreedBlocks())
+        arena = self._arenas.setdefault((device, None if self._may_have and self._known(key) else key), FreedBlocks())
         if self._may_have is None:  # the block freed last comes first
             home = arena.home(size)
             block = home.pop() if home else None
@@ -134,9 +135,9 @@ class RecordingMemory:
         """Pass each block that is allocated from now on to a function."""
         self._tell = of
 
-    def recycle(self, may_have: Callable[[int, int], bool] | None) -> bool:
-        """Ask a function for whom a block may be."""
-        self._may_have = may_have
+    def recycle(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
+        """Ask a function for whom a block may be, and another which streams may have each other's."""
+        self._may_have, self._known = may_have, known
         return True
 
     def _fresh(self, device: DeviceMemory, size: int) -> Block:
