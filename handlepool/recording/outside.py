@@ -74,8 +74,8 @@ class Outside:
                     self._arrays.append(array)
                     known.append(memory)
         for piece, call in written.items():
-            if not any(memory[0] <= piece[0] and piece[1] <= memory[1] for memory in known):
-                raise self._refused(f"{call} writes memory that the function was not given")
+            if not any(_has(memory, piece) for memory in known):
+                raise self._refused(f"{call} writes memory that the function was not given, or not all of")
 
     def save(self) -> None:
         """Enqueue copies of all."""
@@ -116,6 +116,11 @@ class Outside:
             f"{self._name} cannot be replayed to be timed, since what replays change could not be restored: {why}. Record it "
             f"with the lanes that you want, and time replays of your own"
         )
+
+
+def _has(memory: Piece, piece: Piece) -> bool:
+    """Whether one piece of memory is known to be all of another one, or more: of two with gaps where they are the same."""
+    return memory == piece or (memory[2] is None and memory[0] <= piece[0] and piece[1] <= memory[1])
 
 
 class Ranges:

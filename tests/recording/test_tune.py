@@ -315,6 +315,26 @@ def test_memory_that_the_function_was_not_given_is_refused_with_the_call(scene):
     GLOBAL.clear()
 
 
+def test_memory_between_the_elements_of_what_the_function_was_given_is_refused(scene):
+    y = scene.array(1, size=16)
+    GLOBAL[:] = [y[:9]]  # inside of where y[::2] begins and ends
+
+    def function(scene, x):
+        times(scene, x, 2)
+        return of_a_global(scene, plus(scene, x, 0))
+
+    with handlepool.record(function, scene, y[::2], lanes=8) as program:
+        before = y.get().tolist()
+        with pytest.raises(ArgumentError, match=r"times at \S+ writes memory that the function was not given, or not all of"):
+            program.tune(seconds=0.01)
+        assert y.get().tolist() == before
+    GLOBAL.clear()
+    with handlepool.record(in_place, scene, y[::2], lanes=8) as program:  # itself has gaps, too
+        before = y.get().tolist()
+        program.tune((1, 2), seconds=0.01)
+        assert y.get().tolist() == before
+
+
 def test_a_token_that_is_written_is_refused_with_the_call(scene):
     @handlepool.operation(mutates="plan")
     def counted(plan, x):
