@@ -63,7 +63,7 @@ class Operation(Generic[P, R_co]):
         self._says = mutates is not None or reads is not None
         self._mutates = _finds(name, parameters, "mutates", mutates)
         self._reads = _finds(name, parameters, "reads", reads)
-        self._method = False
+        self._method = next(iter(parameters), "") == "self"  # also inside a property, of which nobody tells it
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._method = True

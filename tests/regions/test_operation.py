@@ -133,6 +133,34 @@ def test_an_attribute_is_named_by_dots_and_what_is_none_is_nothing(array, memory
     assert accesses(deep, accumulator)[1] == memory(accumulator.state.state)
 
 
+def test_what_an_object_has_is_read_by_its_methods_however_these_were_made(array, memory, monkeypatch):
+    class Holder(Accumulator):
+        @property
+        @handlepool.operation
+        def doubled(self):
+            return self.state * 2
+
+        @functools.wraps(halve)
+        def wrapped(self):
+            return inner(self)
+
+    def halved(self):
+        return self.state * 0.5
+
+    Holder.halved = inner = handlepool.operation(halved)
+    holder, found = Holder(array()), []
+    accesses = handlepool.regions.operation.Operation.accesses
+    monkeypatch.setattr(
+        "handlepool.regions.operation.Operation.accesses", lambda *call: found.append(accesses(*call)) or found[-1]
+    )
+
+    def function(x):
+        return holder.doubled, holder.halved(), holder.wrapped(), plus_one(x)
+
+    handlepool.record(function, array(), lanes=2).close()
+    assert [{*memory(holder.state)} == {*reads} for reads, _ in found[4:]] == [True, True, True, False]
+
+
 def test_a_function_is_called_with_the_calls_arguments(array, memory, accesses):
     x, y = array(), array()
 
