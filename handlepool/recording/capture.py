@@ -299,7 +299,7 @@ class Recording:
             if lanes.refused:
                 raise CaptureError(lanes.refused)
             check_same(self._name, self._rehearsed, lanes.calls)
-            lanes.join()
+            lanes.join(self._name, value)
             return value
         finally:
             end()

@@ -352,12 +352,22 @@ class Lanes:
             self._check_nothing(name, place, reads, writes, result)
         return result
 
-    def join(self) -> None:
-        """Let the main stream come after all lanes, as a capture's end asks for."""
+    def join(self, name: str, outputs: object) -> None:
+        """Let the main stream come after all lanes, as a capture's end asks for; ``outputs`` are the function's.
+
+        Raises
+        ------
+        CaptureError
+            For an output that nothing writes.
+        """
         if not self.exact:
             return
         driver, pointer = self._driver, self._main.pointer
         self._see_others("the end")
+        for array in leaves(outputs):
+            piece = piece_of(driver, array)
+            if piece is not None:
+                self._unwritten.check_returned(name, array, piece)
         for lane in self._lanes:
             if lane.slot is self._main:
                 continue

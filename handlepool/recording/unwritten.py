@@ -69,6 +69,22 @@ class Unwritten:
                     f"was left there. If the call writes it, say so with mutates="
                 )
 
+    def check_returned(self, name: str, array: object, piece: Piece) -> None:
+        """Refuse an array that a function returns and that no replay would write.
+
+        Raises
+        ------
+        CaptureError
+            Naming the array.
+        """
+        start = self._block_of(piece)
+        if start is not None and piece[0] < piece[1]:
+            raise CaptureError(
+                f"{name} returned {shown(array)}, which was allocated at {self._blocks[start][1]} while recording, and which "
+                f"nothing that was recorded writes: replays would leave it as it is. Work for it belongs on the stream that is "
+                f"current there"
+            )
+
     def _block_of(self, piece: Piece | Token) -> int | None:
         """Return where the block begins that a piece of memory is in; None for another's, and for what was written."""
         if isinstance(piece, Token) or not self._starts:

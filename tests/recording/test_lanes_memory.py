@@ -240,6 +240,31 @@ def test_memory_of_a_call_that_gave_no_work_is_not_read_before_it_is_written(sce
         assert scene.read(program.outputs) == 6
 
 
+@pytest.mark.parametrize("by", ["a call", "plain code"])
+def test_an_output_that_nothing_recorded_writes_is_refused(scene, by):
+    """It was made on a stream that is no part of the recording: at once, and at no replay."""
+    other = scene.driver.create_stream()
+
+    def elsewhere(x):
+        with other:
+            return scene.plus(x, 1)
+
+    call = handlepool.operation(elsewhere) if by == "a call" else elsewhere
+
+    def function(x):
+        return {"a": plus(scene, x, 1), "b": [call(x)]}
+
+    x = scene.array(1)
+    scene.read(x)  # who made it is waited for
+    message = (
+        r"function returned <\S+ of shape \(8,\), float64>, which was allocated at \S+:\d+ while recording, and which nothing"
+    )
+    with pytest.raises(CaptureError, match=message):
+        handlepool.record(function, x, lanes=4)
+    assert leased(scene) == 0
+    assert works(scene)
+
+
 @pytest.mark.parametrize("how", ["a call", "a part by a call", "plain code"])
 def test_memory_that_was_written_is_read(scene, how):
     @handlepool.operation(mutates="y")
