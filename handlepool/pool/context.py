@@ -86,7 +86,7 @@ class UnderWay(Protocol):
     def keep(self, plan: object) -> None:
         """Keep a plan that was launched."""
 
-    def accessed(self, reads: Iterable[Any], writes: Iterable[Any]) -> None:
+    def accessed(self, reads: Sequence[Any], writes: Sequence[Any]) -> None:
         """Take note of the memory that a recorded call reads, and that it writes."""
 
     def take(self, sides: Any, slot: Any) -> bool:

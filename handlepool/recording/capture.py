@@ -5,7 +5,7 @@ Arrays come from memory of the recording's own, so that what was allocated for a
 (guarantee 9).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -130,10 +130,12 @@ class Recording:
         """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
         self._plans[id(plan)] = plan
 
-    def accessed(self, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token]) -> None:
+    def accessed(self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token]) -> None:
         """Take note of what a recorded call reads and writes: each replay does."""
         self.reads.update(reads)
         self.writes.update(writes)
+        if self.lanes is not None:
+            self.lanes.accessed(reads, writes)
 
     def check(self, what: str, pointer: int, driver: Driver) -> None:
         """Raise for work on a stream that is no part of what is recorded: it would be done now, and at no replay."""

@@ -34,7 +34,7 @@ from handlepool.recording.unwritten import Unwritten
 from handlepool.regions.data_order import in_the_middle
 from handlepool.regions.plain_calls import piece_of
 from handlepool.regions.track import NOTHING, Needs, Track
-from handlepool.regions.uses import Uses, needs_of, write_down
+from handlepool.regions.uses import Use, Uses, needs_of, write_down
 from handlepool.tensors.layout import Piece, Token, share
 
 T = TypeVar("T")
@@ -146,6 +146,7 @@ class Lanes:
         self._blocks: list[object] = []  # memory that is kept
         self._keeps = False
         self._free: dict[int, tuple[int, Needs]] = {}  # of freed memory, by where it begins, its end, and its last users
+        self._called: list[tuple[Pieces, Pieces]] = []  # what calls inside the node read and write
         self._asked: list[int] = []  # of these, those that were looked up since the last node began
         self._unwritten = Unwritten()
         self._expected: Pieces | None = None  # what the next node reads
@@ -203,6 +204,11 @@ class Lanes:
             place = place_of_call()
             self._allocations.append(place)
             self._unwritten.add(*piece, place)
+
+    def accessed(self, reads: Pieces, writes: Pieces) -> None:
+        """Be told what a call reads and writes that is no node, or is inside one."""
+        if self._inside:
+            self._called.append((reads, writes))
 
     def expect(self, reads: Pieces) -> None:
         """Be told what the next node reads, before its outputs are allocated."""
@@ -310,6 +316,7 @@ class Lanes:
                     raise
                 self._unwritten.wrote(writes)
             self._expected = None
+            self._called.clear()
             if self._new or self._asked:
                 self._new.clear()
                 self._asked.clear()
@@ -336,6 +343,8 @@ class Lanes:
             made = [(start, stop, None) for start, stop in self._new if stop > start] if self._new else []
             if made or written:
                 changed += map(self._uses.piece, [*made, *written])
+            if self._called:
+                self._take_in_called(node, {*reads, *writes}, met, changed)
             write_down(lane.track, node.call, met, changed)
             self.used[node.step] = reads, [*writes, *made, *written]
             if self._asked:
@@ -351,6 +360,22 @@ class Lanes:
         if not got:
             self._check_nothing(name, place, reads, writes, result)
         return result
+
+    def _take_in_called(self, node: _Node, declared: set[Piece | Token], met: list[Use], changed: list[Use]) -> None:
+        """Have a node use what calls inside it do, also where it does not say so itself; refused where it came after less."""
+        read = [piece for reads, _ in self._called for piece in reads if piece not in declared]
+        written = [piece for _, writes in self._called for piece in writes if piece not in declared]
+        inner = [*map(self._uses.piece, read)], [*map(self._uses.piece, written)]
+        for track, call in needs_of(*inner).items():
+            if node.known.get(track, 0) < call:
+                step, other = self.steps[node.step], self.steps[self._of[track].nodes[call - 1].step]
+                self.refused = (
+                    f"{step.name} at {step.place} calls what uses memory that {other.name} at {other.place} uses, too, and does "
+                    f"not say so itself, so that nothing orders the two: declare it, as with @handlepool.operation(mutates=..., "
+                    f"reads=...)"
+                )
+        met += inner[0]
+        changed += inner[1]
 
     def join(self, name: str, outputs: object) -> None:
         """Let the main stream come after all lanes, as a capture's end asks for; ``outputs`` are the function's.

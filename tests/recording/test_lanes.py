@@ -215,6 +215,58 @@ def test_g17_calls_inside_a_call_are_part_of_its_node(scene):
     assert [step.name.rpartition(".")[2] for step in how.nodes] == ["twice", "plus", "twice"]
 
 
+def seen_late(writes_first, says):
+    """A call whose own calls use what it does not say, of an array that another call uses."""
+    reads = (lambda scene, x, deep: deep.y) if says else ()
+
+    @handlepool.operation(reads=reads)
+    def reading(scene, x, deep):
+        return adding(scene, x, deep.y)
+
+    @handlepool.operation(mutates=reads)
+    def writing(scene, x, deep):
+        times(scene, deep.y, 3)
+        return scene.plus(x, 0)
+
+    def function(scene, x, y):
+        deep = SimpleNamespace(y=y)  # of which nothing is seen
+        if writes_first:
+            return writing(scene, x, deep), reading(scene, x, deep)
+        return adding(scene, x, y), writing(scene, x, deep)
+
+    return function
+
+
+@pytest.mark.parametrize("writes_first", [True, False])
+def test_calls_inside_a_call_that_use_more_than_it_says_are_refused_where_it_comes_after_less(scene, writes_first):
+    y = scene.array(1)
+    with pytest.raises(CaptureError, match=r"(reading|writing) at \S+ calls what uses memory that \S*(writing|add) at \S+ uses"):
+        handlepool.record(seen_late(writes_first, says=False), scene, scene.array(1), y, lanes=4)
+    assert scene.read(y) == 3
+    assert leased(scene) == 0
+    for lanes, says in ((4, True), (1, False)):
+        with handlepool.record(seen_late(writes_first, says), scene, scene.array(1), scene.array(1), lanes=lanes) as program:
+            program.replay()
+            assert [scene.read(y) for y in program.outputs] == ([1, 10] if writes_first else [4, 1])
+    assert works(scene)
+
+
+def test_g17_what_calls_inside_a_call_use_is_known_to_those_that_follow(scene):
+    @handlepool.operation
+    def reading(scene, x, deep):
+        return scene.plus(plus(scene, deep.y, 0), 100)
+
+    def function(scene, x, y):
+        first = reading(scene, x, SimpleNamespace(y=y))
+        times(scene, y, 3)
+        return first, plus(scene, x, 1)
+
+    with handlepool.record(function, scene, scene.array(1), scene.array(1), lanes=4) as program:
+        program.replay()
+        assert [scene.read(y) for y in program.outputs] == [103, 2]
+        assert program.explain().steps[1].after == (0,)
+
+
 def test_what_streams_share_is_used_beside_nothing_and_is_named(scene):
     @handlepool.operation
     def transformed(x):

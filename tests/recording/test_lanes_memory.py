@@ -107,6 +107,44 @@ def test_g8_control_memory_that_goes_to_whoever_asks_is_caught(scene, monkeypatc
     scene.driver.order.found.clear()
 
 
+@handlepool.operation
+def popping(scene, held, more):
+    """Reads an array that it lets go of, and allocates after that."""
+    y = scene.plus(held.pop(), 1)
+    for value in range(more):
+        y = scene.plus(y, value)
+    return y
+
+
+def let_go_of_inside(scene, x):
+    held = [plus(scene, x, 1)]
+    reader = plus(scene, held[0], 5)  # so who pops it may not have the memory
+    popped = popping(scene, held, 2)
+    return [popped, plus(scene, reader, 7), plus(scene, reader, 8)]
+
+
+def in_several_lives(scene, x):
+    """A block that was asked for in vain, is given, freed again, and asked for by who knows of its first life alone."""
+    y = plus(scene, x, 1)
+    first, other = plus(scene, y, 5), plus(scene, x, 2)
+    del y
+    other = plus(scene, other, 3)  # asks in vain: it does not know the reader
+    last = plus(scene, first, 4)
+    beside = plus(scene, first, 6)
+    made = plus(scene, last, 1)
+    del last
+    return [other, plus(scene, beside, 3), plus(scene, first, 9), plus(scene, made, 2), beside]
+
+
+@pytest.mark.parametrize("function", [let_go_of_inside, in_several_lives])
+def test_g8_memory_is_known_by_all_its_users_whenever_it_was_asked_for(scene, function):
+    x = scene.array(1)
+    expected = [scene.read(y) for y in function(scene, x)]
+    with handlepool.record(function, scene, x, lanes=8) as program:
+        program.replay()
+        assert [scene.read(y) for y in program.outputs] == expected
+
+
 def on_streams(scene, others, x):
     """Work on streams of the function's own, beside the current one, of which each frees memory that the others would take."""
     main, made = scene.driver.current_stream(), []
