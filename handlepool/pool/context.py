@@ -60,6 +60,9 @@ class NodesByData(Protocol):
     def other(self, what: str, why: str = ...) -> None:
         """Be told of work that is no node."""
 
+    def accessed(self, reads: Sequence[Any], writes: Sequence[Any]) -> None:
+        """Be told what a call reads and writes that is no node, or is inside one."""
+
     def expect(self, reads: Sequence[Any]) -> None:
         """Be told what the next node reads, before its outputs are allocated."""
 

@@ -64,6 +64,9 @@ class Rehearsal:
     def other(self, what: str, why: str = "") -> None:
         """Be told of work that is no node."""
 
+    def accessed(self, reads: Pieces, writes: Pieces) -> None:
+        """Be told what a call reads and writes that is no node, or is inside one."""
+
     def expect(self, reads: Pieces) -> None:
         """Be told what the next node reads."""
 

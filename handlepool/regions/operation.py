@@ -113,8 +113,8 @@ class Operation(Generic[P, R_co]):
             new = partial(_new_beside, driver, (*reads, *writes))
             return lanes.run(self._name, reads, writes, given, run, new)
         before(pool, reads, writes, (args, kwargs))
-        if thread.recording is not None:
-            thread.recording.accessed(reads, ())
+        if thread.recording is not None and thread.recording.lanes is not None:
+            thread.recording.lanes.accessed(reads, ())
         torch = None if thread.recording is not None else torch_among(self.function, args, kwargs)
         if torch is None:
             result = self.run(pool, args, kwargs, writes)
