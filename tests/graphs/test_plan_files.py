@@ -149,16 +149,31 @@ def test_control_a_plan_that_was_built_here_and_fails_is_not_built_again(process
         process(double, 2)
 
 
-def test_an_error_of_the_callers_leaves_a_loaded_plan_as_it_is(process, tmp_path):
+def test_a_plan_that_was_launched_once_is_not_built_again_where_it_fails_later(process, monkeypatch):
+    def twice(scene):
+        x = scene.array(2)
+        double(x)
+        monkeypatch.setattr(HostExecutable, "launch", failing)
+        with pytest.raises(RuntimeError, match="does not like it"):
+            double(x)
+        monkeypatch.setattr(HostExecutable, "launch", launch)
+
+    def failing(self, *args):
+        raise RuntimeError("cuDNN does not like it")
+
+    process(double, 2)
+    launch = HostExecutable.launch
+    assert process(double, 2, before=twice) == ([4], LOADED)
+
+
+def test_an_error_of_the_callers_leaves_a_loaded_plan_as_it_is(process):
     def overlap(scene):
         x = scene.array(2, size=8)
         with pytest.raises(ArgumentError):
             both(x, x, out=(x, x))
 
     process(both, 2, 3)
-    before = files_of(tmp_path)
-    assert process(both, 2, 3, before=overlap)[0] == [5, 6]
-    assert files_of(tmp_path) == before
+    assert process(both, 2, 3, before=overlap) == ([5, 6], {"loaded": 2})
 
 
 def test_a_plan_that_was_selected_is_the_one_that_is_kept(process, tmp_path, monkeypatch):

@@ -92,6 +92,14 @@ def test_g18_what_is_fused_is_what_was_measured_and_the_rest_is_one_launch_more(
     assert pool.stats()["operands_copied"] == 0
 
 
+def test_what_is_launched_apart_with_some_options_is_not_with_others(make_pool):
+    pool = make_pool()
+    x, w, rest = given(Arrays(pool), True, True, "NHWC")
+    for kind in ("tanh", "relu", "tanh", "relu"):
+        count = launches(pool, lambda kind=kind: conv2d(x, w, padding=1, activation=kind, pool=pool, **rest))
+        assert count == FUSED["NHWC", True, True, kind]
+
+
 @pytest.mark.parametrize("most", [1, 2, 3])
 @pytest.mark.parametrize("kind", [None, "relu"])
 def test_what_cudnn_has_no_plan_for_follows_in_one_launch(make_pool, most, kind):

@@ -324,3 +324,11 @@ def test_an_operand_by_reference_is_named_by_it(scene, monkeypatch):
     ):
         with pytest.raises(DeviceMismatchError, match=f"^double: the array for {named} is on device 1"):
             double.run(arrays)
+
+
+@pytest.mark.parametrize("groups", [True, 1.0])
+def test_what_equals_a_known_number_of_groups_and_is_no_integer_is_refused(scene, groups):
+    good = {each: given(scene, each) for each in GOOD}
+    conv2d(**good, pool=scene.pool)
+    with pytest.raises(ArgumentError, match=f"groups={groups}; it must be an integer, 1 or more"):
+        conv2d(**good, groups=groups, pool=scene.pool)

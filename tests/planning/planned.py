@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import cudnn
@@ -70,6 +71,15 @@ def kept_again(folder):
         loaded.append(plan.executable.untried)
         save(plan, files)
     return loaded
+
+
+def of_other_scratch(folder):
+    """Say of a plan's file that it takes more scratch: whether it is loaded."""
+    files = PlanDirectory(folder)
+    convolution(files=files)
+    (file,) = files.files()
+    files.save(file.key, replace(file.plan, workspace_size=file.plan.workspace_size + 1))
+    return convolution(files=files).executable.untried
 
 
 def elsewhere(folder):

@@ -33,6 +33,10 @@ def test_a_plan_that_was_loaded_can_be_kept_again(cudnn, tmp_path):
     assert cudnn("planning.planned.kept_again", str(tmp_path / "plans")) == [False, True, True, True]
 
 
+def test_a_plan_that_takes_other_scratch_than_its_file_says_is_built_anew(cudnn, tmp_path):
+    assert cudnn("planning.planned.of_other_scratch", str(tmp_path / "plans")) is False
+
+
 def test_a_command_plans_what_a_module_lists_for_whoever_has_the_device(cudnn, tmp_path):
     found = cudnn("planning.planned.elsewhere", str(tmp_path))
     *lines, total = found["said"]
