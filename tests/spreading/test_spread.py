@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -137,6 +138,96 @@ def test_more_geometries_than_are_kept_come_out_right(pool):
     given = [x for size in range(4, 16) for x in images(2, size)] * 2
     got = [*handlepool.spread(conv, given, shared=(WEIGHTS,), devices=[0], to="host")]
     assert same(got, expected(pool, given=given))
+
+
+def test_the_program_that_was_used_least_recently_makes_way(pool):
+    called = []
+
+    def counted(x, w):
+        called.append(x.shape[-1])
+        return conv(x, w)
+
+    sizes = [*range(4, 12), 4, 12, 4, 5]  # eight, the first again, one more that takes the second's place
+    given = [x for size in sizes for x in images(1, size)]
+    got = [*handlepool.spread(counted, given, shared=(WEIGHTS,), devices=[0], to="host")]
+    assert same(got, expected(pool, given=given))
+    assert [called.count(size) for size in (4, 5, 6, 12)] == [2, 4, 2, 2]
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+def test_a_program_is_for_one_layout_one_type_and_one_kind_of_container(pool):
+    """Each of these is another geometry, though the shapes are the same."""
+
+    def of(item):
+        return (item[0] - item[1] * 2) if type(item) is Pair else (item[1] - item[0] * 2)
+
+    x, y = (np.arange(first, first + 24, dtype=np.float32).reshape(4, 6) for first in (0, 7))
+    given = [(x, y), Pair(x, y), (x, np.asfortranarray(y)), (x, y.astype(np.float64)), [x, y], (x, y), Pair(y, x)]
+    for devices in ([0], [0, 1]):
+        got = [*handlepool.spread(of, given, devices=devices, to="host")]
+        assert same(got, [of(item) for item in given])
+        assert [z.dtype for z in got] == [of(item).dtype for item in given]
+
+
+def test_what_is_done_in_place_is_done_once_to_each_item(pool):
+    def in_place(x):
+        x += 1
+        return x * 2
+
+    given = [x.copy() for x in ARRAYS]
+    got = [*handlepool.spread(in_place, given, devices=[0], to="host")]
+    assert same(got, [(x + 1) * 2 for x in ARRAYS])
+    assert same(given, ARRAYS)
+
+
+def test_a_row_of_another_device_is_brought(pool):
+    """The stride of an axis with one element says nothing."""
+    driver = pool.driver
+    with driver.device(2):
+        rows = [driver.asarray(np.arange(24.0).reshape(4, 6))[index : index + 1, 1:3] for index in range(4)]
+    got = [*handlepool.spread(lambda x: x + 1, rows, devices=[0, 1], to="host")]
+    assert [y.tolist() for y in got] == [[[6 * index + 2, 6 * index + 3]] for index in range(4)]
+
+
+def test_a_list_of_what_is_shared_may_change_afterwards(pool):
+    shared = [WEIGHTS]
+    results = handlepool.spread(conv, images(), shared=shared, to="host")
+    shared.clear()
+    assert same([*results], expected(pool))
+
+
+class Lending(HostDriver):
+    """Keeps the memory that copies to the host went into, as CuPy does with page-locked memory."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.lent = []
+
+    def copy_to_host(self, array):
+        self.lent.append(super().copy_to_host(array))
+        return self.lent[-1]
+
+
+def test_host_results_are_in_memory_of_their_own(monkeypatch):
+    driver = Lending(devices=2)
+    with current(driver, monkeypatch) as pool:
+        got = [*handlepool.spread(conv, images(), shared=(WEIGHTS,), to="host")]
+        assert len(driver.lent) == COUNT
+        for memory in driver.lent:
+            memory[...] = np.nan
+        assert same(got, expected(pool))
+
+
+def test_events_are_used_again(pool):
+    def events(count):
+        [*handlepool.spread(conv, images(count), shared=(WEIGHTS,), in_flight=1)]
+        return pool.driver.alive()["events"]
+
+    assert events(6) == events(30)
 
 
 def test_items_may_be_on_any_device_and_be_overwritten_when_the_next_one_is_taken(pool):
@@ -303,6 +394,19 @@ def test_what_cannot_be_recorded_runs_eagerly_which_is_said_once(pool):
     assert same(got, [y * float(y.max()) for y in expected(pool)])
 
 
+def test_what_cannot_be_recorded_is_tried_once(pool):
+    called = []
+
+    def looks(x):
+        called.append(x.shape)
+        return x * float(x.max())
+
+    with pytest.warns(RuntimeWarning, match="eagerly"):
+        got = [*handlepool.spread(looks, ARRAYS, to="host")]
+    assert same(got, [x * x.max() for x in ARRAYS])
+    assert len(called) <= len(ARRAYS) + 2  # for real, and captured, where it was tried
+
+
 def test_an_item_that_holds_a_number_is_not_recorded_with_it(pool):
     given = [(x, float(scale)) for scale, x in enumerate(images())]
     with pytest.warns(RuntimeWarning, match="type float, which is no array") as warned:
@@ -349,6 +453,36 @@ def test_an_error_ends_all_after_the_results_before_it(pool):
     gc.collect()
     assert streams(pool) == before
     assert pool.stats()["scratch_bytes_recorded"] == 0
+
+
+def test_no_item_is_taken_after_one_that_ends_all(pool):
+    taken = []
+
+    def given():
+        for index, x in enumerate(with_bad_ones()):
+            taken.append(index)
+            yield x
+
+    with pytest.raises(ItemError, match="item 3 failed"):
+        list(handlepool.spread(sometimes, given(), shared=(WEIGHTS,), devices=[0]))
+    assert taken == [0, 1, 2, 3]
+
+
+def test_what_an_item_had_is_used_again_only_when_its_work_has_ended(make_driver, monkeypatch):
+    """It fails when it has given work to the stream, which still reads the item's copy."""
+
+    def fails(item):
+        y = item[0] * 2
+        if item[1] % 2:
+            raise BadItemError("odd")
+        return y
+
+    for seed in SEEDS:
+        with current(make_driver(scheduler="adversarial", devices=1, seed=seed), monkeypatch):
+            results = handlepool.spread(fails, [(x, index) for index, x in enumerate(ARRAYS)], errors="return", to="host")
+            with pytest.warns(RuntimeWarning, match="eagerly"):
+                got = [None if isinstance(y, ItemError) else np.unique(y).tolist() for y in results]
+        assert got == [None if index % 2 else [(index + 1) * 2] for index in range(len(ARRAYS))]
 
 
 def test_errors_may_stand_in_the_places_of_results(pool):
@@ -480,6 +614,51 @@ def test_an_early_end_leaves_nothing_running(pool, how):
     assert pool.stats()["scratch_bytes_recorded"] == 0
     if how != "drop":
         assert next(results, "ended") == "ended"
+
+
+def test_what_was_dropped_is_not_waited_for(make_driver, monkeypatch):
+    driver = make_driver(scheduler="adversarial", devices=1)
+    with current(driver, monkeypatch) as pool:
+        [*handlepool.spread(conv, images(1), shared=(WEIGHTS,))]
+        gc.collect()
+        deferred.settle(most=100)
+        before = streams(pool)
+        results = handlepool.spread(conv, images(), shared=(WEIGHTS,))
+        next(results)
+        latch = driver.latch(driver.current_stream().ptr)  # the next results wait for it, for the sake of their memory
+        results._advance(results._stations)
+        driver.calls.clear()
+        del results
+        gc.collect()
+        deferred.settle(most=100)
+        assert driver.calls["synchronize_event"] == driver.calls["synchronize_stream"] == 0
+        assert streams(pool) > before
+        latch.release()
+        for _ in range(1000):
+            deferred.settle(most=100)
+            if streams(pool) == before:
+                break
+        assert streams(pool) == before
+
+
+def test_what_was_dropped_is_abandoned_with_a_lost_context(make_driver, monkeypatch):
+    driver = make_driver(devices=1)
+    with current(driver, monkeypatch):
+        results = handlepool.spread(conv, images(), shared=(WEIGHTS,))
+        next(results)
+        driver.lose_context()
+        with pytest.raises(PoisonedContextError):
+            handlepool.trim()
+        deferred.deferred.clear()
+        driver.calls.clear()
+        del results
+        gc.collect()
+        assert deferred.deferred
+        deferred.settle(most=100)
+        assert not deferred.deferred
+        assert not driver.calls["event_done"]
+        driver.lost = None
+        driver.fail_at(0)
 
 
 @pytest.mark.parametrize("how", ["close", "error", "all"])
@@ -661,6 +840,12 @@ def test_not_inside_recordings_and_branches(pool):
     states = handlepool.ParallelStates(2, pool=pool)
     with pytest.raises(CaptureError, match="use it outside"):
         states.map(lambda x: handlepool.spread(conv, [x]), [x])
+    results = handlepool.spread(conv, images(), shared=(WEIGHTS,), to="host")
+    got = [next(results)]
+    with pytest.raises(CaptureError, match="use it outside"):
+        states.map(lambda x: next(results), [x])
+    got += results
+    assert same(got, expected(pool))
     with pytest.raises(CaptureError, match="use it outside"):
         handlepool.record(lambda x: [*handlepool.spread(conv, [x], shared=(WEIGHTS,))], x)
 
