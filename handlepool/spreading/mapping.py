@@ -317,13 +317,16 @@ class Spread(Iterator[Any]):
         if self._shows:
             sys.stderr.write(f"\r\x1b[Kspread({self._name}): {self._taken} of {self._total or '?'} items")
             sys.stderr.flush()
-        if self._on_done is not None:
-            self._on_done(flight.index, flight.device)
-        if flight.error is None:
-            return rebuilt(flight.value, _copied)
-        if self._raises:
-            raise flight.error
-        return flight.error
+        try:
+            if self._on_done is not None:
+                self._on_done(flight.index, flight.device)
+            if flight.error is None:
+                return rebuilt(flight.value, _copied)
+            if self._raises:
+                raise flight.error
+            return flight.error
+        finally:
+            del flight  # or an error's traceback, this frame and the error would keep each other, and what the item had
 
     def _fill(self, stations: "Stations") -> None:
         """Give items to devices that are free, in order, as long as there are both."""
@@ -354,10 +357,14 @@ class Spread(Iterator[Any]):
         try:
             return station.give(index, item)
         except Exception as error:
-            flight = Flight(index, station.device)
-            flight.error, flight.done = self._failed(index, station.device, error), True
             self._last = self._last or self._raises
-            return flight
+            return self._not_given(index, station.device, error)
+
+    def _not_given(self, index: int, device: int, error: Exception) -> Flight:
+        """Return what stands for a failed item: in no frame of the error's traceback, so both end with the last reference."""
+        flight = Flight(index, device)
+        flight.error, flight.done = self._failed(index, device, error), True
+        return flight
 
     def _failed(self, index: int, device: int, error: Exception) -> ItemError:
         self._status.diagnose(error)

@@ -1,6 +1,7 @@
 """`spread` on simulated devices: results in order and right, whatever runs when; errors; and nothing left behind."""
 
 import gc
+import weakref
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -166,7 +167,16 @@ def test_a_program_is_for_one_layout_one_type_and_one_kind_of_container(pool):
         return (item[0] - item[1] * 2) if type(item) is Pair else (item[1] - item[0] * 2)
 
     x, y = (np.arange(first, first + 24, dtype=np.float32).reshape(4, 6) for first in (0, 7))
-    given = [(x, y), Pair(x, y), (x, np.asfortranarray(y)), (x, y.astype(np.float64)), [x, y], (x, y), Pair(y, x)]
+    given = [
+        (x, y),
+        Pair(x, y),
+        (x, np.asfortranarray(y)),
+        (x, y.astype(np.float64)),
+        (x, y.astype(np.int32)),
+        [x, y],
+        (x, y),
+        Pair(y, x),
+    ]
     for devices in ([0], [0, 1]):
         got = [*handlepool.spread(of, given, devices=devices, to="host")]
         assert same(got, [of(item) for item in given])
@@ -469,20 +479,43 @@ def test_no_item_is_taken_after_one_that_ends_all(pool):
 
 
 def test_what_an_item_had_is_used_again_only_when_its_work_has_ended(make_driver, monkeypatch):
-    """It fails when it has given work to the stream, which still reads the item's copy."""
+    """It fails when it has given work to the stream, which still writes into the item's copy."""
 
     def fails(item):
-        y = item[0] * 2
         if item[1] % 2:
+            item[0][...] = np.nan
             raise BadItemError("odd")
-        return y
+        return item[0] * 2
+
+    def values(y):
+        return None if isinstance(y, ItemError) else np.unique(y).tolist()
 
     for seed in SEEDS:
         with current(make_driver(scheduler="adversarial", devices=1, seed=seed), monkeypatch):
             results = handlepool.spread(fails, [(x, index) for index, x in enumerate(ARRAYS)], errors="return", to="host")
+            got = []
             with pytest.warns(RuntimeWarning, match="eagerly"):
-                got = [None if isinstance(y, ItemError) else np.unique(y).tolist() for y in results]
+                got.extend(values(next(results)) for _ in ARRAYS)  # an error goes before the next item is given
         assert got == [None if index % 2 else [(index + 1) * 2] for index in range(len(ARRAYS))]
+
+
+def test_what_a_failed_item_had_ends_with_its_error(pool):
+    """Not with the next run of the collector."""
+    there = []
+
+    def fails(x, w):
+        there.append(weakref.ref(x))
+        raise BadItemError("all of them")
+
+    gc.disable()
+    try:
+        for error in handlepool.spread(fails, images(), shared=(WEIGHTS,), errors="return"):
+            assert isinstance(error.__cause__, BadItemError)
+        del error
+        assert there
+        assert not [x for x in there if x() is not None]
+    finally:
+        gc.enable()
 
 
 def test_errors_may_stand_in_the_places_of_results(pool):
