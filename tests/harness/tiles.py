@@ -20,6 +20,15 @@ def looks(x, w):
     return y * float(y.max() > 0)
 
 
+def doubled(x):
+    return x * 2
+
+
+def in_place(x):
+    x += 1
+    return x * 2
+
+
 def nothing(x):
     return None
 

@@ -88,9 +88,10 @@ def test_more_geometries_and_functions_than_are_kept(here, monkeypatch):
     monkeypatch.setattr(integration, "MOST_PROGRAMS", 1)
     monkeypatch.setattr(integration, "MOST_FUNCTIONS", 1)
     first = map_tiles(tiles.conv, image((1, 4, 10, 16)), **TILES)
-    second = map_tiles(tiles.wide, first.rechunk((1, 4, 10, 10)), extents={1: 8}, **TILES)
+    second = map_tiles(tiles.wide, first.rechunk((1, 4, 10, 12)), extents={1: 8}, **TILES)
     got = second.compute(scheduler="threads")
     assert got.shape == (1, 8, 30, 40)
+    assert [len(function._programs) for function in integration._functions.values()] == [1]
     np.testing.assert_allclose(got[:, 4:], in_one_piece(here), rtol=1e-5, atol=1e-5)
 
 
@@ -99,6 +100,29 @@ def test_what_cannot_be_recorded_runs_eagerly_which_is_said_once(here):
         got = map_tiles(tiles.looks, image(), **TILES).compute(scheduler="synchronous")
     assert len(warned) == 1
     np.testing.assert_allclose(got, in_one_piece(here), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_shared_is_part_of_what_a_worker_keeps(here):
+    for w in (WEIGHTS, WEIGHTS * 2, WEIGHTS):
+        got = map_tiles(tiles.conv, image(), depth={2: 1, 3: 1}, shared=(w,)).compute(scheduler="synchronous")
+        np.testing.assert_allclose(got, in_one_piece(here) * (w is not WEIGHTS) + in_one_piece(here), rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_of_one_shape_and_another_layout(here):
+    whole, kind = image((1, 4, 30, 40)), {"dtype": "float32", "meta": np.empty((0,) * 4, "float32")}
+    mixed = da.concatenate([whole.map_blocks(order, **kind) for order in (np.ascontiguousarray, np.asfortranarray)])
+    got = map_tiles(tiles.doubled, mixed, depth=0).compute(scheduler="synchronous")
+    assert (got == np.concatenate([IMAGE * 2, IMAGE * 2])).all()
+
+
+def test_what_is_done_in_place_is_done_once_to_each_tile(here):
+    got = map_tiles(tiles.in_place, image(), depth=0).compute(scheduler="synchronous")
+    assert (got == (IMAGE + 1) * 2).all()
+
+
+def test_results_that_differ_have_names_that_differ():
+    options = [{}, {"dtype": "float64"}, {"extents": {1: 8}}, {"lanes": 2}, {"depth": 0}, {"shared": (WEIGHTS, 1)}]
+    assert len({map_tiles(tiles.conv, image(), **{**TILES, **option}).name for option in options}) == len(options)
 
 
 def test_zarr_to_zarr(here, tmp_path):
@@ -193,10 +217,23 @@ def test_a_worker_that_does_not_close_in_time_lets_the_task_report_its_own_error
     monkeypatch.setattr(integration, "_is_lost", lambda: True)
     monkeypatch.setattr(integration, "get_worker", lambda: "the worker")
     monkeypatch.setattr(integration, "_leave", lambda worker: left.append(worker) or Future())
-    monkeypatch.setattr(integration, "_CLOSING", 0.0)
+    monkeypatch.setattr(integration, "wait", lambda futures, seconds: left.append(seconds))
     with pytest.raises(PoisonedContextError, match="lost"):
         map_tiles(lost, image((1, 4, 30, 40)), depth=0).compute(scheduler="synchronous")
-    assert left == ["the worker"]
+    assert left == ["the worker", integration._CLOSING]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_task_of_the_users_own_that_finds_the_context_lost_closes_its_worker(unused, monkeypatch, lost):
+    left = []
+    monkeypatch.setattr(integration, "_is_lost", lambda: lost)
+    monkeypatch.setattr(integration, "_leave", left.append)
+    plugin, here = PoolPlugin(driver="host"), worker()
+    plugin.setup(here)
+    plugin.transition("key", "executing", "memory")
+    assert not left
+    plugin.transition("key", "executing", "error")
+    assert left == [here] * lost
 
 
 # The plugin
@@ -214,7 +251,10 @@ def test_a_workers_threads_find_their_handles_made(unused, in_thread):
     in_thread(handlepool.get_handle)
     assert handlepool.stats()["handles_created"] == made
     plugin.setup(worker(4))
+    integration._functions["of a function"] = None
     plugin.teardown(worker(4))
+    assert not integration._functions
+    assert handlepool.stats()["handles_idle"] == 0
     in_thread(handlepool.get_handle)  # the pool stays usable
 
 
