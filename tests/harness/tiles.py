@@ -20,10 +20,6 @@ def looks(x, w):
     return y * float(y.max() > 0)
 
 
-def doubled(x):
-    return x * 2
-
-
 def in_place(x):
     x += 1
     return x * 2

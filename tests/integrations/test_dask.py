@@ -108,13 +108,6 @@ def test_what_is_shared_is_part_of_what_a_worker_keeps(here):
         np.testing.assert_allclose(got, in_one_piece(here) * (w is not WEIGHTS) + in_one_piece(here), rtol=1e-5, atol=1e-5)
 
 
-def test_tiles_of_one_shape_and_another_layout(here):
-    whole, kind = image((1, 4, 30, 40)), {"dtype": "float32", "meta": np.empty((0,) * 4, "float32")}
-    mixed = da.concatenate([whole.map_blocks(order, **kind) for order in (np.ascontiguousarray, np.asfortranarray)])
-    got = map_tiles(tiles.doubled, mixed, depth=0, boundary="none").compute(scheduler="synchronous")
-    assert (got == np.concatenate([IMAGE * 2, IMAGE * 2])).all()
-
-
 def test_what_is_done_in_place_is_done_once_to_each_tile(here):
     got = map_tiles(tiles.in_place, image(), depth=0).compute(scheduler="synchronous")
     assert (got == (IMAGE + 1) * 2).all()
