@@ -380,3 +380,13 @@ def test_g18_uneven_padding_with_an_addend_that_repeats_is_refused(arrays, shape
     x, w = arrays.random(2, 1, 5, 5), arrays.random(1, 1, 3, 3)
     with pytest.raises(GraphNotSupportedError, match=r"padding of \(1, 0\) before and \(0, 0\) after was not measured"):
         uneven(x, w, arrays.random(*shape), before=(1, 0), after=(0, 0), activation=False)
+
+
+def test_an_image_that_is_added_again_is_not_padded_unevenly(arrays):
+    @handlepool.graph
+    def added(g, x, w):
+        how = {"pre_padding": [2, 2], "post_padding": [0, 0], "stride": [1, 1], "dilation": [1, 1]}
+        return g.add(g.conv_fprop(x, w, **how), x)
+
+    with pytest.raises(GraphNotSupportedError, match=r"a padding of \(2, 2\) before and \(0, 0\) after was not measured"):
+        added(arrays.random(2, 8, 6, 6, layout="NHWC"), arrays.random(8, 8, 3, 3, layout="NHWC"))

@@ -170,3 +170,10 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
     for incomplete in (add, lambda: concat([x, x])):
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
             incomplete()
+
+
+def test_what_begins_in_its_place_and_lies_otherwise_is_refused(each_pool):
+    arrays = Arrays(each_pool)
+    y, x = arrays.random(8, 4), arrays.random(4, 4)
+    with pytest.raises(ArgumentError, match="out= of concat shares memory with argument 0"):
+        concat([y[:4].T, x], 0, out=y)

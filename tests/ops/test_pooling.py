@@ -129,6 +129,11 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool, function):
         r"stride=\(1, -1\)": lambda: function(x, 2, stride=(1, -1)),
         "padding=-1": lambda: function(x, 2, padding=-1),
         "padding=2 is more than half of a window of 3 x 3": lambda: function(x, 3, padding=2),
+        r"padding=\(2, 0\) is more than half of a window of 3 x 4": lambda: function(x, (3, 4), padding=(2, 0)),
+        r"padding=\(0, 2\) is more than half of a window of 4 x 3": lambda: function(x, (4, 3), padding=(0, 2)),
+        r"padding=\(7, 0\) is more than images of 6 x 8": lambda: function(x, (14, 1), padding=(7, 0)),
+        r"padding=\(0, 9\) is more than images of 6 x 8": lambda: function(x, (1, 18), padding=(0, 9)),
+        "a window of 7 x 1 pixels exceeds images of 6 x 8": lambda: function(x, (7, 1), stride=2, ceil_mode=True),
         "padding=1000000 is more than images of 6 x 8 have pixels": lambda: function(x, 2 * 10**6, padding=10**6),
         "a window of 1180591620717411303424 x 1180": lambda: function(x, 2**70),
         "window=0": lambda: function(x, 0),
@@ -170,3 +175,10 @@ def test_the_types_of_results_are_those_of_images():
         spec = ArraySpec((1, 2, 4, 4), "bfloat16", "NHWC")
         x = pool.driver.empty(spec.shape, spec.strides, spec.dtype)
         assert {max_pool2d(x, 2, pool=pool).dtype, mean2d(x, pool=pool).dtype} == {x.dtype}
+
+
+def test_what_equals_a_known_option_and_is_no_flag_is_refused(each_pool):
+    x = Arrays(each_pool).random(2, 8, 6, 8)
+    max_pool2d(x, 2, ceil_mode=True)
+    with pytest.raises(ArgumentError, match="ceil_mode=1; it must be True or False"):
+        max_pool2d(x, 2, ceil_mode=1)
