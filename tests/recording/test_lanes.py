@@ -267,12 +267,29 @@ def test_g17_what_calls_inside_a_call_use_is_known_to_those_that_follow(scene):
         assert program.explain().steps[1].after == (0,)
 
 
+def test_g17_what_a_call_returns_it_wrote_wherever_it_has_that_from(scene):
+    @handlepool.operation
+    def returning(scene, x, deep):
+        scene.put(deep.y, lambda y, x: y + x, deep.y, x)
+        return deep.y
+
+    def function(scene, x, y):
+        returning(scene, x, SimpleNamespace(y=y))
+        return plus(scene, y, 0), plus(scene, x, 1)
+
+    with handlepool.record(function, scene, scene.array(1), scene.array(1), lanes=4) as program:
+        program.replay()
+        assert [scene.read(y) for y in program.outputs] == [3, 2]
+        assert program.explain().steps[1].after == (0,)
+
+
 def test_what_streams_share_is_used_beside_nothing_and_is_named(scene):
     @handlepool.operation
     def transformed(x):
+        y = scene.plus(x, 0)
         if scene.driver.report is not None:
             scene.driver.report("cupy.fft")
-        return scene.plus(x, 1)
+        return scene.plus(y, 1)  # after its own work before that, too
 
     def function(scene, x):
         first, second = plus(scene, x, 1), plus(scene, x, 2)
