@@ -107,6 +107,15 @@ def test_out_may_be_an_argument_or_memory_of_the_program(scene, program):
     assert scene.read(program.outputs) == 115
 
 
+def test_out_may_be_the_outputs_memory_in_another_order(scene):
+    x = scene.driver.asarray(np.arange(9.0).reshape(3, 3))
+    with handlepool.record(lambda x: x + 1, x) as program:
+        y = program.outputs
+        for other in (y.T, y[::-1], y):
+            program(x, out=other)
+            assert (other.get() == np.arange(9.0).reshape(3, 3) + 1).all()
+
+
 def test_outputs_may_be_carried_into_the_inputs(scene):
     state = scene.array(1)
 
@@ -310,6 +319,35 @@ def test_control_where_the_steps_are_no_turn_threads_get_the_values_of_others(pr
             return scene.plus(program.outputs, 0)
 
     assert any(got != wanted for got, wanted in in_threads(scene, call, count=2))
+
+
+def beside_branches(scene):
+    """In the body of a fork, a call of a program, of which a branch writes what it reads, or reads what it writes."""
+    weight, out = scene.array(1), scene.array(7)
+
+    def function(x):
+        return scene.put(scene.array(), lambda x, w: x + w, x, weight)
+
+    with handlepool.record(function, scene.array(0), pool=scene.pool) as program:
+        with scene.states.fork() as fork:
+            fork.run(writing, scene, weight, 5)
+            seen = fork.run(reading, scene, out)
+            program(scene.array(10), out=out)
+        return scene.read(out), scene.read(seen)
+
+
+@handlepool.operation(mutates="y")
+def writing(scene, y, value):
+    scene.put(y, lambda y: y + value, y)
+
+
+@handlepool.operation
+def reading(scene, x):
+    return scene.plus(x, 0)
+
+
+def test_g17_a_call_in_the_body_follows_branches_by_what_it_reads_and_writes():
+    assert {*over_seeds(beside_branches)} == {(16, 7)}
 
 
 def test_a_call_waits_for_another_threads_update_which_replays_do_not(scene, program):

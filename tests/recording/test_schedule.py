@@ -184,6 +184,21 @@ def test_on_one_lane_steps_run_as_they_were_recorded():
     assert arrangement.lanes == 1
 
 
+def test_a_step_of_which_parts_follow_parts_of_another_comes_after_all_of_it_on_its_lane():
+    recorded = Recorded()
+    recorded.step(nodes=2, shape="side by side")
+    recorded.step(nodes=2, shape="side by side")
+    recorded.step()
+    recorded.edges += [((0, 0), (1, 0), True), ((0, 1), (1, 1), True)]
+    recorded.steps[1] = recorded.steps[1]._replace(after=(0,))
+    schedule = recorded.schedule()
+    one, two = (schedule.on(lanes, [1.0] * 3) for lanes in (1, 2))
+    both = {((0, end), (1, first)) for end in (0, 1) for first in (0, 1)}
+    assert both <= {*rewired(recorded, one)}
+    assert {edge[:2] for edge in recorded.edges} <= {*rewired(recorded, two)}
+    assert one.steps[1].after == two.steps[1].after == (0,)
+
+
 def test_a_graph_with_more_in_it_than_steps_stays_as_it_is():
     recorded = Recorded()
     for _ in range(4):

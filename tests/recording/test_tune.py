@@ -23,6 +23,7 @@ from handlepool import (
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.graphs import RecordedGraph
 from handlepool.recording import tuning
+from handlepool.recording.outside import Ranges
 from handlepool.recording.tuning import LanesRig
 
 
@@ -333,6 +334,45 @@ def test_memory_between_the_elements_of_what_the_function_was_given_is_refused(s
         before = y.get().tolist()
         program.tune((1, 2), seconds=0.01)
         assert y.get().tolist() == before
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_what_a_call_writes_and_does_not_say_is_restored_where_it_is_known_all_the_same(scene, returns):
+    """It is what it returned, or what a call inside it says."""
+
+    @handlepool.operation
+    def hidden(scene, x, deep):
+        if returns:
+            scene.put(deep.y, lambda y: y * 2, deep.y)
+            return deep.y
+        times(scene, deep.y, 2)
+        return scene.plus(x, 0)
+
+    def function(scene, x, y):
+        hidden(scene, x, Held(y))
+        return wide(scene, x)
+
+    y = scene.array(1)
+    with handlepool.record(function, scene, scene.array(1), y, lanes=4) as program:
+        program.tune((1, 2), seconds=0.01)
+        assert scene.read(y) == 2
+
+
+class Held:
+    """An object of which nothing is seen."""
+
+    def __init__(self, y):
+        self.y = y
+
+
+def test_blocks_within_others_are_parts_of_these():
+    ranges = Ranges([(0, 1024), (256, 512), (2048, 4096), (1024, 1100)])
+    assert [ranges.have((*piece, None)) for piece in ((600, 1090), (2048, 4096), (1090, 1200), (1200, 1300))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_token_that_is_written_is_refused_with_the_call(scene):
