@@ -58,9 +58,11 @@ class _Node:
         The nodes of the capture that whatever follows it waits for.
     step : int
         Its place among all steps.
+    steps : tuple of int
+        The steps that whatever follows it waits for.
     """
 
-    __slots__ = ("call", "ends", "known", "step", "track")
+    __slots__ = ("call", "ends", "known", "step", "steps", "track")
 
     def __init__(self, track: Track, step: int) -> None:
         self.track = track
@@ -68,6 +70,7 @@ class _Node:
         self.known: Needs = NOTHING
         self.ends: tuple[Any, ...] = ()
         self.step = step
+        self.steps: tuple[int, ...] = (step,)
 
 
 class _Lane:
@@ -341,6 +344,7 @@ class Lanes:
         self._busy = True
         try:
             made = [(start, stop, None) for start, stop in self._new if stop > start] if self._new else []
+            users = self._users_of(node, written) if written else []
             if made or written:
                 changed += map(self._uses.piece, [*made, *written])
             if self._called:
@@ -349,7 +353,7 @@ class Lanes:
             self.used[node.step] = reads, [*writes, *made, *written]
             if self._asked:
                 self._forget_asked((*reads, *writes, *made, *written))
-            got = self._end(lane, node, place)
+            got = self._end(lane, node, place, users)
             if not got:  # what it allocated is still as it was
                 for start, stop, _ in made:
                     self._unwritten.add(start, stop, place)
@@ -376,6 +380,18 @@ class Lanes:
                 )
         met += inner[0]
         changed += inner[1]
+
+    def _users_of(self, node: _Node, written: Iterable[Piece | Token]) -> list[_Node]:
+        """Return who used memory before that a call gave back and did not allocate, but for those that the call comes after.
+
+        The books forget them for the call, which was not ordered for that: whoever follows it has to follow them, too.
+        """
+        inside = [piece for piece in written if isinstance(piece, Token) or not self._is_new(piece)]
+        needs = needs_of((), [use for piece in inside for use in self._uses.meeting(piece)])
+        return [self._of[track].nodes[call - 1] for track, call in needs.items() if node.known.get(track, 0) < call]
+
+    def _is_new(self, piece: Piece) -> bool:
+        return any(start <= piece[0] and piece[1] <= stop for start, stop in self._new)
 
     def join(self, name: str, outputs: object) -> None:
         """Let the main stream come after all lanes, as a capture's end asks for; ``outputs`` are the function's.
@@ -432,7 +448,8 @@ class Lanes:
         if self.exact:
             self._driver.set_dependencies(lane.slot.pointer, after)
         self._behind = after
-        self.steps.append(Step(name, place, lane.number, tuple(sorted([each.step for each in direct])) or self._base_step))
+        steps = sorted([step for each in direct for step in each.steps])
+        self.steps.append(Step(name, place, lane.number, tuple(steps) or self._base_step))
         self._tell_step()
         lane.nodes.append(node)
         self._nodes += 1
@@ -487,11 +504,16 @@ class Lanes:
             self._driver.wait_event(slot.pointer, slot.start_event)
         return lane
 
-    def _end(self, lane: _Lane, node: _Node, place: str) -> bool:
-        """Take a node in that was captured, and put the main stream behind all leaves again; whether anything was captured."""
+    def _end(self, lane: _Lane, node: _Node, place: str, users: Sequence[_Node] = ()) -> bool:
+        """Take a node in that was captured, and put the main stream behind all leaves again; whether anything was captured.
+
+        Whatever follows the node follows its ``users``, too.
+        """
         self._inside = False
         self._last_place = place
-        known = node.known
+        for each in users:
+            lane.track.learn(each.known)
+        known = node.known = lane.track.known
         self._leaves = [leaf for leaf in self._leaves if known.get(leaf.track, 0) < leaf.call]
         self._leaves.append(node)
         if not self.exact:
@@ -506,13 +528,17 @@ class Lanes:
                 )
             node.ends = tuple(dict.fromkeys(node.ends + found))  # which is after all before it
             self._why = self._why or "it gave work to the stream that is recorded, and not to its own lane alone"
+        captured = not _same(node.ends, self._behind)
+        if users:
+            node.ends = tuple(dict.fromkeys([*node.ends, *_ends(users)]))
+            node.steps = (node.step, *(each.step for each in users))
         self.ends[node.step] = node.ends
         self._put = _ends(self._leaves) or self._base
         self._driver.set_dependencies(self._main.pointer, self._put)
         if self._why:
             self.steps[node.step] = self.steps[node.step]._replace(why=self._why)
             self._start_anew(tuple(leaf.step for leaf in self._leaves))
-        return bool(self._why) or not _same(node.ends, self._behind)
+        return bool(self._why) or captured
 
     def _check_nothing(self, name: str, place: str, reads: Pieces, writes: Pieces, result: object) -> None:
         """Refuse a call that gave the capture nothing and wrote something all the same: that ran now, and at no replay."""

@@ -229,6 +229,17 @@ class DataOrder:
         """Write down, at the end of a branch, what it was given before: an event may stand behind less than all of it."""
         self.note(track, self.entries(reads), self.entries(writes))
 
+    def note_found(self, track: Track, made: Iterable[Piece | Token], others: Sequence[Piece | Token]) -> None:
+        """Write down what a call turned out to write: memory that it allocated, and other memory, which it was not ordered for.
+
+        Its stream waits now for who used that: the books forget them, so whoever follows the call has to follow them with it.
+        """
+        try:
+            if others:
+                self.follow(track, self.conflicts((), others))
+        finally:
+            self.note(track, (), self.entries([*made, *others]))
+
     # Waits
 
     def mark(self, track: Track) -> None:

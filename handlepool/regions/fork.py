@@ -230,7 +230,7 @@ class Fork:
         ended = None
         try:
             result = self._call(slot, region, function, args, kwargs)
-            ended = region.allocated[known:], result
+            ended = region.allocated[known:] if self._leased or self._inherited else None, result
         finally:
             given, order.running, order.elsewhere = order.elsewhere, former, elsewhere
             if former is track:  # no state was left for a fork in a branch

@@ -236,12 +236,12 @@ class OperationCall(Memory):
         """Call it, in its branch."""
         return self.operation.run(pool, self.args, self.kwargs, [*self.writes])
 
-    def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any], result: object) -> None:
+    def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, result: object) -> None:
         """Write down what is new, now that the operation has returned."""
-        new: Pieces = [(*self._driver.block_range(block), None) for block in allocated]
-        new += new_among(self._driver, result, (*self.reads, *self.writes, *new))
-        if new:
-            order.note(track, (), order.entries(new))
+        made: Pieces = [(*self._driver.block_range(block), None) for block in allocated or ()]
+        others = new_among(self._driver, result, (*self.reads, *self.writes, *made))
+        if made or others:
+            order.note_found(track, made, others)
 
     def failed(self, order: DataOrder, track: Track) -> None:
         """Leave it at what was written down before the operation raised an error."""

@@ -83,20 +83,30 @@ class PlainCall(Memory):
         guessed = [] if _may_write.get(self._form) is False else self._given
         super().__init__(self._given, self._out, guessed, name)
 
-    def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any], result: object) -> None:
-        """Write down what the function wrote, now that it has returned."""
-        new = [self._driver.block_range(block) for block in allocated]
+    def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, result: object) -> None:
+        """Write down what the function wrote, now that it has returned; None where nobody saw what it allocated."""
+        new = [self._driver.block_range(block) for block in allocated or ()]
         found = [(value, memory) for value in leaves(result) if (memory := piece_of(self._driver, value)) is not None]
+        made: list[Piece] = [(start, stop, None) for start, stop in new]
+        others: list[Piece] = []
+        for _, memory in found:
+            inside = any(start <= memory[0] and memory[1] <= stop for start, stop in new)
+            (made if inside else others).append(memory)
         pure = self._exact or self._are_new(found, new)
-        if not _may_write.get(self._form):
-            if len(_may_write) >= _MOST_KNOWN:
-                _may_write.clear()
-            _may_write[self._form] = not pure
-        self._note(order, track, [*((start, stop, None) for start, stop in new), *(memory for _, memory in found)], not pure)
+        if allocated is not None:
+            if not _may_write.get(self._form):
+                if len(_may_write) >= _MOST_KNOWN:
+                    _may_write.clear()
+                _may_write[self._form] = not pure
+            if not pure:
+                self._tell(order, track)
+        order.note_found(track, made, others if pure else others + self._given)
 
     def failed(self, order: DataOrder, track: Track) -> None:
         """Write down what the function may have written before it raised an error."""
-        self._note(order, track, [], bool(self.guessed))
+        if self.guessed:
+            self._tell(order, track)
+            order.note_found(track, (), self._given)
 
     def is_new(self, allocated: Sequence[Any], result: object) -> bool:
         """Whether a result is new arrays alone, of those that the call allocated and those of other libraries."""
@@ -113,14 +123,12 @@ class PlainCall(Memory):
         # Another library's allocator is not ours to see.
         return type(value) is not self._driver.array_types[0] and not any(share(memory, known) for known in self._given)
 
-    def _note(self, order: DataOrder, track: Track, written: list[Piece], guess: bool) -> None:
-        if guess:
-            if self.waited:
-                warn_of_guess(self._guess)
-            written = written + self._given
-            if not self._out:
-                order.guesses[track, track.count + 1] = self._guess
-        order.note(track, (), order.entries(written))
+    def _tell(self, order: DataOrder, track: Track) -> None:
+        """Warn where a guess made this call wait, and let whoever waits for the call warn, too."""
+        if self.waited:
+            warn_of_guess(self._guess)
+        if not self._out:
+            order.guesses[track, track.count + 1] = self._guess
 
 
 def _codes(values: Iterable[Any], depth: int = 4) -> Iterator[Hashable]:

@@ -305,6 +305,43 @@ def test_what_streams_share_is_used_beside_nothing_and_is_named(scene):
         assert scene.read(program.outputs) == 2 + 3 + 2 + 4
 
 
+def overwritten_where_it_was_given_back(scene):
+    kept = scene.array(1)
+    scene.driver.kept_array = kept  # where nobody sees it
+
+    @handlepool.operation
+    def given_back(scene, x):
+        scene.plus(x, 1)
+        return scene.driver.kept_array
+
+    @handlepool.operation(mutates="y")
+    def tenfold(scene, y):
+        scene.put(y, lambda y: 10 * y, y)
+
+    def function(scene, x, kept):
+        read = [plus(scene, kept, 1), plus(scene, kept, 2)]
+        tenfold(scene, given_back(scene, x))
+        return adding(scene, *read)
+
+    with handlepool.record(function, scene, scene.array(5), kept, lanes=8) as program:
+        scene.put(kept, lambda: 1)
+        program.replay()
+        return scene.read(program.outputs), scene.read(kept), [step.after for step in program.explain().nodes]
+
+
+def test_g17_what_was_there_before_and_is_given_back_is_overwritten_after_all_who_read_it(scene):
+    read, kept, after = overwritten_where_it_was_given_back(scene)
+    assert (read, kept) == (5, 10)
+    assert after == [(), (), (), (0, 1, 2), (0, 1)]
+
+
+def test_g17_control_what_is_given_back_without_its_readers_is_caught(scene, monkeypatch):
+    monkeypatch.setattr(books.Lanes, "_users_of", lambda *_: [])
+    with pytest.raises(ContractError, match="not ordered"):
+        overwritten_where_it_was_given_back(scene)
+    scene.driver.order.found.clear()
+
+
 def test_what_streams_share_outside_of_calls_is_named_where_it_stands(scene):
     def shared(scene, x):
         if thread.recording is not None:

@@ -1,6 +1,7 @@
 """Branches of plain functions: what is not known of them is guessed, and that is said (guarantee 17)."""
 
 import functools
+import itertools
 import operator
 import warnings
 
@@ -11,6 +12,7 @@ from harness.scenes import BranchError, over_seeds
 import handlepool
 from handlepool import ArgumentError, ParallelStateExecutor, ParallelStates
 from handlepool.regions import plain_calls
+from handlepool.regions.data_order import DataOrder
 from handlepool.regions.plain_calls import PlainCall
 
 
@@ -118,6 +120,74 @@ def test_g17_one_that_raises_may_have_written_what_it_was_given():
 def test_g17_control_one_that_raises_and_is_taken_to_have_read_alone_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(PlainCall, "failed", lambda *_: None)
     assert {*over_seeds(raised, control=True)} != {11}
+
+
+# What it turns out to have given back
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_a_function_does_is_not_learned_where_every_side_slot_is_out(scene):
+    sides = scene.pool.internals.device(0).sides
+    x, slots = scene.array(1), iter(sides.lease, None)
+    with scene.states.fork() as fork:
+        fork.run(new, scene, x)
+    known = dict(plain_calls._may_write)
+    leased = list(slots)
+    with scene.states.fork() as fork:
+        assert scene.read(fork.run(added, scene, fork.run(new, scene, x))) == 3
+        assert scene.read(fork.run(other, scene, x)) == 3
+    for slot in leased:
+        sides.release(slot, captured=False)
+    assert plain_calls._may_write == known
+    assert list(known.values()) == [False]
+
+
+@handlepool.operation
+def added(scene, y):
+    return scene.plus(y, 1)
+
+
+@handlepool.operation(mutates="y")
+def multiplied(scene, y):
+    tenfold(scene, y)
+
+
+made = []
+"""A global, which nobody sees."""
+
+
+def remembered(scene, y):
+    """Return a new array the first time, and the same one again."""
+    if not made:
+        made.append(new(scene, y))
+    return made[0]
+
+
+def given_back(scene, used=None):
+    """One branch reads, one gives back what was there before, one overwrites; what was read, and what was left."""
+    plain_calls._may_write.clear()
+    made.clear()
+    y, function = scene.array(1), remembered if used is None else handlepool.operation(remembered)
+    with scene.states.fork() as fork:
+        z = fork.run(function, scene, y)
+    with scene.states.fork() as fork:
+        read = fork.run(added, scene, y if used is None else z)
+        fork.run(function, scene, y)
+        fork.run(multiplied, scene, y if used is None else z)
+    return scene.read(read), scene.read(y if used is None else z)
+
+
+@pytest.mark.parametrize("used", [None, "result"])
+def test_g17_what_was_there_before_and_is_given_back_is_overwritten_after_all_who_read_it(used):
+    assert {*over_seeds(lambda scene: given_back(scene, used))} == {(2, 10) if used is None else (3, 20)}
+
+
+@pytest.mark.parametrize("used", [None, "result"])
+def test_g17_control_whoever_only_notes_that_forgets_the_readers(used, monkeypatch):
+    monkeypatch.setattr(
+        DataOrder, "note_found", lambda order, track, *some: order.note(track, (), order.entries(itertools.chain(*some)))
+    )
+    assert len({*over_seeds(lambda scene: given_back(scene, used), control=True)}) > 1
 
 
 # Functions that have no code of Python's, or one with others
