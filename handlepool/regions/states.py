@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from handlepool._util import as_integer, flag, shown
+from handlepool._util import as_integer, check_ran, flag, shown
 from handlepool.errors import ArgumentError, OwnershipError, StateBusyError, StateIndexError
 from handlepool.pool.context import thread
 from handlepool.pool.default import check_pool, default_pool
@@ -176,7 +176,9 @@ def _with_state(
 ) -> T:
     slots = [pool.slot()]
     try:
-        return function(State(slots), *args, **kwargs)
+        value = function(State(slots), *args, **kwargs)
+        check_ran(function, value)
+        return value
     finally:
         slots.clear()
 

@@ -9,7 +9,7 @@ import pytest
 from harness.scenes import TIMEOUT, BranchError, Scene, Thread
 
 import handlepool
-from handlepool import OwnershipError, ParallelStates, StateBusyError, StateIndexError
+from handlepool import ArgumentError, OwnershipError, ParallelStates, StateBusyError, StateIndexError
 from handlepool.pool import context
 
 # The state
@@ -36,8 +36,10 @@ def test_g5_a_state_that_was_kept_hands_out_nothing_of_another_branch(use, taken
         assert scene.states.with_state(1, lambda state: kept.append(state) or use(state)) is not None
         with pytest.raises(BranchError):
             scene.states.with_state(1, fail_with, kept)
-        later = scene.states.with_state(1, lambda state: (use(state) for _ in range(1)))
-        for late in (lambda: use(kept[0]), lambda: use(kept[1]), lambda: next(later)):
+        with pytest.raises(ArgumentError, match="<lambda> returned a generator, of which nothing has run"):
+            scene.states.with_state(1, lambda state: (use(state) for _ in range(1)))
+        later = scene.states.with_state(1, lambda state: lambda: use(state))
+        for late in (lambda: use(kept[0]), lambda: use(kept[1]), later):
             with pytest.raises(OwnershipError, match="the call that this state was for has ended"):
                 late()
         with scene.states.fork() as fork:
