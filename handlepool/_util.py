@@ -71,7 +71,7 @@ def check_ran(function: object, value: object) -> None:
     ------
     ArgumentError
     """
-    if type(value) in _TO_RUN:
+    if type(value) in _TO_RUN and not getattr(value, "gi_suspended", False):  # one that has begun is of a use of its own
         if isinstance(value, (GeneratorType, CoroutineType)):
             value.close()  # or Python warns that nobody awaited it
         raise ArgumentError(

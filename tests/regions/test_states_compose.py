@@ -196,7 +196,7 @@ def on_a_stream_of_its_own(run, work):
     def scenario(scene):
         other, x = scene.driver.create_stream(), scene.array(1)
         scene.driver.wait_event(other.ptr, scene.stream.record())
-        run(scene, lambda: work(scene, other, x))
+        run(scene, lambda: (work(scene, other, x), scene.array())[1])
         values = tuple(scene.read(y) for y in [scene.array(5) for _ in range(6)])
         other.synchronize()
         return values
