@@ -78,8 +78,10 @@ def a_fork(scene):
         take = [box.pop, outs.pop]
 
         def branch():
+            z = scene.array()  # or it may have written what it reaches, and would wait for the inner branch
             with scene.states.fork() as inner:
                 inner.run(scene.put, take[1](), lambda x: x + 1, take[0]())
+            return z
 
         def fork():
             with scene.states.fork() as fork:

@@ -46,16 +46,19 @@ def an_inner_join_that_fails(method):
             scene.put(y, lambda x: x + 1, x)
 
         def branch():
+            z = scene.array()  # or it may have written y, and would wait for the inner branch
             inner = scene.states.fork().__enter__()
             inner.run(read, box.pop())  # from here on nobody but the region has it
             with failing(scene.driver, method), pytest.raises(RuntimeError, match="injected"):
                 inner.__exit__(None, None, None)
+            return z
 
         with scene.states.fork() as fork:
-            fork.run(branch)
+            new = fork.run(branch)
         scene.array(100)  # would be the block that the inner branch may not have read yet
         for pointer in sides:
             scene.driver.synchronize_stream(pointer)
+        del new
         return scene.read(y)
 
     return scenario
