@@ -386,8 +386,8 @@ class Lanes:
 
         The books forget them for the call, which was not ordered for that: whoever follows it has to follow them, too.
         """
-        inside = [piece for piece in written if isinstance(piece, Token) or not self._is_new(piece)]
-        needs = needs_of((), [use for piece in inside for use in self._uses.meeting(piece)])
+        others = [piece for piece in written if isinstance(piece, Token) or not self._is_new(piece)]
+        needs = needs_of((), [use for piece in others for use in self._uses.meeting(piece)])
         return [self._of[track].nodes[call - 1] for track, call in needs.items() if node.known.get(track, 0) < call]
 
     def _is_new(self, piece: Piece) -> bool:
