@@ -880,7 +880,7 @@ class Fork:
                 self._join()
         except Exception:
             self._own_region().abandon()
-        return not self._leased or self._given_up()
+        return (not self._leased and self._order is None) or self._given_up()
 
     def __reduce__(self) -> Any:
         """Refuse to be copied: two would give the same states back."""

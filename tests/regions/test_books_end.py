@@ -76,6 +76,23 @@ def test_g8_a_fork_without_a_state_whose_end_fails_closes_its_books_later(pool):
         sides.release(slot, captured=False)
 
 
+@pytest.mark.parametrize("k", range(1, 6))
+def test_a_fork_without_a_state_that_nobody_leaves_closes_its_books_though_a_call_fails_then(pool, k):
+    driver = pool.driver
+    sides = pool.internals.device(0).sides
+    hoard = [sides.lease() for _ in range(MOST_SIDE_SLOTS)]
+    fork = ParallelStates(2, pool=pool).fork().__enter__()
+    fork.run(double, filled(driver))
+    del fork
+    driver.fail_at(k)
+    for _ in range(2):
+        deferred.settle(most=100)
+    driver.fail_at(0)
+    assert not data_order.opened
+    for slot in hoard:
+        sides.release(slot, captured=False)
+
+
 @pytest.mark.parametrize("free", [MOST_SIDE_SLOTS, 1, 0])
 def test_g17_a_fork_over_another_stream_waits_for_branches_of_the_outer_one_wherever_those_ran(pool, free):
     driver, states = pool.driver, ParallelStates(1, pool=pool)
