@@ -478,8 +478,8 @@ def test_no_item_is_taken_after_one_that_ends_all(pool):
     assert taken == [0, 1, 2, 3]
 
 
-def test_what_an_item_had_is_used_again_only_when_its_work_has_ended(make_driver, monkeypatch):
-    """It fails when it has given work to the stream, which still writes into the item's copy."""
+def test_items_that_fail_after_they_gave_work_to_the_stream_harm_no_later_one(make_driver, monkeypatch):
+    """That work still writes into the copy of the item."""
 
     def fails(item):
         if item[1] % 2:
