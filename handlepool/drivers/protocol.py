@@ -647,5 +647,5 @@ def check_operands(
         if address := driver.array_pointer(array) % TENSOR_ALIGNMENT:
             raise ArgumentError(
                 f"{name}: {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of "
-                f"{TENSOR_ALIGNMENT}, which no launch takes; pass another one, copied before, or after it where it is written"
+                f"{TENSOR_ALIGNMENT}, which no launch takes; pass a copy; for an output, pass another array, and copy from that"
             )

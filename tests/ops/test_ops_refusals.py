@@ -281,7 +281,7 @@ WRONG = {
     "a misaligned address": (
         beside_a_boundary,
         ArgumentError,
-        r"of shape .* begins 4 bytes past a multiple of 16.* copied before, or after it where it is written",
+        r"of shape .* begins 4 bytes past a multiple of 16.* pass a copy; for an output, pass another array, and copy from that",
     ),
     "read-only": (read_only, ArgumentError, "is read-only and cannot be written"),
 }
