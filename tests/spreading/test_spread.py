@@ -560,8 +560,8 @@ def test_a_device_that_cannot_take_part_ends_all_after_what_was_computed(pool):
     assert streams(pool) == before
 
 
-def test_work_that_fails_later_is_the_items_error(pool):
-    driver = pool.driver
+def failing_later(driver):
+    """A function of an item and filters, whose work fails for the item of index 2."""
 
     def fail(out):
         raise BadItemError("late")
@@ -572,27 +572,22 @@ def test_work_that_fails_later_is_the_items_error(pool):
             driver.enqueue(driver.current_stream().ptr, fail, writes=[y])
         return y
 
+    return failing
+
+
+def test_work_that_fails_later_is_the_items_error(pool):
     given = [(x, index) for index, x in enumerate(images())]
     with pytest.warns(RuntimeWarning, match="eagerly"), pytest.raises(ItemError, match=r"item \d failed.*late"):
-        [*handlepool.spread(failing, given, shared=(WEIGHTS,))]
+        [*handlepool.spread(failing_later(pool.driver), given, shared=(WEIGHTS,))]
 
 
 def test_work_that_fails_later_makes_no_other_item_fail(make_driver, monkeypatch):
     """Its memory is used again, and the order checker knows that the host has waited."""
     driver = make_driver(scheduler="adversarial", devices=1)
 
-    def fail(out):
-        raise BadItemError("late")
-
-    def failing(item, w):
-        y = conv(item[0], w)
-        if item[1] == 2:
-            driver.enqueue(driver.current_stream().ptr, fail, writes=[y])
-        return y
-
     with current(driver, monkeypatch):
         given = [(x, index) for index, x in enumerate(images(12))]
-        results = handlepool.spread(failing, given, shared=(WEIGHTS,), errors="return")
+        results = handlepool.spread(failing_later(driver), given, shared=(WEIGHTS,), errors="return")
         with pytest.warns(RuntimeWarning, match="eagerly"):
             got = [*results]
     assert [index for index, y in enumerate(got) if isinstance(y, ItemError)] == [2]
