@@ -1,5 +1,7 @@
 """Dask's workers on a GPU, and on two: tiles bit for bit, and a worker whose context is lost."""
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 from harness import tiles
@@ -23,6 +25,7 @@ def image():
 def expected(pool, monkeypatch):
     """What this process alone makes of the image."""
     monkeypatch.setattr("handlepool.pool.default._default", pool)
+    monkeypatch.setattr("handlepool.integrations.dask._functions", OrderedDict())  # what is there is of another pool
     return map_tiles(tiles.conv, image(), **TILES).compute(scheduler="synchronous")
 
 

@@ -79,7 +79,14 @@ def test_g17_what_writes_in_place_waits_for_readers_whatever_others_returned(poo
 
 def test_g17_control_where_all_are_taken_for_one_it_does_not(pool, stream, kernels, latch, comes_to_pass, monkeypatch):
     monkeypatch.setattr(plain_calls, "_codes", lambda values: ())
-    _, z, done = read_late_and_written(pool, kernels, latch, builtin)
-    assert comes_to_pass(done)
+    written = []
+
+    def scale(y, by):
+        y *= by
+        written.append(cupy.cuda.get_current_stream().record())  # what follows the call waits for the reader
+        return y
+
+    _, z, _ = read_late_and_written(pool, kernels, latch, lambda fork, y: fork.run(scale, y, 10))
+    assert comes_to_pass(written[-1])
     latch.release()
     assert (z.get() == 10).all()

@@ -318,7 +318,9 @@ def test_rows_of_several_matrices_are_one_matrix_alone_where_every_operand_has_t
     for addend, batch in ((z, 4), (arrays.random(4, 8, 16), 1), (arrays.random(1, 1, 16), 1)):
         expected = arrays.take(a) @ arrays.take(b) + arrays.take(addend)
         assert arrays.error(product_added(a, b, addend), expected) < 1e-2
-        assert json.loads(str(product_added.plan_for(a, b, addend).graph))["tensors"]["a"]["dim"][0] == batch
+        tensors = json.loads(product_added.plan_for(a, b, addend).graph)["tensors"]  # the drivers' texts differ
+        taken = tensors["a"] if isinstance(tensors, dict) else next(each for each in tensors if each["name"] == "a")
+        assert taken["dim"][0] == batch
 
 
 def test_axes_of_two_elements_count_for_the_form_of_an_image():
