@@ -78,6 +78,7 @@ def main() -> int:
         given = [f"conv(x, w, out=outs[{number}])" for number in range(BRANCHES)]
         chain = ["y = conv(x, w, out=outs[0])"] + [f"y = conv(y, w, out=outs[{number}])" for number in range(1, BRANCHES)]
         allocated = ["y = conv(x, w)"] + ["y = conv(y, w)"] * (BRANCHES - 1)
+        held = ["y0 = conv(x, w)"] + [f"y{number} = conv(y{number - 1}, w)" for number in range(1, BRANCHES)]
         statements = {
             "calls": "\n".join(given),
             "branches": forked([line.replace("conv(", "run(conv, ") for line in given]),
@@ -87,6 +88,8 @@ def main() -> int:
             "branches in a chain without order": forked([line.replace("conv(", "run(conv, ") for line in chain], ordered=False),
             "calls in a chain, allocated": "\n".join(allocated),
             "branches in a chain, allocated": forked([line.replace("conv(", "run(conv, ") for line in allocated]),
+            "calls in a chain, allocated and held": "\n".join(held),
+            "branches in a chain, allocated and held": forked([line.replace("conv(", "run(conv, ") for line in held]),
             "map into outputs": "map(conv, xs, ws, out=outs)",
             "map into outputs without order": "with fork(ordered=False) as f: f.map(conv, xs, ws, out=outs)",
             f"chain of {DEEP} on one stream": "one_stream()",
@@ -116,6 +119,9 @@ def main() -> int:
             "a branch over a sibling's output": each("branches in a chain", "calls in a chain"),
             "the same without order": each("branches in a chain without order", "calls in a chain"),
             "the same, allocated": each("branches in a chain, allocated", "calls in a chain, allocated"),
+            "the same, allocated and held by both": each(
+                "branches in a chain, allocated and held", "calls in a chain, allocated and held"
+            ),
             f"each of {few} branches": [value / few for value in samples[f"fork of {few} branches"]],
             f"each of {most} branches": [value / most for value in samples[f"fork of {most} branches"]],
         }
@@ -123,7 +129,7 @@ def main() -> int:
         ratios = Ratios()
         if driver.name == "cuda":
             raw = samples["raw entry"]
-            for name, bound in zip(more, (ALONE, None, FOLLOWING, None, FOLLOWING), strict=False):
+            for name, bound in zip(more, (ALONE, None, FOLLOWING, None, FOLLOWING, FOLLOWING), strict=False):
                 ratios.add(f"{name} / raw entry", paired(more[name], raw), bound if bounded else None)
         ratios.compare(samples, "map into outputs", "map into outputs without order", MAPPED if bounded else None)
         ratios.compare(samples, f"chain of {DEEP} as branches", f"chain of {DEEP} on one stream", LAUNCHING if bounded else None)
