@@ -122,6 +122,8 @@ def _line(file: PlanFile) -> str:
         known = json.loads(file.key)
         made_for = known["made for"]
         device = made_for.get("device", {}).get("deviceName", made_for.get("driver", ""))
+        if "program" in known:
+            return f"{used}  {_size(file.nbytes):>10}  {device}: lanes of {known['program']} by {known['goal']}"
         nodes = " -> ".join(node[0].lower() for node in known["nodes"])
         shapes = ", ".join("x".join(map(str, known["tensors"][place][1])) for place in known["operands"])
         version = f", cuDNN {made_for['cudnn']}" if "cudnn" in made_for else ""

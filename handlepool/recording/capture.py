@@ -130,6 +130,11 @@ class Recording:
         """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
         self._plans[id(plan)] = plan
 
+    def engines(self) -> list[str]:
+        """Return which engines the plans have that were launched, in order."""
+        found = [getattr(getattr(plan, "executable", None), "engine", None) for plan in self._plans.values()]
+        return [engine for engine in found if engine is not None]
+
     def accessed(self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token]) -> None:
         """Take note of what a recorded call reads and writes: each replay does."""
         self.reads.update(reads)

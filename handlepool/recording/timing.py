@@ -76,7 +76,9 @@ class Timed(ABC):
         data = tuple([step.after for step in lanes.steps])
         return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations, *known, data, ends)
 
-    def tune(self, lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0) -> LanesTuning:
+    def tune(
+        self, lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0, anew: bool = False
+    ) -> LanesTuning:
         """Measure on how many lanes it runs best, and run it on so many from now on.
 
         Other lanes are another schedule of the same recording, by the times of its nodes, which are measured first: the function
@@ -84,6 +86,9 @@ class Timed(ABC):
         and this waits for the GPU. What replays write outside of the program's own memory is saved before, and restored. Of plain
         code, whose writes nobody sees, that is all that the function was given: what it writes elsewhere (globals) is changed.
         Other threads' uses of the program wait. On the host driver the times are NumPy's, and say nothing of a GPU.
+
+        A pool with a plan directory keeps there what was found. For the same recording, with the same arguments and on such a
+        device, it is taken from there, and nothing is replayed.
 
         Parameters
         ----------
@@ -94,6 +99,8 @@ class Timed(ABC):
             What counts: the time that the host sees from a replay's launch to its end, or that of replays in a row on the device.
         seconds : float
             After which no more samples are taken; there are three of each at least.
+        anew : bool
+            Measure, whatever the plan directory has.
 
         Returns
         -------
@@ -114,8 +121,9 @@ class Timed(ABC):
         """
         self._status.check()
         asked = checked(self._name, lanes, goal, seconds)
+        anew = flag(f"{self._name}: tune: anew", anew)
         self._check_place()
-        return self._use("tuned", lambda: self._rig(lambda rig: rig.tune(*asked, self._run_on)))
+        return self._use("tuned", lambda: self._rig(lambda rig: rig.tune(*asked, self._run_on, anew)))
 
     def draw(self, file: str | PathLike[str], *, dark: bool = False, measure: bool = True) -> None:
         """Draw its graph by lanes and, below that, its nodes on a time axis as they really ran.

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from statistics import median
 from time import monotonic, perf_counter
@@ -15,6 +15,7 @@ from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.outside import Outside
 from handlepool.recording.schedule import Arrangement, Schedule, estimated
+from handlepool.recording.tuned_lanes import TunedLanes, key_of, load, save
 
 if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
@@ -81,6 +82,8 @@ class LanesTuning:
         Samples of each, of which the median counts.
     seconds : float
         How long all of it took.
+    kept : bool
+        Whether it was measured before, by this process or another one, and found in the plan directory.
     """
 
     name: str
@@ -90,10 +93,13 @@ class LanesTuning:
     previous: int
     rounds: int
     seconds: float
+    kept: bool = False
 
     def __str__(self) -> str:
+        kept = ", from the plan directory" if self.kept else ""
         lines = [
-            f"{self.name}: lanes by {self.goal}, medians of {self.rounds} samples in {self.seconds:.1f} s; microseconds a replay"
+            f"{self.name}: lanes by {self.goal}, medians of {self.rounds} samples in {self.seconds:.1f} s{kept}; "
+            f"microseconds a replay"
         ]
         lines.append(f"{'lanes':>5}{'got':>5}{'edges':>8}{'clock':>12}{'device':>12}")
         for trial in self.trials:
@@ -182,9 +188,21 @@ class LanesRig:
         self._events: list[Any] = []
 
     def tune(
-        self, counts: Sequence[int], goal: str, seconds: float, take: Callable[[RecordedGraph, Arrangement], None]
+        self,
+        counts: Sequence[int],
+        goal: str,
+        seconds: float,
+        take: Callable[[RecordedGraph, Arrangement], None],
+        anew: bool = False,
     ) -> LanesTuning:
-        """Time the schedules for these numbers of lanes, and have the program take the graph of one; what is told of it."""
+        """Time the schedules for these numbers of lanes, and have the program take the graph of one; what is told of it.
+
+        What the plan directory has of that is taken instead, but for ``anew``.
+        """
+        key = key_of(self._recording, self._name, goal, counts)
+        found = load(self._recording, key, counts) if key and not anew else None
+        if found is not None:
+            return self._take_kept(found, goal, take)
         start = monotonic()
         progress = shown_progress(self._name, seconds)
         former, previous = self._recording.graph, self._recording.arrangement
@@ -210,7 +228,34 @@ class LanesRig:
                     progress(None)
         trials = tuple([results.get(count) or skipped[count] for count in counts])
         took = monotonic() - start
+        if key:
+            told = [[*astuple(trial)] for trial in trials]
+            save(self._recording, key, TunedLanes(counts.index(winner.asked), told, rounds, took, self._recording.times))
         return LanesTuning(self._name, goal, trials, results[winner.asked], previous.lanes, rounds, took)
+
+    def _take_kept(self, found: TunedLanes, goal: str, take: Callable[[RecordedGraph, Arrangement], None]) -> LanesTuning:
+        """Have the program take the schedule that was the best when it was measured."""
+        recording, previous = self._recording, self._recording.arrangement
+        assert recording.graph is not None
+        assert recording.captured is not None
+        assert previous is not None
+        trials = tuple([LanesTrial(*trial) for trial in found.trials])
+        winner = trials[found.winner]
+        with self._driver.relaxed():
+            try:
+                arrangement = self._schedule.on(winner.lanes, found.times)
+                graph = recording.captured.arranged(*arrangement.edges)
+                self._graphs.append(graph)
+                graph.instantiate()
+                self._graphs.append(recording.graph)
+                take(graph, arrangement)
+                recording.times = found.times
+            finally:
+                try:
+                    self._end()
+                finally:
+                    self._end()
+        return LanesTuning(self._name, goal, trials, winner, previous.lanes, found.rounds, found.seconds, True)
 
     def measure(self) -> list[float]:
         """Measure the steps, of which the recording takes note; when each ended in the last of some replays.

@@ -123,3 +123,28 @@ def test_damaged_and_swapped_files_are_built_again(process, tmp_path, x, w):
 def test_without_a_directory_there_is_nowhere_to_plan_for(x, w):
     with pytest.raises(ArgumentError, match="HANDLEPOOL_PLAN_DIRECTORY"):
         conv.compile(x, w, device=DeviceProperties.of(0))
+
+
+def test_the_lanes_that_a_tuning_found_are_taken_by_the_next_process(process, x, w):
+    def network(x, w):
+        return [handlepool.concat([conv(x, w), conv_relu(x, w)]) for _ in range(4)]
+
+    def use():
+        expected = [cupy.asnumpy(y) for y in network(x, w)]
+        with handlepool.record(network, x, w, lanes=8) as program:
+            found = program.tune((1, 2, 4), seconds=2)
+            assert program.explain().got == found.winner.got
+            for y in program.outputs:
+                y.fill(np.nan)
+            program.replay()
+            for y, right in zip(program.outputs, expected, strict=True):
+                np.testing.assert_array_equal(cupy.asnumpy(y), right)
+        return found
+
+    first, counts = process(use)
+    assert not first.kept
+    assert counts["written"] == 3
+    second, counts = process(use)
+    assert second.kept
+    assert counts == {"loaded": 3}
+    assert (second.winner, second.trials) == (first.winner, first.trials)

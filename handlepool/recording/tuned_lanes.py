@@ -1,0 +1,97 @@
+"""What a tuning of lanes found, in the plan directory: a later process takes it for the same recording and measures nothing.
+
+Nothing depends on it but time: it says which schedule of the recording is taken, and every schedule gives the same result.
+"""
+
+import json
+from collections.abc import Sequence
+from hashlib import sha256
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from handlepool.drivers.protocol import SavedPlan
+from handlepool.recording.schedule import estimated
+
+if TYPE_CHECKING:
+    from handlepool.recording.capture import Recording
+
+ENGINE = "lanes"
+"""What stands in the file where a plan's engine does."""
+
+
+class TunedLanes(NamedTuple):
+    """What is kept of a tuning.
+
+    Attributes
+    ----------
+    winner : int
+        Which of the trials it is.
+    trials : list of list
+        Each the values of a `LanesTrial`.
+    rounds : int
+    seconds : float
+    times : list of float
+        Microseconds of each step, one after the other: from these the schedule follows.
+    """
+
+    winner: int
+    trials: list[list[Any]]
+    rounds: int
+    seconds: float
+    times: list[float]
+
+
+def load(recording: "Recording", key: str, counts: Sequence[int]) -> TunedLanes | None:
+    """Return what a tuning found for a recording; None where none was kept, or what was kept does not fit."""
+    files = recording.pool.plan_files
+    saved = None if files is None else files.load(key)
+    if files is None or saved is None:
+        return None
+    try:
+        found = TunedLanes(**json.loads(saved.data))
+        if saved.engine == ENGINE and _fits(found, recording, counts):
+            return found
+    except (ValueError, TypeError, RecursionError):
+        pass
+    files.reject(key)
+    return None
+
+
+def save(recording: "Recording", key: str, found: TunedLanes) -> None:
+    """Keep what a tuning found."""
+    if recording.pool.plan_files is not None:
+        recording.pool.plan_files.save(key, SavedPlan(ENGINE, 0, 0, json.dumps(found._asdict()).encode()))
+
+
+def key_of(recording: "Recording", name: str, goal: str, counts: Sequence[int]) -> str:
+    """Return what a tuning of a recording is known by: its steps, what they move and wait for, its plans, and what was asked for.
+
+    "" where nothing is kept.
+    """
+    schedule, lanes = recording.schedule, recording.lanes
+    if recording.pool.plan_files is None or schedule is None or lanes is None:
+        return ""
+    moved = estimated(lanes.used)
+    steps = [[step.name, step.lane is None, step.after, moved[number]] for number, step in enumerate(schedule.recorded.steps)]
+    text = json.dumps([steps, schedule.recorded.lanes, recording.engines()])
+    known = {"program": name, "lanes": counts, "goal": goal, "steps": sha256(text.encode()).hexdigest()}
+    return f'{json.dumps(known)[:-1]}, "made for": {recording.pool.driver.made_for()}}}'
+
+
+def _fits(found: TunedLanes, recording: "Recording", counts: Sequence[int]) -> bool:
+    """Whether it is of that many steps and of these numbers of lanes. Somebody may have written what is not ours."""
+    assert recording.schedule is not None
+    if len(found.times) != len(recording.schedule.recorded.steps) or not all(map(_is_time, found.times)):
+        return False
+    for count, (lanes, got, edges, clock, device, skipped) in zip(counts, found.trials, strict=True):
+        timed = _is_time(clock) and _is_time(device) and not skipped
+        if lanes != count or type(skipped) is not str or not (timed or (skipped and clock is device is None)):
+            return False
+        if not all(type(number) is int and number >= 0 for number in (got, edges)):
+            return False
+    winner = type(found.winner) is int and 0 <= found.winner < len(counts) and not found.trials[found.winner][5]
+    return winner and type(found.rounds) is int and _is_time(found.seconds)
+
+
+def _is_time(value: object) -> bool:
+    return type(value) is float and isfinite(value) and value >= 0
