@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from handlepool.drivers.protocol import Copy
 from handlepool.errors import ContractError, GraphNotSupportedError
 from handlepool.graphs.plan import Plan
 from handlepool.pool.context import thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors import frontend
-from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import HOST, View
 
 TOLERANCE = {"float64": 1e-6, "float32": 1e-2, "float16": 3e-2, "bfloat16": 1e-1}
@@ -25,6 +23,7 @@ _JUMPS = ("ceil", "floor", "mod", "cmp", "logical", "binary_select")
 def compare(pool: PoolInternals, plan: Plan, graph: Any, operands: Sequence[Any]) -> None:
     """Launch a plan once on random data, on the current stream, and compare the outputs with what the evaluator gives.
 
+    The evaluator computes the graph as it was asked for, so that the copies are compared, too, which bring operands into a form.
     Waits for the stream. Nothing is compared while something is captured, where nobody may wait, and of graphs that the evaluator
     does not know.
 
@@ -34,8 +33,9 @@ def compare(pool: PoolInternals, plan: Plan, graph: Any, operands: Sequence[Any]
     plan : Plan
         Just built, on the current device.
     graph : cudnn.pygraph
+        As it was asked for, before its operands were brought into a form.
     operands : sequence of graph tensor
-        As it was compiled for.
+        Inputs, then outputs.
 
     Raises
     ------
@@ -53,29 +53,17 @@ def compare(pool: PoolInternals, plan: Plan, graph: Any, operands: Sequence[Any]
     except GraphNotSupportedError:
         return
     random = np.random.default_rng(0)
-    copies = {copy.operand: copy for copy in plan.copies}
     inputs = len(plan.inputs)
-    arrays, exact, views, kept = [], [], [], []
-    for place, tensor in enumerate(operands):
-        dtype = frontend.numpy_dtype(tensor.data_type)
-        dim, steps = tuple(tensor.dim), tuple(step * dtype.itemsize for step in tensor.stride)
-        copy = copies.get(place)
-        shape, strides = (dim, steps) if copy is None else (copy.shape, copy.strides)
-        memory = random.uniform(-1, 1, sum((e - 1) * s for e, s in zip(shape, strides, strict=True)) // dtype.itemsize + 1)
+    arrays, exact, kept = [], [], []
+    for tensor in operands:
+        dtype, shape, steps = frontend.numpy_dtype(tensor.data_type), tuple(tensor.dim), tuple(tensor.stride)
+        strides = tuple(step * dtype.itemsize for step in steps)
+        memory = random.uniform(-1, 1, sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True)) + 1)
         memory = (memory if dtype.kind in "fV" else memory * 4).astype(dtype)
         there = driver.asarray(memory)
         kept.append(there)
         arrays.append(driver.adopt(View(driver.array_pointer(there), shape, strides, dtype, _where(pool), False, there)))
-        here = memory.astype(np.float64)
-        view = as_strided(here, shape, [step // dtype.itemsize * 8 for step in strides])
-        if copy is None:
-            exact.append(view)
-        else:
-            dense = np.zeros(copy.nbytes // dtype.itemsize)
-            if place < inputs:
-                _part(dense, copy, dtype.itemsize)[...] = view
-            exact.append(as_strided(dense, dim, [step // dtype.itemsize * 8 for step in steps]))
-        views.append(view)
+        exact.append(as_strided(memory.astype(np.float64), shape, [step * 8 for step in steps]))
     slot = pool.slot()
     plan.executable.launch(slot.handle, arrays, slot.reserve(plan.workspace_size))
     evaluation.run(exact, np.zeros(evaluation.workspace_size, np.uint8))
@@ -84,9 +72,7 @@ def compare(pool: PoolInternals, plan: Plan, graph: Any, operands: Sequence[Any]
     for place in range(inputs, len(operands)):
         got = driver.asnumpy(kept[place]).astype(np.float64)
         wanted = exact[place]
-        if place in copies:
-            wanted = _part(wanted, copies[place], frontend.numpy_dtype(operands[place].data_type).itemsize)
-        result = as_strided(got, views[place].shape, views[place].strides)
+        result = as_strided(got, wanted.shape, wanted.strides)
         known = np.isfinite(wanted)
         largest = max(1.0, float(np.abs(wanted[known]).max(initial=0)))
         wrong = known & ~(np.abs(result - wanted) <= tolerance * largest)
@@ -97,13 +83,6 @@ def compare(pool: PoolInternals, plan: Plan, graph: Any, operands: Sequence[Any]
                 f"{wrong.size} elements of output {place - inputs} otherwise than float64 does, by up to {worst:.3g}; choose "
                 f"another with Plan.select, and report it"
             )
-
-
-def _part(dense: Any, copy: Copy, itemsize: int) -> Any:
-    """Return the elements of a copy, in float64, that are an operand's."""
-    steps = copy.steps or [step * itemsize for step in dense_strides(copy.shape)]
-    first = as_strided(dense, (dense.size,), (8,))[copy.first // itemsize :]
-    return as_strided(first, copy.shape, [step // itemsize * 8 for step in steps])
 
 
 def _where(pool: PoolInternals) -> int:

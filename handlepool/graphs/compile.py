@@ -1,7 +1,7 @@
 """Builds plans: declares arrays as graph tensors, gives every tensor its geometry, and has the driver compile."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,11 +13,11 @@ from handlepool.graphs.forms import conform
 from handlepool.graphs.plan import Plan, at_their_places
 from handlepool.graphs.plan_key import plan_key
 from handlepool.graphs.signature import COMPILE_SETTINGS, GRAPH_SETTINGS, Recipe, normalise
-from handlepool.graphs.trace import Request, check_out, draft, element_strides, layout_of
+from handlepool.graphs.trace import Draft, Request, check_out, draft, element_strides, layout_of
 from handlepool.pool.device import DeviceSlots
 from handlepool.pool.plan_directory import PlanDirectory
 from handlepool.tensors import frontend
-from handlepool.tensors.inference import infer
+from handlepool.tensors.inference import Shape, infer
 from handlepool.tensors.layout import Layout
 
 MOST_REASONS = 4
@@ -126,8 +126,9 @@ def build(
 ) -> Plan:
     """Build one plan.
 
-    ``index`` chooses among the candidates, ``choose`` is the plan's own, and ``compare`` is called with the plan, its graph and
-    the graph's real tensors, to raise where the plan is wrong. Where ``files`` have the plan, it is not built, but for ``anew``.
+    ``index`` chooses among the candidates, and ``choose`` is the plan's own. ``compare`` is called with the plan, and with the
+    graph as it was asked for and its real tensors, to raise where the plan is wrong. Where ``files`` have the plan, it is not
+    built, but for ``anew``.
     """
     name = recipe.name
     if recipe.check is not None:
@@ -138,16 +139,9 @@ def build(
     drafted = draft(recipe, request, lambda: builder.new_graph(**own))
     graph, outputs = drafted.graph, drafted.outputs
     inputs, given = drafted.operands()
-    # The graph was made without a type for what leaves its type open, so that an array can give it.
-    io_dtype = frontend.data_type(settings.get("io_dtype") or frontend.numpy_dtype(inputs[0].data_type))
-    graph.context.io_data_type = io_dtype
+    scalar = all(not layout.shape for layout in request.layouts)  # declared as one element along one axis
     try:
-        shapes = infer(graph, outputs, io_dtype=io_dtype)
-        scalar = all(not layout.shape for layout in request.layouts)  # declared as one element along one axis
-        for place, array in enumerate(given):
-            if array is not None:
-                check_out(name, _layout(outputs[place], scalar), array)
-                outputs[place].set_stride(element_strides(f"out of {name}", array) or [1])
+        shapes = _measure(name, drafted, inputs, given, scalar, settings)
         layouts = tuple(_layout(tensor, scalar) for tensor in outputs)
         operands = [*inputs, *outputs]
         titles = drafted.titles()
@@ -195,10 +189,33 @@ def build(
         key,
     )
     if compare is not None:
-        compare(plan, graph, operands)
+        original = draft(recipe, request, lambda: builder.new_graph(**own))  # `conform` has changed the first one
+        inputs, given = original.operands()
+        _measure(name, original, inputs, given, scalar, settings)
+        compare(plan, original.graph, [*inputs, *original.outputs])
     if index is None and not executable.untried:
         save(plan, files)
     return plan
+
+
+def _measure(
+    name: str,
+    drafted: Draft,
+    inputs: Sequence[Any],
+    given: Sequence[Layout | None],
+    scalar: bool,
+    settings: Mapping[str, Any],
+) -> dict[int, Shape]:
+    """Give every tensor of a graph a shape, and its outputs the strides of the arrays that they were given; the shapes."""
+    # The graph was made without a type for what leaves its type open, so that an array can give it.
+    io_dtype = frontend.data_type(settings.get("io_dtype") or frontend.numpy_dtype(inputs[0].data_type))
+    drafted.graph.context.io_data_type = io_dtype
+    shapes = infer(drafted.graph, drafted.outputs, io_dtype=io_dtype)
+    for tensor, array in zip(drafted.outputs, given, strict=True):
+        if array is not None:
+            check_out(name, _layout(tensor, scalar), array)
+            tensor.set_stride(element_strides(f"out of {name}", array) or [1])
+    return shapes
 
 
 def save(plan: Plan, files: PlanDirectory | None) -> None:

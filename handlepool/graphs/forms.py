@@ -126,6 +126,7 @@ class _Forms:
         self.shapes = dict(shapes)
         self.called = called
         self.copies: list[Copy] = []
+        self.given = [(tuple(tensor.dim), tuple(tensor.stride)) for tensor in operands]
         self.places = {tensor.uid: place for place, tensor in enumerate(operands)}
         self.parts: dict[int, tuple[Shape, Shape]] = {}
         """Operands of which cuDNN gives or takes more than there is: their shape, and where that begins."""
@@ -143,22 +144,26 @@ class _Forms:
         elements: int | None = None,
         always: bool = False,
         part: tuple[int, Sequence[int]] = (0, ()),
+        larger: Shape = (),
     ) -> None:
         """Have an operand copied.
 
         ``steps`` are in elements, of its memory along the axes of the copy. ``elements`` is how many the copy has, and ``part``
-        where in it the operand begins and with what steps, if they are not all of these and dense.
+        where in it the operand begins and with what steps, if they are not all of these and dense. ``larger`` is the shape that
+        it is repeated to, as messages tell it.
         """
+        assert all(each.operand != place for each in self.copies), "a copy reads the caller's memory, never another copy"
         tensor = self.operands[place]
         itemsize = _itemsize(tensor)
         nbytes = (math.prod(shape) if elements is None else elements) * itemsize
         if not (self.copying or always) or nbytes > MOST_COPIED:
+            dim, steps = self.given[place]
             what = (
-                f"{self.called(place)}, of shape {tuple(tensor.dim)} with strides {tuple(tensor.stride)} elements, lies in no "
-                f"form that cuDNN is known to compute rightly here"
+                f"{self.called(place)}, of shape {dim} with strides {steps} elements, lies in no form that cuDNN is known to "
+                f"compute rightly here"
             )
             remedy = "write to another array and copy that" if place >= self.inputs else "pass a copy of it"
-            remedy = f"{remedy}, {self._advice()}"
+            remedy = f"{remedy}, {self._advice(larger)}"
             if place in self.parts:
                 what = (
                     f"{self.called(place)}: a padding that differs from side to side was not measured, so more is computed with "
@@ -175,11 +180,15 @@ class _Forms:
         offset = scratch_of(self.copies)
         self.copies.append(Copy(place, place >= self.inputs, tuple(shape), strides, offset, nbytes, first, within))
 
-    def _advice(self) -> str:
+    def _advice(self, larger: Shape) -> str:
         kinds = {node.node_type.name for node in self.graph.nodes}
         if kinds & _CONVOLUTIONS.keys():
-            return "channels-last without gaps"
-        return "contiguous, with all its batch axes" if "MATMUL" in kinds else "without gaps, of the output's shape and layout"
+            form = "channels-last without gaps"
+        elif "MATMUL" in kinds:
+            form = "contiguous"
+        else:
+            return "without gaps, of the output's shape and layout"
+        return f"{form}, repeated to the shape {larger}" if larger else form
 
     def require(self, place: int, forms: Sequence[str]) -> None:
         """Take an operand in the first of the forms that it has, or copy it into the last; a vector also where none is copied."""
@@ -204,12 +213,13 @@ class _Forms:
         )
         tensor.set_stride(list(dense))
 
-    def expand(self, place: int, shape: Sequence[int], form: str) -> None:
-        """Copy an operand to a larger shape, repeated."""
+    def expand(self, place: int, shape: Sequence[int], form: str, factor: bool = False) -> None:
+        """Copy an operand to a larger shape, repeated: that of the output, or of a factor of a product."""
         tensor = self.operands[place]
         order = _order(form, len(shape))
         steps = [step if extent > 1 else 0 for extent, step in zip(tensor.dim, tensor.stride, strict=True)]
-        self.copy(place, [shape[axis] for axis in order], [steps[axis] for axis in order])
+        larger = tuple(shape) if factor else self.given[self.inputs][0]
+        self.copy(place, [shape[axis] for axis in order], [steps[axis] for axis in order], larger=larger)
         tensor.set_dim(list(shape)).set_stride(list(dense_strides(shape, order)))
 
 
@@ -416,9 +426,12 @@ def _even(forms: _Forms, node: Any) -> None:
     added = [t for place, t in enumerate(forms.operands[: forms.inputs]) if t.uid not in core]
     fits = all(tuple(t.dim) in (full, (1,) * len(full)) or _per_channel(t, full) for t in added)
     if node.node_type.name != "CONV_FPROP" or not fits or _used_again(forms, node, full):
+        remedy = "pad the images before, as numpy.pad does, and give the same padding on both sides"
+        if node.node_type.name == "CONV_DGRAD":
+            remedy = "ask for the gradient of the padded images, with padding=0, and take the part that is theirs"
         raise GraphNotSupportedError(
             f"{title(node)}: a padding of {how.before} before and {how.after} after was not measured, so it is not known to be "
-            f"right here; pad the images before, as numpy.pad does, and give the same padding on both sides"
+            f"right here; {remedy}"
         )
     steps = list(zip(how.before, how.after, how.stride, strict=True))
     more = [max(0, -((low - high) // step)) for low, high, step in steps]
@@ -464,7 +477,7 @@ def _nested(axes: Iterable[tuple[int, int]]) -> bool:
 
 def _matmul(forms: _Forms, node: Any) -> None:
     _one_matrix(forms, node)
-    _three_axes(forms)
+    _three_axes(forms, node)
     full = tuple(forms.operands[forms.inputs].dim)
     alone = len(forms.graph.nodes) == 1
     again = _used_again(forms, node, full)
@@ -508,10 +521,14 @@ def _one_matrix(forms: _Forms, node: Any) -> None:
     forms.shapes = {uid: (*every, shape[-1]) if shape[:-1] == full[:-1] else shape for uid, shape in forms.shapes.items()}
 
 
-def _three_axes(forms: _Forms) -> None:
-    """Declare every tensor with one batch axis: cuDNN has no plans for none, nor for two."""
+def _three_axes(forms: _Forms, node: Any) -> None:
+    """Declare every tensor with one batch axis: cuDNN has no plans for none, nor for two.
+
+    What repeats along some batch axes alone is repeated by a copy; an addend, along rows and columns as well, as it then must.
+    """
     batches = [tuple(tensor.dim)[:-2] for tensor in forms.operands]
-    batch = tuple(map(max, *batches))
+    batch, matrix = tuple(map(max, *batches)), tuple(forms.operands[forms.inputs].dim)[-2:]
+    factors = {node.inputs["A"].uid, node.inputs["B"].uid}
     for place, tensor in enumerate(forms.operands):
         dim, steps = tuple(tensor.dim), tuple(tensor.stride)
         its = dim[:-2]
@@ -520,9 +537,10 @@ def _three_axes(forms: _Forms) -> None:
         extents = [extent for extent in its if extent > 1]
         merged = all(a == b * extent for a, b, extent in zip(inner, inner[1:], extents[1:], strict=False))
         if size > 1 and (its != batch or not merged or not all(inner)):
-            forms.expand(place, (*batch, *dim[-2:]), "contiguous")
+            factor = place >= forms.inputs or tensor.uid in factors
+            forms.expand(place, (*batch, *(dim[-2:] if factor else matrix)), "contiguous", factor)
+            dim, steps = tuple(tensor.dim), tuple(tensor.stride)
             size, inner = math.prod(batch), [dim[-2] * dim[-1]]
-            steps = tuple(tensor.stride)
         reach = max(dim[-2] * steps[-2], dim[-1] * steps[-1], 1)
         tensor.set_dim([size, *dim[-2:]]).set_stride([inner[-1] if inner else reach, *steps[-2:]])
     forms.shapes = {uid: (math.prod(shape[:-2]), *shape[-2:]) for uid, shape in forms.shapes.items()}

@@ -111,7 +111,7 @@ def _with_axes(layout: Layout, rank: int) -> Layout:
 def check_strides(title: str, layout: Layout) -> None:
     """Raise for strides that no kernel of ours takes."""
     itemsize = layout.dtype.itemsize
-    if any(stride < 0 or stride % itemsize for stride in layout.strides):
+    if any((stride < 0 or stride % itemsize) and extent > 1 for extent, stride in zip(layout.shape, layout.strides, strict=True)):
         raise ArgumentError(
             f"{title} has the strides {layout.strides} bytes for elements of {itemsize}: none that are negative or fall between "
             f"elements are taken; pass a contiguous copy"

@@ -33,7 +33,7 @@ def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
 def element_strides(title: str, layout: Layout) -> list[int]:
     """Strides in elements; those of axes of extent 1, which say nothing, as a dense array would have them."""
     shape, itemsize = layout.shape, layout.dtype.itemsize
-    if any(stride < 0 or stride % itemsize for stride in layout.strides):
+    if any((stride < 0 or stride % itemsize) and extent > 1 for extent, stride in zip(shape, layout.strides, strict=True)):
         raise ArgumentError(
             f"{title} has the strides {layout.strides} bytes for elements of {itemsize}: cuDNN takes none that are negative or "
             f"fall between elements; pass a contiguous copy"

@@ -130,8 +130,8 @@ class _Product:
     finish: GraphFunction[..., Any]
 
     @classmethod
-    def of(cls, name: str, names: tuple[str, str], transposed: bool) -> "_Product":
-        build, check = _builder(transposed), _checker(name, names, transposed)
+    def of(cls, name: str, build: Callable[..., Any], names: tuple[str, str], transposed: bool) -> "_Product":
+        check = _checker(name, names, transposed)
         plain, copying = (GraphFunction(build, check=check, name=name, copies=copies) for copies in (False, True))
         return cls(name, plain, copying, finisher(name, axis=-1))
 
@@ -169,15 +169,20 @@ class _Product:
         return Stages(self.name, pool, parts, activation, fused, self.finish, key).call(arrays, out)
 
 
-def _builder(transposed: bool) -> Callable[..., Any]:
-    def product(g: Any, a: Any, b: Any, bias: Any = None, *, activation: str | None) -> Any:
-        rank = max(len(a.get_dim()), len(b.get_dim()))
-        y = g.matmul(_of_rank(a, rank), _of_rank(b, rank, transposed))
-        if bias is not None:
-            y = g.add(y, along(bias, rank, -1))
-        return y if activation is None else activate(g, y, activation)
+def _build_matmul(g: Any, a: Any, b: Any, bias: Any = None, *, activation: str | None) -> Any:
+    return _product(g, a, b, bias, activation, False)
 
-    return product
+
+def _build_linear(g: Any, x: Any, w: Any, bias: Any = None, *, activation: str | None) -> Any:
+    return _product(g, x, w, bias, activation, True)
+
+
+def _product(g: Any, a: Any, b: Any, bias: Any, activation: str | None, transposed: bool) -> Any:
+    rank = max(len(a.get_dim()), len(b.get_dim()))
+    y = g.matmul(_of_rank(a, rank), _of_rank(b, rank, transposed))
+    if bias is not None:
+        y = g.add(y, along(bias, rank, -1))
+    return y if activation is None else activate(g, y, activation)
 
 
 def _of_rank(tensor: Any, rank: int, transposed: bool = False) -> Any:
@@ -218,5 +223,5 @@ def _checker(name: str, names: tuple[str, str], transposed: bool) -> Callable[..
     return check
 
 
-_matmul = _Product.of("matmul", ("a", "b"), False)
-_linear = _Product.of("linear", ("x", "w"), True)
+_matmul = _Product.of("matmul", _build_matmul, ("a", "b"), False)
+_linear = _Product.of("linear", _build_linear, ("x", "w"), True)

@@ -269,6 +269,26 @@ def test_checked_pools_compare_each_new_plan_with_float64(monkeypatch):
         ops.relu(x, pool=pool)
 
 
+def test_checked_pools_compare_the_copies_too(monkeypatch):
+    """A rule that copies an operand wrongly is found: it is not what was asked for."""
+    a, b, z = (
+        np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((2, 3, 4, 8), (2, 3, 8, 5), (2, 1, 1, 5))
+    )
+    with HandlePool(driver=HostDriver(), check=True) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        assert np.allclose(product_added(a, b, z), a @ b + z, atol=1e-4)
+    copy = forms._Forms.copy
+
+    def wrong(self, place, shape, steps, *args, **kwargs):
+        copy(self, place, shape, [0 if step == 1 else step for step in steps], *args, **kwargs)
+
+    monkeypatch.setattr(forms._Forms, "copy", wrong)
+    with HandlePool(driver=HostDriver(), check=True) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        with pytest.raises(ContractError, match="product_added: plan"):
+            product_added(a, b, z)
+
+
 @handlepool.graph
 def residual_of_itself(g, x, w):
     return g.add(g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]), x)
@@ -321,6 +341,53 @@ def test_rows_of_several_matrices_are_one_matrix_alone_where_every_operand_has_t
         tensors = json.loads(product_added.plan_for(a, b, addend).graph)["tensors"]  # the drivers' texts differ
         taken = tensors["a"] if isinstance(tensors, dict) else next(each for each in tensors if each["name"] == "a")
         assert taken["dim"][0] == batch
+
+
+@handlepool.graph
+def product_scaled(g, a, b, z):
+    return g.mul(g.matmul(a, b), z)
+
+
+MASKS = [(*batch, rows, columns) for batch in ((2, 3), (2, 1), (1, 3), (1, 1)) for rows in (4, 1) for columns in (5, 1)]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("function", [product_added, product_scaled])
+def test_an_addend_of_a_product_repeats_along_any_axes(arrays, function, mask):
+    """Seen with the mask of an attention, (batch, 1, 1, keys): the second copy of one operand read what was no memory of it."""
+    a, b, z = arrays.random(2, 3, 4, 8), arrays.random(2, 3, 8, 5), arrays.random(*mask)
+    product, addend = arrays.take(a) @ arrays.take(b), arrays.take(z)
+    expected = product + addend if function is product_added else product * addend
+    assert arrays.error(function(a, b, z), expected) < 1e-2
+    assert len(function.plan_for(a, b, z).copies) <= 1
+
+
+def test_what_is_too_large_for_a_copy_is_taken_as_the_advice_says(monkeypatch):
+    """The shape is told as it was given, and the remedy works."""
+    monkeypatch.setattr(forms, "MOST_COPIED", 1000)
+    q, k = np.ones((2, 4, 8, 16), np.float32), np.ones((2, 4, 16, 8), np.float32)
+    x, w = np.ones((4, 8, 6, 6), np.float32), np.ones((8, 8, 3, 3), np.float32)
+    one, whole = np.ones((1, 8, 6, 6), np.float32), np.ones((4, 8, 6, 6), np.float32)
+    with HandlePool(driver=HostDriver()) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        for mask in ((2, 1, 1, 8), (2, 4, 1, 8), (2, 1, 8, 8)):
+            with pytest.raises(ArgumentError) as refused:
+                product_added(q, k, np.ones(mask, np.float32))
+            assert f"of shape {mask} with strides" in str(refused.value)
+            assert str(refused.value).endswith("pass a copy of it, contiguous, repeated to the shape (2, 4, 8, 8)")
+        product_added(q, k, np.ones((2, 4, 8, 8), np.float32))
+        with pytest.raises(ArgumentError, match=r"channels-last without gaps, repeated to the shape \(4, 8, 6, 6\)$"):
+            convolved_plus(channels_last(x), channels_last(w), one)
+        convolved_plus(channels_last(x), channels_last(w), channels_last(whole))
+
+
+def channels_last(array):
+    return np.ascontiguousarray(array.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+
+
+@handlepool.graph
+def convolved_plus(g, x, w, z):
+    return g.add(g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]), z)
 
 
 def test_axes_of_two_elements_count_for_the_form_of_an_image():
@@ -382,6 +449,15 @@ def test_g18_uneven_padding_with_an_addend_that_repeats_is_refused(arrays, shape
     x, w = arrays.random(2, 1, 5, 5), arrays.random(1, 1, 3, 3)
     with pytest.raises(GraphNotSupportedError, match=r"padding of \(1, 0\) before and \(0, 0\) after was not measured"):
         uneven(x, w, arrays.random(*shape), before=(1, 0), after=(0, 0), activation=False)
+
+
+def test_an_uneven_gradient_of_images_says_what_to_do_and_that_is_right(arrays):
+    dy, w = arrays.random(2, 8, 5, 7), arrays.random(8, 4, 3, 3)
+    with pytest.raises(GraphNotSupportedError, match=r"the gradient of the padded images, with padding=0, and take the part"):
+        ops.conv2d_input_grad(dy, w, (2, 4, 6, 8), padding=((1, 0), (1, 0)))
+    padded = arrays.take(ops.conv2d_input_grad(dy, w, (2, 4, 7, 9), padding=0))
+    evenly = arrays.take(ops.conv2d_input_grad(dy, w, (2, 4, 5, 7), padding=1))
+    assert np.allclose(padded[:, :, 1:-1, 1:-1], evenly, atol=1e-2)
 
 
 def test_an_image_that_is_added_again_is_not_padded_unevenly(arrays):

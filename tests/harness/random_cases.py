@@ -577,7 +577,8 @@ def _matmul(rng: random.Random, alias: bool) -> Operation:
     shapes = [(*(alone if rng.random() < 0.15 else batch), m, k), (*(alone if rng.random() < 0.15 else batch), k, n)]
     result = (*(max(pair) for pair in zip(shapes[0][:-2], shapes[1][:-2], strict=True)), m, n)
     epilogue = rng.choices(("", "a", "b", "ba", "c", "ca", "z", "za", "bz"), (6, 2, 3, 3, 1, 1, 2, 1, 1))[0]
-    letters = {"b": (*alone, 1, n), "c": (*alone, m, 1), "z": result}
+    some = tuple(rng.choice((1, extent)) for extent in result[:-2])  # as the mask of an attention repeats
+    letters = {"b": (*some, 1, n), "c": (*some, m, 1), "z": (*some, m, n)}
     activation = rng.choice(list(ACTIVATIONS))
     rest = [letters[letter] for letter in epilogue if letter != "a"]
 
