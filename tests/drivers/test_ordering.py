@@ -143,6 +143,60 @@ def test_what_the_host_has_waited_for_comes_before_all_that_follows(world, how):
     world.write(world.two, x)
 
 
+READS = {
+    "get": lambda y: y.get(),
+    "float": lambda y: float(y[0]),
+    "asarray": np.asarray,
+    "median": np.median,
+}
+
+
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize("scheduler", ["threads", *range(5)])
+def test_who_asks_for_values_has_waited_for_the_current_stream_whatever_had_run_by_then(scheduler, how):
+    options = {"scheduler": scheduler} if scheduler == "threads" else {"seed": scheduler}
+    world = World(**options)
+    with world.one:
+        x = world.driver.asarray(np.ones(4, np.float32))
+        y = x * 2
+        READS[how](y)
+    with world.two:
+        assert set((y + x).get()) == {3}
+        y += 1
+    with world.three, pytest.raises(ContractError, match="not ordered"):  # nobody has asked since
+        y + x
+
+
+def test_a_stream_for_each_request_that_ends_with_its_values_passes():
+    for seed in range(10):
+        world = World(seed=seed)
+        for _ in range(3):
+            with world.driver.create_stream():
+                assert set((world.driver.asarray(np.ones(4, np.float32)) * 2).get()) == {2}
+
+
+def test_who_asks_for_values_has_not_waited_for_other_streams(world):
+    x, y = world.array(world.one), world.array(world.two)
+    world.write(world.one, x)
+    world.write(world.two, y)
+    with world.two:
+        y.get()
+        with pytest.raises(ContractError, match="not ordered"):
+            x.get()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_asks_for_values_has_not_waited_for_bytes_between_them_that_another_stream_writes(seed):
+    world = World(seed=seed)
+    x = world.array(world.one)
+    world.write(world.one, x[::2])
+    world.write(world.two, x[1::2])
+    with world.two:
+        x[1::2].get()
+    with pytest.raises(ContractError, match="not ordered"):
+        world.read(world.two, x[::2])
+
+
 def test_the_null_stream_orders_nothing_by_itself(world):
     x = world.array(world.one)
     world.write(world.driver.legacy_stream, x)

@@ -123,8 +123,10 @@ class ArrayWork:
         ]
         if scheduler.order is not None and touched:  # CuPy's copies to the host are in the order of the current stream
             self._streams.give(queue, _nothing, touched, label)
-        for operation in scheduler.conflicting(touched) or [NOTHING]:  # which raises what has failed already
-            self._streams.wait_on_host(operation, f"{operation.label!r}, whose result {label} needs")
+            self._streams.wait_on_host(queue.tail, f"{queue!r}, whose values {label} needs")
+        # These raise what has failed already. The checker hears nothing of them: CuPy waits for the current stream alone.
+        for operation in scheduler.conflicting(touched) or [NOTHING]:
+            scheduler.wait(operation, f"{operation.label!r}, whose result {label} needs")
 
     def peek(self, array: HostArray) -> Raw | None:
         """Return a copy of an array's elements for who looks at it, or None while the current stream is captured.
