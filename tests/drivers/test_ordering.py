@@ -127,7 +127,7 @@ def test_an_order_through_a_third_stream_is_one_and_an_event_recorded_too_early_
     world.write(world.two, x)
 
 
-@pytest.mark.parametrize("how", ["stream", "event", "poll"])
+@pytest.mark.parametrize("how", ["stream", "event", "poll", "done"])
 def test_what_the_host_has_waited_for_comes_before_all_that_follows(world, how):
     x = world.array(world.one)
     world.write(world.one, x)
@@ -137,6 +137,9 @@ def test_what_the_host_has_waited_for_comes_before_all_that_follows(world, how):
         world.one.synchronize()
     elif how == "event":
         world.driver.synchronize_event(event)
+    elif how == "done":
+        while not world.one.done:
+            pass
     else:
         while not world.driver.event_done(event):
             pass
@@ -297,6 +300,29 @@ def test_the_history_of_a_block_does_not_grow_with_its_use(world):
         world.read(world.two, x)
         world.edge(world.two, world.one)
     assert len(history(x)) < 10
+
+
+@pytest.mark.parametrize("part", [np.s_[::2], np.s_[::-2], np.s_[3:1:-1]])
+def test_the_history_of_a_block_keeps_one_access_of_each_geometry(world, part):
+    x = world.array(world.one)
+    world.write(world.one, x)
+    for _ in range(50):
+        world.read(world.one, x[part])
+        world.read(world.one, x[1:9:3])
+    assert len(history(x)) == 3
+    with pytest.raises(ContractError, match="not ordered"):
+        world.write(world.two, x[part][:1])
+
+
+def test_an_access_stands_for_none_of_another_geometry(world):
+    x = world.array(world.one)
+    with world.one:
+        square = np.reshape(x, (4, 4))
+    world.read(world.one, square[:, ::3])  # the same first and last bytes as the next
+    world.read(world.one, square[::3])
+    for part in (square[2, :1], square[0, 1:2]):
+        with pytest.raises(ContractError, match="not ordered"):
+            world.write(world.two, part)
 
 
 def test_pools_that_check_turn_the_checks_on_and_the_last_one_off():

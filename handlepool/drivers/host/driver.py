@@ -225,11 +225,7 @@ class HostDriver(Controls):
         """Whether what the event stands for has run; true of an event that was never recorded."""
         self._note("event_done")
         self._forbid("event_done")
-        operation = self._streams.operation_of(event, "event_done")
-        self._streams.scheduler.nudge()  # who polls must see progress
-        if self.order is not None and operation.done:
-            self.order.waited(operation)
-        return operation.done
+        return self._streams.is_done(self._streams.operation_of(event, "event_done"))
 
     def synchronize_event(self, event: Event) -> None:
         self._note("synchronize_event")

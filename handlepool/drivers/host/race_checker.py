@@ -74,11 +74,12 @@ class Past:
 
     def stands_for(self, earlier: "Past") -> bool:
         """Whether whoever is ordered after this access, or in conflict with the earlier one, is so with this one, too."""
+        mine, theirs = self.view, earlier.view
         return (
             (self.writes or not earlier.writes)
             and self.start <= earlier.start
             and earlier.stop <= self.stop
-            and (self.view.flags.c_contiguous or self.view.flags.f_contiguous)
+            and (mine.flags.forc or (mine.shape, mine.strides, mine.dtype) == (theirs.shape, theirs.strides, theirs.dtype))
         )
 
 

@@ -87,7 +87,7 @@ class Stream:
     @property
     def done(self) -> bool:
         """Whether all that it was given has run."""
-        return self._table.resolve(self.ptr).tail.done
+        return self._table.is_done(self._table.resolve(self.ptr).tail)
 
     def synchronize(self) -> None:
         """Wait on the host until all that it was given has run."""
@@ -321,6 +321,14 @@ class StreamTable:
         finally:  # also where it raises what failed in queued work: the host has waited all the same
             if self.scheduler.order is not None and operation.done:
                 self.scheduler.order.waited(operation)
+
+    def is_done(self, operation: Operation) -> bool:
+        """Whether an operation is done; who sees that it is has waited for it."""
+        self.scheduler.nudge()  # who polls must see progress
+        done = operation.done
+        if done and self.scheduler.order is not None:
+            self.scheduler.order.waited(operation)
+        return done
 
     # Events
 
