@@ -232,6 +232,49 @@ def test_a_block_that_its_own_stream_reuses_passes(world):
         del x
 
 
+class Subclass(np.ndarray):
+    pass
+
+
+class Convertible:
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+OPERANDS = {
+    "a ufunc": lambda y, m: y + m,
+    "a ufunc's other side": np.add,
+    "at": lambda y, m: np.add.at(y, np.arange(4), m),
+    "where": lambda y, m: np.where(y > 0, m, y),
+    "a list": lambda y, m: np.concatenate([y, m]),
+    "a keyword": lambda y, m: np.clip(y, None, a_max=m),
+    "an assignment": lambda y, m: y.__setitem__(..., m),
+}
+
+
+@pytest.mark.parametrize("use", OPERANDS)
+@pytest.mark.parametrize("kind", [np.asarray, lambda values: values.view(Subclass), Convertible])
+@pytest.mark.parametrize("early", [True, False])
+def test_what_the_host_overwrites_before_queued_work_reads_it_is_caught_whatever_its_class(kind, use, early):
+    world = World()
+    with world.one:
+        y = world.driver.asarray(np.ones(4, np.float32))
+        y.get()
+        latch = world.driver.latch(world.one.ptr)
+        values = np.ones(4, np.float32)
+        OPERANDS[use](y, kind(values))
+        if early:
+            values[:] = 100
+        latch.release()
+        if early:
+            with pytest.raises(ContractError, match="the host has written before the work ran"):
+                world.one.synchronize()
+        world.one.synchronize()
+
+
 def test_scratch_is_watched_as_arrays_are(world):
     block = world.driver.allocate(1024)
     first, second = (world.driver.scratch_array(block + offset, 512, None) for offset in (0, 512))

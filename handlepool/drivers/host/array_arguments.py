@@ -24,6 +24,15 @@ def walk(value: Any) -> Iterator[Any]:
         yield from walk(entry)
 
 
+def converted(value: Any) -> Any:
+    """Arguments with NumPy's arrays in place of objects that become such, so that all who read them see the same memory."""
+    if isinstance(value, (HostArray, np.ndarray, np.generic)):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(map(converted, value))
+    return np.asarray(value) if hasattr(type(value), "__array__") else value
+
+
 def hosts(value: Any) -> list[HostArray]:
     """Return the host arrays among arguments, each once."""
     return list({id(array): array for array in walk(value) if isinstance(array, HostArray)}.values())

@@ -25,7 +25,7 @@ from handlepool.drivers.host.array import (
     view_of,
     work_of,
 )
-from handlepool.drivers.host.array_arguments import contracted, dummy, einsum_shape, hosts, ones, operands, raws, walk
+from handlepool.drivers.host.array_arguments import contracted, converted, dummy, einsum_shape, hosts, ones, operands, raws, walk
 from handlepool.drivers.host.memory import Memory, accesses, plain_reads
 from handlepool.drivers.host.race_checker import caller
 from handlepool.drivers.host.scheduler import NOTHING
@@ -174,6 +174,7 @@ class ArrayWork:
             return NotImplemented  # another library's array knows better
         kwargs = dict(kwargs)
         outs = kwargs.pop("out", None)
+        inputs = converted(inputs)
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         self._check(name, [x for x in (*inputs, *(outs or ())) if not (ufunc in COMPARISONS and np.ndim(raws(x)) == 0)])
         if self.strict and any(isinstance(x, (list, tuple)) for x in inputs):
@@ -204,6 +205,8 @@ class ArrayWork:
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue a function of NumPy's, or run it after what it needs."""
         name = INDEXING.get(function) or function.__name__
+        args = converted(args)
+        kwargs = {key: value if key == "out" else converted(value) for key, value in kwargs.items()}
         if function not in TAKE_PLAIN:
             self._check(name, (*args[2 if function is setitem else 0 :], *kwargs.values()))
         rule = RULES.get(function)

@@ -125,7 +125,7 @@ def accesses(views: Sequence[tuple[Raw, Block | None]], *, writes: bool) -> list
 
 def plain_reads(arrays: Iterable[Any]) -> list[Access]:
     """Return reads of NumPy's own arrays, where the order of accesses is checked."""
-    return [Access(Plain(array), array, False) for array in arrays if type(array) is np.ndarray and array.size]
+    return [Access(Plain(array), array, False) for array in arrays if isinstance(array, np.ndarray) and array.size]
 
 
 ARENA_ALIGNMENT = 512
