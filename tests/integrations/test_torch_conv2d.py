@@ -182,6 +182,17 @@ def test_autocast_converts_as_torch_does():
     assert x.grad.dtype is torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_autocast_leaves_float64_and_integers_which_are_refused_as_without_it(dtype):
+    x, w, b = (value.detach() for value in case())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.nn.functional.conv2d(x.to(dtype), w.to(dtype)).dtype is dtype
+        with pytest.raises(ArgumentError, match=rf"x is {str(dtype).removeprefix('torch.')}; it must be one of"):
+            conv2d(x.to(dtype), w.to(dtype))
+        with pytest.raises(ArgumentError, match="bias is float64; it must be one of"):
+            conv2d(x, w, b.double())
+
+
 def test_options_that_are_not_given_are_torchs_when_it_runs(monkeypatch):
     asked = []
     real = handlepool.conv2d

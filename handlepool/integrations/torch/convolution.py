@@ -66,7 +66,7 @@ def conv2d(
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        x, w, bias = x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
+        x, w, bias = _cast(x, dtype), _cast(w, dtype), None if bias is None else _cast(bias, dtype)
     pairs = [_pair(name, value) for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation))]
     y: Tensor = torch.ops.handlepool.conv2d(x, w, bias, *pairs, groups, allow_tf32, deterministic)
     return y
@@ -82,6 +82,11 @@ def _check(name: str, value: Tensor, x: Tensor) -> None:
         raise ArgumentError(f"conv2d: {name} is {value.layout}; pass a dense tensor, as of {name}.to_dense()")
     if value.device != x.device:
         raise DeviceMismatchError(f"conv2d: {name} is on {value.device} and x on {x.device}; copy one of them")
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert what autocast converts: float64 and integers stay as they are."""
+    return value.to(dtype) if value.is_floating_point() and value.dtype is not torch.float64 else value
 
 
 def _pair(name: str, value: int | Sequence[int]) -> list[int]:
