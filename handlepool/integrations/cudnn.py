@@ -297,7 +297,7 @@ def _places() -> tuple[list[_Place], list[_Place]]:
 
 
 _lock = threading.RLock()  # guards what follows; held while names are changed, never while a handle is made
-_replaced: list[tuple[_Place, Callable[..., Any]]] = []
+_replaced: dict[str, tuple[_Place, Callable[..., Any]]] = {}
 _methods_replaced = False
 _asked = False
 _contexts = 0
@@ -312,8 +312,8 @@ def install() -> None:
     """Let code that was written against nvidia-cudnn-frontend have the default pool's handles, until `uninstall`.
 
     `cudnn.create_handle`, ``set_stream``, ``get_stream``, ``destroy_handle``, the default handles and `cudnn.Graph` are replaced.
-    Handles that were made before go on to work as they did. Where it is in force already, nothing happens. No GPU is asked, so it
-    may be called during a capture.
+    Handles that were made before go on to work as they did. Where it is in force already, only names that somebody has put back
+    are replaced again. No GPU is asked, so it may be called during a capture.
 
     Raises
     ------
@@ -340,7 +340,7 @@ def uninstall() -> None:
     Raises
     ------
     OwnershipError
-        When somebody else has replaced one of the names since; nothing is changed then.
+        When somebody else has replaced one of the names since, by what is not the frontend's own; nothing is changed then.
     """
     global _asked
     with _lock:
@@ -365,7 +365,8 @@ def pooled_handles() -> Iterator[None]:
 
 def _replace() -> None:
     global _methods_replaced
-    if _replaced:
+    again = [name for name, (place, made) in _replaced.items() if _is_back(place, made)]
+    if _replaced and not again:
         return
     version = str(getattr(cudnn, "__version__", "of an unknown version"))
     known = " and ".join(f"{one}.*" for one in KNOWN_VERSIONS)
@@ -381,13 +382,15 @@ def _replace() -> None:
                 f"nvidia-cudnn-frontend {version} has no {_called(owner, name)}, which would be replaced: install {known} anew, "
                 f"or call handlepool.get_handle where handles are needed"
             )
+    functions = [place for place in functions if not _replaced or place.name in again]
     originals = [getattr(place.owner, place.name) for place in functions]
     _warn_of_copies(dict(zip(map(id, originals), functions, strict=True)))
     if not _methods_replaced:
         for place in methods:
             _put(place)
         _methods_replaced = True
-    _replaced.extend((place, _put(place)) for place in functions)
+    for place in functions:
+        _replaced[place.name] = place, _put(place)
 
 
 def _put(place: _Place) -> Callable[..., Any]:
@@ -400,15 +403,22 @@ def _put(place: _Place) -> Callable[..., Any]:
 def _restore(*, asked: bool, contexts: int) -> None:
     if asked or contexts or not _replaced:
         return
-    for (owner, name, _), made in _replaced:
-        if getattr(owner, name, None) is not made:
+    for place, made in _replaced.values():
+        if getattr(place.owner, place.name, None) is not made and not _is_back(place, made):
             raise OwnershipError(
-                f"{_called(owner, name)} was replaced by somebody else since handlepool.integrations.cudnn was installed: let "
-                f"them put back what was there, then call uninstall again"
+                f"{_called(place.owner, place.name)} was replaced by somebody else since handlepool.integrations.cudnn was "
+                f"installed: let them put back what was there, then call uninstall again"
             )
     while _replaced:
-        (owner, name, _), made = _replaced.pop()
-        setattr(owner, name, vars(made)["__wrapped__"])
+        _, (place, made) = _replaced.popitem()
+        if not _is_back(place, made):
+            setattr(place.owner, place.name, vars(made)["__wrapped__"])
+
+
+def _is_back(place: _Place, made: Callable[..., Any]) -> bool:
+    """Whether somebody has put back what was there, or the frontend's own, as at the end of a patch that was there first."""
+    now = getattr(place.owner, place.name, None)
+    return now is vars(made)["__wrapped__"] or getattr(now, "__globals__", None) is vars(place.owner)
 
 
 def _called(owner: Any, name: str) -> str:
@@ -419,7 +429,11 @@ def _warn_of_copies(originals: dict[int, _Place]) -> None:
     for module_name, module in list(sys.modules.items()):
         if module is cudnn or module_name == "cudnn.wrapper":
             continue
-        kept = {originals[id(value)].name for value in list(getattr(module, "__dict__", {}).values()) if id(value) in originals}
+        try:
+            values = list(vars(module).values())
+        except Exception:  # what stands for a module may have no names, or raise at them
+            continue
+        kept = {originals[id(value)].name for value in values if id(value) in originals}
         if kept:
             warnings.warn(
                 f"{module_name} keeps the frontend's own {', '.join(sorted(kept))}, imported before "

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import cudnn
 import pytest
@@ -168,6 +169,17 @@ def test_each_loaded_module_that_keeps_an_original_is_warned_of(pool, monkeypatc
     shim.install()
 
 
+def test_what_stands_for_a_module_and_has_no_names_or_raises_at_them_is_passed_over(pool, monkeypatch):
+    class Lazy(ModuleType):
+        def __getattribute__(self, name):
+            raise RuntimeError(name)
+
+    for name, module in {"lazy": Lazy("lazy"), "none": None, "no_module": object()}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    shim.install()
+    assert isinstance(cudnn.create_handle(), shim.PooledHandle)
+
+
 def test_a_warning_that_is_an_error_changes_nothing(pool, monkeypatch):
     module = ModuleType("kept")
     module.create_handle = before = cudnn.create_handle
@@ -185,6 +197,36 @@ def test_what_somebody_else_has_put_over_it_is_not_taken_away(pool, monkeypatch)
             shim.uninstall()
         assert shim.is_installed()
     shim.uninstall()
+
+
+@pytest.mark.parametrize("autospec", [None, True])
+def test_what_a_patch_has_put_back_is_replaced_again_by_install_and_no_obstacle_to_uninstall(pool, autospec):
+    before = [getattr(cudnn, name) for name in NAMES]
+    for again in (False, True):
+        with mock.patch.object(cudnn, "create_handle", autospec=autospec):
+            shim.install()
+        assert cudnn.create_handle is before[0]
+        if again:
+            shim.install()
+            assert isinstance(cudnn.create_handle(), shim.PooledHandle)
+            assert cudnn.create_handle.__wrapped__ is before[0]
+        shim.uninstall()
+        assert not shim.is_installed()
+        assert [getattr(cudnn, name) for name in NAMES] == before
+
+
+def test_names_that_a_user_has_put_back_are_replaced_again_by_install_and_contexts_and_the_others_stay(pool):
+    kept, before = cudnn.set_stream, cudnn.create_handle
+    shim.install()
+    create_handle = cudnn.create_handle
+    cudnn.set_stream = kept
+    shim.install()
+    assert (cudnn.set_stream.__wrapped__, cudnn.create_handle) == (kept, create_handle)
+    cudnn.set_stream = kept
+    with shim.pooled_handles():
+        assert (cudnn.set_stream.__wrapped__, cudnn.create_handle) == (kept, create_handle)
+    shim.uninstall()
+    assert (cudnn.create_handle, cudnn.set_stream) == (before, kept)
 
 
 def test_g1_one_handle_in_many_threads_is_another_of_the_pools_in_each(installed, in_thread):
