@@ -7,6 +7,7 @@ reader finds all of it or none, and a process that is killed leaves nothing unde
 
 import json
 import os
+import re
 import secrets
 import stat
 import struct
@@ -32,6 +33,9 @@ _FIRST = b"handlepool plan 1\n"
 _LENGTH = struct.Struct("<I")
 _ENDING = ".plan"
 _UNFINISHED = ".part"
+_PLANS = re.compile(r"[0-9a-f]{40}\.plan")
+_PARTS = re.compile(r"[0-9a-f]{16}\.part")
+"""Names of our own: a directory may hold other files, which nothing here reads or removes."""
 _STALE = 3600.0
 """Seconds after which an unfinished file is that of a process which was killed."""
 _DIGEST = sha256().digest_size
@@ -85,7 +89,8 @@ class PlanDirectory:
         # Guards the counts. No call that waits for anything is made inside.
         self._lock = threading.RLock()
         try:
-            self.path.mkdir(0o700, parents=True, exist_ok=True)
+            for path in (*reversed(self.path.parents), self.path):
+                path.mkdir(0o700, exist_ok=True)
             os.close(self._open())
         except OSError as error:
             why = "it is no directory" if error.errno in (EEXIST, ENOTDIR) else error.strerror or error
@@ -146,7 +151,7 @@ class PlanDirectory:
             os.close(directory)
 
     def files(self) -> Iterator[PlanFile]:
-        """Give every file, most recently used first, as far as it can be read.
+        """Give every file of ours, most recently used first, as far as it can be read.
 
         Raises
         ------
@@ -155,7 +160,7 @@ class PlanDirectory:
         """
         directory = self._open()
         try:
-            for used, name, nbytes in sorted(_listed(directory, _ENDING), reverse=True):
+            for used, name, nbytes in sorted(_listed(directory, _PLANS), reverse=True):
                 try:
                     found = _decoded(_read(name, directory, touch=False))
                 except OSError:
@@ -166,7 +171,7 @@ class PlanDirectory:
             os.close(directory)
 
     def clear(self) -> int:
-        """Remove every file, and say how many.
+        """Remove every file of ours, and say how many.
 
         Raises
         ------
@@ -175,7 +180,7 @@ class PlanDirectory:
         """
         directory = self._open()
         try:
-            names = [name for ending in (_ENDING, _UNFINISHED) for _, name, _ in _listed(directory, ending)]
+            names = [name for ours in (_PLANS, _PARTS) for _, name, _ in _listed(directory, ours)]
             for name in names:
                 _remove(name, directory)
             return len(names)
@@ -219,10 +224,10 @@ class PlanDirectory:
             self._written = 0 if due else (self._written or 0) + written
         if not due:
             return
-        for changed, name, _ in _listed(directory, _UNFINISHED):
+        for changed, name, _ in _listed(directory, _PARTS):
             if abs(time.time() - changed) > _STALE:  # a clock may have been set back since
                 _remove(name, directory)
-        files = sorted(_listed(directory, _ENDING))
+        files = sorted(_listed(directory, _PLANS))
         total = sum(nbytes for _, _, nbytes in files)
         for _, name, nbytes in files:
             if total <= self._most - self._most // 16:
@@ -234,12 +239,20 @@ class PlanDirectory:
 def _absolute(path: str | os.PathLike[str]) -> Path:
     """Return where a directory is."""
     text = path if isinstance(path, str) else os.fspath(path) if isinstance(path, os.PathLike) else None
-    if not isinstance(text, str) or not text or "\0" in text:
+    if not isinstance(text, str) or not text or "\0" in text or not _encodable(text):
         raise ArgumentError(f"plan_directory={shown(path)}; it must be the path of a directory, as text or a pathlib.Path")
     try:
         return Path(text).expanduser().absolute()
     except (RuntimeError, OSError) as error:  # no home is known; the process is in a directory that was removed
         raise ArgumentError(f"plan_directory={shown(text)} cannot be found: {error}; pass a path from the root") from error
+
+
+def _encodable(path: str) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # a half of a pair of surrogates
+        return False
+    return True
 
 
 def _name(key: str) -> str:
@@ -309,12 +322,12 @@ def _remove(name: str, directory: int) -> None:
         pass
 
 
-def _listed(directory: int, ending: str) -> list[tuple[float, str, int]]:
-    """Return when each file with such an ending was used last, its name and its size."""
+def _listed(directory: int, names: re.Pattern[str]) -> list[tuple[float, str, int]]:
+    """Return when each file with such a name was used last, its name and its size."""
     found = []
     with os.scandir(directory) as entries:
         for entry in entries:
-            if entry.name.endswith(ending) and entry.is_file(follow_symlinks=False):
+            if names.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 try:
                     known = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:

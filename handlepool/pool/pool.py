@@ -84,9 +84,13 @@ class HandlePool:
 
     @staticmethod
     def _plan_files(path: str | os.PathLike[str] | None) -> PlanDirectory | None:
-        if path is None:
-            path = os.environ.get(VARIABLE) or None
-        return None if path is None else PlanDirectory(path)
+        if path is not None:
+            return PlanDirectory(path)
+        path = os.environ.get(VARIABLE)
+        try:
+            return PlanDirectory(path) if path else None
+        except ArgumentError as error:
+            raise ArgumentError(f"the environment variable {VARIABLE} names it: {error}") from error
 
     def get_handle(self, stream: Any = None) -> Handle:
         """Return this thread's cuDNN handle for a stream of the current device.

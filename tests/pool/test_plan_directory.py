@@ -49,7 +49,7 @@ def test_a_relative_path_stays_what_it_was_when_the_process_goes_elsewhere(tmp_p
     assert [path.parent for path in tmp_path.rglob("*.plan")] == [tmp_path / "plans"]
 
 
-@pytest.mark.parametrize("path", ["", b"plans", 3, True, "pl\0ans", ["plans"]])
+@pytest.mark.parametrize("path", ["", b"plans", 3, True, "pl\0ans", "pl\ud800ans", ["plans"]])
 def test_what_is_no_path_is_an_error_of_the_argument(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArgumentError, match=r"plan_directory=.*; it must be the path of a directory"):
@@ -70,6 +70,12 @@ def test_what_is_made_is_for_this_user_alone(files):
     files.save("a graph", PLAN)
     assert files.path.stat().st_mode & 0o777 == 0o700
     assert only_file(files).stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_made_above_is_for_this_user_alone_and_what_was_there_stays(tmp_path):
+    (tmp_path / "there").mkdir(0o755)
+    path = PlanDirectory(tmp_path / "there" / "made" / "too" / "plans").path
+    assert [folder.stat().st_mode & 0o777 for folder in (path, *path.parents[:3])] == [0o700] * 3 + [0o755]
 
 
 def mutations(good, other, seed):
@@ -300,13 +306,14 @@ def test_what_was_used_least_recently_goes_first(tmp_path):
 
 def test_what_a_killed_process_left_goes_in_time(files):
     # The second was left before the clock was set back.
-    ages = {"0123.part": 2 * plan_directory._STALE, "4567.part": -2 * plan_directory._STALE, "89ab.part": 0}
+    stale = plan_directory._STALE
+    ages = {"0123456789abcdef.part": 2 * stale, "456789abcdef0123.part": -2 * stale, "89abcdef01234567.part": 0}
     for name, age in ages.items():
         (files.path / name).write_bytes(b"half a plan")
         then = time.time() - age
         os.utime(files.path / name, (then, then))
     files.save("a graph", PLAN)
-    assert [path.name for path in files.path.glob("*.part")] == ["89ab.part"]
+    assert [path.name for path in files.path.glob("*.part")] == ["89abcdef01234567.part"]
 
 
 def test_files_are_listed_cleared_and_told_from_others(files):
@@ -316,6 +323,43 @@ def test_files_are_listed_cleared_and_told_from_others(files):
     assert sorted((file.key or "", file.plan is not None) for file in files.files()) == [("", False), ("a graph", True)]
     assert files.clear() == 2
     assert [path.name for path in files.path.iterdir()] == ["notes.txt"]
+
+
+THEIRS = ["film.part", "0123456789ABCDEF.part", "0123456789abcdef0.part", "floor.plan", "0" * 39 + ".plan", "0" * 41 + ".plan"]
+
+
+def with_theirs(files):
+    """Put files of somebody else's there, and old ones: their names, sorted."""
+    for name in THEIRS:
+        (files.path / name).write_bytes(b"somebody's" * 5000)
+        os.utime(files.path / name, (1, 1))
+    return sorted(THEIRS)
+
+
+def theirs_left(files):
+    return sorted(path.name for path in files.path.iterdir() if path.read_bytes().startswith(b"somebody's"))
+
+
+def test_files_of_others_are_not_removed_for_their_age(files):
+    there = with_theirs(files)
+    files.save("a graph", PLAN)
+    assert theirs_left(files) == there
+
+
+def test_files_of_others_are_not_removed_for_room_and_are_not_counted(tmp_path):
+    files = PlanDirectory(tmp_path / "plans", most=40_000)
+    there = with_theirs(files)
+    files.save("a graph", PLAN)
+    assert theirs_left(files) == there
+    assert files.load("a graph") == PLAN
+
+
+def test_files_of_others_are_neither_listed_nor_cleared(files):
+    there = with_theirs(files)
+    files.save("a graph", PLAN)
+    assert [file.key for file in files.files()] == ["a graph"]
+    assert files.clear() == 1
+    assert theirs_left(files) == there
 
 
 WRITERS = """
