@@ -1,22 +1,57 @@
 """A driver that computes nothing, and has cuDNN plan each graph for a device that is elsewhere."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from handlepool._util import shown
 from handlepool.drivers.cuda.planning import DescribedDevice, DescribedExecutable
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.protocol import Copy
+from handlepool.drivers.protocol import Copy, SavedPlan
 from handlepool.errors import GraphNotSupportedError
+from handlepool.graphs.signature import COMPILE_SETTINGS
+from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import ArraySpec, Layout
 
-REFUSED = "refused"
+_USUAL = {"allow_tf32": True, "deterministic": False}
+
+
+@dataclass(slots=True)
+class Met:
+    """A graph that was met.
+
+    Attributes
+    ----------
+    title : str
+        Its function's name, its nodes with their numbers, and its arrays.
+    said : str
+        The engine, or why there is none.
+    refused : bool
+    kept : bool
+        Whether it is in the plan directory, as far as that takes it.
+    """
+
+    title: str
+    said: str
+    refused: bool = False
+    kept: bool = False
 
 
 class Unlaunched(DescribedExecutable):
     """A plan of which each launch does nothing."""
+
+    def __init__(self, made: DescribedExecutable, met: Met) -> None:
+        super().__init__(made.planned, made.name, made.titles, "", made.untried)
+        self.save = self._saved
+        self._met = met
+
+    def _saved(self) -> SavedPlan | None:
+        found = self.planned.save()
+        self._met.kept = found is not None
+        return found
 
     def launch(self, *_: Any) -> None:  # type: ignore[override]
         """Do nothing: the arrays stay what they are."""
@@ -31,15 +66,14 @@ class Planner(HostDriver):
 
     Attributes
     ----------
-    planned : dict
-        For each graph that was met, by its function's name and its arrays, the engine or why there is none. An operation may go
-        on with smaller graphs where one is refused.
+    met : list of Met
+        One for each graph. An operation may go on with smaller graphs where one is refused.
     """
 
     def __init__(self, device: DeviceProperties) -> None:
         super().__init__()
         self._described = DescribedDevice(device)
-        self.planned: dict[str, str] = {}
+        self.met: list[Met] = []
 
     def arrays_of(self, value: Any) -> Any:
         """Return an array for each specification in lists, tuples and dictionaries; anything else as it is."""
@@ -48,7 +82,8 @@ class Planner(HostDriver):
         if isinstance(value, dict):
             return {name: self.arrays_of(each) for name, each in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(map(self.arrays_of, value))
+            arrays = map(self.arrays_of, value)
+            return type(value)(*arrays) if hasattr(value, "_fields") else type(value)(arrays)  # a namedtuple
         return value
 
     def new_graph(self, handle: Any, **settings: Any) -> Any:
@@ -61,18 +96,31 @@ class Planner(HostDriver):
 
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Any:
         """As `Driver.compile`."""
-        shapes = ", ".join("x".join(map(str, tensor.dim)) for tensor in operands)
-        title = f"{settings['name']} over {shapes}"
         try:
             made = self._described.compile(graph, operands, copies=copies, **settings)
         except GraphNotSupportedError as error:
-            self.planned[title] = f"{REFUSED}: {error}"
+            self.met.append(Met(_title(graph, operands, settings), f"refused: {error}", refused=True))
             raise
-        self.planned[title] = made.engine
-        return Unlaunched(made.planned, made.name, made.titles, "", made.untried)
+        # A plan that was loaded is there, and one of several candidates is for a comparison.
+        met = Met(_title(graph, operands, settings), made.engine, kept=made.untried or "plan_index" in settings)
+        self.met.append(met)
+        return Unlaunched(made, met)
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> HostExecutable:
         """As `Driver.kernel`, without what it computes."""
         executable = super().kernel(kernel, operands, name=name, titles=titles)
         executable.launch = lambda *_: None  # type: ignore[method-assign]
         return executable
+
+
+def _title(graph: Any, operands: Sequence[Any], settings: dict[str, Any]) -> str:
+    """Return what a graph is, in a line."""
+    asked = {name: settings[name] for name in COMPILE_SETTINGS if settings.get(name, _USUAL.get(name)) != _USUAL.get(name)}
+    nodes = " -> ".join(f"{node.node_type.name.lower()}{_told(node.params)}" for node in graph.nodes)
+    arrays = ", ".join(f"{frontend.numpy_dtype(tensor.data_type)} {'x'.join(map(str, tensor.dim))}" for tensor in operands)
+    return f"{settings['name']}{_told(asked)} over {arrays} by {nodes}"
+
+
+def _told(values: dict[str, Any]) -> str:
+    told = ", ".join(f"{name}={shown(value)}" for name, value in values.items() if value is not None)
+    return f"({told})" if told else ""

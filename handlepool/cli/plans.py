@@ -60,7 +60,8 @@ def _clear(files: PlanDirectory) -> int:
 
 def _build(name: str, properties: Path, path: str) -> int:
     """Plan what a module lists for a described device; the status is 1 where one cannot be planned, or kept."""
-    from handlepool.cli.planner import REFUSED, Planner
+    from handlepool.cli.planner import Planner
+    from handlepool.graphs.compile import UNKEPT
     from handlepool.pool.default import standing_in
     from handlepool.pool.pool import HandlePool
     from handlepool.tensors.device_properties import DeviceProperties
@@ -82,22 +83,26 @@ def _build(name: str, properties: Path, path: str) -> int:
             f"module {name} has no list PLANS of what is to be planned: (function, specs) or (function, specs, options)"
         )
     failed: list[str] = []
-    planner = Planner(device)
+    planner, early = Planner(device), 0
     with HandlePool(driver=planner, plan_directory=path) as pool, standing_in(pool), planner.create_stream():
         for entry in entries:
             function, specs, options = _entry(entry)
+            before = sum(met.refused for met in planner.met)
             try:
                 function(*planner.arrays_of(specs), **planner.arrays_of(options))
-            except GraphNotSupportedError as error:
-                failed.append(f"{getattr(function, '__name__', function)} cannot be planned: {error}")
+            except (GraphNotSupportedError, MemoryError) as error:
+                why = f"its arrays are more than the memory of this machine: {error}" if isinstance(error, MemoryError) else error
+                failed.append(f"{getattr(function, '__name__', function)} cannot be planned: {why}")
+                early += before == sum(met.refused for met in planner.met)  # cuDNN was not asked
         if unwritten := pool.stats()["plan_files_unwritten"]:
             failed.append(f"{unwritten} plans could not be written to {path}: it is full or read-only")
-    for title, plan in planner.planned.items():
-        print(f"{title}: {plan}")
+    for met in planner.met:
+        print(f"{met.title}: {met.said}")
+    failed += [f"{met.title} cannot be kept: {UNKEPT}" for met in planner.met if not (met.refused or met.kept)]
     for line in failed:
         print(line)
-    refused = sum(plan.startswith(REFUSED) for plan in planner.planned.values())
-    print(f"{len(planner.planned) - refused} plans for {device.name}, {refused} refused")
+    refused = sum(met.refused for met in planner.met)
+    print(f"{len(planner.met) - refused} plans for {device.name}, {refused + early} refused")
     return 1 if failed else 0
 
 

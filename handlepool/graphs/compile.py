@@ -21,6 +21,11 @@ from handlepool.tensors.inference import Shape, infer
 from handlepool.tensors.layout import Layout
 
 MOST_REASONS = 4
+UNKEPT = (
+    "its graph has what no text tells from others, as a callback or an array of fractions, or an engine that cannot be written; "
+    "give its operations plain numbers, or leave it to its first use"
+)
+"""Why a plan cannot be in a plan directory."""
 _ENGINE = re.compile(r'^\{"engineId":(\d+)')
 _REASON = re.compile(r"Reason:\s*(.+)$")
 _PLAN = re.compile(r"^\s*\[\d+\]\s+(\S+?):\s+(.+)$")

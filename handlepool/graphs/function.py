@@ -14,7 +14,7 @@ from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayCall, P, R_co
 from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of, layout_of_spec
 from handlepool.graphs.comparison import compare
-from handlepool.graphs.compile import OnDevice, build, save
+from handlepool.graphs.compile import UNKEPT, OnDevice, build, save
 from handlepool.graphs.launch import Begin, GraphCall, check_arrays, hit, new_outputs, option_key, shortcut
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
@@ -331,7 +331,8 @@ class GraphFunction(ArrayCall[P, R_co]):
         Raises
         ------
         ArgumentError
-            With ``device``, where the pool has no plan directory, or cuDNN refuses the properties.
+            With ``device``, where the pool has no plan directory, where it cannot keep this plan, or where cuDNN refuses the
+            properties.
         ArrayTypeError, DeviceMismatchError, GraphNotSupportedError
             As in a call.
 
@@ -359,7 +360,10 @@ class GraphFunction(ArrayCall[P, R_co]):
             for place, array in enumerate((*arrays, *outs))
         )
         request = Request(layouts[: len(arrays)], layouts[len(arrays) :], None, dict(options))
-        return build(self._recipe, request, DescribedDevice(device), None, files=files)
+        plan = build(self._recipe, request, DescribedDevice(device), None, files=files)
+        if not plan.key or plan.executable.save() is None:
+            raise ArgumentError(f"{self._name}.compile(device=...) cannot keep its plan: {UNKEPT}")
+        return plan
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
         *_, settings, references = key

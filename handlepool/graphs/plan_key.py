@@ -9,6 +9,8 @@ import numpy as np
 
 _NO_MATTER = ("name", "owner", "uid_assigned")
 """Attributes of a tensor that no plan depends on."""
+_MOST_INTEGERS = 64
+"""Of one array among a graph's parameters, as a padding; a larger one is data."""
 
 
 def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], made_for: str) -> str:
@@ -69,6 +71,10 @@ def _exactly(value: Any) -> Any:
         return str(value)
     if isinstance(value, np.generic) and isinstance(number := value.item(), (int, float)):  # whose texts leave digits out
         return [type(value).__name__, number]
+    if isinstance(value, slice):
+        return ["slice", value.start, value.stop, value.step]
+    if type(value) is np.ndarray and value.dtype.kind in "iu" and value.size <= _MOST_INTEGERS:
+        return ["ndarray", value.dtype.str, value.shape, value.tolist()]
     raise TypeError(value)
 
 

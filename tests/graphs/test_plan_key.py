@@ -123,6 +123,21 @@ GRAPHS = {
         f"a slope of {value!r}": scaled(value)
         for value in (0.1, 1, True, "0.1", np.float16(0.1), np.float32(0.1), ml_dtypes.bfloat16(0.1), float("nan"), float("inf"))
     },
+    **{
+        f"a parameter of {name}": scaled(value)
+        for name, value in {
+            "numbers": [1, 1],
+            "an array": np.array([1, 1]),
+            "another array": np.array([1, 2]),
+            "an array of two axes": np.array([[1, 1]]),
+            "an array of another type": np.array([1, 1], np.int32),
+            "an array of another order of bytes": np.array([1, 1], ">i8"),
+            "slices": [slice(0, 4), slice(1, None)],
+            "other slices": [slice(0, 4), slice(2, None)],
+            "slices with steps": [slice(0, 4, 1), slice(1, None)],
+            "a slice of numbers of NumPy's": [slice(np.int64(0), 4), slice(1, None)],
+        }.items()
+    },
     "a constant": scaled(0.1, cudnn.scalar_type.COMPILE_TIME_CONST),
     "a parameter": scaled(0.1, cudnn.scalar_type.RUNTIME_PARAM),
     "an engine left out": before(lambda g: g.deselect_engines(["eng1"])),
@@ -156,6 +171,20 @@ def test_names_and_which_candidate_it_is_make_no_difference():
     assert key(named) == key(plain) == key(plain, SETTINGS | {"plan_index": 3})
 
 
-@pytest.mark.parametrize("value", [lambda g, x: x, object(), np.ones(2000), np.longdouble(1), {1j: 2}, 1 + 1j])
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda g, x: x,
+        object(),
+        np.ones(2),
+        np.ones(65, int),
+        np.array([1, 1], object),
+        np.ma.array([1, 1], mask=[0, 1]),
+        slice(np.ones(2)),
+        np.longdouble(1),
+        {1j: 2},
+        1 + 1j,
+    ],
+)
 def test_what_text_does_not_tell_from_others_has_no_key(value):
     assert key(scaled(value)) == ""

@@ -7,8 +7,10 @@ import os
 import resource
 import sys
 import time
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import cudnn
 import numpy as np
@@ -16,7 +18,7 @@ from harness.planning import h200
 from planning import listed
 
 import handlepool
-from handlepool import ArgumentError, DriverNotAvailableError, GraphNotSupportedError
+from handlepool import ArgumentError, ArraySpec, DriverNotAvailableError, GraphNotSupportedError
 from handlepool.__main__ import main
 from handlepool.drivers.cuda import planning
 from handlepool.graphs.compile import build, save
@@ -95,6 +97,77 @@ def elsewhere(folder):
         counts = {name: count for name, count in pool.stats().items() if name.startswith("plan_files_") and count}
     found = [file.plan.engine for file in PlanDirectory(plans).files()]
     return {"status": status, "said": said.getvalue().splitlines(), "engine": again.engine, "counts": counts, "files": found}
+
+
+X, W = (ArraySpec(shape, "float16", "NHWC") for shape in ((2, 64, 28, 28), (32, 64, 3, 3)))
+
+
+def command(folder, *entries):
+    """Have the command plan what is listed: its status, the lines that it printed, and how many files there are."""
+    properties, said = Path(folder) / "h200.json", io.StringIO()
+    properties.write_text(h200().text)
+    sys.modules["given"] = ModuleType("given")
+    sys.modules["given"].PLANS = list(entries)
+    with contextlib.redirect_stdout(said):
+        status = main(["plans", "build", "given", "--device-properties", str(properties), "--directory", f"{folder}/plans"])
+    return status, said.getvalue().splitlines(), len(list(Path(folder, "plans").iterdir()))
+
+
+def of_one_shape(folder):
+    """Plan convolutions that differ in their options, their type and their settings."""
+    singles = [ArraySpec(spec.shape, "float32", "NHWC") for spec in (X, W)]
+    dilated = [(handlepool.conv2d, (X, W), {"padding": padding, "dilation": padding}) for padding in (1, 2, 3)]
+    exact = handlepool.conv2d, (X, W), {"padding": 1, "deterministic": True}
+    return command(folder, *dilated, (handlepool.conv2d, singles, {"padding": 1}), exact)
+
+
+@handlepool.graph
+def by_objects(g, x, w):
+    return g.conv_fprop(x, w, padding=np.array([1, 1], object), stride=[1, 1], dilation=[1, 1])
+
+
+def unkept(folder):
+    """Plan what has no key: what the command said, and what `compile` raised."""
+    said = command(folder, (by_objects, (X, W)))
+    with handlepool.HandlePool(driver="host", plan_directory=f"{folder}/plans") as pool, standing_in(pool):
+        try:
+            by_objects.compile(X, W, device=h200())
+        except ArgumentError as error:
+            return {"command": said, "error": str(error)}
+    return {"command": said, "error": ""}
+
+
+def by_numpy(folder):
+    """Plan a convolution whose padding is an array."""
+
+    @handlepool.graph
+    def padded(g, x, w):
+        return g.conv_fprop(x, w, padding=np.array([1, 1]), stride=[1, 1], dilation=[1, 1])
+
+    return command(folder, (padded, (X, W)))
+
+
+def refused_early(folder):
+    """Plan what the package has no shape for."""
+
+    @handlepool.graph
+    def joined(g, x, y):
+        return g.concatenate(inputs=[x, y], axis=1)
+
+    return command(folder, (joined, (X, X)))
+
+
+Pair = namedtuple("Pair", "x w")
+
+
+def of_named_arrays_and_too_large_ones(folder):
+    """Plan a convolution of a named tuple, and one of 35 terabytes."""
+
+    def of_pair(pair):
+        return handlepool.conv2d(pair.x, pair.w, padding=1)
+
+    large = ArraySpec((1 << 20, 64, 512, 512), "float16", "NHWC")
+    return command(folder, (of_pair, (Pair(X, W),)), (handlepool.conv2d, (large, W)))
 
 
 def nowhere(folder):

@@ -37,19 +37,67 @@ def test_a_plan_that_takes_other_scratch_than_its_file_says_is_built_anew(cudnn,
     assert cudnn("planning.planned.of_other_scratch", str(tmp_path / "plans")) is False
 
 
+def halves(*shapes):
+    return ", ".join(f"float16 {shape}" for shape in shapes)
+
+
+def convolved(padding, dilation=1):
+    return f"conv_fprop(padding=[{padding}, {padding}], stride=[1, 1], dilation=[{dilation}, {dilation}])"
+
+
 def test_a_command_plans_what_a_module_lists_for_whoever_has_the_device(cudnn, tmp_path):
     found = cudnn("planning.planned.elsewhere", str(tmp_path))
     *lines, total = found["said"]
     assert found["status"] == 0
     assert [line.partition(":")[0] for line in lines] == [
-        "convolve over 2x64x28x28, 32x64x3x3, 2x32x28x28",
-        "conv2d over 4x64x28x28, 32x64x3x3, 1x32x1x1, 4x32x28x28",
-        "convolve over 4x64x28x28, 32x64x3x3, 4x32x26x26",
+        f"convolve over {halves('2x64x28x28', '32x64x3x3', '2x32x28x28')} by {convolved(1)}",
+        f"conv2d over {halves('4x64x28x28', '32x64x3x3', '1x32x1x1', '4x32x28x28')} by {convolved(1)}"
+        " -> pointwise(mode='bias') -> pointwise(mode='relu')",
+        f"convolve over {halves('4x64x28x28', '32x64x3x3', '4x32x26x26')} by {convolved(0)}",
     ]
     assert total == "3 plans for NVIDIA H200, 0 refused"
     assert f"{lines[0].partition(': ')[2]}" == found["engine"]
     assert found["counts"] == {"plan_files_loaded": 1}
     assert sorted(found["files"]) == sorted(line.partition(": ")[2] for line in lines)
+
+
+def test_plans_of_one_shape_are_told_apart_and_counted_one_by_one(cudnn, tmp_path):
+    status, said, files = cudnn("planning.planned.of_one_shape", str(tmp_path))
+    *lines, total = said
+    shapes = "2x64x28x28", "32x64x3x3", "2x32x28x28"
+    singles = halves(*shapes).replace("float16", "float32")
+    assert [line.partition(":")[0] for line in lines] == [
+        *(f"conv2d over {halves(*shapes)} by {convolved(padding, padding)}" for padding in (1, 2, 3)),
+        f"conv2d over {singles} by {convolved(1)}",
+        f"conv2d(deterministic=True) over {halves(*shapes)} by {convolved(1)}",
+    ]
+    assert (status, total, files) == (0, "5 plans for NVIDIA H200, 0 refused", 5)
+
+
+def test_a_plan_that_cannot_be_kept_is_said_by_the_command_and_refused_by_compile(cudnn, tmp_path):
+    found = cudnn("planning.planned.unkept", str(tmp_path))
+    (status, said, files), error = found["command"], found["error"]
+    assert said[1].startswith("by_objects over ")
+    assert " cannot be kept: its graph has what no text tells from others" in said[1]
+    assert (status, said[2], files) == (1, "1 plans for NVIDIA H200, 0 refused", 0)
+    assert error.startswith("by_objects.compile(device=...) cannot keep its plan: its graph has what no text tells from others")
+
+
+def test_a_padding_of_integers_of_numpys_is_kept(cudnn, tmp_path):
+    status, said, files = cudnn("planning.planned.by_numpy", str(tmp_path))
+    assert (status, said[1], files) == (0, "1 plans for NVIDIA H200, 0 refused", 1)
+
+
+def test_what_is_refused_before_cudnn_is_asked_is_counted(cudnn, tmp_path):
+    status, said, files = cudnn("planning.planned.refused_early", str(tmp_path))
+    assert "joined cannot be planned: " in said[0]
+    assert (status, said[1], files) == (1, "0 plans for NVIDIA H200, 1 refused", 0)
+
+
+def test_a_named_tuple_of_arrays_is_one_and_too_large_arrays_are_said(cudnn, tmp_path):
+    status, said, files = cudnn("planning.planned.of_named_arrays_and_too_large_ones", str(tmp_path))
+    assert said[1].startswith("conv2d cannot be planned: its arrays are more than the memory of this machine: ")
+    assert (status, said[2], files) == (1, "1 plans for NVIDIA H200, 1 refused", 1)
 
 
 def test_what_a_command_plans_is_known_by_the_device_alone_where_the_environment_names_the_directory(cudnn, tmp_path):
