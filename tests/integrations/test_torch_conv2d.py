@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 import handlepool
@@ -172,6 +173,15 @@ def test_compiled_whole_it_trains_as_before(dynamic):
     torch.testing.assert_close(trained(compiled), trained(Network(conv2d)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*lr_scheduler")
+def test_what_is_refused_is_refused_as_it_is_compiled():
+    torch._dynamo.reset()
+    x, w, _ = (value.detach() for value in case())
+    compiled = torch.compile(lambda x, w: conv2d(x, w, groups=3), fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=r"conv2d: 4 channels in x and groups=3"):
+        compiled(x, w)
+
+
 def test_autocast_converts_as_torch_does():
     x, w, b = case()
     with torch.autocast("cpu", torch.bfloat16):
@@ -232,6 +242,13 @@ def test_bad_arguments_are_typed_errors():
         ((x, w), {"dilation": 5}, "nothing comes out of images"),
         ((x, w), {"groups": 3}, "4 channels in x"),
         ((x, w), {"stride": 0}, "stride is 0; give an integer of at least 1"),
+        ((x, w), {"stride": 1.5}, r"stride is 1\.5; give an integer of at least 1"),
+        ((x, w), {"stride": (1.5, 1)}, r"stride is \(1\.5, 1\); give an integer of at least 1"),
+        ((x, w), {"stride": True}, "stride is True; give an integer of at least 1"),
+        ((x, w), {"padding": "ab"}, "padding is 'ab'; give an integer of at least 0"),
+        ((x, w), {"dilation": None}, "dilation is None; give an integer of at least 1"),
+        ((x, w), {"groups": 0}, "groups is 0; give an integer of at least 1"),
+        ((x, w), {"groups": 1.0}, r"groups is 1\.0; give an integer of at least 1"),
         ((x[0], w), {}, "x of 3 axes and w of 4; both have four"),
         ((x, w[:, :3]), {}, "4 channels in x"),
         ((x, w.half()), {}, "w is float16 and x is float32"),
@@ -240,6 +257,54 @@ def test_bad_arguments_are_typed_errors():
     ):
         with pytest.raises(ArgumentError, match=message):
             conv2d(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+def test_integers_of_other_types_are_integers(name):
+    x, w, _ = (value.detach() for value in case())
+    expected = conv2d(x, w, **{name: 2})
+    for value in (np.int64(2), (np.int8(2), 2), np.array([2, 2]), torch.Size([2, 2])):
+        torch.testing.assert_close(conv2d(x, w, groups=np.int32(1), **{name: value}), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*lr_scheduler")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_integers_that_differ_from_call_to_call_are_compiled_whole(dynamic):
+    torch._dynamo.reset()
+    x, w, _ = (value.detach() for value in case())
+    compiled = torch.compile(
+        lambda s, p, g: conv2d(x, w[:, : 4 // g], stride=s, padding=(p, 1), groups=g),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=dynamic,
+    )
+    for given in ((1, 0, 1), (2, 1, 1), (3, 2, 2)):
+        s, p, g = given
+        torch.testing.assert_close(compiled(*given), conv2d(x, w[:, : 4 // g], stride=s, padding=(p, 1), groups=g))
+
+
+def test_tensors_without_memory_are_refused_as_others_are():
+    x, w, b = (value.detach() for value in case())
+    for arguments, options in (
+        ((x, w), {"groups": 3}),
+        ((x, w[:7, :2]), {"groups": 2}),
+        ((x[:, :3], w), {}),
+        ((x, w.half()), {}),
+        ((x.double(), w.double()), {}),
+        ((x, w, b[:3]), {}),
+        ((x, w, b[:, None]), {}),
+        ((x, w, b.half()), {}),
+        ((x[:0], w), {}),
+        ((x, w[:0]), {}),
+        ((x[:, :0], w[:, :0]), {}),
+        ((x[0], w), {}),
+        ((x, w), {"dilation": 5}),
+    ):
+        for device in ("cpu", "meta"):
+            with pytest.raises(ArgumentError, match=r"^conv2d: "):
+                conv2d(*(value.to(device) for value in arguments), **options)
+    with pytest.raises(ArgumentError, match=r"^conv2d: groups is 0"):
+        torch.ops.handlepool.conv2d(x.to("meta"), w.to("meta"), None, [1, 1], [0, 0], [1, 1], 0, None, None)
 
 
 def test_what_is_no_dense_tensor_or_on_another_device_is_a_typed_error_and_not_a_fake_result():

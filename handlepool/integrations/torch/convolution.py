@@ -4,7 +4,8 @@ What an operation returns is allocated by torch, in the layout that its fake ker
 any layout; what has gaps, or is neither contiguous nor channels-last, is copied.
 """
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError
 
+_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _GEOMETRY = "int[] stride, int[] padding, int[] dilation, int groups, bool? allow_tf32, bool? deterministic"
 
 
@@ -68,7 +70,9 @@ def conv2d(
         dtype = torch.get_autocast_dtype(kind)
         x, w, bias = _cast(x, dtype), _cast(w, dtype), None if bias is None else _cast(bias, dtype)
     pairs = [_pair(name, value) for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation))]
-    y: Tensor = torch.ops.handlepool.conv2d(x, w, bias, *pairs, groups, allow_tf32, deterministic)
+    numbers = _integers([groups], 1)
+    _check_groups(groups, numbers)
+    y: Tensor = torch.ops.handlepool.conv2d(x, w, bias, *pairs, *numbers, allow_tf32, deterministic)
     return y
 
 
@@ -90,11 +94,25 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _pair(name: str, value: int | Sequence[int]) -> list[int]:
-    pair = [value, value] if isinstance(value, int) else [*value]
     least = 0 if name == "padding" else 1
-    if len(pair) != 2 or min(pair) < least:
-        raise ArgumentError(f"conv2d: {name} is {value}; give an integer of at least {least}, or two for height and width")
+    pair = _integers(value, 2)
+    if min(pair, default=-1) < least:
+        raise ArgumentError(f"conv2d: {name} is {value!r}; give an integer of at least {least}, or two for height and width")
     return pair
+
+
+def _check_groups(groups: object, numbers: list[int]) -> None:
+    if min(numbers, default=0) < 1:
+        raise ArgumentError(f"conv2d: groups is {groups!r}; give an integer of at least 1")
+
+
+def _integers(value: Any, count: int) -> list[int]:
+    """Return as many integers, of Python's own type; none for anything else. As in torch, True is no integer."""
+    try:
+        values = [*value] if isinstance(value, Iterable) else [value] * count
+        return [operator.index(one) for one in values] if len(values) == count and bool not in map(type, values) else []
+    except TypeError:
+        return []
 
 
 # The three operations, and the shapes and layouts of what they return
@@ -119,6 +137,33 @@ def _result(
     if min(extents) < 1:
         raise ArgumentError(f"conv2d: nothing comes out of images {tuple(x.shape)} and filters {tuple(w.shape)}; add padding")
     return _like(x, [x.shape[0], w.shape[0], *extents])
+
+
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """Return what `_result` does, and raise for what `handlepool.conv2d` refuses, which is not asked where there is no memory."""
+    y = _result(x, w, bias, *geometry)
+    groups = geometry[3]
+    _check_groups(groups, [groups])
+    for name, value in (("x", x), ("w", w), ("bias", bias)):
+        if value is not None and value.dtype not in _TYPES:
+            raise ArgumentError(f"conv2d: {name} is {_named(value)}; it must be one of float16, bfloat16, float32")
+        if value is not None and value.dtype is not x.dtype:
+            raise ArgumentError(f"conv2d: {name} is {_named(value)} and x is {_named(x)}; convert one of them")
+        if value is not None and 0 in [extent for extent in value.shape if isinstance(extent, int)]:  # others are not known
+            raise ArgumentError(f"conv2d: {name} is empty, of shape {tuple(value.shape)}")
+    filters, channels = w.shape[:2]
+    if x.shape[1] != channels * groups or filters % groups:
+        raise ArgumentError(
+            f"conv2d: {x.shape[1]} channels in x and groups={groups} for w {tuple(w.shape)}; w must be (K, C / groups, R, S), "
+            f"and K a multiple of the groups"
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != filters):
+        raise ArgumentError(f"conv2d: bias of shape {tuple(bias.shape)} for {filters} filters; it must be ({filters},)")
+    return y
+
+
+def _named(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
 
 
 def _options(
@@ -167,7 +212,7 @@ def _define(name: str, arguments: str, kernel: Callable[..., Tensor], fake: Call
     return operation
 
 
-_forward = _define("conv2d", "Tensor x, Tensor w, Tensor? bias", _conv2d, _result)
+_forward = _define("conv2d", "Tensor x, Tensor w, Tensor? bias", _conv2d, _fake)
 _to_input = _define(
     "conv2d_input_grad", "Tensor dy, Tensor w, SymInt[] shape", _input_grad, lambda dy, w, shape, *_: _like(dy, shape)
 )
