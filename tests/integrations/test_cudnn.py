@@ -502,6 +502,30 @@ def test_a_graph_runs_with_what_it_is_given_else_its_own_else_the_current_stream
     assert alone._lowered_graph.launches == [(mine, 88)]
 
 
+def test_a_graph_that_was_read_runs_on_the_current_stream_or_with_what_execute_is_given(installed, monkeypatch):
+    class Read(Lowered):
+        def __init__(self, **how):
+            super().__init__()
+
+        def deserialize(self, *given):
+            self.given = given
+
+    monkeypatch.setattr(cudnn._pybind_module, "backend_graph", Read)
+    handle, stream, other = cudnn.create_handle(), installed.driver.create_stream(), installed.driver.create_stream()
+    cudnn.set_stream(handle, stream.ptr)
+    graph = cudnn.pygraph()
+    graph.deserialize(handle, b"a plan")
+    assert graph._lowered_graph.given == (handle.backend_handle, b"a plan")
+    graph._normalize = lambda *_: None
+    graph._native_var_pack = lambda tensors, workspace: ({}, workspace)
+    with other:
+        graph.execute({})
+        graph.execute({}, None, handle)
+        mine = handlepool.get_handle().backend_handle
+    assert graph._lowered_graph.launches == [(mine, None), (handle.backend_handle, None)]
+    assert mine != handle.backend_handle
+
+
 def test_a_graph_that_was_made_meanwhile_goes_on_with_the_pool(installed):
     handle = cudnn.create_handle()
     graph, _ = built(handle)
