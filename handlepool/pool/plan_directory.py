@@ -1,8 +1,9 @@
-"""A directory of plans that were built before, by this process or another one: files behind a digest, which nobody has to trust.
+"""A directory of plans that were built before, by this process or another one: files behind a digest, in a folder of one user.
 
-A file is read whole, and its digest is checked before anybody looks at what is in it. What cannot be used is passed over, and
-written anew once the plan was built. No lock is held by anybody: a file comes into being under its own name by one rename, so a
-reader finds all of it or none, and a process that is killed leaves nothing under that name.
+A file is read whole, and its digest is checked before anybody looks at what is in it. That finds damage; who may write to the
+folder is trusted, since a plan has kernels in it. What cannot be used is passed over, and written anew once the plan was built.
+No lock is held by anybody: a file comes into being under its own name by one rename, so a reader finds all of it or none, and a
+process that is killed leaves nothing under that name.
 """
 
 import json

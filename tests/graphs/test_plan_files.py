@@ -8,7 +8,7 @@ from harness.graphs import both, double, plus
 from harness.scenes import Scene
 
 import handlepool
-from handlepool import ArgumentError, HandlePool
+from handlepool import ArgumentError, ContractError, HandlePool
 from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.protocol import SavedPlan
 from handlepool.pool.plan_directory import PlanDirectory
@@ -92,6 +92,19 @@ def test_a_graph_with_what_text_does_not_tell_from_others_is_planned_each_time(p
 
     for _ in range(2):
         assert process(times, -2) == ([-1], {})
+
+
+def test_a_checked_pool_compares_what_a_loaded_plan_computes(process, monkeypatch):
+    def crossed(self, handle, operands, *more):
+        *given, first, second = operands
+        launch(self, handle, [*given, second, first] if self.untried else operands, *more)
+
+    process(both, 2, 3)
+    launch = HostExecutable.launch
+    monkeypatch.setattr(HostExecutable, "launch", crossed)
+    assert process(both, 2, 3) == ([6, 5], LOADED)  # the control: nobody looks
+    with pytest.raises(ContractError, match="both"):
+        process(both, 2, 3, check=True)
 
 
 def test_versions_and_the_device_are_part_of_the_key(process, monkeypatch):

@@ -65,6 +65,31 @@ def saved(folder):
     return {"built": told[0], "loaded": told[1], "swapped": told[2], "counts": files.counts(), "seconds": seconds}
 
 
+def exchanged(folder):
+    """Put a plan under the key of one with other operations, and of one with other operands: whether it is loaded."""
+    files, device = PlanDirectory(folder), planning.DescribedDevice(h200())
+
+    def made(batch, dilation):
+        layouts = tuple(
+            Layout(shape, tuple(2 * step for step in dense_strides(shape, (0, 2, 3, 1))), np.dtype(np.float16))
+            for shape in ((batch, 64, 28, 28), (32, 64, 3, 3))
+        )
+        recipe = Recipe("dilated", dilated, Signature.of(dilated))
+        return build(recipe, Request(layouts, options={"by": dilation}), device, lambda which, keep: None, files=files)
+
+    def taken(batch, dilation):
+        files.save(made(batch, dilation).key, other)
+        return made(batch, dilation).executable.untried
+
+    key = made(2, 2).key
+    (other,) = [file.plan for file in files.files() if file.key == key]
+    return {"other operations": taken(2, 1), "other operands": taken(3, 2)}
+
+
+def dilated(g, x, w, *, by):
+    return g.conv_fprop(x, w, padding=[by, by], stride=[1, 1], dilation=[by, by])
+
+
 def kept_again(folder):
     """Build a plan, and three times load it and keep it again: whether it was loaded."""
     files, loaded = PlanDirectory(folder), []

@@ -37,6 +37,12 @@ def test_a_plan_that_takes_other_scratch_than_its_file_says_is_built_anew(cudnn,
     assert cudnn("planning.planned.of_other_scratch", str(tmp_path / "plans")) is False
 
 
+def test_control_of_a_plan_behind_a_right_digest_operands_are_compared_and_operations_are_not(cudnn, tmp_path):
+    found = cudnn("planning.planned.exchanged", str(tmp_path / "plans"))
+    # docs/plans.md says so; where cuDNN came to tell the operations of a plan that it has read, they could be compared.
+    assert found == {"other operations": True, "other operands": False}
+
+
 def halves(*shapes):
     return ", ".join(f"float16 {shape}" for shape in shapes)
 

@@ -124,6 +124,8 @@ def plan(
 def loaded(graph: Any, operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, into: Any) -> Planned:
     """Make a plan of what `Planned.save` gave, maybe in another process.
 
+    Operands and scratch are compared. Operations are not: cuDNN tells those of a plan that it has read in its own bytes alone.
+
     Parameters
     ----------
     graph, operands, copies
