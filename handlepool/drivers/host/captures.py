@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from handlepool.drivers.host.race_checker import Access
 from handlepool.drivers.host.scheduler import NOTHING, Operation
+from handlepool.drivers.protocol import ASARRAY
 from handlepool.errors import ArgumentError, CaptureError, ContractError
 
 if TYPE_CHECKING:
@@ -116,6 +117,16 @@ class Captures:
         self._ids = itertools.count(1)
         self.active: tuple[Capture, ...] = ()
         """Replaced and never changed, so that it is read without the lock."""
+
+    def refuse_plain(self, queue: "Queue", what: str) -> None:
+        """Raise for memory that no driver made and that a captured launch would write: whoever reads it waits for no replay."""
+        if queue.capture is not None:
+            what = f"{what}, which is NumPy's memory or another library's on the host,"
+            queue.capture.spoil(what)
+            raise CaptureError(
+                f"{what} while {queue!r} is captured: nothing there waits for a replay. Pass an array of the driver's, as "
+                f"{ASARRAY} makes one"
+            )
 
     def forbid(self, call: str) -> None:
         """Spoil the captures that a call would harm on a GPU, and raise.

@@ -416,7 +416,10 @@ class HostDriver(Controls):
 
     def copy(self, target: Array, source: Array) -> None:
         self._note("copy")
-        self._enqueue(self._current_queue(), np.copyto, (target,), (source,), "copy")
+        queue = self._current_queue()
+        self._enqueue(queue, np.copyto, (target,), (source,), "copy")
+        if raw_view(target)[1] is None and queue.capture is None:  # nobody else waits for who reads it
+            self._streams.wait_on_host(queue.tail, "a copy to NumPy's memory")
 
     def copy_from_device(self, target: Array, source: Array) -> None:
         self._note("copy_from_device")

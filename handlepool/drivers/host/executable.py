@@ -77,7 +77,8 @@ class HostExecutable:
         with use:
             if self._checks and handle.device != self.device:
                 raise ContractError(f"{self!r} was launched with {handle!r}")
-            for index in {index for step in self._steps for index in step.writes}:
+            written = {index for step in self._steps for index in step.writes}
+            for index in written:
                 if not operands[index].flags.writeable:
                     raise ArgumentError(
                         f"{self.name}: {self.titles[index]} is read-only and cannot be written; pass another array"
@@ -85,6 +86,9 @@ class HostExecutable:
             queue = use.bound_queue()
             checked = self._streams.scheduler.order is not None
             views = [raw_view(array) for array in operands]
+            plain = next((self.titles[index] for index in written if views[index][1] is None), None)
+            if plain is not None:
+                self._streams.captures.refuse_plain(queue, f"a write of {self.name} to {plain}")
             block, space = self._workspace(workspace)
             copied = {copy.operand: self._scratch(space, copy, views[copy.operand][0].dtype) for copy in self._copies}
             memory = [copied.get(index, view) for index, (view, _) in enumerate(views)]
@@ -114,6 +118,8 @@ class HostExecutable:
                 reads, writes = ([index for index in indices if index not in copied] for indices in (step.reads, step.writes))
                 give(partial(step.run, arrays, space), reads, writes, step.name)
             copy_all(True)
+        if plain is not None:  # nobody else waits for who reads it
+            self._streams.wait_on_host(queue.tail, f"{self.name}, which writes NumPy's memory")
 
     def shortcut(self, *_: Any) -> None:
         """None."""
