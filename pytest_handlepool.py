@@ -4,6 +4,7 @@ pytest imports this in every run of whoever has handlepool installed. So it stan
 imports all of it, and imports that only when a fixture is asked for. What the fixtures do is in `handlepool.testing`.
 """
 
+import argparse
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
@@ -21,7 +22,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options for seeds."""
     group = parser.getgroup("handlepool")
     group.addoption("--handlepool-seed", type=int, metavar="SEED", help="the one seed for tests over handlepool_host_pool")
-    group.addoption("--handlepool-seeds", type=int, default=5, metavar="COUNT", help="how many seeds to run each over (5)")
+    group.addoption("--handlepool-seeds", type=_count, default=5, metavar="COUNT", help="how many seeds to run each over (5)")
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"with {text} seeds no test would run")
+    return int(text)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -118,6 +118,13 @@ def test_a_report_ends_at_the_tests_own_line(run):
     run(SHORT, "--handlepool-seeds=1", "-k", "race", "--full-trace").stdout.fnmatch_lines(["*race_checker.py:*: ContractError"])
 
 
+@pytest.mark.parametrize("count", ["0", "-1", "few"])
+def test_a_number_of_seeds_that_would_run_nothing_is_a_usage_error(run, count):
+    done = run(SHORT, f"--handlepool-seeds={count}")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines([f"*--handlepool-seeds:*{count}*"])
+
+
 @pytest.mark.skipif(drivers.available("cuda") is None, reason="there is a GPU")
 def test_a_test_without_a_fixture_is_told_of_one_where_there_is_no_gpu(run):
     done = run(SHORT, "-k", "no_fixture")
