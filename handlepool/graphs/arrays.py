@@ -223,12 +223,13 @@ class ConvertedArguments:
     def _convert_rest(self, operands: list[Any], stream: int) -> None:
         """Convert what is no torch tensor."""
         natives = self.pool.driver.array_types
+        strict = self.pool.driver.name == "host" and np.ndarray not in natives
         for place, array in enumerate(operands):
             if isinstance(array, (*natives, View)):
                 continue
-            if isinstance(array, np.ndarray):
+            if isinstance(array, np.ndarray) or (strict and (has(array, "__dlpack__") or has(array, "__array_interface__"))):
                 raise ArrayTypeError(
-                    f"{self._name}: {self._called(place)}, a numpy.ndarray: it is in host memory, and this "
+                    f"{self._name}: {self._called(place)}, a {kind_of(array)}: it is in host memory, and this "
                     f"{self.pool.driver.name} driver takes {taken(self.pool.driver)}; copy it there first, as with {ASARRAY}"
                 )
             if has(array, "__dlpack__"):

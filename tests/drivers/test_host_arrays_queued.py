@@ -35,6 +35,26 @@ def changed(function):
     return call
 
 
+def into_double(function):
+    """The call with ``out=`` of a wider type, which NumPy reckons in."""
+
+    def call(a):
+        out = np.zeros_like(function(a.m / 3, None), dtype=np.float64)
+        assert function(a.m / 3, out) is out
+        return out
+
+    return call
+
+
+def nines(array):
+    array[...] = 9
+
+
+def nines_one_by_one(flat):
+    for element in flat:
+        element[...] = 9
+
+
 def increased(array, by):
     array += by
 
@@ -53,6 +73,19 @@ QUEUED = {
     "at": changed(lambda m: np.add.at(m, ([0, 0, 1], [1, 1, 2]), 5)),
     "sum": lambda a: a.m.sum(),
     "mean": lambda a: a.m.mean(axis=0, keepdims=True),
+    "sum with keepdims=1": lambda a: a.m.sum(axis=1, keepdims=1),
+    "max of all with keepdims=1": lambda a: np.max(a.m, keepdims=1),
+    "reduce with keepdims=1": lambda a: np.add.reduce(a.m, keepdims=1),
+    "argmin with keepdims=0": lambda a: np.argmin(a.m, axis=0, keepdims=0),
+    "sum into a wider type": into_double(lambda m, out: m.sum(axis=1, out=out)),
+    "mean into a wider type": into_double(lambda m, out: np.mean(m, axis=1, out=out)),
+    "var into a wider type": into_double(lambda m, out: np.var(m, axis=1, out=out)),
+    "nansum into a wider type": into_double(lambda m, out: np.nansum(m, axis=1, out=out)),
+    "cumsum into a wider type": into_double(lambda m, out: np.cumsum(m, axis=1, out=out)),
+    "accumulate into a wider type": into_double(lambda m, out: np.add.accumulate(m, out=out)),
+    "einsum into a wider type": into_double(lambda m, out: np.einsum("ij->i", m, out=out)),
+    "round into a wider type": into_double(lambda m, out: np.round(m, 1, out=out)),
+    "sum into what it reads": changed(lambda m: np.sum(m.copy(), axis=0, out=m[1])),
     "var": lambda a: a.m.var(axis=1, ddof=1),
     "argmax": lambda a: a.m.argmax(axis=-1),
     "max with out=": into(lambda a, out: np.max(a.m[None], axis=0, out=out)),
@@ -92,6 +125,12 @@ QUEUED = {
     "einsum with an ellipsis": lambda a: np.einsum("...j,...j->...", a.m, a.n),
     "einsum with an ellipsis that spreads": lambda a: np.einsum("i...,j...->ij...", a.m, a.n[:, :1]),
     "einsum with a trace": lambda a: np.einsum("ii->i", a.m[:, :3]),
+    "einsum that is a view": changed(lambda m: nines(np.einsum("ij->ji", m)[1])),
+    "einsum that is a diagonal": changed(lambda m: nines(np.einsum("ii->i", m[:, :3]))),
+    "matrix_transpose": changed(lambda m: nines(getattr(np.linalg, "matrix_transpose", np.transpose)(m)[0])),
+    "flat": changed(lambda m: nines_one_by_one(m.flat) if not isinstance(m, np.ndarray) else m.fill(9)),
+    "flat of a transposed array": changed(lambda m: nines_one_by_one(m.T.flat) if not isinstance(m, np.ndarray) else m.fill(9)),
+    "flip of no axes": lambda a: np.flip(a.m[1, 2]),
     "einsum by lists": lambda a: np.einsum(a.m, [0, 1], a.n, [2, 1], [0, 2]),
     "einsum with out=": into(lambda a, out: np.einsum("ij,ij->ij", a.m, a.n, out=out)),
     "matmul": lambda a: a.m @ a.n.T,
@@ -335,6 +374,52 @@ def on_three_streams(dtype, steps, seed, ordered=True):
         values = [ours.get() for ours in found]
     assert not driver.order.found
     return values
+
+
+def test_a_plain_iterator_shows_what_was_written_since(make_driver):
+    y = make_driver(scheduler="adversarial", seed=1, devices=1).asarray(M)
+    for array in (y, y.T):
+        elements = array.flat
+        next(elements)
+        array[0, 1] = 77
+        assert float(next(elements)) == 77
+
+
+AT_THE_CALL = {
+    "an index": lambda y, index, ones: y[index],
+    "take": lambda y, index, ones: np.take(y, index),
+    "take, the method": lambda y, index, ones: y.take(index, mode="clip"),
+    "repeat": lambda y, index, ones: y[:3].repeat(index),
+    "an assignment": lambda y, index, ones: y.__setitem__(index, ones),
+    "at": lambda y, index, ones: np.add.at(y, index, ones),
+    "at of several": lambda y, index, ones: np.add.at(y[:, None], (index, np.array([0])), ones),
+}
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("name", AT_THE_CALL)
+def test_plain_indices_are_taken_at_the_call(make_driver, name, check):
+    values = np.arange(9.0)
+    plain = values.copy()
+    expected = AT_THE_CALL[name](plain, np.array([0, 4, 4]), np.ones(1))
+    for seed in range(3):
+        driver = make_driver(scheduler="adversarial", seed=seed, devices=1, check_order=check)
+        with driver.create_stream():
+            y, index = driver.asarray(values), np.array([0, 4, 4])
+            found = AT_THE_CALL[name](y, index, driver.asarray(np.ones(1)))
+            index[:] = 8
+            assert np.array_equal(y.get(), plain)
+            assert found is None or np.array_equal(found.get(), expected)
+
+
+def test_control_a_plain_operand_that_is_overwritten_is_an_error(make_driver):
+    driver = make_driver(scheduler="adversarial", seed=1, devices=1, check_order=True)
+    with driver.create_stream():
+        values = np.ones(9)
+        y = driver.asarray(np.arange(9.0)) + values
+        values[:] = 8
+        with pytest.raises(ContractError):
+            y.get()
 
 
 def test_an_assignment_of_no_elements_to_no_elements_is_taken():

@@ -1,5 +1,6 @@
 """What host arrays refuse, in plain words: as CuPy's do where the driver is strict, and wherever a result could not be right."""
 
+import array
 import copy
 import json
 import pathlib
@@ -20,6 +21,13 @@ M = np.arange(12, dtype=np.float32).reshape(3, 4)
 IMAGE = np.ones((1, 4, 6, 6), np.float32)
 WEIGHT = np.ones((4, 4, 3, 3), np.float32)
 ROOT = pathlib.Path(__file__).parents[2]
+
+
+def foreign(values, protocol):
+    """An array in the host's memory, of a library that nobody knows."""
+    found = getattr(values, protocol)
+    names = {protocol: (lambda _, *args, **options: found(*args, **options)) if callable(found) else found}
+    return type("Foreign", (), {**names, "__dlpack_device__": lambda _: (1, 0)})()
 
 
 @pytest.fixture
@@ -50,6 +58,21 @@ REFUSED = {
     "einsum": (lambda y: np.einsum("ij,ij", y, M), ASARRAY),
     "matmul": (lambda y: y @ M.T, ASARRAY),
     "copyto": (lambda y: np.copyto(y, M), ASARRAY),
+    "an array of Python's": (lambda y: y + array.array("f", [1, 2, 3, 4]), ASARRAY),
+    "a range": (lambda y: y + range(4), rf"^add was given a range .*{ASARRAY}"),
+    "what is an array by a protocol": (lambda y: y + foreign(M, "__array__"), rf"^add was given a .*Foreign beside .*{ASARRAY}"),
+    "what is one by its interface": (lambda y: np.add(foreign(M, "__array_interface__"), y), ASARRAY),
+    "a comparison with what is one": (lambda y: y == foreign(M[0, 0], "__array__"), ASARRAY),
+    "where of a list": (lambda y: np.where(y > 0, y, [1, 2, 3, 4]), ASARRAY),
+    "where of a tuple": (lambda y: np.where(y > 0, y, (1, 2, 3, 4)), ASARRAY),
+    "concatenate of a list": (lambda y: np.concatenate([y, [[1, 2, 3, 4]]]), rf"^concatenate was given a list .*{ASARRAY}"),
+    "stack of a range": (lambda y: np.stack([y[0], range(4)]), ASARRAY),
+    "clip of a list": (lambda y: y.clip([0, 1, 2, 3]), ASARRAY),
+    "einsum of a list": (lambda y: np.einsum("ij,j", y, [1, 2, 3, 4]), ASARRAY),
+    "dot of a list": (lambda y: y.dot([1, 2, 3, 4]), ASARRAY),
+    "copyto of a list": (lambda y: np.copyto(y, [1, 2, 3, 4]), ASARRAY),
+    "an assignment of a list": (lambda y: y.__setitem__(0, [1, 2, 3, 4]), ASARRAY),
+    "sums with where= of a list": (lambda y: y.sum(axis=0, where=[True, False, True, True]), ASARRAY),
     "an index of a list": (lambda y: [1, 2, 3][y.astype(int)[0, 1]], r"int\(y\)"),
     "range": (lambda y: range(y.astype(int)[0, 1]), r"int\(y\)"),
 }
@@ -72,6 +95,13 @@ def test_a_strict_driver_takes_what_cupy_takes(strict):
         assert np.array_equal((y + 1.5).get(), M + 1.5)
         assert np.array_equal(y[np.array([2, 0])].get(), M[[2, 0]])
         assert np.array_equal(np.asarray(M, like=y).get(), M)
+        assert np.array_equal(np.pad(y, [[1, 1], [0, 2]]).get(), np.pad(M, [[1, 1], [0, 2]]))
+        assert np.array_equal(np.concatenate([y, y], axis=1).get(), np.concatenate([M, M], axis=1))
+        assert np.array_equal(np.take(y, [2, 0], axis=0).get(), M[[2, 0]])
+        assert np.array_equal(np.where(y > 3, y, 0).get(), np.where(M > 3, M, 0))
+        z = y.copy()
+        z[[2, 0]] = [1, 2, 3, 4]
+        assert np.array_equal(z.get(), [[1, 2, 3, 4], M[1], [1, 2, 3, 4]])
         assert y.tolist() == M.tolist()
         assert bytes(y) == M.tobytes()
         y.set(M + 1)
@@ -88,6 +118,12 @@ def test_a_strict_driver_refuses_plain_arrays_in_graph_functions(strict, make_po
             handlepool.conv2d(*args, padding=1, pool=pool, **options)
     with pytest.raises(ArrayTypeError, match=ASARRAY):
         handlepool.ops.relu(IMAGE, pool=pool)
+    for protocol in ("__array_interface__", "__dlpack__"):
+        image = foreign(IMAGE, protocol)
+        for args, options in (((image, w), {}), ((x, image), {}), ((x, w), {"out": image})):
+            with pytest.raises(ArrayTypeError, match=r"Foreign: it is in host memory.*pool\.driver\.asarray"):
+                handlepool.conv2d(*args, padding=1, pool=pool, **options)
+        assert handlepool.conv2d(image, WEIGHT, padding=1, pool=make_pool()).get().sum() == 4096  # a control
     program = handlepool.record(handlepool.conv2d, x, w, pool=pool)
     with pytest.raises(ArrayTypeError, match=rf"argument 0 is a numpy.ndarray.*convert it, as by {ASARRAY}$"):
         program.update(IMAGE, w)
@@ -230,6 +266,7 @@ REFUSED_NOW = {
     "out= of another shape": (lambda y: np.sum(y, axis=0, out=y), ValueError),
     "out= of another type": (lambda y: np.add(y, 1j, out=y), TypeError),
     "a reduction into integers": (lambda y: np.mean(y, out=y.astype(int)[0, 0]), TypeError),
+    "a sum of fractions into integers": (lambda y: np.cumsum(y, axis=0, out=y.astype(int)), TypeError),
     "a broadcast array": (lambda y: np.broadcast_to(y, (2, 3, 4)).fill(0), ValueError),
     "a truth value": (lambda y: bool(y), ValueError),
     "a number": (lambda y: float(y), TypeError),
@@ -240,6 +277,12 @@ REFUSED_NOW = {
     "a shape that is a copy": (lambda y: setattr(y.T, "shape", (12,)), AttributeError),
     "another name": (lambda y: setattr(y, "values", 3), AttributeError),
     "asarray without a copy": (lambda y: np.asarray(y, copy=False), ValueError),
+    "a write to what is a copy": (lambda y: np.asarray(y).__setitem__(0, 1), ValueError),
+    "a write to a copy of another type": (lambda y: np.asarray(y, dtype=float).__setitem__(0, 1), ValueError),
+    "nditer that writes": (lambda y: np.nditer(y, op_flags=[["readwrite"]]), ValueError),
+    "a write to a view of a copy": (lambda y: np.trim_zeros(y[0]).__setitem__(0, 1), ValueError),
+    "a write to a diagonal": (lambda y: np.diag(y).__setitem__(0, 1), ValueError),
+    "a buffer": (lambda y: memoryview(y), TypeError),
     "an imaginary part": (lambda y: setattr(y, "imag", 3), TypeError),
     "set": (lambda y: y.set(np.ones(3)), ArrayTypeError),
 }
@@ -255,6 +298,21 @@ def test_what_cannot_be_is_refused_by_the_call_itself(make_driver, name):
         with pytest.raises(kind):
             call(y)
         assert np.array_equal(y.get(), M)
+
+
+def test_a_copy_that_was_asked_for_can_be_written(make_driver):
+    y = make_driver().asarray(M)
+    for made in (y.get(), np.array(y), np.array(y, dtype=float), np.array([y])):
+        made[...] = 5
+    assert np.array_equal(y.get(), M)
+
+
+def test_scipy_does_not_write_to_a_copy_in_silence(make_driver):
+    ndimage = pytest.importorskip("scipy.ndimage")
+    y = make_driver().asarray(M)
+    with pytest.raises((RuntimeError, ValueError, TypeError)):
+        ndimage.gaussian_filter(y, 1, output=y)
+    assert np.array_equal(y.get(), M)
 
 
 def test_a_shape_can_be_set_as_cupys_can(make_driver):

@@ -120,7 +120,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     flags = property(lambda self: self._raw.flags)
     T = property(lambda self: view_of(self, self._raw.T))
     mT = property(lambda self: view_of(self, self._raw.swapaxes(-1, -2)))
-    flat = property(lambda self: iter(self.ravel()))
+    flat = property(lambda self: (self[index] for index in np.ndindex(*self.shape)))  # views, whatever the strides
 
     @property
     def device(self) -> "int":
@@ -175,7 +175,9 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         if copy is False:
             raise ValueError("a NumPy array of a host array is a copy, which copy=False does not allow")
         values = self._values("a conversion to a NumPy array")
-        return values if dtype is None else values.astype(dtype, copy=False)
+        values = values if dtype is None else values.astype(dtype, copy=False)
+        values.flags.writeable = bool(copy)  # who did not ask for a copy would write, and the array have nothing of it
+        return values
 
     def __dlpack__(self, **options: Any) -> Any:
         self._work.finish([self], [], "an export by DLPack")
@@ -183,13 +185,6 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)  # the CPU, by DLPack's numbers
-
-    def __buffer__(self, flags: int) -> memoryview:
-        if flags & 1:  # PyBUF_WRITABLE
-            raise BufferError("a host array's memory is not written by a buffer: assign to the array")
-        if self._work.strict:
-            raise ArrayTypeError("a host array has no buffer, as CuPy's has none: ask for a copy with .get()")
-        return memoryview(self._values("an export of its buffer")).toreadonly()  # type: ignore[arg-type]
 
     # To the host
 

@@ -117,3 +117,30 @@ def einsum_shape(args: tuple[Any, ...]) -> list[int]:
     else:
         result = [entry for label in result for entry in (spread if label in (".", Ellipsis) else [label])]
     return [extents[label] for label in result]
+
+
+def tried(out: Any) -> dict[str, Raw]:
+    """Return an ``out=`` in small, by which a function says whether it takes that type."""
+    return {"out": ones(out)} if isinstance(out, HostArray) else {}
+
+
+def is_basic(index: Any) -> bool:
+    """Whether an index is of numbers and slices alone."""
+    return all(
+        entry is None
+        or entry is Ellipsis
+        or (isinstance(entry, (int, np.integer, slice)) and not isinstance(entry, (bool, np.bool_)))
+        for entry in (index if isinstance(index, tuple) else (index,))
+    )
+
+
+def is_mask(index: Any) -> bool:
+    """Whether the result's shape follows from values of the index that are not there yet."""
+    return any(isinstance(entry, HostArray) and entry.dtype == bool for entry in walk(index))
+
+
+def taken(index: Any) -> Any:
+    """Return an index with copies of NumPy's arrays and of lists: CuPy, too, takes them to the device at once."""
+    if isinstance(index, tuple):
+        return tuple(map(taken, index))
+    return np.array(index) if isinstance(index, (np.ndarray, list)) and not hosts(index) else index

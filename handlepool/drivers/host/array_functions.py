@@ -7,12 +7,13 @@ NumPy has waits on the host for those who write its arguments, runs at once, and
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
+from handlepool._util import holds_values, kind_of
 from handlepool.drivers.host.array import (
     HostArray,
     Raw,
@@ -25,7 +26,21 @@ from handlepool.drivers.host.array import (
     view_of,
     work_of,
 )
-from handlepool.drivers.host.array_arguments import contracted, converted, dummy, einsum_shape, hosts, ones, operands, raws, walk
+from handlepool.drivers.host.array_arguments import (
+    contracted,
+    converted,
+    dummy,
+    einsum_shape,
+    hosts,
+    is_basic,
+    is_mask,
+    ones,
+    operands,
+    raws,
+    taken,
+    tried,
+    walk,
+)
 from handlepool.drivers.host.memory import Memory, accesses, plain_reads
 from handlepool.drivers.host.race_checker import caller
 from handlepool.drivers.host.scheduler import NOTHING
@@ -69,16 +84,23 @@ class ArrayWork:
         strides = [step * dtype.itemsize for step in dense_strides(shape, order)]
         return self._memory.empty(shape, strides, dtype)
 
-    def like_all(self, result: Any, known: dict[int, Any]) -> Any:
-        """NumPy's arrays in a result as new arrays of the driver's, but for those that are known by their ids."""
+    def like_all(self, result: Any, known: dict[int, Any], copies: Sequence[Raw] = ()) -> Any:
+        """NumPy's arrays in a result as new arrays of the driver's, but for those that are known by their ids.
+
+        A part of one of the copies is read-only: with NumPy, who writes to it writes to the array.
+        """
         if id(result) in known:
             return known[id(result)]
         if isinstance(result, np.ndarray):
             made = self.like(result.shape, result.dtype, result)
             self.queue(partial(_copy_from, result), [made], [], "a copy to the device")
+            if any(np.may_share_memory(result, copy) for copy in copies):
+                raw = raw_view(made)[0].view()
+                raw.flags.writeable = False
+                return view_of(made, raw)
             return made
         if isinstance(result, (list, tuple)):
-            entries = [self.like_all(entry, known) for entry in result]
+            entries = [self.like_all(entry, known, copies) for entry in result]
             return type(result)(*entries) if hasattr(result, "_fields") else type(result)(entries)
         return result
 
@@ -174,11 +196,12 @@ class ArrayWork:
             return NotImplemented  # another library's array knows better
         kwargs = dict(kwargs)
         outs = kwargs.pop("out", None)
-        inputs = converted(inputs)
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
-        self._check(name, [x for x in (*inputs, *(outs or ())) if not (ufunc in COMPARISONS and np.ndim(raws(x)) == 0)])
-        if self.strict and any(isinstance(x, (list, tuple)) for x in inputs):
-            raise ArrayTypeError(f"{name} was given a list beside a host array, which CuPy refuses: pass {ASARRAY} of it")
+        self._check(
+            name, [x for x in (*inputs, *(outs or ())) if not (ufunc in COMPARISONS and isinstance(x, np.ndarray) and not x.ndim)]
+        )
+        self.check_lists(name, inputs)
+        inputs = converted(inputs)
         function = ufunc if method == "__call__" else getattr(ufunc, method)
         out = outs[0] if outs else None
         if outs is not None and any(not isinstance(out, HostArray) for out in outs):
@@ -191,11 +214,14 @@ class ArrayWork:
             shape = [extent for x in inputs for extent in np.shape(raws(x))]
             with np.errstate(all="ignore"):
                 kind = function(*map(ones, inputs), **kwargs).dtype
+                if wanted := tried(out):
+                    function(*map(ones, inputs), **kwargs, **wanted)
             return self.made(function, inputs, kwargs, np.broadcast_to(np.empty((), kind), shape), out, name)
         if method == "at" and isinstance(inputs[0], HostArray):
             target, index, *values = inputs
-            index, (target_now, *values_now) = raws(_taken(index)), raws([target, *values])
-            return self.queue(lambda *_: function(target_now, index, *values_now), [target], operands(inputs[1:]), name)
+            index = taken(index)
+            target_now, index_now, *values_now = raws([target, index, *values])
+            return self.queue(lambda *_: function(target_now, index_now, *values_now), [target], operands((index, *values)), name)
         if ufunc is np.matmul and method == "__call__" and not kwargs:
             return self.made(np.matmul, inputs, {}, contracted(np.matmul, *map(dummy, inputs)), out, name)
         if outs is not None:
@@ -205,10 +231,10 @@ class ArrayWork:
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue a function of NumPy's, or run it after what it needs."""
         name = INDEXING.get(function) or function.__name__
-        args = converted(args)
-        kwargs = {key: value if key == "out" else converted(value) for key, value in kwargs.items()}
         if function not in TAKE_PLAIN:
             self._check(name, (*args[2 if function is setitem else 0 :], *kwargs.values()))
+        args = converted(args)
+        kwargs = {key: value if key == "out" else converted(value) for key, value in kwargs.items()}
         rule = RULES.get(function)
         if rule is not None:
             return rule(self, function, *((args, kwargs, None) if function in BARE else self._settled(function, args, kwargs)))
@@ -220,28 +246,52 @@ class ArrayWork:
         """Return arguments as a rule takes them: without ``out``, and with the values of arrays that decide a shape."""
         bound = _signature(function).bind(*args, **kwargs)
         out = bound.arguments.pop("out", None)
+        for name, value in bound.arguments.items() if self.strict else ():
+            if name in OPERANDS:
+                self.check_lists(function.__name__, value if name in SEVERAL else (value,))
         for name, value in bound.arguments.items():
             if name not in ARRAYS and (arrays := hosts(value)):
                 self.finish(arrays, (), f"{function.__name__}, which needs the values of {name},")
                 bound.arguments[name] = raws(value, {id(array): raw_view(array)[0].copy() for array in arrays})
+            elif name == "indices" or (name not in ARRAYS and isinstance(value, np.ndarray)):
+                bound.arguments[name] = taken(value)
         return bound.args, bound.kwargs, out
 
     def _check(self, name: str, arguments: Iterable[Any]) -> None:
         for argument in walk(arguments):
             if isinstance(argument, np.ma.MaskedArray):
                 raise ArrayTypeError(f"{name} was given a masked array beside a host array, which has no mask: fill it first")
-            if self.strict and isinstance(argument, np.ndarray):
+            if self.strict and holds_values(argument) and not isinstance(argument, HostArray):
                 raise ArrayTypeError(
-                    f"{name} was given a numpy.ndarray beside a host array, which CuPy refuses: make it one with {ASARRAY}, "
-                    f"or the other one NumPy's with .get()"
+                    f"{name} was given a {kind_of(argument)} beside a host array, which CuPy refuses: make it one with "
+                    f"{ASARRAY}, or the other one NumPy's with .get()"
+                )
+
+    def check_lists(self, name: str, values: Iterable[Any]) -> None:
+        """Refuse what NumPy makes an array of, and CuPy does not, in the place of an array."""
+        for value in values if self.strict else ():
+            if isinstance(value, Collection) and not (holds_values(value) or isinstance(value, (np.generic, str, bytes))):
+                raise ArrayTypeError(
+                    f"{name} was given a {kind_of(value)} beside a host array, which CuPy refuses: pass {ASARRAY} of it"
                 )
 
     # Queued
 
     def made(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pattern: Raw, out: Any, name: str
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        pattern: Raw,
+        out: Any,
+        name: str,
+        takes_out: bool = True,
     ) -> HostArray:
-        """Queue a function whose result has the shape and type of a pattern."""
+        """Queue a function whose result has the shape and type of a pattern.
+
+        One that takes ``out=`` is given one of that type, since many a function adds up in the type of its ``out``.
+        """
+        takes_out = takes_out and out is not None
         if out is not None and not isinstance(out, HostArray):
             return self.run_now(function, args, {**kwargs, "out": out}, name, (out,))
         if out is None:
@@ -253,8 +303,9 @@ class ArrayWork:
         arguments = (raws(args), raws(kwargs))
 
         def run(to: Raw, *_: Raw) -> None:
+            own = {"out": np.empty_like(to)} if takes_out else {}  # apart from what is read, which may overlap
             with np.errstate(all="ignore"):
-                np.copyto(to, function(*arguments[0], **arguments[1]), "unsafe")
+                np.copyto(to, function(*arguments[0], **arguments[1], **own), "unsafe")
 
         self.queue(run, [out], operands((args, kwargs)), name)
         return out
@@ -292,11 +343,14 @@ class ArrayWork:
         axis = options.get("axis")
         axes = range(raw.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
         gone = {int(place) % raw.ndim if raw.ndim else 0 for place in axes}
-        keep = bool(options.get("keepdims") is True)
-        shape = tuple(1 if place in gone else extent for place, extent in enumerate(raw.shape) if keep or place not in gone)
         with np.errstate(all="ignore"):
-            kind = function(ones(array), **{key: ones(options[key]) for key in options if key not in ("ddof", "correction")})
-        pattern = np.broadcast_to(np.empty((), np.asarray(kind).dtype), shape)
+            small = {key: ones(options[key]) for key in options if key not in ("ddof", "correction")}
+            kind = np.asarray(function(ones(array), **small))
+            if wanted := tried(out):
+                function(ones(array), **small, **wanted)
+        keep = kind.ndim == raw.ndim  # so that keepdims= may be whatever NumPy takes
+        shape = tuple(1 if place in gone else extent for place, extent in enumerate(raw.shape) if keep or place not in gone)
+        pattern = np.broadcast_to(np.empty((), kind.dtype), shape)
         return self.made(function, (array,), options, pattern, out, name)
 
     # Not queued
@@ -304,6 +358,8 @@ class ArrayWork:
     def viewed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return views where the function gives views, and copies, queued, where it does not."""
         found = function(*raws(args), **raws(kwargs))
+        if isinstance(found, np.generic):  # NumPy reads the element of an array without axes
+            found = np.asarray(found)
         sources = [(array, raw_view(array)[0]) for array in operands((args, kwargs))]
         single = isinstance(found, np.ndarray)
         views = [_view(result, sources) for result in ([found] if single else found)]
@@ -323,10 +379,11 @@ class ArrayWork:
         self.finish(sources, written, name)
         known: dict[int, Any] = {id(array): array for array in operands(writes) if isinstance(array, np.ndarray)}
         views = {id(array): raw_view(array)[0].copy(order="K") for array in sources}
+        copies = [view for key, view in views.items() if all(key != id(array) for array in written)]
         views |= {id(array): keeping(array) for array in written}
         known |= {id(views[id(array)]): array for array in written}
         found = function(*raws(args, views), **raws(kwargs, views))
-        return self.like_all(found, known)
+        return self.like_all(found, known, copies)
 
 
 def _view(result: Any, sources: list[tuple[Any, Raw]]) -> Any:
@@ -374,19 +431,25 @@ def _structural(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: d
     if any(callable(value) and not isinstance(value, (type, np.dtype)) for value in walk((args, kwargs))):
         return work.run_now(function, args, kwargs, function.__name__, ())  # `pad` with a function of the user's
     with np.errstate(all="ignore"):
-        pattern = function(*dummy(args), **{name: dummy(value) for name, value in kwargs.items()})
+        small, options = dummy(args), {name: dummy(value) for name, value in kwargs.items()}
+        pattern = function(*small, **options)
+        if isinstance(out, HostArray):
+            function(*small, **options, out=np.empty(out.shape, out.dtype))
     return work.made(function, args, kwargs, np.asarray(pattern), out, function.__name__)
 
 
 def _elementwise(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     if function is np.where and len(args) == 1:
         return work.run_now(function, args, kwargs, "where", ())
-    if function is np.nan_to_num and not _signature(function).bind(*args, **kwargs).arguments.get("copy", True):
+    in_place = function is np.nan_to_num and not _signature(function).bind(*args, **kwargs).arguments.get("copy", True)
+    small = tried(out)
+    if in_place:
         out = args[0]
     shape = np.broadcast_shapes(*(np.shape(raws(value)) for value in (*args, *kwargs.values())))
     with np.errstate(all="ignore"):
-        kind = np.asarray(function(*map(ones, args), **{key: ones(value) for key, value in kwargs.items()})).dtype
-    return work.made(function, args, kwargs, np.broadcast_to(np.empty((), kind), shape), out, function.__name__)
+        kind = np.asarray(function(*map(ones, args), **{key: ones(value) for key, value in kwargs.items()}, **small)).dtype
+    pattern = np.broadcast_to(np.empty((), kind), shape)
+    return work.made(function, args, kwargs, pattern, out, function.__name__, takes_out=not in_place)
 
 
 @cache
@@ -401,14 +464,18 @@ def _reductions(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: d
 
 def _products(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     a, b = _signature(function).bind(*args, **kwargs).args
-    return work.made(function, (a, b), {}, contracted(np.dot, dummy(a), dummy(b)), out, "dot")
+    return work.made(function, (a, b), {}, contracted(np.dot, dummy(a), dummy(b)), out, "dot", takes_out=False)
 
 
 def _einsum(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
     kwargs = dict(kwargs)
     out = kwargs.pop("out", None)
-    kind = np.einsum(*map(ones, args), **kwargs).dtype  # refuses wrong subscripts, too
-    pattern = np.broadcast_to(np.empty((), kind), einsum_shape(args))
+    work.check_lists("einsum", args[1:] if isinstance(args[0], str) else args[: len(args) // 2 * 2 : 2])
+    small = [ones(value) for value in args]
+    found = function(*small, **kwargs, **tried(out))  # refuses wrong subscripts, too
+    if out is None and any(isinstance(value, np.ndarray) and np.may_share_memory(found, value) for value in small):
+        return work.viewed(np.einsum, args, kwargs)
+    pattern = np.broadcast_to(np.empty((), found.dtype), einsum_shape(args))
     return work.made(np.einsum, args, kwargs, pattern, out, "einsum")
 
 
@@ -437,6 +504,7 @@ def _filled(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[
 def _copyto(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
     given = dict(_signature(function).bind(*args, **kwargs).arguments)
     target = given.pop("dst")
+    work.check_lists("copyto", given.values())
     if not isinstance(target, HostArray):
         work.run_now(np.copyto, args, kwargs, "copyto", ())
         return
@@ -447,48 +515,29 @@ def _copyto(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[
     work.queue(lambda to, *_: np.copyto(to, **options), [target], operands(given), "copyto")
 
 
-def _is_basic(index: Any) -> bool:
-    return all(
-        entry is None
-        or entry is Ellipsis
-        or (isinstance(entry, (int, np.integer, slice)) and not isinstance(entry, (bool, np.bool_)))
-        for entry in (index if isinstance(index, tuple) else (index,))
-    )
-
-
-def _is_mask(index: Any) -> bool:
-    """Whether the result's shape follows from values of the index that are not there yet."""
-    return any(isinstance(entry, HostArray) and entry.dtype == bool for entry in walk(index))
-
-
-def _taken(index: Any) -> Any:
-    """Return an index with copies of NumPy's arrays and of lists: CuPy, too, takes them to the device at once."""
-    if isinstance(index, tuple):
-        return tuple(map(_taken, index))
-    return np.array(index) if isinstance(index, (np.ndarray, list)) and not hosts(index) else index
-
-
 def _gets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     array, index = args
-    if _is_basic(index):
+    if is_basic(index):
         entries = index if isinstance(index, tuple) else (index,)
         if not any(entry is Ellipsis for entry in entries):
             entries = (*entries, ...)  # or NumPy would read an element, and give that
         return view_of(array, raw_view(array)[0][entries])
-    if _is_mask(index):
+    if is_mask(index):
         return work.run_now(function, args, kwargs, "a mask as an index", ())
-    index = _taken(index)
+    index = taken(index)
     return work.made(getitem, (array, index), {}, np.asarray(dummy(array)[dummy(index)]), None, INDEXING[getitem])
 
 
 def _sets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     array, index, values = args
-    index = _taken(index)
+    if is_basic(index):  # CuPy takes a list at an index array
+        work.check_lists(INDEXING[setitem], (values,))
+    index = taken(index)
     if not (isinstance(values, np.ndarray) or hosts(values)):
         values = np.array(values, None if np.ndim(values) else array.dtype)  # a number that does not fit raises now
     first = np.ravel(ones(values))[:1]
     np.empty(first.shape, array.dtype)[:] = first  # which says whether the types go together
-    if not _is_mask(index):
+    if not is_mask(index):
         _check_fit(values, np.shape(dummy(array)[dummy(index)]))
     index_now, values_now = raws(index), raws(values)
 
@@ -510,8 +559,8 @@ def _check_fit(values: Any, shape: tuple[int, ...]) -> None:
 # What NumPy's functions take
 
 
-def _named(names: str) -> list[Any]:
-    return [found for name in names.split() if (found := getattr(np, name, None)) is not None]
+def _named(names: str, place: Any = np) -> list[Any]:
+    return [found for name in names.split() if (found := getattr(place, name, None)) is not None]
 
 
 ARRAYS = frozenset({
@@ -520,6 +569,12 @@ ARRAYS = frozenset({
     "constant_values", "fill_value", "prototype",
 })  # fmt: skip
 """Parameters that are read where the work runs. The values of all others decide a shape, and are waited for."""
+
+OPERANDS = ARRAYS - {"indices", "nan", "posinf", "neginf", "initial", "kwargs", "constant_values", "fill_value"}
+"""Those of them that CuPy takes no lists for."""
+
+SEVERAL = {"arys", "args", "arrays", "tup"}
+"""Those of them that are lists of arrays."""
 
 RULES: dict[Any, Rule] = {getitem: _gets, setitem: _sets, np.copyto: _copyto, np.copy: _copied, np.einsum: _einsum}
 INDEXING = {getitem: "an index", setitem: "an assignment"}
@@ -532,8 +587,8 @@ for _rule, _names in (
     (
         _views,
         "transpose permute_dims matrix_transpose swapaxes moveaxis rollaxis squeeze expand_dims broadcast_to broadcast_arrays "
-        "atleast_1d atleast_2d atleast_3d flip flipud fliplr rot90 split array_split hsplit vsplit dsplit diagonal reshape ravel "
-        "unstack real imag",
+        "atleast_1d atleast_2d atleast_3d flip flipud fliplr rot90 split array_split hsplit vsplit dsplit diag diagonal reshape "
+        "ravel unstack real imag",
     ),
     (_metadata, "shape ndim size result_type can_cast may_share_memory shares_memory iscomplexobj isrealobj common_type"),
     (
@@ -550,7 +605,7 @@ for _rule, _names in (
     (_filled, "zeros_like ones_like full_like empty_like"),
 ):
     RULES |= dict.fromkeys(_named(_names), _rule)
-RULES[np.lib.stride_tricks.sliding_window_view] = _views
+RULES |= dict.fromkeys((np.lib.stride_tricks.sliding_window_view, *_named("matrix_transpose diagonal", np.linalg)), _views)
 
 IN_PLACE = {*_named("put place putmask fill_diagonal put_along_axis")}
 """What writes to its first argument."""
