@@ -70,7 +70,7 @@ def conv2d(
         dtype = torch.get_autocast_dtype(kind)
         x, w, bias = _cast(x, dtype), _cast(w, dtype), None if bias is None else _cast(bias, dtype)
     pairs = [_pair(name, value) for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation))]
-    numbers = _integers([groups], 1)
+    numbers = [groups] if type(groups) is int else _integers([groups], 1)
     _check_groups(groups, numbers)
     y: Tensor = torch.ops.handlepool.conv2d(x, w, bias, *pairs, *numbers, allow_tf32, deterministic)
     return y
@@ -95,14 +95,14 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _pair(name: str, value: int | Sequence[int]) -> list[int]:
     least = 0 if name == "padding" else 1
-    pair = _integers(value, 2)
-    if min(pair, default=-1) < least:
+    pair = [value, value] if type(value) is int else _integers(value, 2)  # which takes microseconds
+    if not pair or min(pair) < least:
         raise ArgumentError(f"conv2d: {name} is {value!r}; give an integer of at least {least}, or two for height and width")
     return pair
 
 
 def _check_groups(groups: object, numbers: list[int]) -> None:
-    if min(numbers, default=0) < 1:
+    if not numbers or numbers[0] < 1:
         raise ArgumentError(f"conv2d: groups is {groups!r}; give an integer of at least 1")
 
 
