@@ -10,6 +10,7 @@ import pickle
 import random
 import statistics
 import struct
+import sys
 import warnings
 
 import numpy as np
@@ -211,6 +212,14 @@ def test_whatever_python_makes_of_an_array_has_the_last_values(late, name):
     arrays = late()
     use = PYTHON[name]
     assert same(plain(use(arrays.v[...] if name != "deepcopy" else arrays.v)), plain(use(Plain().v)))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="a class in Python has a buffer from 3.12 on")
+def test_a_buffer_has_the_last_values_and_is_not_written(late):
+    y = late().v
+    assert np.array_equal(np.frombuffer(memoryview(y)), Plain().v)
+    assert memoryview(y).readonly
+    assert not np.asarray(y).flags.writeable
 
 
 def test_no_name_leads_to_the_memory_without_a_wait(late):

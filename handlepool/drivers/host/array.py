@@ -186,6 +186,13 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)  # the CPU, by DLPack's numbers
 
+    def __buffer__(self, flags: int) -> memoryview:
+        if flags & 1:  # PyBUF_WRITABLE
+            raise BufferError("a host array's memory is not written by a buffer: assign to the array")
+        if self._work.strict:
+            raise ArrayTypeError("a host array has no buffer, as CuPy's has none: ask for a copy with .get()")
+        return memoryview(self._values("an export of its buffer")).toreadonly()  # type: ignore[arg-type]
+
     # To the host
 
     def _values(self, label: str) -> Raw:
