@@ -2,6 +2,7 @@
 
 import reprlib
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -40,6 +41,8 @@ MOST_SHOWN = 100
 
 _SCALARS = (str, bytes, int, float, complex, Enum, np.bool_, np.number)
 _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
+_WITHOUT_ARRAYS = ("builtins", "collections", "numpy", "cupy", "torch", "handlepool")
+"""Packages whose objects are arrays, hold them as containers do, or have no attribute that is an array."""
 _PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFunctionType)
 
 
@@ -200,9 +203,9 @@ def content(cell: CellType) -> Any:
 def leaves(*values: object, calls: bool = False) -> Iterator[Any]:
     """Yield what is reached from values through lists, tuples and dictionaries, in order; each container is entered once.
 
-    With ``calls`` also through sets and dataclasses, and through what a call of a function reads beside its arguments: closures,
-    defaults, what partial functions and methods are bound to with its attributes, and the parameters and buffers of a
-    ``torch.nn.Module``. Globals and deeper attributes are not reached.
+    With ``calls`` also through sets, deques and dataclasses, and through what a call of a function reads beside its arguments:
+    defaults, closures, what partial functions and methods are bound to, the attributes of an object in a closure or that a method
+    is bound to, and the parameters and buffers of a ``torch.nn.Module``. Globals and deeper attributes are not reached.
     """
     left: list[Any] = [*reversed(values)]
     entered: dict[int, object] = {}
@@ -214,12 +217,14 @@ def leaves(*values: object, calls: bool = False) -> Iterator[Any]:
             inside = value
         elif isinstance(value, dict):
             inside = value.values()
-        elif calls and isinstance(value, (set, frozenset)):
+        elif calls and isinstance(value, (set, frozenset, deque)):
             inside = value
         elif calls and type(value) is partial:
             inside = (bound_call(value.func), value.args, value.keywords)
         elif calls and isinstance(value, FunctionType):
-            inside = (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()))
+            held = [*map(content, value.__closure__ or ())]
+            deeper = [each for cell in held if _has_attributes(cell) for each in attributes(cell)]
+            inside = (value.__defaults__, value.__kwdefaults__, *held, *deeper)
         elif calls and isinstance(value, _BOUND):
             bound = value.__self__
             inside = () if isinstance(bound, (ModuleType, type)) else (bound, *attributes(bound))
@@ -243,6 +248,15 @@ def bound_call(function: Any) -> Any:
     if isinstance(function, (FunctionType, partial, type, *_BOUND)) or not callable(function):
         return function
     return function.__call__
+
+
+def _has_attributes(value: object) -> bool:
+    """Whether a function may read arrays in the attributes of what its closure holds, as ``self`` of a lambda in a method."""
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in _WITHOUT_ARRAYS or is_dataclass(value):  # of which the fields are reached anyhow
+        return False
+    module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", ())
+    return not isinstance(value, (type, ModuleType, FunctionType, partial, *_BOUND)) and not isinstance(value, module)
 
 
 def attributes(value: object) -> list[Any]:

@@ -242,6 +242,10 @@ class DataOrder:
 
     # Waits
 
+    def waits_for_all(self, track: Track, writes: Iterable[Piece | Token]) -> bool:
+        """Whether a stream comes after every call that used what it was found to write."""
+        return all(track.waits_for(*last(*each)) for each in self.conflicts((), writes).items())
+
     def mark(self, track: Track) -> None:
         """Let an event stand for all that a stream was given by now: a branch goes on there, and others may follow the same."""
         marks = track.marks
@@ -406,7 +410,22 @@ def beside(pool: PoolInternals, writes: Sequence[Piece | Token]) -> bool:
     pointer = pool.driver.current_stream(device).ptr
     track = order.tracks.get(pointer) or Track(pointer)
     with order:
-        return not all(track.waits_for(*last(*each)) for each in order.conflicts((), writes).items())
+        return not order.waits_for_all(track, writes)
+
+
+def calls_so_far(pool: PoolInternals) -> Needs | None:
+    """Return the last call of each stream of this thread's region on the current device; None outside of any."""
+    order = open_order(pool.driver, pool.current_device())
+    return None if order is None else {track: track.count for track in order.tracks.values()}
+
+
+def written_since(pool: PoolInternals, memory: Piece, since: Needs) -> bool:
+    """Whether a call after those wrote memory."""
+    order = open_order(pool.driver, pool.current_device())
+    if order is None:
+        return False
+    with order:
+        return any(call > since.get(track, 0) for track, call in order.conflicts((memory,), ()).items())
 
 
 def _after_fork() -> None:

@@ -135,8 +135,9 @@ class Fork:
 
         The branch starts after everything that the caller's stream has been given by now, after the branches whose outputs it
         reads, and after those that read or write what it overwrites. Memory decides, so views count. A plain function reads the
-        arrays in its arguments, defaults and closure, and in the attributes of a bound object; globals, deeper attributes and raw
-        pointers are not seen. What it writes in place is said by `handlepool.operation`, or guessed from what it returns.
+        arrays in its arguments, defaults and closure, and in the attributes of an object that it is bound to or that its closure
+        holds; globals, deeper attributes and raw pointers are not seen. What it writes in place is said by
+        `handlepool.operation`, or guessed from what it returns.
 
         A branch that follows the last one of a state runs there. The others take the states in turn, and two on one state run one
         after the other. Where every side slot of the device is out, the branch runs on the caller's
@@ -214,7 +215,8 @@ class Fork:
             call = OperationCall(self._driver, operation, args, kwargs)
         elif self._ordered or pool.checked:
             call = PlainCall(self._driver, function, args, kwargs)
-        slot = self._begin_any((function, args, kwargs, held_by(function)), call if self._ordered else None)
+        held = held_by(function, args, kwargs) if call is None else call.held
+        slot = self._begin_any((function, args, kwargs, held), call if self._ordered else None)
         known = len(region.allocated)
         if isinstance(call, OperationCall):
             function, args, kwargs = call.run, (pool,), {}
@@ -258,8 +260,9 @@ class Fork:
     def wait(self, *arrays: Any) -> Any:
         """Let the caller's stream wait for the branches that wrote arrays, and for those alone.
 
-        Plain CuPy or torch code in the body of the fork reads arrays that branches made only behind this. Graph functions,
-        operations, programs and `ParallelStateExecutor.submit` wait on their own.
+        Plain CuPy or torch code in the body of the fork reads arrays that branches made only behind this. To overwrite what
+        branches may still read, call a `handlepool.operation` there: this does not wait for readers. Graph functions, operations,
+        programs and `ParallelStateExecutor.submit` wait on their own.
 
         Parameters
         ----------

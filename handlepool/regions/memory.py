@@ -6,12 +6,10 @@ stream waits for the branch, and what it allocates comes from the *outermost* ca
 the join.
 """
 
-import functools
 import os
-import types
 from typing import Any, cast
 
-from handlepool._util import content
+from handlepool._util import bound_call, leaves
 from handlepool.drivers.protocol import Driver, Stream
 from handlepool.pool.context import thread
 from handlepool.pool.deferred import abandon
@@ -67,8 +65,8 @@ class Region:
         return allocator
 
     def keep_call(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Keep a call's arguments, its function, and what the function's closure holds at this moment."""
-        self.keep((function, arguments, keywords, held_by(function)))
+        """Keep a call's function, its arguments, and the arrays that are reached from these at this moment."""
+        self.keep((function, arguments, keywords, held_by(function, arguments, keywords)))
 
     def enter(self, leased: list[Slot]) -> None:
         """Know what an inner fork leases, to its join."""
@@ -105,14 +103,9 @@ class Region:
         self._allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
 
 
-def held_by(function: Any) -> list[object]:
-    """Return what a function's closure holds at this moment."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(function, types.MethodType):
-        function = function.__func__
-    cells = function.__closure__ if isinstance(function, types.FunctionType) else None
-    return [*map(content, cells)] if cells else []
+def held_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
+    """Return what a call reaches at this moment: a list may be emptied, and an attribute or a closure's name be given anew."""
+    return [*leaves(bound_call(function), args, kwargs, calls=True)]
 
 
 branch_regions: dict[int, Region] = {}

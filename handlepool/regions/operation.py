@@ -97,7 +97,7 @@ class Operation(Generic[P, R_co]):
         if lanes is not None:
             call = pool, args, kwargs, writes
             # Held until nobody reads it who is not waited for: torch would give it to others before.
-            given = (args, kwargs) if torch_in_use(driver) is None else self._reached(args, kwargs)
+            given = (args, kwargs) if torch_in_use(driver) is None else self.reached(args, kwargs)
 
             def run(slot: Slot | None) -> R_co:
                 if slot is None:
@@ -112,7 +112,7 @@ class Operation(Generic[P, R_co]):
 
             new = partial(_new_beside, driver, (*reads, *writes))
             return lanes.run(self._name, reads, writes, given, run, new)
-        before(pool, reads, writes, (args, kwargs))
+        before(pool, reads, writes, self.reached(args, kwargs))
         if thread.recording is not None and thread.recording.lanes is not None:
             thread.recording.lanes.accessed(reads, ())
         torch = None if thread.recording is not None else torch_among(self.function, args, kwargs)
@@ -173,10 +173,10 @@ class Operation(Generic[P, R_co]):
         found = pieces_or_tokens(driver, [find(args, kwargs) for find in self._mutates])
         return found + pieces_of(driver, self._out(args, kwargs))
 
-    def _reached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Return what leads to all that a call reads and overwrites."""
-        found = [find(args, kwargs) for find in (*self._reads, *self._mutates)]
-        return self._call(args, kwargs), found, self._out(args, kwargs)
+    def reached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
+        """Return all that a call reads and overwrites, at this moment."""
+        found = [find(args, kwargs) for find in (*self._reads, *self._mutates, self._out)]
+        return [*leaves(self._call(args, kwargs), calls=True), *leaves(found)]
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call as that of a method which is bound, so that its object's attributes are seen."""
@@ -223,13 +223,16 @@ class OperationCall(Memory):
     operation : Operation
     args, kwargs : tuple, dict
         Its arguments, the object of a bound method first.
+    held : list
+        What it reads and writes.
     """
 
-    __slots__ = ("_driver", "args", "kwargs", "operation")
+    __slots__ = ("_driver", "args", "held", "kwargs", "operation")
 
     def __init__(self, driver: Driver, operation: Operation[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._driver = driver
         self.operation, self.args, self.kwargs = operation, args, kwargs
+        self.held = operation.reached(args, kwargs)
         super().__init__(*operation.accesses(driver, args, kwargs), name=name_of(operation))
 
     def run(self, pool: PoolInternals) -> Any:

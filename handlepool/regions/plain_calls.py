@@ -3,7 +3,7 @@
 Nobody knows what a plain function does. What it reads is looked for in its arguments and in what it is bound to. What it
 allocated was written by it, and its ``out=``. A function that returned new arrays alone is taken to have written nothing else;
 any other may have written whatever it was given. Which of the two a function is, is known from its first call with as many
-arguments on.
+arguments and the same flags on.
 """
 
 import sys
@@ -17,6 +17,7 @@ import numpy as np
 
 from handlepool._util import attributes, bound_call, content, frames_inside, has, kind_of, leaves
 from handlepool.drivers.protocol import Driver
+from handlepool.errors import ContractError
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import DataOrder
 from handlepool.regions.track import Track
@@ -27,8 +28,10 @@ Guess = tuple[str, Hashable]
 
 _may_write: dict[tuple[Hashable, ...], bool] = {}
 """By code, since a lambda is another function each time: the function's own, and that of the functions that it was given; and by
-how many arguments and arrays it was given, since one more may be what it writes."""
+how many arguments and arrays it was given, since one more may be what it writes; and by flags among the arguments."""
 _MOST_KNOWN = 10_000
+_LONGEST_FLAG = 32
+"""Characters of a string that stands for an option."""
 _warned: set[Guess] = set()
 
 
@@ -55,10 +58,15 @@ def piece_of(driver: Driver, value: Any) -> Piece | None:
     return None
 
 
+def arrays_in(driver: Driver, *values: object, calls: bool = False) -> list[tuple[Any, Piece]]:
+    """Return the arrays that are reached from values, each with its memory."""
+    found = [(value, piece_of(driver, value)) for value in leaves(*values, calls=calls)]
+    return [(value, memory) for value, memory in found if memory is not None]
+
+
 def pieces_of(driver: Driver, *values: object, calls: bool = False) -> list[Piece]:
-    """Return the memory of the arrays that are reached from values."""
-    found = [piece_of(driver, value) for value in leaves(*values, calls=calls)]
-    return [known for known in found if known is not None and known[1] > known[0]]
+    """Return the memory of the arrays that are reached from values and have elements."""
+    return [memory for _, memory in arrays_in(driver, *values, calls=calls) if memory[1] > memory[0]]
 
 
 exact: set[Any] = set()
@@ -66,9 +74,15 @@ exact: set[Any] = set()
 
 
 class PlainCall(Memory):
-    """A call of a plain function: what it reads and writes, and, until it has ended, what it may write."""
+    """A call of a plain function: what it reads and writes, and, until it has ended, what it may write.
 
-    __slots__ = ("_driver", "_exact", "_form", "_given", "_guess", "_out")
+    Attributes
+    ----------
+    held : list of array
+        What it reads. A list may be emptied meanwhile, and an attribute or a closure's name be given anew.
+    """
+
+    __slots__ = ("_driver", "_exact", "_form", "_given", "_guess", "_out", "held")
 
     def __init__(self, driver: Driver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = getattr(function, "__qualname__", None) or kind_of(function)
@@ -77,41 +91,58 @@ class PlainCall(Memory):
         codes = tuple(_codes((function, args, kwargs)))
         self._guess = name, codes[:1]
         self._exact = getattr(function, "__func__", None) in exact
-        self._given = [] if self._exact else pieces_of(driver, args, kwargs, function, calls=True)
+        found = [] if self._exact else arrays_in(driver, args, kwargs, function, calls=True)
+        self.held = [array for array, _ in found]
+        self._given = [memory for _, memory in found if memory[1] > memory[0]]
         self._out = pieces_of(driver, kwargs.get("out"))
-        self._form = (*codes, len(args), len(self._given), *kwargs)
+        # A number seldom says what a call does, and differs from call to call.
+        flags = [
+            value
+            if value is None or value is True or value is False or (type(value) is str and len(value) <= _LONGEST_FLAG)
+            else ...
+            for value in (*args, *kwargs.values())
+        ]
+        self._form = (*codes, len(args), len(self._given), *kwargs, *flags)
         guessed = [] if _may_write.get(self._form) is False else self._given
         super().__init__(self._given, self._out, guessed, name)
 
     def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, result: object) -> None:
         """Write down what the function wrote, now that it has returned; None where nobody saw what it allocated."""
         new = [self._driver.block_range(block) for block in allocated or ()]
-        found = [(value, memory) for value in leaves(result) if (memory := piece_of(self._driver, value)) is not None]
+        found = arrays_in(self._driver, result)
         made: list[Piece] = [(start, stop, None) for start, stop in new]
         others: list[Piece] = []
         for _, memory in found:
             inside = any(start <= memory[0] and memory[1] <= stop for start, stop in new)
             (made if inside else others).append(memory)
         pure = self._exact or self._are_new(found, new)
+        late = False
         if allocated is not None:
             if not _may_write.get(self._form):
                 if len(_may_write) >= _MOST_KNOWN:
                     _may_write.clear()
                 _may_write[self._form] = not pure
             if not pure:
+                in_place = not found or any(share(memory, known) for _, memory in found for known in self._given)
+                late = in_place and not self.guessed and not order.waits_for_all(track, self._given)
                 self._tell(order, track)
         order.note_found(track, made, others if pure else others + self._given)
+        if late:
+            raise ContractError(
+                f"{self._guess[0]} returned new arrays before, and this call did not. So it may have written an array that it "
+                f"was given, which another branch was given, too, and nothing orders the two: say what it writes with "
+                f"@handlepool.operation(mutates=...), or mutates=() where it writes nothing"
+            )
 
     def failed(self, order: DataOrder, track: Track) -> None:
         """Write down what the function may have written before it raised an error."""
         if self.guessed:
             self._tell(order, track)
-            order.note_found(track, (), self._given)
+        order.note_found(track, (), self._given)
 
     def is_new(self, allocated: Sequence[Any], result: object) -> bool:
         """Whether a result is new arrays alone, of those that the call allocated and those of other libraries."""
-        found = [(value, memory) for value in leaves(result) if (memory := piece_of(self._driver, value)) is not None]
-        return self._are_new(found, [self._driver.block_range(block) for block in allocated])
+        return self._are_new(arrays_in(self._driver, result), [self._driver.block_range(block) for block in allocated])
 
     def _are_new(self, found: Sequence[tuple[Any, Piece]], new: Sequence[tuple[int, int]]) -> bool:
         return bool(found) and all(self._is_new(value, memory, new) for value, memory in found)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from handlepool._util import as_integer, check_ran, flag, shown
+from handlepool._util import as_integer, bound_call, check_ran, flag, shown
 from handlepool.errors import ArgumentError, OwnershipError, StateBusyError, StateIndexError
 from handlepool.pool.context import thread
 from handlepool.pool.default import check_pool, default_pool
@@ -18,7 +18,6 @@ from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.slot import Slot
 from handlepool.regions.fork import Fork
-from handlepool.regions.memory import held_by
 
 __all__ = ["Fork", "ParallelStates"]
 
@@ -168,12 +167,10 @@ class ParallelStates:
 
     def _joined_at_once(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         with Fork(self.pool.internals, 1) as fork:
-            return fork.run(_with_state, self.pool.internals, function, args, kwargs, held_by(function))
+            return fork.run(_with_state, self.pool.internals, function, args, kwargs, bound_call(function))
 
 
-def _with_state(
-    pool: PoolInternals, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], _: list[object]
-) -> T:
+def _with_state(pool: PoolInternals, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> T:
     slots = [pool.slot()]
     try:
         value = function(State(slots), *args, **kwargs)

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -591,15 +590,18 @@ def test_a_program_and_an_open_fork_in_a_cycle_with_their_streams_are_given_back
     assert (stats["handles_leased"], stats["scratch_bytes_recorded"]) == (0, 0)
 
 
+UNSEEN = {}
+"""A global, or the order by data would let the fork's stream wait for what the other stream still has to do."""
+
+
 @pytest.mark.parametrize("way", ["fork over it", "fork inside it", "itself"])
 def test_g8_work_of_a_branch_on_another_stream_has_memory_of_that_stream(pool, stream, kernels, latch, way):
     other, states = cupy.cuda.Stream(non_blocking=True), ParallelStates(2, pool=pool)
-    y = kernels.full(N, 0)
-    unseen = SimpleNamespace(y=y)  # or the order by data would let the fork's stream wait for what that stream still has to do
+    y = UNSEEN["y"] = kernels.full(N, 0)
 
     def work():
         temporary = kernels.full(N, 7)
-        kernels.copy(temporary, unseen.y)
+        kernels.copy(temporary, UNSEEN["y"])
 
     def branch():
         if way == "fork over it":

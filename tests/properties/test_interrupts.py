@@ -69,31 +69,35 @@ def a_reclaim(scene):
     return scene.pool.internals.device(0).reclaim_scratch
 
 
+UNSEEN = {}
+"""A global: of what a closure leads to, no part is freed before the join."""
+
+
 def a_fork(scene):
     """Each branch reads an array that only the region keeps; later arrays would be the blocks that it may not have read yet."""
 
-    def forks():
-        box, outs = [scene.array(1) for _ in range(2)], [scene.array() for _ in range(2)]
-        scene.outs += outs
-        take = [box.pop, outs.pop]
+    def fill():
+        UNSEEN["inputs"] = [scene.array(1) for _ in range(2)]
+        UNSEEN["outputs"] = [scene.array() for _ in range(2)]
+        kept.extend(UNSEEN["outputs"])
 
-        def branch():
-            z = scene.array()  # or it may have written what it reaches, and would wait for the inner branch
-            with scene.states.fork() as inner:
-                inner.run(scene.put, take[1](), lambda x: x + 1, take[0]())
-            return z
+    def branch():
+        z = scene.array()  # or it may have written what it reaches, and would wait for the inner branch
+        with scene.states.fork() as inner:
+            inner.run(scene.put, UNSEEN["outputs"].pop(), lambda x: x + 1, UNSEEN["inputs"].pop())
+        return z
 
-        def fork():
-            with scene.states.fork() as fork:
-                fork.run(scene.put, take[1](), lambda x: x + 1, take[0]())
-                fork.run(branch)
+    def fork():
+        with scene.states.fork() as fork:
+            fork.run(scene.put, UNSEEN["outputs"].pop(), lambda x: x + 1, UNSEEN["inputs"].pop())
+            fork.run(branch)
 
-        return fork
-
-    scene.outs = []
-    forks()()
+    kept = UNSEEN["kept"] = []
+    fill()
+    fork()
     scene.driver.synchronize_stream(scene.stream.ptr)
-    return forks()
+    fill()
+    return fork
 
 
 def a_recording(scene):

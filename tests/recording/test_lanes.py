@@ -407,9 +407,13 @@ def overwritten(step, x, nodes):
     return made
 
 
+log = SimpleNamespace(total=0, marks=[])
+"""A global: what a call's closure holds is looked at."""
+
+
 def lines_of_nodes(scene, shape, nodes):
     """How many lines of the package run for each node that is recorded, but for drivers'."""
-    log, calls = SimpleNamespace(total=0, marks=[]), []  # an object: what a call's closure holds in lists is looked at
+    calls = []
 
     def trace(frame, event, argument):
         name = frame.f_code.co_filename

@@ -10,6 +10,7 @@ from harness.scenes import BranchError, Scene, over_seeds, works
 import handlepool
 from handlepool import CaptureError, ContractError, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
+from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 
 HELD = {}
 """What nobody sees in a call: it is global."""
@@ -400,6 +401,39 @@ def test_control_a_plain_function_that_returns_nothing_may_change_its_arguments_
         with scene.states.fork() as fork:
             fork.run(new_and_in_place, scene, y)
         assert scene.read(y) == 10
+
+
+def told_inside(scene, y, way):
+    """Return a new array, and let what is known to write overwrite an argument."""
+    if way == "an operation":
+        multiplying(scene, y, 10)
+    elif way == "a graph function":
+        handlepool.add(y, y, out=y)
+    else:
+        with scene.states.fork() as fork:
+            fork.run(times, scene, y, 10)
+    return scene.array(0)
+
+
+@pytest.mark.filterwarnings("ignore:a branch waits since times")
+@pytest.mark.parametrize("way", ["an operation", "a graph function", "a fork of its own"])
+@pytest.mark.parametrize("slots", [MOST_SIDE_SLOTS, 1, 0])
+def test_with_checks_a_plain_function_may_overwrite_an_argument_by_what_is_ordered_itself(way, slots):
+    with Scene(HostDriver(), check=True) as scene:
+        sides = scene.pool.internals.device(0).sides
+        held = [sides.lease() for _ in range(MOST_SIDE_SLOTS - slots)]
+        x, y = scene.array(1), scene.driver.asarray(np.ones(8, np.float32))
+        with scene.states.fork() as fork:
+            for _ in range(2):
+                fork.run(told_inside, scene, y, way)
+                fork.run(adding, scene, x, 1)
+            z = fork.run(scene.plus, y, 1)
+        if slots:  # else nobody sees what a branch allocates
+            with scene.states.fork() as fork, pytest.raises(ContractError, match="new_and_in_place wrote argument y, "):
+                fork.run(new_and_in_place, scene, y)
+        assert scene.read(z) == (5 if way == "a graph function" else 101)
+        for slot in held:
+            sides.release(slot, captured=False)
 
 
 def test_with_checks_a_missing_order_is_found_all_the_same(checked):

@@ -4,13 +4,15 @@ import functools
 import itertools
 import operator
 import warnings
+from collections import deque
 
 import numpy as np
 import pytest
-from harness.scenes import BranchError, over_seeds
+from harness.scenes import BranchError, Scene, over_seeds
 
 import handlepool
-from handlepool import ArgumentError, ParallelStateExecutor, ParallelStates
+from handlepool import ArgumentError, ContractError, ParallelStateExecutor, ParallelStates
+from handlepool._util import _has_attributes
 from handlepool.regions import plain_calls
 from handlepool.regions.data_order import DataOrder
 from handlepool.regions.plain_calls import PlainCall
@@ -69,6 +71,7 @@ def test_g17_the_first_call_of_a_function_waits_for_readers_of_what_it_may_write
 
 def test_g17_control_a_function_that_is_taken_to_write_nothing_does_not(monkeypatch):
     monkeypatch.setattr(plain_calls, "_may_write", Pure())
+    monkeypatch.setattr(DataOrder, "waits_for_all", lambda *_: True)  # or it is an error that this was found too late
     assert {*over_seeds(lambda scene: read_and_overwritten(scene, tenfold), control=True)} != {(10, 2)}
 
 
@@ -117,9 +120,69 @@ def test_g17_one_that_raises_may_have_written_what_it_was_given():
     assert {*over_seeds(raised)} == {11}
 
 
+def raised_for_once(scene):
+    """A function that returned new arrays before writes in place, and raises."""
+    plain_calls._may_write.clear()
+    y = scene.array(1)
+
+    def failing(scene, y, fails):
+        if not fails:
+            return new(scene, y)
+        tenfold(scene, y)
+        raise BranchError
+
+    with scene.states.fork() as fork:
+        fork.run(scene.plus, scene.array(1), 1)
+        fork.run(failing, scene, scene.array(1), 0)
+        with pytest.raises(BranchError):
+            fork.run(failing, scene, y, 1)
+        z = fork.run(scene.plus, y, 1)
+    return scene.read(z)
+
+
+def test_g17_one_that_raises_for_once_may_have_written_what_it_was_given():
+    assert {*over_seeds(raised_for_once)} == {11}
+
+
 def test_g17_control_one_that_raises_and_is_taken_to_have_read_alone_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(PlainCall, "failed", lambda *_: None)
     assert {*over_seeds(raised, control=True)} != {11}
+    assert {*over_seeds(raised_for_once, control=True)} != {11}
+
+
+# What is reached
+
+
+class Model:
+    """What a user's class does with forks: lambdas in its methods, arrays in its attributes."""
+
+    def __init__(self, scene):
+        self.scene, self.h, self.parts = scene, scene.array(1), deque([scene.array(1)])
+
+    def chained(self):
+        with self.scene.states.fork() as fork:
+            fork.run(self.ten)
+            z = fork.run(lambda: self.scene.plus(self.h, 1))
+            part = fork.run(lambda: self.scene.plus(self.parts[0], 1))
+        return self.scene.read(z), self.scene.read(part)
+
+    def ten(self):
+        tenfold(self.scene, self.h)
+        tenfold(self.scene, self.parts[0])
+
+
+def test_g17_the_attributes_of_an_object_in_a_closure_are_read_and_what_a_deque_holds():
+    assert {*over_seeds(lambda scene: Model(scene).chained())} == {(11, 11)}
+
+
+def test_g17_control_where_closures_hold_objects_alone(monkeypatch):
+    monkeypatch.setattr("handlepool._util._has_attributes", lambda _: False)
+    assert {*over_seeds(lambda scene: Model(scene).chained(), control=True)} != {(11, 11)}
+
+
+@pytest.mark.parametrize("value", [np.ones(3), ParallelStates, np, len, [1].append, functools.partial(len), 7, "a", deque([1])])
+def test_of_what_is_no_users_object_no_attributes_are_looked_at(value):
+    assert not _has_attributes(value)
 
 
 # What it turns out to have given back
@@ -188,6 +251,40 @@ def test_g17_control_whoever_only_notes_that_forgets_the_readers(used, monkeypat
         DataOrder, "note_found", lambda order, track, *some: order.note(track, (), order.entries(itertools.chain(*some)))
     )
     assert len({*over_seeds(lambda scene: given_back(scene, used), control=True)}) > 1
+
+
+def numbered(scene, y, number):
+    """Return a new array for 0, and write in place for 1, which nobody can tell before."""
+    return new(scene, y) if number == 0 else tenfold(scene, y)
+
+
+def test_a_function_that_writes_in_place_for_once_is_an_error_where_another_branch_reads_that(make_driver):
+    with Scene(make_driver(check_order=False)) as scene, scene.states.fork() as fork:  # which would find it first
+        y = scene.array(1)
+        fork.run(numbered, scene, scene.array(1), 0)
+        fork.run(scene.plus, y, 1)
+        with pytest.raises(ContractError, match=r"^numbered returned new arrays before, and this call did not\."):
+            fork.run(numbered, scene, y, 1)
+        assert scene.read(fork.wait(fork.run(scene.plus, y, 1))) == 11  # whoever comes later waits for it
+
+
+def test_one_that_nobody_else_was_given_the_array_of_is_none(scene):
+    y = scene.array(1)
+    with scene.states.fork() as fork:
+        fork.run(numbered, scene, scene.array(1), 0)
+        fork.run(numbered, scene, y, 1)
+        z = fork.run(scene.plus, y, 1)
+    assert scene.read(z) == 11
+
+
+def test_a_function_that_returns_what_it_made_once_is_none(scene):
+    made.clear()
+    y = scene.array(1)
+    with scene.states.fork() as fork:
+        for _ in range(3):
+            z = fork.run(remembered, scene, y)
+            fork.run(scene.plus, y, 1)
+    assert scene.read(z) == 2
 
 
 # Functions that have no code of Python's, or one with others
@@ -263,8 +360,15 @@ FORMS = {
     "a ufunc": lambda fork, x, y: (fork.run(np.add, x, 9), fork.run(np.add, y, 9, y)),
     "an argument more": lambda fork, x, y: (fork.run(into_new_or_given, x, 9), fork.run(into_new_or_given, y, 9, y)),
     "an array for None": lambda fork, x, y: (fork.run(into_new_or_given, x, 9, None), fork.run(into_new_or_given, y, 9, y)),
+    "a flag": lambda fork, x, y: (fork.run(told_how, x), fork.run(told_how, y, True)),
+    "another flag": lambda fork, x, y: (fork.run(told_how, x, inplace=False), fork.run(told_how, y, inplace=True)),
+    "an option": lambda fork, x, y: (fork.run(told_how, x, "new"), fork.run(told_how, y, "in place")),
     "a keyword more": lambda fork, x, y: (fork.run(lent, x, 9), fork.run(lent, y, 9, to=y)),
 }
+
+
+def told_how(x, inplace=False):
+    return into_new_or_given(x, 9, x if inplace in (True, "in place") else None)
 
 
 def lent(x, y, to=None):
@@ -288,6 +392,7 @@ def test_g17_what_a_function_does_says_nothing_of_calls_with_more_arguments(make
 
 def test_g17_control_where_all_of_them_are_one_function_a_branch_does_not_wait(make_pool, monkeypatch):
     monkeypatch.setattr(plain_calls, "_codes", lambda values: ())
+    monkeypatch.setattr(DataOrder, "waits_for_all", lambda *_: True)
     found = []
     for seed in range(20):
         plain_calls._may_write.clear()

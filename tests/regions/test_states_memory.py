@@ -8,6 +8,7 @@ import functools
 import pytest
 from harness.scenes import Scene, Thread, over_seeds
 
+import handlepool
 from handlepool.pool import context
 from handlepool.regions.fork import Fork
 
@@ -52,12 +53,37 @@ def a_closure_is_rebound(scene):
     return scene.read(y)
 
 
+def a_list_is_emptied(scene):
+    xs, y = [scene.array(1)], scene.array()
+    with scene.states.fork() as fork:
+        fork.run(lambda xs: scene.put(y, lambda value: value + 1, xs[0]), xs)
+        xs.clear()
+        scene.array(100)
+    return scene.read(y)
+
+
+def an_attribute_is_rebound(function_of):
+    def scenario(scene):
+        y, holder = scene.array(), Reader(scene)
+        with scene.states.fork() as fork:
+            fork.run(function_of(holder), y)
+            holder.x = None
+            scene.array(100)
+        return scene.read(y)
+
+    return scenario
+
+
 class Reader:
     def __init__(self, scene):
         self.scene, self.x = scene, scene.array(1)
 
     def __call__(self, y):
         self.scene.put(y, lambda value: value + 1, self.x)
+
+    @handlepool.operation(mutates="y")
+    def operation(self, y):
+        self(y)
 
     def method(self, y):
         self(y)
@@ -158,16 +184,21 @@ def another_thread_frees_a_block(scene):
 # To the join of the outermost fork
 
 
+BOX = []
+"""A global, which no branch keeps."""
+
+
 def an_inner_argument_is_dropped(scene, isolated=False):
     """A branch forks, and drops an inner branch's argument after the inner join, which the caller's stream has not waited for."""
-    y, box = scene.array(), [scene.array(1)]
+    y = scene.array()
+    BOX[:] = [scene.array(1)]
 
     def outer():
         region = context.thread.region
         if isolated:
             context.thread.region = None
         with scene.states.fork(ordered=not isolated) as fork:
-            fork.run(scene.put, y, lambda value: value + 1, box.pop())
+            fork.run(scene.put, y, lambda value: value + 1, BOX.pop())
         context.thread.region = region
 
     with scene.states.fork() as fork:
@@ -211,6 +242,10 @@ CALLABLES = {
 READS = {
     "an argument": (an_argument_is_dropped, 2, "forgets"),
     "a closure": (a_closure_is_rebound, 2, "forgets"),
+    "a list": (a_list_is_emptied, 2, "forgets"),
+    "an attribute of a method's object": (an_attribute_is_rebound(lambda holder: holder.method), 2, "forgets"),
+    "an attribute of an object in a closure": (an_attribute_is_rebound(lambda holder: lambda y: holder.method(y)), 2, "forgets"),
+    "an attribute of an operation's object": (an_attribute_is_rebound(lambda holder: holder.operation), 2, "forgets"),
     "a closure below": (a_closure_below_partials_and_methods, 2, "forgets"),
     **{name: (the_function_is_dropped(callable_of), 2, "forgets") for name, callable_of in CALLABLES.items()},
     "temporaries": (temporaries, (1, 2, 3, 4), "keeps"),

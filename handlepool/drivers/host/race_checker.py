@@ -146,8 +146,8 @@ class Order:
         reused = " Between the two the allocator gave the memory to another owner." if now.generation != past.generation else ""
         error = ContractError(
             f"not ordered: {what}, and neither waits for the other.{reused} Run the later one where the earlier one was waited "
-            f"for: on the same stream, behind fork.wait(array) in the body of a fork, after the join of the fork or the result "
-            f"of the task, or after an event of its stream"
+            f"for: on the same stream, after the join of the fork or the result of the task, or after an event of its stream. In "
+            f"the body of a fork, read behind fork.wait(array), and write in a function that handlepool.operation declares"
         )
         self.found.append(error)
         raise error
