@@ -3,10 +3,12 @@
 import reprlib
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
+from itertools import islice
 from operator import index
 from types import (
     AsyncGeneratorType,
@@ -19,8 +21,10 @@ from types import (
     MethodType,
     MethodWrapperType,
     ModuleType,
+    NoneType,
 )
 from typing import Any, TypeVar
+from weakref import CallableProxyType, ProxyType
 
 import numpy as np
 
@@ -41,8 +45,14 @@ MOST_SHOWN = 100
 
 _SCALARS = (str, bytes, int, float, complex, Enum, np.bool_, np.number)
 _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
-_WITHOUT_ARRAYS = ("builtins", "collections", "numpy", "cupy", "torch", "handlepool")
+_WITHOUT_ARRAYS = ("builtins", "numpy", "cupy", "handlepool")
 """Packages whose objects are arrays, hold them as containers do, or have no attribute that is an array."""
+_without_attributes: set[type] = set()
+"""Types of these packages that were met."""
+_PROXIES = (ProxyType, CallableProxyType)
+"""Of objects that may be gone."""
+_NO_ARRAY = (int, float, complex, str, bytes, NoneType)
+MOST_PLAIN = 1000
 _PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFunctionType)
 
 
@@ -204,43 +214,57 @@ def leaves(*values: object, calls: bool = False) -> Iterator[Any]:
     """Yield what is reached from values through lists, tuples and dictionaries, in order; each container is entered once.
 
     With ``calls`` also through sets, deques and dataclasses, and through what a call of a function reads beside its arguments:
-    defaults, closures, what partial functions and methods are bound to, the attributes of an object in a closure or that a method
-    is bound to, and the parameters and buffers of a ``torch.nn.Module``. Globals and deeper attributes are not reached.
+    defaults, closures, what partial functions and methods are bound to, and the parameters and buffers of a ``torch.nn.Module``.
+    After all these come the attributes of the objects among them. Globals and deeper attributes are not reached. A container of
+    more than `MOST_PLAIN` entries that begins with numbers or text is taken to hold nothing else.
     """
     left: list[Any] = [*reversed(values)]
     entered: dict[int, object] = {}
-    module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", ()) if calls else ()
-    while left:
+    owners: list[Any] | None = [] if calls else None
+    torch = sys.modules.get("torch") if calls else None
+    module = getattr(getattr(torch, "nn", None), "Module", ())
+    while left or owners:
+        if not left:
+            left, owners = [each for owner in owners or () for each in attributes(owner)][::-1], None
+            continue
         value = left.pop()
-        inside: Iterable[Any]
+        inside: Collection[Any]
         if isinstance(value, (list, tuple)):
             inside = value
         elif isinstance(value, dict):
             inside = value.values()
-        elif calls and isinstance(value, (set, frozenset, deque)):
+        elif not calls:
+            yield value
+            continue
+        elif isinstance(value, (set, frozenset, deque)):
             inside = value
-        elif calls and type(value) is partial:
+        elif type(value) is partial:
             inside = (bound_call(value.func), value.args, value.keywords)
-        elif calls and isinstance(value, FunctionType):
-            held = [*map(content, value.__closure__ or ())]
-            deeper = [each for cell in held if _has_attributes(cell) for each in attributes(cell)]
-            inside = (value.__defaults__, value.__kwdefaults__, *held, *deeper)
-        elif calls and isinstance(value, _BOUND):
+        elif isinstance(value, FunctionType):
+            inside = (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()))
+        elif isinstance(value, _BOUND):
             bound = value.__self__
-            inside = () if isinstance(bound, (ModuleType, type)) else (bound, *attributes(bound))
-            inside = (getattr(value, "__func__", None), *inside)
-        elif calls and isinstance(value, module):
+            inside = (getattr(value, "__func__", None), None if isinstance(bound, (ModuleType, type)) else bound)
+        elif isinstance(value, module):
             yield value
-            inside = (*value.parameters(), *value.buffers())
-        elif calls and is_dataclass(value) and not isinstance(value, type):
+            own = [each for name, each in vars(value).items() if not name.startswith("_")]
+            inside = (*value.parameters(), *value.buffers(), *own)
+        elif is_dataclass(type(value)):
             yield value
-            inside = [getattr(value, field.name, None) for field in fields(value)]
+            inside = attributes(value)
         else:
             yield value
+            if owners is not None and type(value) not in _without_attributes and _has_attributes(value):
+                owners.append(value)
             continue
         if id(value) not in entered:
             entered[id(value)] = value
-            left += reversed([*inside])
+            if not calls or len(inside) <= MOST_PLAIN or not _begins_plain(inside):
+                left += reversed([*inside])
+
+
+def _begins_plain(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, _NO_ARRAY) for value in islice(values, 16))
 
 
 def bound_call(function: Any) -> Any:
@@ -251,23 +275,28 @@ def bound_call(function: Any) -> Any:
 
 
 def _has_attributes(value: object) -> bool:
-    """Whether a function may read arrays in the attributes of what its closure holds, as ``self`` of a lambda in a method."""
+    """Whether a function that is given an object may read arrays in its attributes: neither an array nor a library's own."""
     kind = type(value)
-    if kind.__module__.partition(".")[0] in _WITHOUT_ARRAYS or is_dataclass(value):  # of which the fields are reached anyhow
+    if str(kind.__module__).partition(".")[0] in _WITHOUT_ARRAYS:
+        _without_attributes.add(kind)
         return False
-    module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", ())
-    return not isinstance(value, (type, ModuleType, FunctionType, partial, *_BOUND)) and not isinstance(value, module)
+    return kind not in _PROXIES and not hasattr(kind, "__dlpack__") and not issubclass(kind, (type, ModuleType))
 
 
 def attributes(value: object) -> list[Any]:
-    """Return the values of an object's own attributes."""
-    own = getattr(value, "__dict__", None)
-    found = [*own.values()] if isinstance(own, dict) else []
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names = (slots,) if isinstance(slots, str) else slots
-        found += [getattr(value, name, None) for name in names if isinstance(kind.__dict__.get(name), MemberDescriptorType)]
-    return found
+    """Return the values of an object's own attributes; what raises an error has none."""
+    found: list[Any] = []
+    try:
+        own = getattr(value, "__dict__", None)
+        found += own.values() if isinstance(own, dict) else ()
+        for kind in type(value).__mro__:
+            for slot in kind.__dict__.values() if "__slots__" in kind.__dict__ else ():
+                if isinstance(slot, MemberDescriptorType):
+                    with suppress(AttributeError):
+                        found.append(slot.__get__(value, kind))
+    except Exception:  # whatever a user's class does there
+        return found
+    return [each for each in found if type(each) not in _PROXIES]
 
 
 def frames_inside() -> int:

@@ -425,7 +425,8 @@ def written_since(pool: PoolInternals, memory: Piece, since: Needs) -> bool:
     if order is None:
         return False
     with order:
-        return any(call > since.get(track, 0) for track, call in order.conflicts((memory,), ()).items())
+        needs = [last(*each) for each in order.conflicts((memory,), ()).items()]
+        return any(call > since.get(track, 0) for track, call in needs)
 
 
 def _after_fork() -> None:

@@ -135,9 +135,9 @@ class Fork:
 
         The branch starts after everything that the caller's stream has been given by now, after the branches whose outputs it
         reads, and after those that read or write what it overwrites. Memory decides, so views count. A plain function reads the
-        arrays in its arguments, defaults and closure, and in the attributes of an object that it is bound to or that its closure
-        holds; globals, deeper attributes and raw pointers are not seen. What it writes in place is said by
-        `handlepool.operation`, or guessed from what it returns.
+        arrays in its arguments, defaults and closure, and in the attributes of objects among these, ``self`` too; globals, deeper
+        attributes and raw pointers are not seen. What it writes in place is said by `handlepool.operation`, or guessed from what
+        it returns.
 
         A branch that follows the last one of a state runs there. The others take the states in turn, and two on one state run one
         after the other. Where every side slot of the device is out, the branch runs on the caller's
@@ -242,7 +242,7 @@ class Fork:
                     for reads, writes in ((call.reads, call.writes), *given):
                         order.note_again(track, reads, writes)
                     if ended is None:
-                        call.failed(order, track)
+                        call.failed(order, track, region.allocated[known:])
                     else:
                         order.kept.append(result)  # it is in the books, also where its memory is another library's
                         call.ended(order, track, *ended)

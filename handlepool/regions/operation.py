@@ -246,8 +246,9 @@ class OperationCall(Memory):
         if made or others:
             order.note_found(track, made, others)
 
-    def failed(self, order: DataOrder, track: Track) -> None:
-        """Leave it at what was written down before the operation raised an error."""
+    def failed(self, order: DataOrder, track: Track, allocated: Sequence[Any]) -> None:
+        """Write down what is new, though the operation raised an error."""
+        order.note_found(track, [(*self._driver.block_range(block), None) for block in allocated], ())
 
 
 def operation_of(function: Any, args: tuple[Any, ...]) -> tuple[Operation[..., Any], tuple[Any, ...]] | None:

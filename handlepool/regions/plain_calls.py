@@ -17,7 +17,6 @@ import numpy as np
 
 from handlepool._util import attributes, bound_call, content, frames_inside, has, kind_of, leaves
 from handlepool.drivers.protocol import Driver
-from handlepool.errors import ContractError
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import DataOrder
 from handlepool.regions.track import Track
@@ -28,11 +27,9 @@ Guess = tuple[str, Hashable]
 
 _may_write: dict[tuple[Hashable, ...], bool] = {}
 """By code, since a lambda is another function each time: the function's own, and that of the functions that it was given; and by
-how many arguments and arrays it was given, since one more may be what it writes; and by flags among the arguments."""
+how many arguments and arrays it was given, since one more may be what it writes; and by its flags."""
 _MOST_KNOWN = 10_000
-_LONGEST_FLAG = 32
-"""Characters of a string that stands for an option."""
-_warned: set[Guess] = set()
+_warned: set[Hashable] = set()
 
 
 def piece_of(driver: Driver, value: Any) -> Piece | None:
@@ -91,18 +88,12 @@ class PlainCall(Memory):
         codes = tuple(_codes((function, args, kwargs)))
         self._guess = name, codes[:1]
         self._exact = getattr(function, "__func__", None) in exact
-        found = [] if self._exact else arrays_in(driver, args, kwargs, function, calls=True)
+        given = [] if self._exact else arrays_in(driver, args, kwargs, calls=True)
+        found = [] if self._exact else [*given, *arrays_in(driver, function, calls=True)]
         self.held = [array for array, _ in found]
         self._given = [memory for _, memory in found if memory[1] > memory[0]]
         self._out = pieces_of(driver, kwargs.get("out"))
-        # A number seldom says what a call does, and differs from call to call.
-        flags = [
-            value
-            if value is None or value is True or value is False or (type(value) is str and len(value) <= _LONGEST_FLAG)
-            else ...
-            for value in (*args, *kwargs.values())
-        ]
-        self._form = (*codes, len(args), len(self._given), *kwargs, *flags)
+        self._form = (*codes, len(args), len(given), *kwargs)
         guessed = [] if _may_write.get(self._form) is False else self._given
         super().__init__(self._given, self._out, guessed, name)
 
@@ -116,29 +107,24 @@ class PlainCall(Memory):
             inside = any(start <= memory[0] and memory[1] <= stop for start, stop in new)
             (made if inside else others).append(memory)
         pure = self._exact or self._are_new(found, new)
-        late = False
+        if not pure:
+            in_place = not found or any(share(memory, known) for _, memory in found for known in self._given)
+            if in_place and not self.guessed and not order.waits_for_all(track, self._given):
+                warn_of_change(self._guess)
         if allocated is not None:
             if not _may_write.get(self._form):
                 if len(_may_write) >= _MOST_KNOWN:
                     _may_write.clear()
                 _may_write[self._form] = not pure
             if not pure:
-                in_place = not found or any(share(memory, known) for _, memory in found for known in self._given)
-                late = in_place and not self.guessed and not order.waits_for_all(track, self._given)
                 self._tell(order, track)
         order.note_found(track, made, others if pure else others + self._given)
-        if late:
-            raise ContractError(
-                f"{self._guess[0]} returned new arrays before, and this call did not. So it may have written an array that it "
-                f"was given, which another branch was given, too, and nothing orders the two: say what it writes with "
-                f"@handlepool.operation(mutates=...), or mutates=() where it writes nothing"
-            )
 
-    def failed(self, order: DataOrder, track: Track) -> None:
+    def failed(self, order: DataOrder, track: Track, allocated: Sequence[Any]) -> None:
         """Write down what the function may have written before it raised an error."""
         if self.guessed:
             self._tell(order, track)
-        order.note_found(track, (), self._given)
+        order.note_found(track, [(*self._driver.block_range(block), None) for block in allocated], self._given)
 
     def is_new(self, allocated: Sequence[Any], result: object) -> bool:
         """Whether a result is new arrays alone, of those that the call allocated and those of other libraries."""
@@ -162,24 +148,32 @@ class PlainCall(Memory):
             order.guesses[track, track.count + 1] = self._guess
 
 
-def _codes(values: Iterable[Any], depth: int = 4) -> Iterator[Hashable]:
-    """Yield the code of functions, and of those that they were given or call, as far as that can be seen.
+def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Iterator[Hashable]:
+    """Yield the code of functions, and of those that they were given or call, as far as that can be seen; and flags.
 
-    What is called and has no code of Python's, as a ufunc or a kernel, stands for itself: another one may do another thing.
+    What is called and has no code of Python's, as a ufunc or a kernel, stands for itself: another one may do another thing. A
+    flag says what a call does, as ``inplace=True``. Numbers and text seldom do, and differ from call to call; and so do the
+    flags in what grows: lists, and containers of an object.
     """
     for value in values:
-        if isinstance(value, partial):
+        if value is None or value is True or value is False:
+            yield value
+        elif isinstance(value, partial):
             yield from _codes((value.func, value.args, value.keywords), depth)
         elif isinstance(value, (list, tuple, dict)):
             if depth:
-                yield from _codes(value.values() if isinstance(value, dict) else value, depth - 1)
+                inside = value.values() if isinstance(value, dict) else value
+                if grows or isinstance(value, list):
+                    inside = [each for each in inside if not (each is None or each is True or each is False)]
+                yield from _codes(inside, depth - 1, grows=grows)
         elif isinstance(value, FunctionType | MethodType):
             function: Any = getattr(value, "__func__", value)
             code = getattr(function, "__code__", None)
             yield Token(function) if code is None else code
             if depth:
                 cells = getattr(function, "__closure__", None) or ()
-                yield from _codes([content(cell) for cell in cells], depth - 1)
+                defaults = getattr(function, "__defaults__", None) or ()
+                yield from _codes([*defaults, *map(content, cells)], depth - 1)
             if isinstance(value, MethodType):
                 yield from _codes_of_owner(value.__self__, depth)
         elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
@@ -199,7 +193,7 @@ def _codes(values: Iterable[Any], depth: int = 4) -> Iterator[Hashable]:
 
 
 def _codes_of_owner(owner: object, depth: int) -> Iterator[Hashable]:
-    """Yield the code of what an object calls in its methods: of the functions among its attributes.
+    """Yield the code of what an object calls in its methods: of the functions among its attributes; and its flags.
 
     Of a ``torch.nn.Module`` it is the code of what each part computes; one function calls them all.
     """
@@ -212,7 +206,7 @@ def _codes_of_owner(owner: object, depth: int) -> Iterator[Hashable]:
     elif depth and not isinstance(owner, type):
         own: Any = getattr(owner, "__dict__", None)
         wraps = isinstance(own, dict) and "__wrapped__" in own
-        yield from _codes([own["__wrapped__"]] if wraps else attributes(owner), min(depth - 1, 1))
+        yield from _codes([own["__wrapped__"]] if wraps else attributes(owner), min(depth - 1, 1), grows=True)
 
 
 def warn_of_guess(guess: Guess) -> None:
@@ -222,5 +216,17 @@ def warn_of_guess(guess: Guess) -> None:
         warnings.warn(
             f"a branch waits since {guess[0]}, which does not return new arrays alone, may have written any array that it was "
             f"given: say what it writes with @handlepool.operation(mutates=...), and nothing else waits for it",
+            stacklevel=frames_inside(),
+        )
+
+
+def warn_of_change(guess: Guess) -> None:
+    """Warn, once for each function, that it may have written what another branch reads, which nobody could tell before."""
+    if (guess, "changed") not in _warned:
+        _warned.add((guess, "changed"))
+        warnings.warn(
+            f"{guess[0]} returned new arrays before, and this call did not. If it wrote an array that it was given, nothing "
+            f"orders that with another branch that was given the array: say what it writes with "
+            f"@handlepool.operation(mutates=...), or mutates=() where it writes nothing",
             stacklevel=frames_inside(),
         )

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -314,12 +315,12 @@ def test_g6_a_branch_whose_tensors_cannot_be_seen_is_right_all_the_same(default,
 
     model = Model()
     (((x,),),), (((w,),),) = model.x, model.w
-    hidden = {"model": model}
+    hidden = {"model": SimpleNamespace(inner=model)}
     torch.relu(conv2d(x * 1, w) * 1)
     late_ones(torch, latch, x, theirs)
 
     def branch(hidden):
-        (((x,),),), (((w,),),) = hidden["model"].x, hidden["model"].w
+        (((x,),),), (((w,),),) = hidden["model"].inner.x, hidden["model"].inner.w
         return conv2d(x * 1, w) * 1
 
     with ParallelStates(2, pool=default).fork() as fork:

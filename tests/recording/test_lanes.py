@@ -215,21 +215,26 @@ def test_g17_calls_inside_a_call_are_part_of_its_node(scene):
     assert [step.name.rpartition(".")[2] for step in how.nodes] == ["twice", "plus", "twice"]
 
 
+def hidden(y):
+    """Two levels down, where nobody sees an array."""
+    return SimpleNamespace(inner=SimpleNamespace(y=y))
+
+
 def seen_late(writes_first, says):
     """A call whose own calls use what it does not say, of an array that another call uses."""
-    reads = (lambda scene, x, deep: deep.y) if says else ()
+    reads = (lambda scene, x, deep: deep.inner.y) if says else ()
 
     @handlepool.operation(reads=reads)
     def reading(scene, x, deep):
-        return adding(scene, x, deep.y)
+        return adding(scene, x, deep.inner.y)
 
     @handlepool.operation(mutates=reads)
     def writing(scene, x, deep):
-        times(scene, deep.y, 3)
+        times(scene, deep.inner.y, 3)
         return scene.plus(x, 0)
 
     def function(scene, x, y):
-        deep = SimpleNamespace(y=y)  # of which nothing is seen
+        deep = hidden(y)
         if writes_first:
             return writing(scene, x, deep), reading(scene, x, deep)
         return adding(scene, x, y), writing(scene, x, deep)
@@ -254,10 +259,10 @@ def test_calls_inside_a_call_that_use_more_than_it_says_are_refused_where_it_com
 def test_g17_what_calls_inside_a_call_use_is_known_to_those_that_follow(scene):
     @handlepool.operation
     def reading(scene, x, deep):
-        return scene.plus(plus(scene, deep.y, 0), 100)
+        return scene.plus(plus(scene, deep.inner.y, 0), 100)
 
     def function(scene, x, y):
-        first = reading(scene, x, SimpleNamespace(y=y))
+        first = reading(scene, x, hidden(y))
         times(scene, y, 3)
         return first, plus(scene, x, 1)
 
@@ -270,11 +275,11 @@ def test_g17_what_calls_inside_a_call_use_is_known_to_those_that_follow(scene):
 def test_g17_what_a_call_returns_it_wrote_wherever_it_has_that_from(scene):
     @handlepool.operation
     def returning(scene, x, deep):
-        scene.put(deep.y, lambda y, x: y + x, deep.y, x)
-        return deep.y
+        scene.put(deep.inner.y, lambda y, x: y + x, deep.inner.y, x)
+        return deep.inner.y
 
     def function(scene, x, y):
-        returning(scene, x, SimpleNamespace(y=y))
+        returning(scene, x, hidden(y))
         return plus(scene, y, 0), plus(scene, x, 1)
 
     with handlepool.record(function, scene, scene.array(1), scene.array(1), lanes=4) as program:

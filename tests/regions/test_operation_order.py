@@ -436,6 +436,17 @@ def test_with_checks_a_plain_function_may_overwrite_an_argument_by_what_is_order
             sides.release(slot, captured=False)
 
 
+def test_with_checks_what_an_inner_fork_wrote_before_excuses_nobody(checked):
+    scene = checked
+    y = scene.array(1)
+    with scene.states.fork() as fork:
+        fork.run(scene.array, 0)
+        with scene.states.fork() as inner:
+            inner.run(multiplying, scene, y, 10)
+        with pytest.raises(ContractError, match="new_and_in_place wrote argument y, "):
+            fork.run(new_and_in_place, scene, y)
+
+
 def test_with_checks_a_missing_order_is_found_all_the_same(checked):
     """The host waits to compare, and the checker of order takes that for nothing."""
     scene = checked
