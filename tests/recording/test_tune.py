@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -343,13 +344,13 @@ def test_what_a_call_writes_and_does_not_say_is_restored_where_it_is_known_all_t
     @handlepool.operation
     def hidden(scene, x, deep):
         if returns:
-            scene.put(deep.y, lambda y: y * 2, deep.y)
-            return deep.y
-        times(scene, deep.y, 2)
+            scene.put(deep.held.y, lambda y: y * 2, deep.held.y)
+            return deep.held.y
+        times(scene, deep.held.y, 2)
         return scene.plus(x, 0)
 
     def function(scene, x, y):
-        hidden(scene, x, Held(y))
+        hidden(scene, x, SimpleNamespace(held=Held(y)))
         return wide(scene, x)
 
     y = scene.array(1)
