@@ -147,7 +147,7 @@ def map_tiles(
         As for `dask.array.map_overlap`: how far beyond its chunk the function looks, and what is beyond the array.
     shared : sequence
         Further arguments, weights say: arrays of NumPy's as they are now, numbers and strings. They are copied to each worker's
-        device once.
+        device once, in the layout that they have.
     extents : mapping, optional
         For axes whose extent the function changes, channels say, how large they are then. They have one chunk, and no depth.
     dtype : optional
@@ -190,7 +190,7 @@ def map_tiles(
                 f"map_tiles({name}): shared holds what is of type {type(value).__name__}; pass arrays, numbers, strings"
             )
     # As they are now: workers know them by what was in them.
-    shared = tuple([value.copy(order="K") if isinstance(value, np.ndarray) else value for value in shared])
+    shared = tuple([_packed(value) if isinstance(value, np.ndarray) else value for value in shared])
     depth, boundary = _margins(name, x.ndim, depth, boundary)
     tiles = overlap(x, depth=depth, boundary=boundary)
     extents, chunks = dict(extents or {}), list(tiles.chunks)
@@ -209,6 +209,12 @@ def map_tiles(
         name=f"{name}-{tokenize(tiles, token, extents, kind)}",
     )
     return trim_internal(made, depth, boundary)
+
+
+def _packed(values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
+    """Return a copy whose axes are in the order of the memory, and where each axis is: Dask would lose a layout on the way."""
+    order = sorted(range(values.ndim), key=lambda axis: -abs(values.strides[axis]))
+    return values.transpose(order).copy(), tuple(np.argsort(order).tolist())
 
 
 def _margins(name: str, ndim: int, depth: Any, boundary: Any) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -297,7 +303,7 @@ class _Function:
     def _program(self, x: Any, tile: np.ndarray[Any, Any]) -> Program | None:
         driver = handlepool.default_pool().driver
         if self._shared is None:
-            put = [driver.asarray(value) if isinstance(value, np.ndarray) else value for value in self._given]
+            put = [driver.asarray(value[0].transpose(value[1])) if isinstance(value, tuple) else value for value in self._given]
             driver.synchronize_stream(driver.current_stream().ptr)  # threads with other streams read them
             self._shared = tuple(put)
         if self._eager:

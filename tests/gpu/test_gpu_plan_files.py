@@ -127,7 +127,7 @@ def test_without_a_directory_there_is_nowhere_to_plan_for(x, w):
 
 def test_the_lanes_that_a_tuning_found_are_taken_by_the_next_process(process, x, w):
     def network(x, w):
-        return [handlepool.concat([conv(x, w), conv_relu(x, w)]) for _ in range(4)]
+        return [handlepool.concat([conv(x, w), conv_relu(x, w)], axis=1) for _ in range(4)]
 
     def use():
         expected = [cupy.asnumpy(y) for y in network(x, w)]

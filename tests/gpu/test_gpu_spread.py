@@ -180,7 +180,7 @@ def test_results_of_two_devices_come_in_order(pool, stream, images, weights, fun
 
 @pytest.mark.two_gpus
 def test_items_and_weights_of_either_device_are_brought_to_both(pool, stream, images, weights):
-    right = expected(pool, tower, images, weights)
+    right = expected(pool, tower, images, pool.driver.asarray(on_host(weights)))  # of that layout
     for home in (0, 1):
         with cupy.cuda.Device(home):
             given, w = [pool.driver.asarray(x) for x in images], pool.driver.asarray(on_host(weights))

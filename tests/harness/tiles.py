@@ -20,6 +20,12 @@ def looks(x, w):
     return y * float(y.max() > 0)
 
 
+def order_of_axes(x, w):
+    """Return where the axes of what is shared lie in memory, as digits."""
+    order = sorted(range(w.ndim), key=lambda axis: -w.strides[axis])
+    return x * 0 + int("".join(map(str, order)))
+
+
 def in_place(x):
     x += 1
     return x * 2

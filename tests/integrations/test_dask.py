@@ -166,6 +166,14 @@ def test_what_is_shared_is_as_it_was_when_it_was_given(here):
         np.testing.assert_allclose(y.compute(scheduler="synchronous"), right, rtol=1e-5, atol=1e-5)
 
 
+def test_what_is_shared_keeps_its_layout_on_the_way_to_a_worker(client):
+    w = np.ones((2, 4, 3, 5), np.float32)
+    channels_last = w.transpose(0, 2, 3, 1).copy().transpose(0, 3, 1, 2)
+    for given, digits in ((w, 123), (channels_last, 231), (w.T.copy().T, 3210), (w[:, ::2], 123)):
+        y = map_tiles(tiles.order_of_axes, image(), depth=0, shared=(given,))
+        assert np.unique(y.compute()).tolist() == [digits]
+
+
 @pytest.mark.parametrize("boundary", ["none", ["none"] * 4, {2: "none", 3: "none"}])
 @pytest.mark.parametrize("depth", [[0, 0, 1, 1], {2: (1, 2), 3: 1}, {2: 12, 3: 12}])
 def test_margins_are_those_of_map_overlap(here, depth, boundary):
