@@ -281,19 +281,21 @@ class Cluster:
         from handlepool.integrations.dask import map_tiles
 
         self.samples += 1
-        extents, kind = work.image.shape, work.image.dtype
+        order = sorted(range(4), key=lambda axis: -work.image.strides[axis])
+        tile = np.ascontiguousarray(work.image.transpose(order))  # on its way Dask makes row-major arrays of all others
+        extents, kind = tile.shape, tile.dtype
         empty = np.empty((0,) * 4, kind)
         zeros = da.zeros((extents[0] * count, *extents[1:]), chunks=extents, dtype=kind)
-        image = dask.delayed(work.image.copy())
+        image = dask.delayed(tile)
         x = zeros.map_blocks(_given, image=image, sample=self.samples, dtype=kind, meta=empty).persist()
         self.distributed.wait(x)
-        y = map_tiles(network, x, depth=0, shared=(work.weights,), lanes=None)
+        y = map_tiles(_in_order(network, order), x, depth=0, shared=(work.weights,), lanes=None)
         start = perf_counter()
         y = y.persist()
         self.distributed.wait(y)
         taken = perf_counter() - start
         if first is not None:
-            first.append(y[: extents[0]].compute())
+            first.append(y[: extents[0]].compute().transpose(np.argsort(order)))
         return taken
 
     def close(self) -> None:
@@ -304,7 +306,17 @@ class Cluster:
 
 def _given(zeros: Any, image: Any, sample: int) -> Any:
     """An item in a worker's memory, of another name in each sample."""
-    return image.transpose(0, 2, 3, 1).copy().transpose(0, 3, 1, 2)
+    return image.copy()
+
+
+def _in_order(network: Any, order: Sequence[int]) -> Any:
+    """The same for arrays whose axes are in the order of the memory."""
+    back = [order.index(axis) for axis in range(len(order))]
+
+    def run(x: Any, w: Any) -> Any:
+        return network(x.transpose(back), w).transpose(order)
+
+    return run
 
 
 def bus(driver: Any, work: Work, devices: Sequence[int]) -> Callable[[int], float]:
