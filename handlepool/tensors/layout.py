@@ -151,13 +151,6 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int)
     return False
 
 
-@lru_cache(maxsize=4096)
-def is_one_run(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether an array's elements are all bytes from its first one on, in whatever order of the axes."""
-    start, _, gaps = _reach(shape, strides, itemsize)
-    return start == 0 and not gaps and not overlaps_itself(shape, strides, itemsize)
-
-
 def meeting(one: "Layout", other: "Layout") -> Callable[[int], bool] | None:
     """Return what tells whether arrays that lie so share an element, by how many bytes the other one begins behind the first.
 

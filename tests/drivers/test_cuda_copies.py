@@ -22,7 +22,6 @@ class Runtime:
     """Copies at once, and notes what was asked for."""
 
     memcpyDeviceToHost = 2
-    memcpyDeviceToDevice = 3
     CUDARuntimeError = RuntimeRefusalError
 
     def __init__(self, reaches=1, refusal=None, kind=0):
@@ -41,7 +40,7 @@ class Runtime:
         ctypes.memmove(target, source, nbytes)
 
     def memcpyAsync(self, target, source, nbytes, kind, pointer):
-        self.asked.append(("to host" if kind == self.memcpyDeviceToHost else "here", nbytes, kind, pointer))
+        self.asked.append(("to host", nbytes, kind, pointer))
         ctypes.memmove(target, source, nbytes)
 
     memoryTypeHost = 1
@@ -98,34 +97,6 @@ def test_another_refusal_is_an_error(make):
     with pytest.raises(RuntimeRefusalError):
         driver.copy_from_device(DeviceArray(np.zeros(6), 1), DeviceArray(np.arange(6.0), 0))
     assert runtime.asked == [("reach", 0)]
-
-
-def channels_last():
-    return np.arange(120.0).reshape(2, 4, 5, 3).transpose(0, 3, 1, 2)
-
-
-def overlapping(values):
-    """As many bytes as elements have, with gaps, and elements that share bytes."""
-    return np.lib.stride_tricks.as_strided(values, (3, 3), (16, 16))
-
-
-@pytest.mark.parametrize(
-    ("target", "source", "at_once"),
-    [
-        (np.zeros((2, 3, 4, 5)), np.arange(120.0).reshape(2, 3, 4, 5), True),
-        (channels_last() * 0, channels_last(), True),
-        (np.zeros((2, 3, 4, 5)), channels_last(), False),
-        (np.zeros((4, 10))[:, ::2], np.ones((4, 10))[:, ::2], False),
-        (np.zeros((4, 5))[::-1], np.ones((4, 5))[::-1], False),
-        (overlapping(np.zeros(9)), overlapping(np.ones(9)), False),
-    ],
-)
-def test_what_lies_in_one_run_is_copied_at_once(make, monkeypatch, target, source, at_once):
-    driver, runtime = make()
-    monkeypatch.setattr(cuda.cupy, "copyto", lambda target, source: np.copyto(target.values, source.values))
-    driver.copy(DeviceArray(target, 1), DeviceArray(source, 1))
-    assert (target == source).all()
-    assert runtime.asked == ([("here", target.nbytes, 3, 99)] if at_once else [])
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)])

@@ -29,7 +29,7 @@ from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Before
 from handlepool.errors import ArrayTypeError, CaptureError
 from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
-from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, is_one_run, span
+from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, span
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator  # noqa: SLF001
@@ -341,12 +341,7 @@ class CudaDriver:
         return np.array(cupy.asnumpy(array))
 
     def copy(self, target: Any, source: Any) -> None:
-        # CuPy launches a kernel for what is neither row-major nor column-major, which takes the host some 20 microseconds more.
-        if target.strides == source.strides and is_one_run(target.shape, target.strides, target.dtype.itemsize):
-            kind, pointer = runtime.memcpyDeviceToDevice, self.current_stream().ptr
-            runtime.memcpyAsync(target.data.ptr, source.data.ptr, target.nbytes, kind, pointer)
-        else:
-            cupy.copyto(target, source)
+        cupy.copyto(target, source)
 
     def copy_from_device(self, target: Any, source: Any) -> None:
         here, there = self.current_device(), int(source.data.device_id)
