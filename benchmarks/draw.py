@@ -428,10 +428,9 @@ def tiles(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     legend = axes.legend(frameon=False, fontsize=9, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
     for text in legend.get_texts():
         text.set_color(theme.ink)
-    (times,) = results["times"].values()
-    ratio = times["cluster"]["median"] / times["one process"]["median"]
+    ((_, ratio),) = results["ratios"].items()
     count = f"{results['workers']} workers of {results['devices']} device{'s' * (results['devices'] > 1)}"
-    claim = f"{count} take {ratio:.2f} of one process's time for an image, and give the same bits"
+    claim = f"{count} take {ratio['median']:.2f} of one process's time for an image, and give the same bits"
     about = (
         f"{results['side']:,}² pixels in {results['tiles']} tiles from Zarr to Zarr, blurred and through two more convolutions"
     )
