@@ -21,7 +21,6 @@ from types import (
     MethodType,
     MethodWrapperType,
     ModuleType,
-    NoneType,
 )
 from typing import Any, TypeVar
 from weakref import CallableProxyType, ProxyType
@@ -51,7 +50,10 @@ _without_attributes: set[type] = set()
 """Types of these packages that were met."""
 _PROXIES = (ProxyType, CallableProxyType)
 """Of objects that may be gone."""
-_NO_ARRAY = (int, float, complex, str, bytes, NoneType)
+_NO_ARRAY = (int, float, complex, str, bytes)
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_HEAP_TYPE = 1 << 9
+"""The bit of ``__flags__`` that classes written in Python have, `exec`'s among them, whose module is "builtins"."""
 MOST_PLAIN = 1000
 _PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFunctionType)
 
@@ -210,29 +212,41 @@ def content(cell: CellType) -> Any:
         return None
 
 
-def leaves(*values: object, calls: bool = False) -> Iterator[Any]:
+def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None) -> Iterator[Any]:
     """Yield what is reached from values through lists, tuples and dictionaries, in order; each container is entered once.
 
     With ``calls`` also through sets, deques and dataclasses, and through what a call of a function reads beside its arguments:
     defaults, closures, what partial functions and methods are bound to, and the parameters and buffers of a ``torch.nn.Module``.
-    After all these come the attributes of the objects among them. Globals and deeper attributes are not reached. A container of
-    more than `MOST_PLAIN` entries that begins with numbers or text is taken to hold nothing else.
+    After all these come the attributes of the objects among them; with ``owners`` these objects are put there instead. Globals
+    and deeper attributes are not reached. A container of more than `MOST_PLAIN` entries that begins with numbers or text, or with
+    lists and tuples of these, is taken to hold nothing else.
     """
     left: list[Any] = [*reversed(values)]
     entered: dict[int, object] = {}
-    owners: list[Any] | None = [] if calls else None
+    found: dict[int, Any] | None = {} if calls else None  # the owners, once each
     torch = sys.modules.get("torch") if calls else None
     module = getattr(getattr(torch, "nn", None), "Module", ())
-    while left or owners:
+    while left or found:
         if not left:
-            left, owners = [each for owner in owners or () for each in attributes(owner)][::-1], None
+            if owners is not None:
+                owners += (found or {}).values()
+                return
+            left, found = [each for owner in (found or {}).values() for each in attributes(owner)][::-1], None
             continue
         value = left.pop()
+        if found is not None and type(value) not in _without_attributes:
+            if type(value) in _PROXIES:
+                try:
+                    value = value.__repr__.__self__  # what it stands for
+                except ReferenceError:
+                    continue
+            if not isinstance(value, module) and _has_attributes(value):
+                found[id(value)] = value
         inside: Collection[Any]
         if isinstance(value, (list, tuple)):
             inside = value
         elif isinstance(value, dict):
-            inside = value.values()
+            inside = value.values() if type(value) is dict else [*value.values()]
         elif not calls:
             yield value
             continue
@@ -247,15 +261,13 @@ def leaves(*values: object, calls: bool = False) -> Iterator[Any]:
             inside = (getattr(value, "__func__", None), None if isinstance(bound, (ModuleType, type)) else bound)
         elif isinstance(value, module):
             yield value
-            own = [each for name, each in vars(value).items() if not name.startswith("_")]
+            own = [each for name, each in vars(value).items() if name not in _OF_MODULES]
             inside = (*value.parameters(), *value.buffers(), *own)
         elif is_dataclass(type(value)):
             yield value
             inside = attributes(value)
         else:
             yield value
-            if owners is not None and type(value) not in _without_attributes and _has_attributes(value):
-                owners.append(value)
             continue
         if id(value) not in entered:
             entered[id(value)] = value
@@ -264,7 +276,12 @@ def leaves(*values: object, calls: bool = False) -> Iterator[Any]:
 
 
 def _begins_plain(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, _NO_ARRAY) for value in islice(values, 16))
+    try:
+        first = [*islice(values, 16)]
+    except RuntimeError:  # another thread has just changed it
+        return False
+    flat = [each for value in first for each in (value if isinstance(value, (list, tuple)) else (value,))]
+    return all(isinstance(each, _NO_ARRAY) for each in flat)
 
 
 def bound_call(function: Any) -> Any:
@@ -277,10 +294,12 @@ def bound_call(function: Any) -> Any:
 def _has_attributes(value: object) -> bool:
     """Whether a function that is given an object may read arrays in its attributes: neither an array nor a library's own."""
     kind = type(value)
-    if str(kind.__module__).partition(".")[0] in _WITHOUT_ARRAYS:
+    heap = kind.__flags__ & _HEAP_TYPE
+    if str(kind.__module__).partition(".")[0] in _WITHOUT_ARRAYS and not (kind.__module__ == "builtins" and heap):
         _without_attributes.add(kind)
         return False
-    return kind not in _PROXIES and not hasattr(kind, "__dlpack__") and not issubclass(kind, (type, ModuleType))
+    tensor = getattr(sys.modules.get("torch"), "Tensor", ())
+    return not issubclass(kind, (type, ModuleType)) and not issubclass(kind, tensor)
 
 
 def attributes(value: object) -> list[Any]:

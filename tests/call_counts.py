@@ -35,7 +35,7 @@ BOUNDS = {
     "kernel of our own with options": (17, 1),
     "fork, 4 graph functions, join": (260, 150),
     "fork, 4 conv2d, join": (270, 150),
-    "fork, 4 Python functions, join": (535, 790),
+    "fork, 4 Python functions, join": (535, 805),
     "map of a graph function over 4": (144, 54),
     "replay": (4, 2),
 }
@@ -49,7 +49,7 @@ CUDA_BOUNDS = {
     "kernel of our own with options": (8, 0),
     "fork, 4 graph functions, join": (180, 150),
     "fork, 4 conv2d, join": (190, 150),
-    "fork, 4 Python functions, join": (550, 790),
+    "fork, 4 Python functions, join": (550, 805),
     "map of a graph function over 4": (64, 54),
     "replay": (4, 2),
 }

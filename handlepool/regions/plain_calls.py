@@ -55,9 +55,9 @@ def piece_of(driver: Driver, value: Any) -> Piece | None:
     return None
 
 
-def arrays_in(driver: Driver, *values: object, calls: bool = False) -> list[tuple[Any, Piece]]:
-    """Return the arrays that are reached from values, each with its memory."""
-    found = [(value, piece_of(driver, value)) for value in leaves(*values, calls=calls)]
+def arrays_in(driver: Driver, *values: object, calls: bool = False, owners: list[Any] | None = None) -> list[tuple[Any, Piece]]:
+    """Return the arrays that are reached from values, each with its memory; ``owners`` as in `leaves`."""
+    found = [(value, piece_of(driver, value)) for value in leaves(*values, calls=calls, owners=owners)]
     return [(value, memory) for value, memory in found if memory is not None]
 
 
@@ -88,8 +88,15 @@ class PlainCall(Memory):
         codes = tuple(_codes((function, args, kwargs)))
         self._guess = name, codes[:1]
         self._exact = getattr(function, "__func__", None) in exact
-        given = [] if self._exact else arrays_in(driver, args, kwargs, calls=True)
-        found = [] if self._exact else [*given, *arrays_in(driver, function, calls=True)]
+        given: list[tuple[Any, Piece]] = []
+        found: list[tuple[Any, Piece]] = []
+        if not self._exact:
+            owners: list[Any] = []
+            given = arrays_in(driver, args, kwargs, calls=True, owners=owners)
+            found = [*given, *arrays_in(driver, function, calls=True, owners=owners)]
+            inside = [each for owner in owners for each in attributes(owner)]
+            if inside:
+                found += arrays_in(driver, *inside, calls=True, owners=[])
         self.held = [array for array, _ in found]
         self._given = [memory for _, memory in found if memory[1] > memory[0]]
         self._out = pieces_of(driver, kwargs.get("out"))
@@ -173,7 +180,8 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
             if depth:
                 cells = getattr(function, "__closure__", None) or ()
                 defaults = getattr(function, "__defaults__", None) or ()
-                yield from _codes([*defaults, *map(content, cells)], depth - 1)
+                named = getattr(function, "__kwdefaults__", None) or {}
+                yield from _codes([*defaults, *named.values(), *map(content, cells)], depth - 1)
             if isinstance(value, MethodType):
                 yield from _codes_of_owner(value.__self__, depth)
         elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
@@ -184,6 +192,8 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
                 yield Token(value)
             else:  # an array's method, say: the array is not to be kept, and others of its kind do the same
                 yield owner if isinstance(owner, type) else type(owner), value.__name__
+        elif callable(value) and depth and isinstance(getattr(value, "__wrapped__", None), FunctionType):
+            yield from _codes((value.__wrapped__,), depth - 1)  # a cache of a function, which is not to be kept
         elif callable(value):
             called = bound_call(value)
             if called is value:
@@ -203,6 +213,7 @@ def _codes_of_owner(owner: object, depth: int) -> Iterator[Hashable]:
             code = getattr(getattr(type(part), "forward", None), "__code__", None)
             if code is not None:
                 yield code
+            yield from [flag for flag in vars(part).values() if flag is True or flag is False]
     elif depth and not isinstance(owner, type):
         own: Any = getattr(owner, "__dict__", None)
         wraps = isinstance(own, dict) and "__wrapped__" in own

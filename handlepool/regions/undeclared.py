@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import content, leaves, name_of
+from handlepool._util import attributes, content, leaves, name_of
 from handlepool.errors import ContractError
 from handlepool.pool.context import thread
 from handlepool.pool.internals import PoolInternals
@@ -41,7 +41,7 @@ class Watch:
     __slots__ = ("_call", "_copies", "_pool", "_versions")
 
     def __init__(self, pool: PoolInternals, call: Call, writes: Writes) -> None:
-        given = [*leaves(call, calls=True)] if pool.checked or "torch" in modules else ()
+        given = _given(call) if pool.checked or "torch" in modules else ()
         self._pool, self._call = pool, call
         self._versions = versions_before(given, pool, writes)
         self._copies = copies_before(given, pool, writes) if pool.checked else []
@@ -86,7 +86,7 @@ def versions_before(given: Iterable[Any], pool: PoolInternals, writes: Writes) -
     writes : iterable of Piece or Token
         What it is known to write.
     """
-    tensors = [value for value in given if is_tensor(value)]
+    tensors = [value for value in given if is_tensor(value) and piece_of(pool.driver, value) is not None]
     if not tensors:
         return []
     torch, memory = integration(), _memory(writes)
@@ -164,6 +164,14 @@ def _told(pool: PoolInternals, array: Any, since: Needs | None) -> bool:
 def is_tensor(value: object) -> bool:
     """Whether a value is torch's."""
     return "torch" in modules and isinstance(value, getattr(modules["torch"], "Tensor", ()))
+
+
+def _given(call: Call) -> list[Any]:
+    """Return what a call reaches, but for NumPy's arrays in attributes: the host writes them at once, as counters."""
+    owners: list[Any] = []
+    direct = [*leaves(call, calls=True, owners=owners)]
+    inside = [each for owner in owners for each in attributes(owner)]
+    return direct + [value for value in leaves(*inside, calls=True, owners=[]) if type(value) is not np.ndarray]
 
 
 def _memory(writes: Writes) -> list[Piece]:

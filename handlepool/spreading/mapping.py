@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import length_hint
 from time import sleep
-from types import FunctionType, TracebackType
+from types import FunctionType, ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
 
-from handlepool._util import as_integer, at_least, bound_call, content, do_all, flag, holds_values, leaves, shown
+from handlepool._util import as_integer, at_least, attributes, bound_call, content, do_all, flag, holds_values, leaves, shown
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, CaptureError, DeviceMismatchError, ItemError, OwnershipError
 from handlepool.pool.context import thread
@@ -173,7 +173,10 @@ def _check_closure(driver: Driver, name: str, function: Any, devices: Sequence[i
     plain = getattr(function, "__func__", function)
     cells = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True) if isinstance(plain, FunctionType) else ()
     names = {id(content(cell)): variable for variable, cell in cells}
-    for value in leaves(bound_call(function), calls=True):
+    call = bound_call(function)
+    owner = getattr(call, "__self__", None)
+    own = [] if isinstance(owner, (type, ModuleType)) else attributes(owner)  # other objects may have an array for each device
+    for value in leaves(call, *own, calls=True, owners=[]):
         where = _device_of(driver, value)
         wrong = None if where is None else next((device for device in devices if device != where), None)
         if wrong is not None:

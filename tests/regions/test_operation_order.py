@@ -436,6 +436,19 @@ def test_with_checks_a_plain_function_may_overwrite_an_argument_by_what_is_order
             sides.release(slot, captured=False)
 
 
+def test_with_checks_a_counter_of_numpys_in_an_object_may_change(checked):
+    counter, x = SimpleNamespace(count=np.zeros(1)), checked.array(1)
+
+    def counted(counter, x):
+        counter.count[0] += 1
+        return checked.plus(x, 1)
+
+    with checked.states.fork() as fork:
+        for _ in range(3):
+            y = fork.run(counted, counter, x)
+    assert (checked.read(y), counter.count[0]) == (2, 3)
+
+
 def test_with_checks_what_an_inner_fork_wrote_before_excuses_nobody(checked):
     scene = checked
     y = scene.array(1)

@@ -1,6 +1,7 @@
 """Branches of plain functions: what is not known of them is guessed, and that is said (guarantee 17)."""
 
 import functools
+import gc
 import itertools
 import operator
 import warnings
@@ -235,8 +236,33 @@ def reads_of_an_object(scene, kind):
     return scene.read(z)
 
 
+class AList(list):
+    def __init__(self, scene, h):
+        super().__init__([1])
+        self.scene, self.h = scene, h
+
+
+class Exporting(Holder):
+    def __dlpack__(self):
+        raise NotImplementedError
+
+
+class Generating(dict):
+    def __init__(self, scene, h):
+        super().__init__(h=h)
+        self.scene = scene
+
+    h = property(lambda self: self["h"])
+
+    def values(self):
+        return (self[key] for key in self)
+
+
+space = {}
+exec("class Executed:\n    def __init__(self, scene, h):\n        self.scene, self.h = scene, h", space)
+
 WAYS = ["by_closure", "by_default", "by_argument", "in_a_list", "by_method"]
-KINDS = [Holder, Slotted, without_field, InADeque]
+KINDS = [Holder, Slotted, without_field, InADeque, AList, Exporting, Generating, space["Executed"]]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -251,7 +277,7 @@ def test_g17_whatever_kind_of_object_it_is(kind):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_g17_control_where_objects_are_not_looked_into(way, monkeypatch):
-    monkeypatch.setattr("handlepool._util.attributes", lambda _: [])
+    monkeypatch.setattr(plain_calls, "attributes", lambda _: [])
     assert {*over_seeds(lambda scene: reads_an_attribute(scene, way), control=True)} != {11}
 
 
@@ -283,12 +309,29 @@ def test_an_odd_object_in_a_closure_is_no_error(scene, value):
         assert fork.run(lambda: value is None) is False
 
 
-@pytest.mark.parametrize("container", [["a"] * 10**6, dict.fromkeys(range(10**6), 1)])
+def test_g17_a_table_that_begins_with_none_is_walked():
+    def scenario(scene):
+        h = scene.array(1)
+        table = [None] * 2000
+        table[1500] = h
+        with scene.states.fork() as fork:
+            fork.run(tenfold, scene, h)
+            z = fork.run(lambda table: scene.plus(table[1500], 1), table)
+        return scene.read(z)
+
+    assert {*over_seeds(scenario)} == {11}
+
+
+MANY = range(10**5)
+LONG = [["a" for _ in MANY], dict.fromkeys(MANY, 1), [("path", number) for number in MANY], {number: [1] for number in MANY}]
+
+
+@pytest.mark.parametrize("container", LONG)
 def test_a_long_container_of_numbers_or_text_is_not_walked(container):
     holder = Holder(None, container)
     assert len([*leaves(lambda: holder, calls=True)]) < 10
     holder.h = [holder, *container]
-    assert len([*leaves(lambda: holder, calls=True)]) > 10**6
+    assert len([*leaves(lambda: holder, calls=True)]) > len(MANY)
 
 
 @pytest.mark.parametrize("value", [np.ones(3), HandlePool, np, 7, "a"])
@@ -303,6 +346,33 @@ def test_more_arrays_in_an_attribute_make_it_no_other_call(scene, known):
         for _ in range(4):
             model.made.append(model.by_closure(fork))
     assert len(known) == 1
+
+
+def test_what_an_argument_collects_makes_it_no_other_call(scene, known):
+    def step(model):
+        y = scene.plus(model.h, 1)
+        model.made.append(y)
+        return y
+
+    model = Model(scene)
+    model.made = []
+    with scene.states.fork() as fork:
+        for _ in range(4):
+            fork.run(step, model)
+    assert len(known) == 1
+
+
+def test_a_cache_of_a_function_is_not_kept(scene, known):
+    def branch():
+        x = scene.array(1)
+        cached = functools.lru_cache(lambda: scene.plus(x, 1))
+        with scene.states.fork() as fork:
+            fork.run(apply, cached)
+        return weakref.ref(cached)
+
+    cached = branch()
+    gc.collect()
+    assert cached() is None
 
 
 def made_by_one_that_raises(scene):
@@ -506,6 +576,10 @@ FORMS = {
     "another flag": lambda fork, x, y: (fork.run(told_how, x, inplace=False), fork.run(told_how, y, inplace=True)),
     "a flag in a closure": lambda fork, x, y: (fork.run(told_how_by_closure(x, False)), fork.run(told_how_by_closure(y, True))),
     "a flag in a default": lambda fork, x, y: (fork.run(told_how_by_default(False), x), fork.run(told_how_by_default(True), y)),
+    "a flag in a keyword's default": lambda fork, x, y: (
+        fork.run(told_how_by_name(False), x),
+        fork.run(told_how_by_name(True), y),
+    ),
     "a flag of an object": lambda fork, x, y: (fork.run(Told(x, False).run), fork.run(Told(y, True).run)),
     "a keyword more": lambda fork, x, y: (fork.run(lent, x, 9), fork.run(lent, y, 9, to=y)),
 }
@@ -521,6 +595,10 @@ def told_how_by_closure(x, flag):
 
 def told_how_by_default(flag):
     return lambda x, inplace=flag: told_how(x, inplace)
+
+
+def told_how_by_name(flag):
+    return lambda x, *, inplace=flag: told_how(x, inplace)
 
 
 class Told:

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -1087,3 +1088,14 @@ def test_nothing_is_left_running_whichever_call_of_the_driver_fails(make_driver,
             assert streams(pool) == before, k
         assert k > 100
         assert len(got) == 5
+
+
+def test_an_object_in_the_closure_may_hold_an_array_for_each_device(pool):
+    driver = pool.driver
+    each = SimpleNamespace(arrays={})
+    for device in (0, 1):
+        with driver.device(device):
+            each.arrays[device] = driver.asarray(np.full(4, device + 1.0, np.float32))
+    items = [np.ones(4, np.float32)] * 6
+    got = [*handlepool.spread(lambda x: x + each.arrays[driver.current_device()], items, devices=[0, 1], to="host")]
+    assert all(np.unique(y).tolist() in ([2], [3]) for y in got)
