@@ -231,7 +231,7 @@ def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None
             if owners is not None:
                 owners += (found or {}).values()
                 return
-            left, found = [each for owner in (found or {}).values() for each in attributes(owner)][::-1], None
+            left, found = attributes(*(found or {}).values())[::-1], None
             continue
         value = left.pop()
         if found is not None and type(value) not in _without_attributes:
@@ -302,19 +302,20 @@ def _has_attributes(value: object) -> bool:
     return not issubclass(kind, (type, ModuleType)) and not issubclass(kind, tensor)
 
 
-def attributes(value: object) -> list[Any]:
-    """Return the values of an object's own attributes; what raises an error has none."""
+def attributes(*owners: object) -> list[Any]:
+    """Return the values of objects' own attributes; what raises an error has none."""
     found: list[Any] = []
-    try:
-        own = getattr(value, "__dict__", None)
-        found += own.values() if isinstance(own, dict) else ()
-        for kind in type(value).__mro__:
-            for slot in kind.__dict__.values() if "__slots__" in kind.__dict__ else ():
-                if isinstance(slot, MemberDescriptorType):
-                    with suppress(AttributeError):
-                        found.append(slot.__get__(value, kind))
-    except Exception:  # whatever a user's class does there
-        return found
+    for owner in owners:
+        try:
+            own = getattr(owner, "__dict__", None)
+            found += own.values() if isinstance(own, dict) else ()
+            for kind in type(owner).__mro__:
+                for slot in kind.__dict__.values() if "__slots__" in kind.__dict__ else ():
+                    if isinstance(slot, MemberDescriptorType):
+                        with suppress(AttributeError):
+                            found.append(slot.__get__(owner, kind))
+        except Exception:  # whatever a user's class does there
+            continue
     return [each for each in found if type(each) not in _PROXIES]
 
 

@@ -94,9 +94,8 @@ class PlainCall(Memory):
             owners: list[Any] = []
             given = arrays_in(driver, args, kwargs, calls=True, owners=owners)
             found = [*given, *arrays_in(driver, function, calls=True, owners=owners)]
-            inside = [each for owner in owners for each in attributes(owner)]
-            if inside:
-                found += arrays_in(driver, *inside, calls=True, owners=[])
+            if owners:
+                found += arrays_in(driver, *attributes(*owners), calls=True, owners=[])
         self.held = [array for array, _ in found]
         self._given = [memory for _, memory in found if memory[1] > memory[0]]
         self._out = pieces_of(driver, kwargs.get("out"))

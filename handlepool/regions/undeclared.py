@@ -170,8 +170,8 @@ def _given(call: Call) -> list[Any]:
     """Return what a call reaches, but for NumPy's arrays in attributes: the host writes them at once, as counters."""
     owners: list[Any] = []
     direct = [*leaves(call, calls=True, owners=owners)]
-    inside = [each for owner in owners for each in attributes(owner)]
-    return direct + [value for value in leaves(*inside, calls=True, owners=[]) if type(value) is not np.ndarray]
+    deeper = leaves(*attributes(*owners), calls=True, owners=[])
+    return direct + [value for value in deeper if type(value) is not np.ndarray]
 
 
 def _memory(writes: Writes) -> list[Piece]:
