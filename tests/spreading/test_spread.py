@@ -455,9 +455,12 @@ def test_an_error_ends_all_after_the_results_before_it(pool):
     before = streams(pool)
     results = handlepool.spread(sometimes, with_bad_ones(), shared=(WEIGHTS,), to="host")
     got = [next(results) for _ in range(3)]
-    with pytest.raises(ItemError, match="item 3 failed on device 0: BadItemError: nine") as caught:
+    with pytest.raises(ItemError) as caught:
         next(results)
-    assert (caught.value.index, caught.value.device, type(caught.value.__cause__)) == (3, 0, BadItemError)
+    device = caught.value.device
+    assert device in (0, 1, 2)  # whichever was free first
+    assert f"item 3 failed on device {device}: BadItemError: nine" in str(caught.value)
+    assert (caught.value.index, type(caught.value.__cause__)) == (3, BadItemError)
     assert next(results, "ended") == "ended"
     assert same(got, expected(pool)[:3])
     del caught
