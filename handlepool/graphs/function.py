@@ -15,7 +15,7 @@ from handlepool.graphs.annotations import ArrayCall, P, R_co
 from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of, layout_of_spec
 from handlepool.graphs.comparison import compare
 from handlepool.graphs.compile import UNKEPT, OnDevice, build, save
-from handlepool.graphs.launch import Begin, GraphCall, check_arrays, hit, new_outputs, option_key, shortcut
+from handlepool.graphs.launch import Begin, GraphCall, check_arrays, hit, new_outputs, option_key, pieces_of_arrays, shortcut
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
 from handlepool.graphs.trace import Request
@@ -186,7 +186,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             if out is not None:
                 return GraphCall(pool, plan, arrays + outs, out, True)
             if recordings and converted is None and (lanes := lanes_for(pool, pool.driver.current_stream(plan.device).ptr)):
-                lanes.expect([Layout.of(array).piece(pool.driver.array_pointer(array)) for array in arrays])
+                lanes.expect(lambda: pieces_of_arrays(pool.driver, arrays))
             made = new_outputs(pool, plan.outputs, pool.driver.empty if converted is None else converted.empty)
             return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made, False)
         except Exception as error:

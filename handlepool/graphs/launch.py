@@ -49,8 +49,25 @@ def hit(
         attempts = pool.plans.shortcuts[function, key, arrays[0].shape]
     except (AttributeError, IndexError, KeyError, TypeError):  # the first time so; or no arrays, or nothing that has a hash
         return NOT_CACHED
+    if recordings:
+        return NOT_CACHED if begin is not None else _hit_node(pool, attempts, arrays, out)
     for attempt in attempts:
         result = attempt(begin, arrays, out)
+        if result is not NOT_CACHED:
+            return result
+    return NOT_CACHED
+
+
+def _hit_node(pool: PoolInternals, attempts: Sequence[Shortcut], arrays: tuple[Any, ...], out: Any) -> Any:
+    """Launch as a node of this thread's recording; `NOT_CACHED` where the call is none, or where plans are counted."""
+    driver = pool.driver
+    lanes = lanes_for(pool, driver.current_stream(pool.current_device()).ptr)
+    if lanes is None or thread.launched is not None:
+        return NOT_CACHED
+    if out is None:
+        lanes.expect(lambda: pieces_of_arrays(driver, arrays))
+    for attempt in attempts:
+        result = lanes.hit(attempt, arrays, out)
         if result is not NOT_CACHED:
             return result
     return NOT_CACHED
@@ -98,7 +115,6 @@ def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...]
     inputs, outputs = [Layout.of(array) for array in arrays], [Layout.of(out) for out in outs] or list(plan.outputs)
     names = {
         "NOT_CACHED": NOT_CACHED,
-        "recordings": recordings,
         "current_device": pool.current_device,
         "current_stream": driver.current_stream,
         "find": pool.slot,
@@ -114,6 +130,7 @@ def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...]
     made = plan.executable.shortcut(inputs, outputs, plan.alias_pairs if outs else None, plan.single, names)
     launch: Any = made or _shortcut(pool, entry, inputs + outputs if outs else inputs, bool(outs))
     launch.operands = Operands(inputs + outputs, len(inputs), not outs)
+    launch.plan = plan
     return cast("Shortcut", launch)
 
 
@@ -129,7 +146,7 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
     plan, natives, empty = entry.plan, pool.driver.array_types, pool.driver.empty
 
     def at_once(begin: Begin | None, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
-        if (out is not None) is not given or recordings or pool.current_device() != plan.device:
+        if (out is not None) is not given or pool.current_device() != plan.device:
             return NOT_CACHED
         if given and not plan.single and not isinstance(out, (tuple, list)):
             return NOT_CACHED
@@ -148,15 +165,18 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
                 slot = pool.slot()
             else:
                 slot = begin(arrays + made, at_once, addresses, tuple(map(pool.driver.array_block, arrays + made)))
-        launch(pool, plan, slot, arrays + made, given)
+        launch(pool, plan, slot, arrays + made, given, told=begin is not None)
         return out if given else made[0] if plan.single else made
 
     at_once.allocate = lambda count: [new_outputs(pool, plan.outputs, empty) for _ in range(count)]  # type: ignore[attr-defined]
     return at_once
 
 
-def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool) -> None:
-    """Enqueue a plan on a slot's stream; ``given`` says that outputs are the caller's, which may lie where they must not."""
+def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool, *, told: bool = False) -> None:
+    """Enqueue a plan on a slot's stream; ``given`` says that outputs are the caller's, which may lie where they must not.
+
+    With ``told`` the recording knows of the launch, if there is one.
+    """
     if slot.busy:
         raise OwnershipError(
             f"{plan.name} was called by a finaliser that Python runs while its thread makes another launch on stream "
@@ -168,7 +188,7 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
         if handle.stream is not slot.pointer:
             handle = pool.sound(slot).handle
         executable = plan.executable
-        if thread.recording is not None:
+        if thread.recording is not None and not told:
             thread.recording.check(f"a launch of {plan.name}", slot.pointer, pool.driver)
             thread.recording.keep(plan)
             inputs = len(plan.inputs)
@@ -199,6 +219,11 @@ def pieces_of_operands(driver: Driver, plan: Plan, operands: Sequence[Any]) -> l
     """Return the memory of a plan's arrays, the inputs first."""
     layouts = plan.inputs + plan.outputs
     return [layout.piece(driver.array_pointer(array)) for layout, array in zip(layouts, operands, strict=True)]
+
+
+def pieces_of_arrays(driver: Driver, arrays: Sequence[Any]) -> list[Piece]:
+    """Return the memory of arrays."""
+    return [Layout.of(array).piece(driver.array_pointer(array)) for array in arrays]
 
 
 def new_outputs(pool: PoolInternals, layouts: Sequence[Layout], empty: Callable[..., Any]) -> tuple[Any, ...]:

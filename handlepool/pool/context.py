@@ -63,12 +63,18 @@ class NodesByData(Protocol):
     def accessed(self, reads: Sequence[Any], writes: Sequence[Any]) -> None:
         """Be told what a call reads and writes that is no node, or is inside one."""
 
-    def expect(self, reads: Sequence[Any]) -> None:
-        """Be told what the next node reads, before its outputs are allocated."""
+    def expect(self, reads: Callable[[], Sequence[Any]]) -> None:
+        """Be told what gives the memory that the next node reads, before its outputs are allocated."""
+
+    def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: Any) -> Any:
+        """Record what a shortcut launches at once as a node; what that returns."""
 
 
 class UnderWay(Protocol):
     """A recording under way, as far as what stands below recordings knows it."""
+
+    def launches(self, plan: object, reads: Sequence[Any], writes: Sequence[Any]) -> None:
+        """Take note of a plan that a node launches, and of what it reads and writes."""
 
     @property
     def scratch(self) -> set[Any]:

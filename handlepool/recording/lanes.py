@@ -14,11 +14,11 @@ the driver cannot do so, all is kept to the end of the recording. What was alloc
 that stream alone, as outside of recordings: the books do not know who used it when.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from handlepool._util import do_all, leaves
 from handlepool.drivers.protocol import RecordingMemory
@@ -87,6 +87,18 @@ class _Lane:
         self.nodes: list[_Node] = []
 
 
+class _Open(NamedTuple):
+    """A node that is being recorded, with the entries of the books for what it reads, and for what it writes."""
+
+    made: Made
+    lane: _Lane
+    node: _Node
+    reads: Pieces
+    writes: Pieces
+    met: list[Use]
+    changed: list[Use]
+
+
 class Lanes:
     """The nodes of one recording, and the lanes that it has. Made and used with its device current, by its thread.
 
@@ -140,7 +152,7 @@ class Lanes:
         self._pointers: set[object] = set()  # of the main stream and the lanes
         self._of: dict[Track, _Lane] = {}
         self._uses = Uses()
-        self._leaves: list[_Node] = []
+        self._leaves: dict[_Node, None] = {}  # an ordered set
         self._base: tuple[Any, ...] = ()  # what every node comes after
         self._base_step: tuple[int, ...] = ()
         self._put: tuple[Any, ...] = ()  # what the main stream was left behind
@@ -152,7 +164,7 @@ class Lanes:
         self._called: list[tuple[Pieces, Pieces]] = []  # what calls inside the node read and write
         self._asked: list[int] = []  # of these, those that were looked up since the last node began
         self._unwritten = Unwritten()
-        self._expected: Pieces | None = None  # what the next node reads
+        self._expected: Callable[[], Pieces] | None = None  # gives what the next node reads
         self._expected_known: Needs | None = None
         self._others: list[
             tuple[str, str, str]
@@ -213,8 +225,8 @@ class Lanes:
         if self._inside:
             self._called.append((reads, writes))
 
-    def expect(self, reads: Pieces) -> None:
-        """Be told what the next node reads, before its outputs are allocated."""
+    def expect(self, reads: Callable[[], Pieces]) -> None:
+        """Be told what gives the memory that the next node reads, before its outputs are allocated."""
         self._expected, self._expected_known = reads, None
 
     def may_have(self, start: int, stop: int) -> bool:
@@ -247,7 +259,7 @@ class Lanes:
             return False
         else:
             if self._expected_known is None:
-                self._expected_known = self._known_after(self._expected)
+                self._expected_known = self._known_after(self._expected())
             known = self._expected_known
         return all(known.get(track, 0) >= call for track, call in needs.items())
 
@@ -302,14 +314,50 @@ class Lanes:
         OwnershipError
             In a finaliser that found its thread in the middle of the books.
         """
+        place = place_of_call()
+        open_node = self._begin(Made.of(name, writes, place), reads, writes, keep)
+        try:
+            result = call(open_node.lane.slot)
+            written = [] if new is None else [*new(result)]
+        except BaseException:
+            self._fail(open_node)
+            raise
+        self._finish(open_node, written, result)
+        return result
+
+    def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: Any) -> Any:
+        """Record what a shortcut launches as a node: it asks for the slot once it knows its operands; what it returns."""
+        opened: list[_Open] = []
+
+        def begin(operands: object, launch: Any, addresses: Sequence[int], *_: object) -> Slot:
+            plan, known = launch.plan, launch.operands
+            pieces = known.pieces(addresses)
+            reads, writes = pieces[: known.inputs], pieces[known.inputs :]
+            opened.append(self._begin(Made(plan.name, known.sizes, place_of_call()), reads, writes, operands))
+            if (recording := thread.recording) is not None:
+                recording.launches(plan, reads, writes)
+            return opened[0].lane.slot
+
+        try:
+            result = attempt(begin, arrays, out)
+        except BaseException:
+            if opened:
+                self._fail(opened[0])
+            raise
+        if opened:
+            self._finish(opened[0], (), result)
+        return result
+
+    def _begin(self, made: Made, reads: Pieces, writes: Pieces, keep: object) -> "_Open":
+        """Begin a node: choose its lane, behind what it follows, and let the calls to come be inside of it."""
         if self._busy:
             raise in_the_middle()
+        name, _, place = made
         if self._nodes >= MOST_NODES:
             raise self._refuse(f"{name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}")
         self._busy = True
         try:
-            place = place_of_call()
-            self.calls.append(Made.of(name, writes, place))
+            self.calls.append(made)
             self._see_others(place)
             if self.exact:
                 try:
@@ -329,18 +377,22 @@ class Lanes:
                 self._hold(lane, node, keep)
             self.used[-1] = reads, writes
             self._inside, self._current, self._why = True, lane, ""
+            return _Open(made, lane, node, reads, writes, met, changed)
         finally:
             self._busy = False
+
+    def _fail(self, opened: "_Open") -> None:
+        """End a node that raised an error."""
         try:
-            result = call(lane.slot)
-            written = [] if new is None else [*new(result)]
-        except BaseException:
-            try:
-                self._why = "it raised an error"
-                self._end(lane, node, place)
-            except Exception:  # the capture was invalidated, and the first error says by what
-                self._inside = False
-            raise
+            self._why = "it raised an error"
+            self._end(opened.lane, opened.node, opened.made.place)
+        except Exception:  # the capture was invalidated, and the first error says by what
+            self._inside = False
+
+    def _finish(self, opened: "_Open", written: Sequence[Piece | Token], result: object) -> None:
+        """End a node, and write down what it used; ``written`` is what it wrote besides what it was begun with."""
+        made_by, lane, node, reads, writes, met, changed = opened
+        name, _, place = made_by
         self._busy = True
         try:
             made = [(start, stop, None) for start, stop in self._new if stop > start] if self._new else []
@@ -363,7 +415,6 @@ class Lanes:
             raise CaptureError(self.refused)
         if not got:
             self._check_nothing(name, place, reads, writes, result)
-        return result
 
     def _take_in_called(self, node: _Node, declared: set[Piece | Token], met: list[Use], changed: list[Use]) -> None:
         """Have a node use what calls inside it do, also where it does not say so itself; refused where it came after less."""
@@ -438,9 +489,11 @@ class Lanes:
         if lane.nodes and lane.nodes[-1] not in producers:
             producers.append(lane.nodes[-1])
         direct = producers if len(producers) < 2 else _direct(producers)
-        track = lane.track
+        track, leaves = lane.track, self._leaves
         for each in direct:
-            track.learn(each.known)
+            if each.known is not track.known:
+                track.learn(each.known)
+            leaves.pop(each, None)  # of what the node comes after, these alone can be leaves
         track.count += 1
         node = _Node(track, len(self.steps))
         node.known = track.known = {**track.known, track: node.call}
@@ -514,8 +567,9 @@ class Lanes:
         for each in users:
             lane.track.learn(each.known)
         known = node.known = lane.track.known
-        self._leaves = [leaf for leaf in self._leaves if known.get(leaf.track, 0) < leaf.call]
-        self._leaves.append(node)
+        if users or self._why:  # it comes after more than it was begun behind
+            self._leaves = {leaf: None for leaf in self._leaves if known.get(leaf.track, 0) < leaf.call}
+        self._leaves[node] = None
         if not self.exact:
             return True  # nobody can tell
         node.ends = self._dependencies(lane.slot.pointer)
@@ -599,7 +653,7 @@ class Lanes:
         self._base, self._base_step = self._put, steps
         self._uses.close()
         self._uses = Uses()
-        self._leaves, self._of = [], {}
+        self._leaves, self._of = {}, {}
         self._free.clear()
         if self._held is not None:
             self._held.clear()
@@ -644,11 +698,10 @@ def _direct(producers: Sequence[_Node]) -> list[_Node]:
     return direct
 
 
-def _ends(nodes: Sequence[_Node]) -> tuple[Any, ...]:
+def _ends(nodes: Collection[_Node]) -> tuple[Any, ...]:
     """Return what whoever follows some nodes waits for."""
-    if len(nodes) == 1:
-        return nodes[0].ends
-    return tuple(dict.fromkeys([end for each in nodes for end in each.ends]))
+    ends = [each.ends for each in nodes]
+    return ends[0] if len(ends) == 1 else tuple(dict.fromkeys(chain.from_iterable(ends)))
 
 
 def _last_step(lane: _Lane) -> int:
@@ -656,4 +709,4 @@ def _last_step(lane: _Lane) -> int:
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return some == others or {*some} == {*others}
+    return some == others or (len(some) == len(others) and {*some} == {*others})  # none is twice in one of them

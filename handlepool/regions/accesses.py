@@ -27,9 +27,11 @@ class Operands:
         Of all.
     simple : bool
         Whether none has gaps and there is one output.
+    sizes : tuple of int
+        Bytes from the first to the last element of each output.
     """
 
-    __slots__ = ("dense", "fresh", "inputs", "layouts", "longest", "made", "outputs", "read", "simple", "written")
+    __slots__ = ("dense", "fresh", "inputs", "layouts", "longest", "made", "outputs", "read", "simple", "sizes", "written")
 
     def __init__(self, layouts: Sequence[Layout], inputs: int, fresh: bool) -> None:
         self.layouts = tuple(layouts)
@@ -40,6 +42,7 @@ class Operands:
         self.read = reaches[:inputs] if self.dense else ()
         self.outputs = reaches[inputs:] if self.dense else ()
         self.simple = len(self.outputs) == 1
+        self.sizes = tuple([stop - start for start, stop, _ in pieces[inputs:]])
         self.written = () if fresh else self.outputs
         self.made = self.outputs if fresh else ()
         self.inputs = inputs

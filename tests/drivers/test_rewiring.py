@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from handlepool.drivers.cuda.rewiring import MOST_ENDS, Rewiring
+from handlepool.drivers.cuda.rewiring import MOST_ENDS, Rewiring, are_many, ends
 from handlepool.errors import CaptureError
 
 PLAIN, PROGRAMMATIC = (0, 0, 0), (1, 0, 1)
@@ -150,13 +150,16 @@ def test_many_roots_or_leaves_are_gathered_between_two_kernels(bindings, chains,
     nodes = [*range(2 * chains), *([99] if joined else [])]
     edges = [(each, each + chains) for each in range(chains)] + [(each + chains, 99) for each in range(chains) if joined]
     graph = bindings.graph(nodes, edges)
-    assert rewiring.has_many_ends(graph) == (chains > MOST_ENDS)
-    rewiring.gather(graph, 7)
-    *_, first, last = bindings.graphs[graph][0]
-    pairs = {edge[:2] for edge in rewiring.edges(graph)}
-    assert {other for one, other in pairs if one == first} == {*range(chains)}
-    assert {one for one, other in pairs if other == last} == ({99} if joined else {*range(chains, 2 * chains)})
-    assert not rewiring.has_many_ends(graph)
+    roots, leaves = ends(rewiring.nodes(graph), rewiring.edges(graph))
+    assert are_many(roots, leaves) == (chains > MOST_ENDS)
+    copied = rewiring.copy(graph)
+    rewiring.gather(copied, roots, leaves, 7)
+    of = {number: node for node, number in bindings.copies[copied].items()}
+    *_, first, last = bindings.graphs[copied][0]
+    pairs = {edge[:2] for edge in rewiring.edges(copied)}
+    assert {of[other] for one, other in pairs if one == first} == {*range(chains)}
+    assert {of[one] for one, other in pairs if other == last} == ({99} if joined else {*range(chains, 2 * chains)})
+    assert not are_many(*ends(rewiring.nodes(copied), rewiring.edges(copied)))
 
 
 def test_events_stand_before_all_and_between_each_group_and_what_follows_it(bindings):

@@ -10,7 +10,7 @@ from cuda.bindings import driver as cu
 from cupy.cuda import runtime
 from cupy.cuda.memory import BaseMemory, MemoryPointer, OutOfMemoryError, UnownedMemory
 
-from handlepool.drivers.cuda.rewiring import Rewiring
+from handlepool.drivers.cuda.rewiring import Rewiring, are_many, ends
 from handlepool.drivers.freed_blocks import FreedBlocks
 from handlepool.drivers.protocol import Edge
 
@@ -37,10 +37,11 @@ class CudaGraph:
         The ``cudaGraph_t``.
     """
 
-    __slots__ = ("_executable", "launch", "nodes", "pointer")
+    __slots__ = ("_edges", "_executable", "launch", "nodes", "pointer")
 
     def __init__(self, pointer: int) -> None:
         self.pointer = pointer
+        self._edges: list[Edge] | None = None
         self._executable = 0
         self.launch: Callable[[int], None] = _not_ready
         try:
@@ -52,19 +53,23 @@ class CudaGraph:
             raise
 
     def edges(self) -> list[Edge]:
-        return _rewiring.edges(self.pointer)
+        if self._edges is None:  # nothing changes a graph that was captured
+            self._edges = _rewiring.edges(self.pointer)
+        return self._edges
 
     def allocations(self) -> list[int]:
         return _rewiring.allocations(self.pointer)
 
     def arranged(self, add: Sequence[tuple[int, int]] = (), remove: Sequence[tuple[int, int]] = ()) -> "CudaGraph":
-        if not (add or remove or _rewiring.has_many_ends(self.pointer)):
+        pairs = {(one, other) for one, other, _ in self.edges()}.difference(remove).union(add)
+        roots, leaves = ends(_rewiring.nodes(self.pointer), pairs)
+        if not (add or remove or are_many(roots, leaves)):
             return self
         copied = CudaGraph(_rewiring.copy(self.pointer))
         try:
             _rewiring.rewire(copied.pointer, add, remove)
-            if _rewiring.has_many_ends(copied.pointer):
-                _rewiring.gather(copied.pointer, _kernel())
+            if are_many(roots, leaves):
+                _rewiring.gather(copied.pointer, roots, leaves, _kernel())
         except BaseException:
             copied.destroy()
             raise

@@ -1,6 +1,7 @@
 """Edges of a graph or a capture, asked for and made in the forms of the cuda-bindings that there are."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from handlepool.errors import CaptureError
@@ -20,6 +21,10 @@ def with_edge_data(bindings: Any, name: str) -> Callable[..., tuple[Any, ...]]:
     """
     versions = (getattr(bindings, f"{name}_v{version}", None) for version in (3, 2))
     return next(filter(None, versions), None) or getattr(bindings, name)
+
+
+MOST_NODES = 256
+"""Nodes that are kept in the bindings' form."""
 
 
 class Dependencies:
@@ -43,6 +48,7 @@ class Dependencies:
             self._update = with_edge_data(bindings, name)
             # Only 13 has both under the plain names, with edge data.
             self._plain = self._update is getattr(bindings, name) and self._info is not bindings.cuStreamGetCaptureInfo
+            self._node = lru_cache(MOST_NODES)(bindings.CUgraphNode)  # the same few are put again and again
             self._flags = int(bindings.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
 
     def read(self, pointer: int) -> tuple[int, ...] | None:
@@ -63,7 +69,7 @@ class Dependencies:
     def put(self, pointer: int, nodes: Sequence[int]) -> None:
         """See `handlepool.drivers.protocol.Driver.set_dependencies`."""
         assert self._update is not None
-        handles = [*map(self._bindings.CUgraphNode, nodes)]
+        handles = [*map(self._node, nodes)]
         data = () if self._plain else (None,)
         (status,) = self._update(pointer, handles, *data, len(handles), self._flags)
         self._check(status)

@@ -24,7 +24,7 @@ def launch(begin, arrays, out, fresh=None):
     try:
         {inputs}, = arrays
         {unpack}
-        if recordings or {differ}:
+        if {differ}:
             return NOT_CACHED
         {read}
     except Exception:  # another number of arrays, or another library's
@@ -150,7 +150,7 @@ def shortcut(
     )
     values: dict[str, Any] = {f"dtype_{a}": layout.dtype for a, layout in layouts.items()}
     values |= {_meet(pair): pair.meet for pair in alias_pairs or ()}
-    space: dict[str, Any] = names | values | {"ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc}
+    space: dict[str, Any] = names | values | {"ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc, "__name__": __name__}
     exec(compile(text, "<a plan's launch>", "exec"), space)
     made: Callable[..., Any] = space["launch"]
     made.allocate = space["allocate"]  # type: ignore[attr-defined]

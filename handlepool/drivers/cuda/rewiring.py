@@ -1,6 +1,6 @@
 """Graphs that were captured, as raw pointers: their edges, copies with other edges, and what stands before all and after all."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from handlepool.drivers.cuda.edges import with_edge_data
@@ -10,6 +10,9 @@ from handlepool.errors import CaptureError
 MOST_ENDS = 4
 """Roots, or leaves, that a graph may have before a kernel stands before all and after all. Each costs a launch host time. An
 empty node would not help."""
+
+
+_NONE = 0, b"\0"
 
 
 class Rewiring:
@@ -70,9 +73,10 @@ class Rewiring:
         What follows a group comes after its event: beside the nodes, events would be branches of the graph, of which each costs
         many times what a node takes.
         """
-        roots, _ = self._ends(copied)
+        edges = self.edges(copied)
+        roots = [self._bindings.CUgraphNode(node) for node in ends(self.nodes(copied), edges)[0]]
         following: dict[int, list[Any]] = {}
-        for one, other, plain in self.edges(copied):
+        for one, other, plain in edges:
             if plain:
                 following.setdefault(one, []).append(self._bindings.CUgraphNode(other))
         add: list[tuple[Any, Any]] = []
@@ -86,36 +90,32 @@ class Rewiring:
             direct = [(node, other) for node in behind for other in following.get(int(node), ())]
             remove += direct
             add += [(mark, other) for other in {int(other): other for _, other in direct}.values()]
-        for name, edges in (("cuGraphRemoveDependencies", remove), ("cuGraphAddDependencies", add)):
-            if edges:
-                self._change(name, copied, [one for one, _ in edges], [other for _, other in edges])
+        for name, pairs in (("cuGraphRemoveDependencies", remove), ("cuGraphAddDependencies", add)):
+            if pairs:
+                self._change(name, copied, [one for one, _ in pairs], [other for _, other in pairs])
 
     def _record(self, graph: int, behind: list[Any], event: int) -> Any:
         return self._answer(self._bindings.cuGraphAddEventRecordNode(graph, behind, len(behind), event))[0]
 
-    def has_many_ends(self, graph: int) -> bool:
-        """Whether a graph has so many roots or leaves that it is worth to have a kernel before all, and one after all."""
+    def nodes(self, graph: int) -> list[int]:
+        """Return a graph's nodes."""
         *_, count = self._answer(self._bindings.cuGraphGetNodes(graph))
-        return count > MOST_ENDS and max(map(len, self._ends(graph))) > MOST_ENDS
+        return [*map(int, self._answer(self._bindings.cuGraphGetNodes(graph, count))[0])] if count else []
 
-    def gather(self, graph: int, kernel: int) -> None:
-        """Let a kernel of one thread stand before all of a graph, and one after all: a ``CUfunction`` without arguments."""
-        roots, leaves = self._ends(graph)
+    def gather(self, copied: int, first: Sequence[int], last: Sequence[int], kernel: int) -> None:
+        """Let a kernel of one thread stand before all of a copy, and one after all.
+
+        Its roots and its leaves are told by the nodes of the original. The kernel is a ``CUfunction`` without arguments.
+        """
+        find = self._bindings.cuGraphNodeFindInClone
+        roots, leaves = ([self._answer(find(node, copied))[0] for node in nodes] for nodes in (first, last))
         parameters = self._bindings.CUDA_KERNEL_NODE_PARAMS()
         parameters.func = self._bindings.CUfunction(kernel)
         for name in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ"):
             setattr(parameters, name, 1)
-        (first,) = self._answer(self._bindings.cuGraphAddKernelNode(graph, [], 0, parameters))
-        self._change("cuGraphAddDependencies", graph, [first] * len(roots), roots)
-        self._answer(self._bindings.cuGraphAddKernelNode(graph, leaves, len(leaves), parameters))
-
-    def _ends(self, graph: int) -> tuple[list[Any], list[Any]]:
-        """Return the roots of a graph, and its leaves."""
-        *_, count = self._answer(self._bindings.cuGraphGetNodes(graph))
-        nodes = self._answer(self._bindings.cuGraphGetNodes(graph, count))[0]
-        edges = self.edges(graph)
-        later, earlier = {other for _, other, _ in edges}, {one for one, _, _ in edges}
-        return [node for node in nodes if int(node) not in later], [node for node in nodes if int(node) not in earlier]
+        (before,) = self._answer(self._bindings.cuGraphAddKernelNode(copied, [], 0, parameters))
+        self._change("cuGraphAddDependencies", copied, [before] * len(roots), roots)
+        self._answer(self._bindings.cuGraphAddKernelNode(copied, leaves, len(leaves), parameters))
 
     def _change(self, name: str, graph: int, ones: list[Any], others: list[Any]) -> None:
         # Without data the edges are plain.
@@ -130,5 +130,19 @@ class Rewiring:
         return tuple(values)
 
 
+def ends(nodes: Sequence[int], edges: Iterable[Sequence[Any]]) -> tuple[list[int], list[int]]:
+    """Return the roots of a graph, and its leaves; of an edge, what it leads from and what it leads to come first."""
+    earlier, later = set(), set()
+    for edge in edges:
+        earlier.add(edge[0])
+        later.add(edge[1])
+    return [node for node in nodes if node not in later], [node for node in nodes if node not in earlier]
+
+
+def are_many(roots: Sequence[int], leaves: Sequence[int]) -> bool:
+    """Whether a graph has so many of these that it is worth to have a kernel before all, and one after all."""
+    return max(len(roots), len(leaves)) > MOST_ENDS
+
+
 def _is_plain(data: Any) -> bool:
-    return all(value in (0, b"\0") for value in (data.from_port, data.to_port, data.type))
+    return data.type in _NONE and data.from_port in _NONE and data.to_port in _NONE
