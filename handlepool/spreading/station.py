@@ -279,7 +279,7 @@ class Station:
             driver.copy(target, array)
         elif _steps(target) == _steps(array):
             with driver.relaxed():
-                driver.copy_from_device(target, array)
+                driver.copy_from_device(target, array, brings)
         else:
             raise ArgumentError(
                 f"an array of shape {array.shape} on device {source} has gaps between its elements, which cannot be copied to "
@@ -299,7 +299,7 @@ class Station:
         if not isinstance(value, self._driver.array_types):
             return value
         with self._driver.relaxed():
-            return self._driver.copy_to_host(value)
+            return self._driver.copy_to_host(value, self._streams[2].ptr)
 
     # The function
 

@@ -218,8 +218,8 @@ class Lending(HostDriver):
         super().__init__(**options)
         self.lent = []
 
-    def copy_to_host(self, array):
-        self.lent.append(super().copy_to_host(array))
+    def copy_to_host(self, array, pointer):
+        self.lent.append(super().copy_to_host(array, pointer))
         return self.lent[-1]
 
 
