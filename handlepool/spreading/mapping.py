@@ -146,7 +146,7 @@ def spread(
     eager = Eager(name)
     rest = name, function, tuple(shared), None if lanes is None else as_integer(lanes), to == "host", eager
     stations = [Station(pool, device, *rest) for device in chosen]
-    return Spread(pool, name, stations, items, in_flight, errors == "raise", on_done, shows)
+    return Spread(pool, name, stations, items, to == "host", in_flight, errors == "raise", on_done, shows)
 
 
 def _chosen(driver: Driver, name: str, devices: Any) -> list[int]:
@@ -221,6 +221,7 @@ class Spread(Iterator[Any]):
         name: str,
         stations: Sequence[Station],
         items: Iterable[Any],
+        host: bool,
         in_flight: int,
         raises: bool,
         on_done: Callable[[int, int], object] | None,
@@ -230,6 +231,7 @@ class Spread(Iterator[Any]):
         self._name = name
         self._items = iter(items)
         self._total = length_hint(items) if shows else 0  # what has no length may say so only when it is asked
+        self._host = host
         self._in_flight = in_flight
         self._most = 2 * in_flight * len(stations)  # given, and not taken
         self._raises = raises
@@ -242,7 +244,7 @@ class Spread(Iterator[Any]):
         self._flights: deque[Flight] = deque()  # in order, those that are not taken
         # One advance at a time, for threads, and for what `on_done` and the items call: whoever finds it taken is refused.
         self._turn = threading.Lock()
-        self._stations = Stations(stations)
+        self._stations = Stations(pool.driver, stations)
 
     def __iter__(self) -> "Spread":
         return self
@@ -253,7 +255,8 @@ class Spread(Iterator[Any]):
         try:
             if self._stations is None:
                 raise StopIteration
-            self._status.check()
+            if self._status.unusable:
+                self._status.check()
             return self._advance(self._stations)
         except BaseException as error:
             try:
@@ -312,7 +315,8 @@ class Spread(Iterator[Any]):
             finally:
                 del failure  # or its traceback would keep it, and what the device had
         flight = self._flights[0]
-        self._wait(stations, flight)
+        if not flight.done:
+            self._wait(stations, flight)
         if flight.error is not None and not isinstance(flight.error, ItemError):
             flight.error = self._failed(flight.index, flight.device, flight.error)
         self._flights.popleft()
@@ -324,7 +328,7 @@ class Spread(Iterator[Any]):
             if self._on_done is not None:
                 self._on_done(flight.index, flight.device)
             if flight.error is None:
-                return rebuilt(flight.value, _copied)
+                return rebuilt(flight.value, _copied) if self._host else flight.value
             if self._raises:
                 raise flight.error
             return flight.error
@@ -409,21 +413,37 @@ class Stations:
 
     Parameters
     ----------
+    driver : Driver
     all : sequence of Station
     """
 
-    def __init__(self, all: Sequence[Station]) -> None:
+    def __init__(self, driver: Driver, all: Sequence[Station]) -> None:
         self.all = all
+        self._driver = driver
+        self._by_device = {station.device: station for station in all}
 
     def of(self, device: int) -> Station:
         """Return that of a device."""
-        return next(station for station in self.all if station.device == device)
+        return self._by_device[device]
 
     def free(self, in_flight: int) -> Station | None:
         """Return the one with the fewest items in flight, fewer than so many; of several the one that got its last one first."""
-        found = [(station.running(), station.last, place) for place, station in enumerate(self.all)]
-        running, _, place = min(found)
-        return self.all[place] if running < in_flight else None
+        first = self.all[0]
+        if len(self.all) > 1 or len(first.running) >= in_flight:
+            with self._driver.relaxed():
+                for station in self.all:
+                    station.land()
+        for station in self.all:
+            if (len(station.running), station.last) < (len(first.running), first.last):
+                first = station
+        return first if len(first.running) < in_flight else None
+
+    def in_flight(self) -> bool:
+        """Whether a device is not done with what it was given."""
+        with self._driver.relaxed():
+            for station in self.all:
+                station.land()
+        return any(station.running for station in self.all)
 
     def close(self) -> None:
         """Wait for what is in flight on each, and give back all that it has."""
@@ -436,7 +456,7 @@ def _settle(stations: Stations, status: Any) -> bool:
         abandon(stations)
         return True
     try:
-        if any(station.running() for station in stations.all):
+        if stations.in_flight():
             return False
         stations.close()
         return True
