@@ -20,6 +20,7 @@ from handlepool.pool.default import default_pool
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
+from handlepool.recording.program import Program
 from handlepool.spreading.station import Eager, Flight, Station, check_copied, rebuilt
 
 _CUDA = 2
@@ -95,7 +96,8 @@ def spread(
     Raises
     ------
     ArgumentError
-        For no device, one twice, or one that there is not; for an option that is none.
+        For no device, one twice, or one that there is not; for an option that is none; for a program: pass the function that it
+        was recorded from.
     ArrayTypeError
         For arrays of other libraries in ``shared``, and for such with a mask; for items with such in an `ItemError`.
     CaptureError
@@ -122,6 +124,11 @@ def spread(
     name = next((name for name in names if isinstance(name, str)), type(function).__name__)
     if not callable(function):
         raise ArgumentError(f"spread({shown(function)}): pass a function of an item")
+    if isinstance(function, Program):
+        raise ArgumentError(
+            f"spread({function!r}): a program has its memory on one device. Pass the function that it was recorded from, which "
+            f"is recorded for each device; what it was recorded with beside the item belongs in shared="
+        )
     if not isinstance(items, Iterable):
         raise ArgumentError(f"spread({name}): items={shown(items)}; pass what can be iterated over, as a list or a generator")
     if holds_values(shared) or not isinstance(shared, (list, tuple)):

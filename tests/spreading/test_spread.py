@@ -807,6 +807,16 @@ def test_what_is_no_function_and_what_has_no_items(pool):
         handlepool.spread(conv, 3)
 
 
+@pytest.mark.parametrize("devices", [[0], [0, 1]])
+def test_a_program_is_told_to_be_given_as_its_function(pool, devices):
+    put = pool.driver.asarray
+    with (
+        handlepool.record(conv, put(images(1)[0]), put(WEIGHTS)) as program,
+        pytest.raises(ArgumentError, match=r"spread\(<Program conv of device 0.*Pass the function that it was recorded from"),
+    ):
+        handlepool.spread(program, images(), devices=devices)
+
+
 def test_an_array_in_the_closure_is_named_with_the_remedy(pool):
     driver = pool.driver
     with driver.device(1):
