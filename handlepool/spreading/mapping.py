@@ -8,7 +8,7 @@ from functools import partial
 from operator import length_hint
 from time import sleep
 from types import FunctionType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.program import Program
 from handlepool.spreading.station import Eager, Flight, Station, check_copied, rebuilt
+
+T = TypeVar("T")
 
 _CUDA = 2
 """DLPack's number for a GPU's memory."""
@@ -249,8 +251,10 @@ class Spread(Iterator[Any]):
         self._last = False  # whether no item is to be given any more
         self._failure: Exception | None = None  # of the items themselves, or of a device that could not be made ready
         self._flights: deque[Flight] = deque()  # in order, those that are not taken
-        # One advance at a time, for threads, and for what `on_done` and the items call: whoever finds it taken is refused.
-        self._turn = threading.Lock()
+        # One advance at a time: another thread that finds the turn taken is refused, and so is this one, by `_taking`, where
+        # `on_done` or the items call. It is an `RLock`, which whoever does not have it cannot release.
+        self._turn = threading.RLock()
+        self._taking = False
         self._stations = Stations(pool.driver, stations)
 
     def __iter__(self) -> "Spread":
@@ -258,7 +262,9 @@ class Spread(Iterator[Any]):
 
     def __next__(self) -> Any:
         _check_outside(self._name)
-        self._take_turn()
+        return self._alone(self._next)
+
+    def _next(self) -> Any:
         try:
             if self._stations is None:
                 raise StopIteration
@@ -272,8 +278,6 @@ class Spread(Iterator[Any]):
             finally:
                 self._end()
             raise
-        finally:
-            self._turn.release()
 
     def close(self) -> None:
         """Wait for what is in flight, and give back all that it has; no more results come. It may be called again.
@@ -283,17 +287,27 @@ class Spread(Iterator[Any]):
         OwnershipError
             While a result is being taken, by another thread, or by what called this.
         """
-        self._take_turn()
-        try:
-            self._end()
-        finally:
-            self._turn.release()
+        self._alone(self._end)
 
-    def _take_turn(self) -> None:
-        if not self._turn.acquire(blocking=False):
-            raise OwnershipError(
-                f"spread({self._name}): a result is being taken by another thread, or by what called this: one at a time"
-            )
+    def _alone(self, act: Callable[[], T]) -> T:
+        """Do something while nothing else is done with it; refuse what comes meanwhile."""
+        turn = self._turn
+        try:
+            # CPython delivers an interrupt when a call has returned: one that comes with the turn in hand finds the `finally`.
+            if not turn.acquire(blocking=False) or self._taking:
+                raise OwnershipError(
+                    f"spread({self._name}): a result is being taken by another thread, or by what called this: one at a time"
+                )
+            try:
+                self._taking = True
+                return act()
+            finally:
+                self._taking = False
+        finally:
+            try:
+                turn.release()
+            except RuntimeError:  # another thread has it
+                pass
 
     def _end(self) -> None:
         stations, self._stations = self._stations, None

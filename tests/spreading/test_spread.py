@@ -1,13 +1,17 @@
 """`spread` on simulated devices: results in order and right, whatever runs when; errors; and nothing left behind."""
 
+import contextlib
 import gc
+import signal
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from harness.lines import at_line, interrupt, some_lines
 from harness.scenes import SEEDS
 
 import handlepool
@@ -1319,3 +1323,54 @@ def test_once_something_is_not_recorded_known_geometries_run_eagerly_too(pool):
         got = [*handlepool.spread(looks, given, devices=[0], to="host", lanes=None)]
     assert same(got, [x * (1 if len(x) == 9 else 2) for x in given])
     assert called.count((8,)) == 2 + len(ARRAYS[3:])
+
+
+@pytest.mark.parametrize("to", [None, "host"])
+def test_an_interrupt_at_any_line_leaves_nothing_behind(monkeypatch, to):
+    driver = HostDriver(scheduler="adversarial", devices=2, memory=1 << 26)
+    with current(driver, monkeypatch) as pool:
+        [*handlepool.spread(add, ARRAYS, shared=(SHIFT,), lanes=None)]
+        gc.collect()
+        deferred.settle(most=100)
+        before = streams(pool)
+        for k in some_lines(23):
+            results = handlepool.spread(add, ARRAYS[:6], shared=(SHIFT,), lanes=None, to=to)
+            got, where = [], None
+            try:
+                where = at_line(k, partial(got.extend, results), interrupt, {"station.py"})
+                if where is None:
+                    break
+            except KeyboardInterrupt as error:
+                where = error.__notes__
+            values = [np.unique(y if to else value_of(pool, y)).tolist() for y in got]
+            assert values == [[value] for value in RIGHT[: len(got)]], where
+            results.close()
+            del results
+            gc.collect()
+            deferred.settle(most=100)
+            assert streams(pool) == before, where
+        assert k > 100
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts")
+@pytest.mark.slow
+def test_interrupts_as_python_delivers_them_leave_the_turn_free(pool):
+    def refused(*_):
+        raise KeyboardInterrupt
+
+    results = handlepool.spread(conv, images(), shared=(WEIGHTS,))
+    results._next = lambda: None
+    before = signal.signal(signal.SIGVTALRM, refused)
+    try:
+        for number in range(200):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4 + number * 1e-7, 0.1)
+                while True:
+                    next(results)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            assert not results._turn._is_owned()
+            assert not results._taking
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    results.close()
