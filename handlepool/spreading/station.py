@@ -223,15 +223,13 @@ class Station:
                 if self._host:
                     kept.append(value)
                     self._order(1, 2)
-                    value = self._on(2, rebuilt, value, self._to_host)
-                    kept.append(value)
-                flight = Flight(index, self.device, value, kept, self._event(2 if self._host else 1))
+                    value = self._on(2, rebuilt, value, partial(self._to_host, kept))
+                if arrays is not None and not self._eager.always:
+                    self._learn(arrays, key, staged)
+                return Flight(index, self.device, value, kept, self._event(2 if self._host else 1))
             except BaseException:
                 self._drain()  # `kept` is used no more after that
                 raise
-            if arrays is not None and not self._eager.always:
-                self._learn(arrays, key, staged)
-        return flight
 
     def land(self) -> None:
         """Take note of the items that it is done with; called inside `relaxed`."""
@@ -331,7 +329,7 @@ class Station:
             if not self._host:
                 results = [driver.empty(*each) for each in way.results]
             if source is None:
-                kept += [driver.copy_from_host(copy, each, brings) for copy, each in zip(copies, arrays, strict=True)]
+                kept.extend(driver.copy_from_host(copy, each, brings) for copy, each in zip(copies, arrays, strict=True))
             elif source == device:
                 driver.record_event(event, caller)
                 driver.wait_event(brings, event)
@@ -362,7 +360,8 @@ class Station:
             if self._host:
                 driver.record_event(event, computes)
                 driver.wait_event(takes, event)
-                results = [driver.copy_to_host(result, takes) for result in results]
+                kept.extend(driver.copy_to_host(result, takes) for result in results)  # at once: the next one may fail
+                results = kept[-len(results) :]
             driver.record_event(event, takes if self._host else computes)
             return Flight(index, device, way.value(results), kept, event, way)
         except BaseException:
@@ -476,11 +475,12 @@ class Station:
         self._wait(self.device, brings, source, caller.ptr)
         return target
 
-    def _to_host(self, value: Any) -> Any:
+    def _to_host(self, kept: list[Any], value: Any) -> Any:
         if not isinstance(value, self._driver.array_types):
             return value
         with self._driver.relaxed():
-            return self._driver.copy_to_host(value, self._streams[2].ptr)
+            kept.append(self._driver.copy_to_host(value, self._streams[2].ptr))  # at once: the next one may fail
+        return kept[-1]
 
     # The function
 

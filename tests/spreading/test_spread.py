@@ -1374,3 +1374,38 @@ def test_interrupts_as_python_delivers_them_leave_the_turn_free(pool):
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
     results.close()
+
+
+class Freeing(HostDriver):
+    """Tells of the host's memory that copies to the host go to, whether it is let go of before a stream was waited for."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.going, self.early = [], 0
+
+    def copy_to_host(self, array, pointer):
+        if len(self.going) == 2 * len(ARRAYS) - 1:
+            raise MemoryError("no page-locked memory")
+        host = super().copy_to_host(array, pointer)
+        self.going.append(weakref.ref(host))
+        return host
+
+    def synchronize_stream(self, pointer):
+        self.early += self.going[-1]() is None
+        super().synchronize_stream(pointer)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_memory_of_the_host_is_kept_to_the_end_of_its_copy_also_where_the_next_one_fails(monkeypatch, short):
+    def two(x):
+        return x + 1, x * 2
+
+    if not short:
+        monkeypatch.setattr(station.Station, "_learn", lambda *_: None)
+    driver = Freeing(devices=1)
+    with current(driver, monkeypatch):
+        results = handlepool.spread(two, ARRAYS, to="host", in_flight=1, lanes=None)
+        with pytest.raises(ItemError, match="no page-locked memory"):
+            list(results)
+    assert len(driver.going) == 2 * len(ARRAYS) - 1
+    assert not driver.early
