@@ -373,10 +373,10 @@ class Driver(Protocol):
         """Give an event back; its pending work goes on."""
 
     def event_done(self, event: Any) -> bool:
-        """Whether the work that an event stands for has run."""
+        """Whether the work that an event, of any device, stands for has run."""
 
     def synchronize_event(self, event: Any) -> None:
-        """Wait on the host for an event."""
+        """Wait on the host for an event of any device."""
 
     def elapsed(self, start: Any, end: Any) -> float:
         """Milliseconds between two timing events that have passed."""
@@ -511,14 +511,23 @@ class Driver(Protocol):
     def copy(self, target: Any, source: Any) -> None:
         """Copy an array into another of the same shape and type, both on the current device, on the current stream."""
 
-    def copy_from_device(self, target: Any, source: Any) -> None:
-        """Copy an array of another device into one of the current device, on the current stream; called inside `relaxed`.
+    def copy_run(self, target: Any, source: Any, pointer: int) -> None:
+        """Copy an array into another on a stream: `one_run` holds of the two, both are on the current device, as the stream."""
+
+    def copy_from_device(self, target: Any, source: Any, pointer: int) -> None:
+        """Copy an array of another device into one of the current device, on a stream of that; called inside `relaxed`.
 
         Both have no gaps, and the same shape, type and strides. Directly where the one device reaches the other's memory.
         """
 
-    def copy_to_host(self, array: Any) -> np.ndarray[Any, Any]:
-        """Return an array of the host's that the current stream copies one without gaps into; called inside `relaxed`.
+    def copy_from_host(self, target: Any, values: np.ndarray[Any, Any], pointer: int) -> object:
+        """Copy the values that an array of the host's has now into one without gaps, on a stream; called inside `relaxed`.
+
+        Both have the same shape and type. Returns what is to be kept, as the target, until the stream has come so far.
+        """
+
+    def copy_to_host(self, array: Any, pointer: int) -> np.ndarray[Any, Any]:
+        """Return an array of the host's that a stream copies one without gaps into; called inside `relaxed`.
 
         It is in page-locked memory where there is such a thing. Both are to be kept until the stream has come so far.
         """

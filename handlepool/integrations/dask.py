@@ -100,7 +100,11 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
                 raise
 
         with ThreadPoolExecutor(count) as threads:  # the worker's own threads find the handles that these leave
-            made = [threads.submit(make, 0 if thread else self.states) for thread in range(count)]
+            try:
+                made = [threads.submit(make, 0 if thread else self.states) for thread in range(count)]
+            except BaseException:  # a thread that cannot be started: the others wait for it
+                together.abort()
+                raise
         errors = [error for future in made if (error := future.exception()) is not None]
         if errors:
             raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])

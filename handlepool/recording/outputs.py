@@ -105,7 +105,7 @@ class Results:
         key = id(output), id(given)
         target = self._made.get(key)
         if target is None:
-            target = self._made[key] = self._new(output) if given is None else self._checked(place, output, given)
+            target = self._made[key] = new_like(self._driver, output) if given is None else self._checked(place, output, given)
             same = [(self._driver.array_pointer(each), each.strides) for each in (output, target)]
             if output.size and same[0] != same[1]:
                 self.copies.append(Copy(place, target, output, same[1][0] - same[0][0]))
@@ -129,13 +129,6 @@ class Results:
             self._made[key] = target
         return self._made[key]
 
-    def _new(self, output: Any) -> Any:
-        """Return a new array without gaps, with its axes in the order of the output's."""
-        order = sorted(range(output.ndim), key=lambda axis: -abs(output.strides[axis]))
-        strides = [step * output.dtype.itemsize for step in dense_strides(output.shape, order)]
-        with self._driver.relaxed():
-            return self._driver.empty(output.shape, strides, output.dtype)
-
     def _checked(self, place: str, output: Any, given: Any) -> Any:
         driver = self._driver
         if not isinstance(given, driver.array_types):
@@ -152,3 +145,15 @@ class Results:
         if where != self._device:
             raise DeviceMismatchError(f"{place} is on device {where}, and the program on device {self._device}")
         return given
+
+
+def steps_without_gaps(array: Any) -> tuple[int, ...]:
+    """Return the strides in bytes of an array without gaps, with its axes in the order of another one's."""
+    order = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
+    return tuple([step * array.dtype.itemsize for step in dense_strides(array.shape, order)])
+
+
+def new_like(driver: Driver, array: Any) -> Any:
+    """Return a new array without gaps, with its axes in the order of another one's."""
+    with driver.relaxed():
+        return driver.empty(array.shape, steps_without_gaps(array), array.dtype)

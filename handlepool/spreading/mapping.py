@@ -8,7 +8,7 @@ from functools import partial
 from operator import length_hint
 from time import sleep
 from types import FunctionType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,10 @@ from handlepool.pool.default import default_pool
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
+from handlepool.recording.program import Program
 from handlepool.spreading.station import Eager, Flight, Station, check_copied, rebuilt
+
+T = TypeVar("T")
 
 _CUDA = 2
 """DLPack's number for a GPU's memory."""
@@ -95,7 +98,8 @@ def spread(
     Raises
     ------
     ArgumentError
-        For no device, one twice, or one that there is not; for an option that is none.
+        For no device, one twice, or one that there is not; for an option that is none; for a program: pass the function that it
+        was recorded from.
     ArrayTypeError
         For arrays of other libraries in ``shared``, and for such with a mask; for items with such in an `ItemError`.
     CaptureError
@@ -122,6 +126,11 @@ def spread(
     name = next((name for name in names if isinstance(name, str)), type(function).__name__)
     if not callable(function):
         raise ArgumentError(f"spread({shown(function)}): pass a function of an item")
+    if isinstance(function, Program):
+        raise ArgumentError(
+            f"spread({function!r}): a program has its memory on one device. Pass the function that it was recorded from, which "
+            f"is recorded for each device; what it was recorded with beside the item belongs in shared="
+        )
     if not isinstance(items, Iterable):
         raise ArgumentError(f"spread({name}): items={shown(items)}; pass what can be iterated over, as a list or a generator")
     if holds_values(shared) or not isinstance(shared, (list, tuple)):
@@ -146,7 +155,7 @@ def spread(
     eager = Eager(name)
     rest = name, function, tuple(shared), None if lanes is None else as_integer(lanes), to == "host", eager
     stations = [Station(pool, device, *rest) for device in chosen]
-    return Spread(pool, name, stations, items, in_flight, errors == "raise", on_done, shows)
+    return Spread(pool, name, stations, items, to == "host", in_flight, errors == "raise", on_done, shows)
 
 
 def _chosen(driver: Driver, name: str, devices: Any) -> list[int]:
@@ -221,6 +230,7 @@ class Spread(Iterator[Any]):
         name: str,
         stations: Sequence[Station],
         items: Iterable[Any],
+        host: bool,
         in_flight: int,
         raises: bool,
         on_done: Callable[[int, int], object] | None,
@@ -230,6 +240,7 @@ class Spread(Iterator[Any]):
         self._name = name
         self._items = iter(items)
         self._total = length_hint(items) if shows else 0  # what has no length may say so only when it is asked
+        self._host = host
         self._in_flight = in_flight
         self._most = 2 * in_flight * len(stations)  # given, and not taken
         self._raises = raises
@@ -240,20 +251,25 @@ class Spread(Iterator[Any]):
         self._last = False  # whether no item is to be given any more
         self._failure: Exception | None = None  # of the items themselves, or of a device that could not be made ready
         self._flights: deque[Flight] = deque()  # in order, those that are not taken
-        # One advance at a time, for threads, and for what `on_done` and the items call: whoever finds it taken is refused.
-        self._turn = threading.Lock()
-        self._stations = Stations(stations)
+        # One advance at a time: another thread that finds the turn taken is refused, and so is this one, by `_taking`, where
+        # `on_done` or the items call. It is an `RLock`, which whoever does not have it cannot release.
+        self._turn = threading.RLock()
+        self._taking = False
+        self._stations = Stations(pool.driver, stations)
 
     def __iter__(self) -> "Spread":
         return self
 
     def __next__(self) -> Any:
         _check_outside(self._name)
-        self._take_turn()
+        return self._alone(self._next)
+
+    def _next(self) -> Any:
         try:
             if self._stations is None:
                 raise StopIteration
-            self._status.check()
+            if self._status.unusable:
+                self._status.check()
             return self._advance(self._stations)
         except BaseException as error:
             try:
@@ -262,8 +278,6 @@ class Spread(Iterator[Any]):
             finally:
                 self._end()
             raise
-        finally:
-            self._turn.release()
 
     def close(self) -> None:
         """Wait for what is in flight, and give back all that it has; no more results come. It may be called again.
@@ -273,17 +287,27 @@ class Spread(Iterator[Any]):
         OwnershipError
             While a result is being taken, by another thread, or by what called this.
         """
-        self._take_turn()
-        try:
-            self._end()
-        finally:
-            self._turn.release()
+        self._alone(self._end)
 
-    def _take_turn(self) -> None:
-        if not self._turn.acquire(blocking=False):
-            raise OwnershipError(
-                f"spread({self._name}): a result is being taken by another thread, or by what called this: one at a time"
-            )
+    def _alone(self, act: Callable[[], T]) -> T:
+        """Do something while nothing else is done with it; refuse what comes meanwhile."""
+        turn = self._turn
+        try:
+            # CPython delivers an interrupt when a call has returned: one that comes with the turn in hand finds the `finally`.
+            if not turn.acquire(blocking=False) or self._taking:
+                raise OwnershipError(
+                    f"spread({self._name}): a result is being taken by another thread, or by what called this: one at a time"
+                )
+            try:
+                self._taking = True
+                return act()
+            finally:
+                self._taking = False
+        finally:
+            try:
+                turn.release()
+            except RuntimeError:  # another thread has it
+                pass
 
     def _end(self) -> None:
         stations, self._stations = self._stations, None
@@ -312,7 +336,8 @@ class Spread(Iterator[Any]):
             finally:
                 del failure  # or its traceback would keep it, and what the device had
         flight = self._flights[0]
-        self._wait(stations, flight)
+        if not flight.done:
+            self._wait(stations, flight)
         if flight.error is not None and not isinstance(flight.error, ItemError):
             flight.error = self._failed(flight.index, flight.device, flight.error)
         self._flights.popleft()
@@ -324,7 +349,7 @@ class Spread(Iterator[Any]):
             if self._on_done is not None:
                 self._on_done(flight.index, flight.device)
             if flight.error is None:
-                return rebuilt(flight.value, _copied)
+                return rebuilt(flight.value, _copied) if self._host else flight.value
             if self._raises:
                 raise flight.error
             return flight.error
@@ -409,21 +434,37 @@ class Stations:
 
     Parameters
     ----------
+    driver : Driver
     all : sequence of Station
     """
 
-    def __init__(self, all: Sequence[Station]) -> None:
+    def __init__(self, driver: Driver, all: Sequence[Station]) -> None:
         self.all = all
+        self._driver = driver
+        self._by_device = {station.device: station for station in all}
 
     def of(self, device: int) -> Station:
         """Return that of a device."""
-        return next(station for station in self.all if station.device == device)
+        return self._by_device[device]
 
     def free(self, in_flight: int) -> Station | None:
         """Return the one with the fewest items in flight, fewer than so many; of several the one that got its last one first."""
-        found = [(station.running(), station.last, place) for place, station in enumerate(self.all)]
-        running, _, place = min(found)
-        return self.all[place] if running < in_flight else None
+        first = self.all[0]
+        if len(self.all) > 1 or len(first.running) >= in_flight:
+            with self._driver.relaxed():
+                for station in self.all:
+                    station.land()
+        for station in self.all:
+            if (len(station.running), station.last) < (len(first.running), first.last):
+                first = station
+        return first if len(first.running) < in_flight else None
+
+    def in_flight(self) -> bool:
+        """Whether a device is not done with what it was given."""
+        with self._driver.relaxed():
+            for station in self.all:
+                station.land()
+        return any(station.running for station in self.all)
 
     def close(self) -> None:
         """Wait for what is in flight on each, and give back all that it has."""
@@ -436,7 +477,7 @@ def _settle(stations: Stations, status: Any) -> bool:
         abandon(stations)
         return True
     try:
-        if any(station.running() for station in stations.all):
+        if stations.in_flight():
             return False
         stations.close()
         return True

@@ -8,8 +8,12 @@ to the host. What orders them, and what each order serves:
 - The stream that computes waits at first for the caller's, which may have made what the function's closure holds.
 - The stream that computes waits for the copies of the item, and the one that takes results to the host for what computes them.
 - Arrays for results come from the arena of the caller's stream, to which they go back when they are freed. The stream that
-  computes waits for that one before it writes them: their memory may be read there until then.
+  computes waits for that one before it writes them: their memory may be read there until then. Where it waits for the stream that
+  brings an item of this device, which waits for the caller's, and they were allocated before, that is enough.
 - All else that is allocated is held until the host has seen that the item is done, so nothing of it is used again too early.
+
+The first item of a geometry goes the general way, by the means that programs have for all callers. Further ones that hold plain
+arrays alone go a short one, with the same copies in the same order, and as few calls as there can be: see `Way`.
 """
 
 import warnings
@@ -25,13 +29,13 @@ from handlepool.drivers.protocol import ASARRAY, LEGACY_STREAM, Driver, Stream
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.pool.context import on_device, run_on
 from handlepool.pool.pool import HandlePool
-from handlepool.recording.outputs import Results
+from handlepool.recording.outputs import Results, new_like, steps_without_gaps
 from handlepool.recording.program import Program
 from handlepool.recording.record import record
 from handlepool.recording.update import PLAIN, copy_all, is_foreign
 from handlepool.regions.data_order import before, opened
 from handlepool.regions.plain_calls import pieces_of
-from handlepool.tensors.inference import dense_strides
+from handlepool.tensors.layout import one_run
 
 MOST_PROGRAMS = 8
 """Of a device: the one that was used least recently is closed for another geometry."""
@@ -45,18 +49,66 @@ class Flight:
     index, device : int
     value
         Its result, there once it is done. The host's arrays are to be copied: their memory is page-locked.
+    kept
+        What is held until then.
+    event
+        Stands for the end of it.
+    way : Way or None
+        That it went; the first that is kept is the way's then.
     error : Exception or None
         Why there is no result.
     done : bool
         Whether the host has seen that the device is done with it.
     """
 
-    __slots__ = ("device", "done", "error", "event", "index", "kept", "value")
+    __slots__ = ("device", "done", "error", "event", "index", "kept", "value", "way")
 
-    def __init__(self, index: int, device: int, value: Any = None, kept: object = None, event: Any = None) -> None:
-        self.index, self.device, self.value, self.kept, self.event = index, device, value, kept, event
+    def __init__(
+        self, index: int, device: int, value: Any = None, kept: Any = None, event: Any = None, way: "Way | None" = None
+    ) -> None:
+        self.index, self.device, self.value, self.kept, self.event, self.way = index, device, value, kept, event, way
         self.error: Exception | None = None
         self.done = False
+
+
+class Way:
+    """A program for items of a geometry, and what is copied for each of them: every copy is one of bytes as they lie.
+
+    Attributes
+    ----------
+    program : Program
+    key : hashable
+        What it is found by.
+    inputs, outputs : list of array
+        The program's, in order; of one that was returned in several places there is one.
+    returned
+        What the outputs were returned in.
+    results : list of tuple
+        Shape, strides and type of each result.
+    plain : bool
+        Whether the outputs have one run of bytes each.
+    spare : list of tuple
+        Copies of items, and with results for the host what these are copied from, that no item in flight has.
+    """
+
+    __slots__ = ("inputs", "key", "outputs", "plain", "program", "results", "returned", "spare")
+
+    def __init__(self, driver: Driver, key: Hashable, program: Program, inputs: list[Any]) -> None:
+        self.key, self.program, self.inputs, self.returned = key, program, inputs, program.outputs
+        found, kind = [*leaves(self.returned)], driver.array_types[0]
+        self.outputs: list[Any] = [*{id(each): each for each in found if type(each) is kind}.values()]
+        self.results = [(each.shape, steps_without_gaps(each), each.dtype) for each in self.outputs]
+        pairs = zip(self.outputs, self.results, strict=True)
+        runs = [one_run(each.shape, each.strides, strides, each.dtype.itemsize) for each, (_, strides, _) in pairs]
+        self.plain = any(runs) and all(runs) and not any(is_foreign(each) for each in found if type(each) is not kind)
+        self.spare: list[tuple[list[Any], list[Any]]] = []
+
+    def value(self, results: list[Any]) -> Any:
+        """Return results in the places of the outputs."""
+        if self.returned is self.outputs[0]:
+            return results[0]
+        places = {id(output): result for output, result in zip(self.outputs, results, strict=True)}
+        return rebuilt(self.returned, lambda output: places.get(id(output), output))
 
 
 class Eager:
@@ -115,11 +167,13 @@ class Station:
         self.last = -1  # the item that was given last
         self._pool, self._internals, self._driver = pool, pool.internals, pool.driver
         self._name, self._function, self._lanes, self._host, self._eager = name, function, lanes, host, eager
+        self._kinds = [{self._driver.array_types[0]}, {np.ndarray}]
         self._given = shared
         self._shared: Any = None
         self._streams: list[Stream] = []  # brings, computes, takes
-        self._programs: dict[Hashable, Program] = {}
-        self._running: deque[Flight] = deque()
+        self._programs: dict[Hashable, Way] = {}
+        self._ways: dict[Hashable, Way] = {}  # of `_programs` those that are plain, by items that were seen to go so
+        self.running: deque[Flight] = deque()
 
     def start(self) -> None:
         """Make the streams, and copy what is shared, where that was not done yet."""
@@ -130,6 +184,8 @@ class Station:
             if not self._streams:
                 with driver.relaxed():
                     self._streams = [driver.create_stream() for _ in range(3)]
+                self._pointers = [stream.ptr for stream in self._streams]
+                self._events = self._internals.device(self.device).edges
             caller = self._caller()
             try:
                 self._shared = self._on(0, rebuilt, tuple(self._given), partial(self._brought, caller, True))
@@ -141,6 +197,18 @@ class Station:
 
     def give(self, index: int, item: Any) -> Flight:
         """Enqueue all that is to be done with an item; raises what its function does, when nothing of it runs any more."""
+        arrays = self._plain(item)
+        key = None if arrays is None else (type(arrays[0]), geometry(item))
+        way = self._ways.get(key)
+        if way is None or arrays is None or opened or self._eager.always or not self._near(arrays):
+            flight = self._give(index, item, arrays, key)
+        else:
+            flight = self._give_by(way, index, arrays)
+        self.running.append(flight)
+        return flight
+
+    def _give(self, index: int, item: Any, arrays: list[Any] | None, key: Hashable) -> Flight:
+        """Enqueue it the general way, and find out whether items like it can go the short one."""
         driver = self._driver
         with on_device(driver, self.device):
             caller = self._caller()
@@ -155,56 +223,176 @@ class Station:
                 if self._host:
                     kept.append(value)
                     self._order(1, 2)
-                    value = self._on(2, rebuilt, value, self._to_host)
-                    kept.append(value)
-                flight = Flight(index, self.device, value, kept, self._event(2 if self._host else 1))
+                    value = self._on(2, rebuilt, value, partial(self._to_host, kept))
+                if arrays is not None and not self._eager.always:
+                    self._learn(arrays, key, staged)
+                return Flight(index, self.device, value, kept, self._event(2 if self._host else 1))
             except BaseException:
                 self._drain()  # `kept` is used no more after that
                 raise
-        self._running.append(flight)
-        return flight
 
-    def running(self) -> int:
-        """Return how many items it is not done with."""
-        driver = self._driver
-        while self._running:
-            with on_device(driver, self.device), driver.relaxed():
-                if not driver.event_done(self._running[0].event):
-                    break
-            self.finish(self._running[0])  # it waits for nothing, and hears of work that failed
-        return len(self._running)
+    def land(self) -> None:
+        """Take note of the items that it is done with; called inside `relaxed`."""
+        while self.running and self._driver.event_done(self.running[0].event):
+            self._land()  # it waits for nothing, and hears of work that failed
 
     def finish(self, flight: Flight) -> None:
         """Wait on the host until it is done with an item, and so with those before it."""
-        driver = self._driver
-        while not flight.done:
-            first = self._running[0]
-            try:
-                with on_device(driver, self.device), driver.relaxed():
-                    driver.synchronize_event(first.event)
-            except Exception as error:
-                first.error = error
-            self._landed(self._running.popleft())
+        with self._driver.relaxed():
+            while not flight.done:
+                self._land()
 
     def close(self) -> None:
         """Wait for what it has in flight, and give back all that it has."""
         if not self._streams:
             return
         with on_device(self._driver, self.device):
-            flights = [partial(self.finish, flight) for flight in self._running]
-            do_all([*flights, self._drain, *[program.close for program in self._programs.values()]])
+            flights = [partial(self.finish, flight) for flight in self.running]
+            self._ways.clear()
+            do_all([*flights, self._drain, *[way.program.close for way in self._programs.values()]])
             self._programs.clear()
             self._shared = None
             with self._driver.relaxed():  # the streams go with their last references
                 self._streams.clear()
 
-    def _landed(self, flight: Flight) -> None:
-        flight.done, flight.kept = True, None
-        self._internals.device(self.device).edges.put(flight.event)
+    def _land(self) -> None:
+        """Wait for the first item in flight; called inside `relaxed`."""
+        flight = self.running[0]
+        try:
+            self._driver.synchronize_event(flight.event)
+        except Exception as error:
+            flight.error = error
+        self.running.popleft()
+        if flight.way is not None and flight.kept is not None:
+            flight.way.spare.append(flight.kept[0])
+        flight.done, flight.kept, flight.way = True, None, None
+        self._events.put(flight.event)
 
     def _drain(self) -> None:
         with self._driver.relaxed():
             do_all([partial(self._driver.synchronize_stream, stream.ptr) for stream in self._streams])
+
+    # The short way
+
+    def _plain(self, item: Any) -> list[Any] | None:
+        """Return the arrays of an item that holds nothing else, all NumPy's or all the driver's; None for any other."""
+        found = [*leaves(item)] if isinstance(item, (list, tuple, dict)) else [item]
+        kinds = {*map(type, found)}
+        return found if kinds in self._kinds else None
+
+    def _near(self, arrays: list[Any]) -> bool:
+        """Whether arrays can be copied here as they are: from pageable memory, or all from one device."""
+        driver = self._driver
+        if type(arrays[0]) is np.ndarray:
+            with driver.relaxed():
+                return not any(map(driver.page_locked, arrays))
+        return len(arrays) == 1 or len({driver.array_device(each) for each in arrays}) == 1
+
+    def _learn(self, arrays: list[Any], key: Hashable, staged: Any) -> None:
+        """Let items like this one, which was copied and went to a program, go the short way, where they can."""
+        copies = [*leaves(staged)]
+        way = self._programs.get(geometry(staged))
+        if way is None or not way.plain or not len(arrays) == len(copies) == len(way.inputs):
+            return
+        for array, copy, target in zip(arrays, copies, way.inputs, strict=True):
+            lies = copy.strides if type(array) is np.ndarray else array.strides
+            runs = [one_run(copy.shape, copy.strides, each, copy.dtype.itemsize) for each in (lies, target.strides)]
+            if array.dtype != copy.dtype or not all(runs):
+                return
+        self._ways[key] = way
+
+    def _give_by(self, way: Way, index: int, arrays: list[Any]) -> Flight:
+        driver, device = self._driver, self.device
+        before = driver.current_device()
+        if before != device:
+            driver.set_device(device)
+        try:
+            caller = self._caller().ptr
+            self.last = index
+            with driver.relaxed():
+                return self._enqueued(way, index, arrays, caller)
+        finally:
+            if before != device:
+                driver.set_device(before)
+
+    def _enqueued(self, way: Way, index: int, arrays: list[Any], caller: int) -> Flight:
+        """Enqueue what `_give` does for an item of a known geometry: the same copies, in the same order."""
+        driver, device = self._driver, self.device
+        brings, computes, takes = self._pointers
+        if len(self._programs) > 1:  # it was used last
+            self._programs[way.key] = self._programs.pop(way.key)
+        copies, results = spare = way.spare.pop() if way.spare else self._spare(way)
+        event = self._events.take()  # each wait holds on to the record that it was given
+        kept: list[Any] = [spare, arrays]
+        try:
+            source = None if type(arrays[0]) is np.ndarray else driver.array_device(arrays[0])
+            if not self._host:
+                results = [driver.empty(*each) for each in way.results]
+            if source is None:
+                kept.extend(driver.copy_from_host(copy, each, brings) for copy, each in zip(copies, arrays, strict=True))
+            elif source == device:
+                driver.record_event(event, caller)
+                driver.wait_event(brings, event)
+                for copy, each in zip(copies, arrays, strict=True):
+                    driver.copy_run(copy, each, brings)
+            else:
+                caller_there = self._followed(source)
+                for copy, each in zip(copies, arrays, strict=True):
+                    driver.copy_from_device(copy, each, brings)
+            driver.record_event(event, brings)
+            driver.wait_event(computes, event)
+            if source == device:
+                driver.wait_event(caller, event)
+            elif source is not None:
+                driver.set_device(source)
+                try:
+                    driver.wait_event(caller_there, event)
+                finally:
+                    driver.set_device(device)
+            for target, copy in zip(way.inputs, copies, strict=True):
+                driver.copy_run(target, copy, computes)
+            way.program.replay(self._streams[1])
+            if source != device and not self._host:
+                driver.record_event(event, caller)
+                driver.wait_event(computes, event)
+            for result, output in zip(results, way.outputs, strict=True):
+                driver.copy_run(result, output, computes)
+            if self._host:
+                driver.record_event(event, computes)
+                driver.wait_event(takes, event)
+                kept.extend(driver.copy_to_host(result, takes) for result in results)  # at once: the next one may fail
+                results = kept[-len(results) :]
+            driver.record_event(event, takes if self._host else computes)
+            return Flight(index, device, way.value(results), kept, event, way)
+        except BaseException:
+            self._drain()  # `kept` is used no more after that
+            self._events.put(event)
+            raise
+
+    def _followed(self, source: int) -> int:
+        """Let the stream that brings wait for the caller's of another device; the pointer of that."""
+        driver, events = self._driver, self._internals.device(source).edges
+        driver.set_device(source)
+        try:
+            caller = self._caller().ptr
+            event = events.take()
+            try:
+                driver.record_event(event, caller)
+                driver.wait_event(self._pointers[0], event)
+            finally:
+                events.put(event)
+        finally:
+            driver.set_device(self.device)
+        return caller
+
+    def _spare(self, way: Way) -> tuple[list[Any], list[Any]]:
+        """Return new copies of an item, and of what it returns where that goes to the host, in memory of who writes them."""
+        copies = self._on(0, partial(self._new, [(each.shape, each.strides, each.dtype) for each in way.inputs]))
+        return copies, self._on(1, partial(self._new, way.results)) if self._host else []
+
+    def _new(self, lie: Sequence[Any]) -> list[Any]:
+        with self._driver.relaxed():
+            return [self._driver.empty(*each) for each in lie]
 
     # Streams
 
@@ -222,15 +410,14 @@ class Station:
         return run_on(self._internals, self._streams[which], self.device, None, function, args, {})
 
     def _order(self, first: int, then: int) -> None:
-        self._internals.device(self.device).edges.order(self._streams[first].ptr, self._streams[then].ptr)
+        self._events.order(self._streams[first].ptr, self._streams[then].ptr)
 
     def _event(self, which: int) -> Any:
-        events = self._internals.device(self.device).edges
-        event = events.take()
+        event = self._events.take()
         try:
             self._driver.record_event(event, self._streams[which].ptr)
         except BaseException:
-            events.put(event)
+            self._events.put(event)
             raise
         return event
 
@@ -274,12 +461,12 @@ class Station:
         self._wait(source, caller.ptr, self.device, brings)
         if shared and source == self.device:
             return array
-        target = self._like(array)
+        target = new_like(driver, array)
         if source == self.device:
             driver.copy(target, array)
         elif _steps(target) == _steps(array):
             with driver.relaxed():
-                driver.copy_from_device(target, array)
+                driver.copy_from_device(target, array, brings)
         else:
             raise ArgumentError(
                 f"an array of shape {array.shape} on device {source} has gaps between its elements, which cannot be copied to "
@@ -288,18 +475,12 @@ class Station:
         self._wait(self.device, brings, source, caller.ptr)
         return target
 
-    def _like(self, array: Any) -> Any:
-        """Return a new array without gaps, with its axes in the order of another one's."""
-        order = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
-        strides = [step * array.dtype.itemsize for step in dense_strides(array.shape, order)]
-        with self._driver.relaxed():
-            return self._driver.empty(array.shape, strides, array.dtype)
-
-    def _to_host(self, value: Any) -> Any:
+    def _to_host(self, kept: list[Any], value: Any) -> Any:
         if not isinstance(value, self._driver.array_types):
             return value
         with self._driver.relaxed():
-            return self._driver.copy_to_host(value)
+            kept.append(self._driver.copy_to_host(value, self._streams[2].ptr))  # at once: the next one may fail
+        return kept[-1]
 
     # The function
 
@@ -319,7 +500,7 @@ class Station:
             results = make()
         else:
             results = run_on(self._internals, caller, device, None, make, (), {})
-            self._internals.device(device).edges.order(caller.ptr, self._streams[1].ptr)
+            self._events.order(caller.ptr, self._streams[1].ptr)
         copy_all(driver, results.copies)
         return results.value
 
@@ -333,10 +514,11 @@ class Station:
             self._eager.say(f"an item holds a value of type {plain[0]}, which is no array" if plain else "an item holds no array")
             return None
         key = geometry(staged)
-        program = self._programs.pop(key, None)
-        if program is None:
+        way = self._programs.pop(key, None)
+        if way is None:
             while len(self._programs) >= MOST_PROGRAMS:
-                self._programs.pop(next(iter(self._programs))).close()
+                self._ways.clear()  # they are found again
+                self._programs.pop(next(iter(self._programs))).program.close()
             function, shared = self._function, self._shared
 
             def call(item: Any) -> Any:
@@ -344,17 +526,18 @@ class Station:
 
             call.__qualname__ = self._name
             try:
-                # Its inputs are its own: it overwrites them.
-                program = record(call, rebuilt(staged, self._own), pool=self._pool, lanes=self._lanes)
+                inputs = rebuilt(staged, self._own)  # its own: it overwrites them
+                program = record(call, inputs, pool=self._pool, lanes=self._lanes)
             except CaptureError as error:
                 self._eager.always = True
                 self._eager.say(str(error))
                 return None
-        self._programs[key] = program
-        return program
+            way = Way(driver, key, program, [*leaves(inputs)])
+        self._programs[key] = way
+        return way.program
 
     def _own(self, array: Any) -> Any:
-        copy = self._like(array)
+        copy = new_like(self._driver, array)
         self._driver.copy(copy, array)
         return copy
 

@@ -132,6 +132,23 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> t
     return start, stop, stop - start > math.prod(shape) * itemsize
 
 
+@lru_cache(maxsize=4096)
+def one_run(shape: tuple[int, ...], strides: tuple[int, ...], others: tuple[int, ...], itemsize: int) -> bool:
+    """Whether two arrays of one shape lie alike, each in one run of bytes from its address on: no gap, nothing twice.
+
+    False where there are no elements. Strides of axes of extent 1 say nothing.
+    """
+    if 0 in shape:
+        return False
+    run = itemsize
+    for step, extent, other in sorted(zip(strides, shape, others, strict=True)):
+        if extent != 1:
+            if step != run or other != run:
+                return False
+            run *= extent
+    return True
+
+
 def share(one: Piece, other: Piece) -> bool:
     """Whether two pieces of memory have a byte in common. NumPy says so from addresses alone, and reads nothing."""
     if one[1] <= other[0] or other[1] <= one[0]:

@@ -461,3 +461,23 @@ def test_bfloat16_is_ml_dtypes_and_the_message_says_so_where_it_is_missing():
         dtype = np.dtype(ml_dtypes.bfloat16)
         assert frontend.numpy_dtype(cudnn.data_type.BFLOAT16) == dtype
         assert frontend.data_type(dtype) == cudnn.data_type.BFLOAT16
+
+
+def test_copies_on_a_stream_that_is_told(driver):
+    """A copy of bytes refuses what a GPU would copy wrongly, and one from the host has the values of the call."""
+    stream = driver.create_stream()
+    x, y = (driver.asarray(np.full((2, 3), value, np.float32)) for value in (1, 2))
+    latch = driver.latch(stream.ptr)
+    driver.copy_run(x, y, stream.ptr)
+    values = np.full((2, 3), 5, np.float32)
+    with driver.relaxed():
+        kept = driver.copy_from_host(y, values, stream.ptr)
+        host = driver.copy_to_host(x, stream.ptr)
+    values[...] = 7
+    latch.release()
+    driver.synchronize_stream(stream.ptr)
+    assert kept is not values
+    assert [np.unique(each).tolist() for each in (driver.asnumpy(x), driver.asnumpy(y), host)] == [[2], [5], [2]]
+    for other in (y[:1], y[:, ::2], y.T, driver.asarray(np.zeros((2, 3)))):
+        with pytest.raises(ContractError, match="copy_run"):
+            driver.copy_run(x, other, stream.ptr)

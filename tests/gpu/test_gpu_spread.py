@@ -7,6 +7,7 @@ import pytest
 
 import handlepool
 from handlepool import DeviceMismatchError, ItemError
+from handlepool.spreading.station import Station
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -213,3 +214,73 @@ def test_a_gap_is_refused_in_plain_words(pool, stream):
     x = cupy.zeros((8, 8), np.float32)[:, ::2]
     with pytest.raises(ItemError, match="gaps between its elements"):
         [*handlepool.spread(lambda x: x + 1, [x], devices=[1])]
+
+
+# Copies of the driver's
+
+
+def laid_out(dtype):
+    """Pairs of a target and a source of one shape, and whether they lie in one run of bytes alike."""
+    x = cupy.arange(1, 121, dtype=dtype)
+    image, last = x.reshape(2, 3, 4, 5), x.reshape(2, 4, 5, 3).transpose(0, 3, 1, 2)
+    row = cupy.broadcast_to(x[:5], (4, 5))
+    return {
+        "row-major": (cupy.zeros_like(image), image, True),
+        "channels-last": (cupy.zeros_like(last), last, True),
+        "one row": (cupy.zeros((7, 5), dtype)[3:4], image[1, 2, :1], True),
+        "another order": (cupy.zeros_like(image), last, False),
+        "a row for all": (cupy.zeros((4, 5), dtype), row, False),
+        "gaps in both": (cupy.zeros((8, 5), dtype)[::2], image[0, 0].repeat(2, axis=0)[::2], False),
+        "both backwards": (cupy.zeros(120, dtype)[::-1], x[::-1], False),
+        "another type": (cupy.zeros(120, "float64"), x, dtype == "float64"),
+        "one element": (cupy.zeros((), dtype), x[5], True),
+        "nothing": (cupy.zeros((0, 4), dtype), image[0, 0][:0, :4], False),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_copy_is_cupys_bit_for_bit_and_one_of_bytes_where_both_lie_alike(pool, stream, monkeypatch, dtype):
+    driver, of_bytes = pool.driver, []
+    copy_run = driver.copy_run
+    monkeypatch.setattr(driver, "copy_run", lambda *given: of_bytes.append(given) or copy_run(*given))
+    for name, (target, source, alike) in laid_out(dtype).items():
+        of_bytes.clear()
+        driver.copy(target, source)
+        assert (cupy.asnumpy(target) == cupy.asnumpy(source)).all(), name
+        assert bool(of_bytes) == alike, name
+
+
+def test_copies_are_ordered_on_the_stream_that_is_told(pool, kernels):
+    driver, one, other = pool.driver, cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    x, y = cupy.zeros(1 << 16, np.float32), cupy.zeros(1 << 16, np.float32)
+    values = np.full(1 << 16, 3, np.float32)
+    cupy.cuda.Device().synchronize()
+    with one:
+        kernels.spin(5)
+        kernels.write(x, 2)
+    with other, driver.relaxed():  # whatever is current
+        driver.copy_run(y, x, one.ptr)
+        host = driver.copy_to_host(y, one.ptr)
+        kept = driver.copy_from_host(x, values, one.ptr)
+    values[...] = 9
+    one.synchronize()
+    del kept
+    assert [np.unique(each).tolist() for each in (host, cupy.asnumpy(y), cupy.asnumpy(x))] == [[2], [2], [3]]
+
+
+def test_further_items_go_the_short_way_and_give_the_same(pool, stream, images, weights, monkeypatch):
+    """From the host and resident, with several results."""
+    give, went = Station._give, []
+    monkeypatch.setattr(Station, "_give", lambda *args: went.append(1) or give(*args))
+
+    def both(item, w):
+        return {"y": tower(item["x"], w), "z": [conv(item["x"], w)]}
+
+    first, second = (expected(pool, function, images, weights) for function in (tower, conv))
+    for items in (images, [pool.driver.asarray(x) for x in images]):
+        for to in (None, "host"):
+            went.clear()
+            got = [*handlepool.spread(both, [{"x": x} for x in items], shared=(weights,), devices=[0], to=to)]
+            assert len(went) == 1
+            assert same([y["y"] for y in got], first)
+            assert same([y["z"][0] for y in got], second)

@@ -186,6 +186,15 @@ class NoGpuDriver(CudaDriver):
     def event_done(self, event):
         return True
 
+    def synchronize_event(self, event):
+        pass
+
+    def synchronize_stream(self, pointer):
+        pass
+
+    def copy_run(self, target, source, pointer):
+        self.log.append(("copy", pointer))
+
     def create_handle(self):
         return Handle(next(self._numbers))
 

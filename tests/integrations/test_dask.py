@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,6 +274,26 @@ def test_a_failure_of_one_thread_is_the_setups(unused, monkeypatch):
     monkeypatch.setattr(handlepool, "prewarm", fail)
     with pytest.raises(MemoryError, match="no more"):
         PoolPlugin(driver="host").setup(worker(3))
+
+
+@pytest.mark.parametrize("starts", [0, 1, 3])
+def test_a_thread_that_cannot_be_started_is_the_setups_failure(unused, monkeypatch, starts):
+    """Those that were started do not wait for it."""
+    start, started = threading.Thread.start, []
+
+    def limited(thread):
+        if not thread.name.startswith("ThreadPoolExecutor"):
+            return start(thread)
+        if len(started) == starts:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        return start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        PoolPlugin(driver="host").setup(worker(4))
+    assert len(started) == starts
+    assert not any(thread.is_alive() for thread in started)
 
 
 # A cluster of processes

@@ -1,13 +1,17 @@
 """`spread` on simulated devices: results in order and right, whatever runs when; errors; and nothing left behind."""
 
+import contextlib
 import gc
+import signal
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from harness.lines import at_line, interrupt, some_lines
 from harness.scenes import SEEDS
 
 import handlepool
@@ -23,10 +27,12 @@ from handlepool import (
     PoisonedContextError,
     PoolClosedError,
 )
+from handlepool._util import leaves
+from handlepool.drivers.host.array import HostArray
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
 from handlepool.spreading import station
-from handlepool.spreading.station import Flight
+from handlepool.spreading.station import Flight, rebuilt
 
 COUNT = 7
 SEEDS = SEEDS[:25]
@@ -218,8 +224,8 @@ class Lending(HostDriver):
         super().__init__(**options)
         self.lent = []
 
-    def copy_to_host(self, array):
-        self.lent.append(super().copy_to_host(array))
+    def copy_to_host(self, array, pointer):
+        self.lent.append(super().copy_to_host(array, pointer))
         return self.lent[-1]
 
 
@@ -270,6 +276,9 @@ class Reading(HostDriver):
         array = self.empty(values.shape, values.strides, values.dtype)
         self.enqueue(self.current_stream().ptr, lambda out: np.copyto(out, values), writes=[array])
         return array
+
+    def copy_from_host(self, target, values, pointer):
+        self.enqueue(pointer, lambda out: np.copyto(out, values), writes=[target])
 
     def page_locked(self, values):
         return self.locks
@@ -802,6 +811,16 @@ def test_what_is_no_function_and_what_has_no_items(pool):
         handlepool.spread(conv, 3)
 
 
+@pytest.mark.parametrize("devices", [[0], [0, 1]])
+def test_a_program_is_told_to_be_given_as_its_function(pool, devices):
+    put = pool.driver.asarray
+    with (
+        handlepool.record(conv, put(images(1)[0]), put(WEIGHTS)) as program,
+        pytest.raises(ArgumentError, match=r"spread\(<Program conv of device 0.*Pass the function that it was recorded from"),
+    ):
+        handlepool.spread(program, images(), devices=devices)
+
+
 def test_an_array_in_the_closure_is_named_with_the_remedy(pool):
     driver = pool.driver
     with driver.device(1):
@@ -1052,8 +1071,9 @@ class Forgetful(Flight):
 
     __slots__ = ()
 
-    def __init__(self, index, device, value=None, kept=None, event=None):
-        super().__init__(index, device, value, None, event)
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.kept = None
 
 
 def test_control_what_an_item_needs_is_held_until_it_is_done(monkeypatch):
@@ -1102,3 +1122,290 @@ def test_an_object_in_the_closure_may_hold_an_array_for_each_device(pool):
     items = [np.ones(4, np.float32)] * 6
     got = [*handlepool.spread(lambda x: x + each.arrays[driver.current_device()], items, devices=[0, 1], to="host")]
     assert all(np.unique(y).tolist() in ([2], [3]) for y in got)
+
+
+# The short way, which items of a known geometry go
+
+
+def sorts(random, driver):
+    """A function that draws items of one of several structures, of arrays that lie in one of several ways."""
+
+    def array(kind, size):
+        values = random.integers(0, 100, (2, 3, size)).astype(random.choice(["float32", "float64"]))
+        lies = random.integers(0, 6)
+        if lies == 0:
+            values = np.asfortranarray(values)
+        elif lies == 1:
+            values = values.transpose(0, 2, 1).copy().transpose(0, 2, 1)
+        if kind == "numpy":
+            return values[:, ::2] if lies == 2 else values[..., ::-1] if lies == 3 else values
+        with driver.device(kind):
+            made = driver.asarray(values)
+            return made[:1] if lies == 4 else made
+
+    def item():
+        kinds = ["numpy", "numpy", 0, 0, 1]
+        kind, size = random.choice(np.array(kinds, object)), int(random.integers(2, 4))
+        other = random.choice(np.array(kinds, object)) if random.random() < 0.2 else kind
+        x = array(kind, size)
+        what = random.integers(0, 5)
+        if what == 0:
+            return [x, {"a": array(other, size)}]
+        if what == 1:
+            return x, array(other, size)
+        if what == 2:
+            return [x] * 2
+        if what == 3:
+            twice = [x]
+            return twice, twice
+        return x
+
+    return item
+
+
+def of_any(item):
+    """Of what an item holds: new arrays, one of them twice, a view, the item itself, and no arrays."""
+    arrays = [*leaves(item)]
+    total = sum(x.sum() for x in arrays) + arrays[0] * 3
+    if len(arrays) == 1:
+        return total
+    return {"total": total, "again": (total, [arrays[-1]], "text"), "view": total[:1]}
+
+
+def on_host(pool, value):
+    """The same, of NumPy's arrays."""
+    return rebuilt(value, lambda leaf: value_of(pool, leaf) if isinstance(leaf, HostArray) else leaf)
+
+
+def alike(value):
+    """Structure, types and strides, and what lies in several places."""
+    found = [*leaves(value)]
+    same = [[id(each) for each in found].index(id(leaf)) for leaf in found]
+    return repr(rebuilt(value, lambda leaf: leaf if isinstance(leaf, str) else (leaf.dtype, leaf.strides))), same
+
+
+def values(value):
+    return [leaf if isinstance(leaf, str) else leaf.tolist() for leaf in leaves(value)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("to", [None, "host"])
+def test_the_short_way_gives_what_the_general_one_does_at_random(monkeypatch, seed, to):
+    found = []
+    for short in (True, False):
+        random = np.random.default_rng(seed)
+        driver = HostDriver(devices=2, scheduler="adversarial", seed=seed, check_order=True)
+        with current(driver, monkeypatch) as pool, monkeypatch.context() as patch:
+            if not short:
+                patch.setattr(station.Station, "_learn", lambda *_: None)
+            item = sorts(random, driver)
+            few = [item() for _ in range(6)]
+            given = [few[place] for place in random.integers(0, 6, 40)]
+            driver.calls.clear()
+            got = [*handlepool.spread(of_any, given, to=to, in_flight=int(random.integers(1, 4)), lanes=None)]
+            assert bool(driver.calls["copy_run"]) == short
+            assert [values(on_host(pool, each)) for each in got] == [values(of_any(on_host(pool, each))) for each in given]
+            found.append([alike(each) for each in got])
+    assert found[0] == found[1]
+
+
+def general(monkeypatch, function, given, **options):
+    """How many items of a spread over one device went the general way."""
+    went, give = [], station.Station._give
+    with monkeypatch.context() as patch:
+        patch.setattr(station.Station, "_give", lambda *args: went.append(1) or give(*args))
+        got = [*handlepool.spread(function, given, devices=[0], lanes=None, **options)]
+    assert len(got) == len(given)
+    return len(went)
+
+
+def test_items_of_a_known_geometry_go_the_short_way(pool, monkeypatch):
+    driver, options = pool.driver, {"shared": (SHIFT,)}
+    resident = [driver.asarray(x) for x in ARRAYS]
+    with driver.device(1):
+        elsewhere = [driver.asarray(x) for x in ARRAYS]
+    assert general(monkeypatch, add, ARRAYS, **options) == 1
+    assert general(monkeypatch, add, ARRAYS, to="host", **options) == 1
+    assert general(monkeypatch, add, resident, **options) == 1
+    assert general(monkeypatch, add, elsewhere, **options) == 1
+    assert general(monkeypatch, add, [*ARRAYS, *resident, *elsewhere], **options) == 2
+    assert general(monkeypatch, lambda item: {"y": item["x"] + 1}, [{"x": x} for x in resident]) == 1
+
+
+def test_what_is_no_run_of_bytes_or_on_two_devices_goes_the_general_way(pool, monkeypatch):
+    driver = pool.driver
+    gaps = [driver.asarray(np.repeat(x, 2))[::2] for x in ARRAYS]
+    here = driver.asarray(ARRAYS[0])
+    with driver.device(1):
+        there = driver.asarray(ARRAYS[0])
+    assert general(monkeypatch, lambda x: x + 1, gaps) == len(gaps)
+    assert general(monkeypatch, lambda x: (x + 1)[::2], ARRAYS) == len(ARRAYS)
+    assert general(monkeypatch, lambda item: item[0] + item[1], [(here, there)] * 3) == 3
+    assert general(monkeypatch, lambda item: item[0] + item[1], [(here, ARRAYS[1])] * 3) == 3
+
+
+def test_a_page_locked_item_goes_the_general_way(pool, monkeypatch):
+    monkeypatch.setattr(pool.driver, "page_locked", lambda values: values is ARRAYS[5])
+    assert general(monkeypatch, add, ARRAYS, shared=(SHIFT,)) == 2
+
+
+def test_copies_of_items_are_made_for_as_many_as_are_in_flight(pool):
+    with handlepool.spread(add, ARRAYS * 4, shared=(SHIFT,), devices=[0], lanes=None, in_flight=3, to="host") as results:
+        for _ in results:
+            made = [way.spare for way in results._stations.all[0]._programs.values()]
+    assert len(made) == 1
+    assert 1 <= len(made[0]) <= 3
+
+
+class Reused(station.Way):
+    """Lends the same copy to all items in flight."""
+
+    __slots__ = ("_one",)
+
+    @property
+    def spare(self):
+        return self._one
+
+    @spare.setter
+    def spare(self, value):
+        self._one = Lent(value)
+
+
+class Lent(list):
+    def pop(self):
+        return self[-1]
+
+
+def test_control_a_copy_that_another_item_in_flight_has_gives_wrong_results(monkeypatch):
+    assert all(is_right(run(from_host, monkeypatch, seed, check=False)) for seed in SEEDS)
+    monkeypatch.setattr(station, "Way", Reused)
+    assert not all(is_right(run(from_host, monkeypatch, seed, check=False)) for seed in SEEDS)
+
+
+def test_what_was_given_by_the_short_way_fails_late_and_ends_with_its_error(pool):
+    """And the copies that it had are used again by later items."""
+    driver = pool.driver
+    results = handlepool.spread(add, ARRAYS, shared=(SHIFT,), devices=[0], errors="return", to="host", in_flight=1, lanes=None)
+    got = [next(results) for _ in range(3)]
+    driver.fail_at(1, "copy_run", RuntimeError("injected"))
+    got += results
+    driver.fail_at(0)
+    failed = [index for index, y in enumerate(got) if isinstance(y, ItemError)]
+    assert len(failed) == 1
+    assert "injected" in str(got[failed[0]])
+    assert [np.unique(y).tolist() for y in got if not isinstance(y, ItemError)] == [
+        [value] for index, value in enumerate(RIGHT) if index not in failed
+    ]
+
+
+def test_what_an_item_that_fails_on_the_short_way_gave_to_streams_is_waited_for(pool):
+    """Or its memory would be used again meanwhile."""
+    driver = pool.driver
+    with handlepool.spread(add, ARRAYS, shared=(SHIFT,), devices=[0], errors="return", in_flight=1, lanes=None) as results:
+        for _ in range(3):
+            next(results)
+        driver.calls.clear()
+        driver.fail_at(2, "copy_run")  # the result's; that of the item is enqueued
+        got = [next(results) for _ in range(3)]
+        assert [type(y) is ItemError for y in got].count(True) == 1
+        assert driver.calls["synchronize_stream"] == 3
+
+
+def test_once_something_is_not_recorded_known_geometries_run_eagerly_too(pool):
+    called = []
+
+    def looks(x):
+        called.append(x.shape)
+        return x * (float(x.max()) if len(x) == 9 else 2)
+
+    given = [*ARRAYS[:3], np.ones(9), *ARRAYS[3:]]
+    with pytest.warns(RuntimeWarning, match="eagerly"):
+        got = [*handlepool.spread(looks, given, devices=[0], to="host", lanes=None)]
+    assert same(got, [x * (1 if len(x) == 9 else 2) for x in given])
+    assert called.count((8,)) == 2 + len(ARRAYS[3:])
+
+
+@pytest.mark.parametrize("to", [None, "host"])
+def test_an_interrupt_at_any_line_leaves_nothing_behind(monkeypatch, to):
+    driver = HostDriver(scheduler="adversarial", devices=2, memory=1 << 26)
+    with current(driver, monkeypatch) as pool:
+        [*handlepool.spread(add, ARRAYS, shared=(SHIFT,), lanes=None)]
+        gc.collect()
+        deferred.settle(most=100)
+        before = streams(pool)
+        for k in some_lines(23):
+            results = handlepool.spread(add, ARRAYS[:6], shared=(SHIFT,), lanes=None, to=to)
+            got, where = [], None
+            try:
+                where = at_line(k, partial(got.extend, results), interrupt, {"station.py"})
+                if where is None:
+                    break
+            except KeyboardInterrupt as error:
+                where = error.__notes__
+            values = [np.unique(y if to else value_of(pool, y)).tolist() for y in got]
+            assert values == [[value] for value in RIGHT[: len(got)]], where
+            results.close()
+            del results
+            gc.collect()
+            deferred.settle(most=100)
+            assert streams(pool) == before, where
+        assert k > 100
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts")
+@pytest.mark.slow
+def test_interrupts_as_python_delivers_them_leave_the_turn_free(pool):
+    def refused(*_):
+        raise KeyboardInterrupt
+
+    results = handlepool.spread(conv, images(), shared=(WEIGHTS,))
+    results._next = lambda: None
+    before = signal.signal(signal.SIGVTALRM, refused)
+    try:
+        for number in range(200):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4 + number * 1e-7, 0.1)
+                while True:
+                    next(results)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            assert not results._turn._is_owned()
+            assert not results._taking
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    results.close()
+
+
+class Freeing(HostDriver):
+    """Tells of the host's memory that copies to the host go to, whether it is let go of before a stream was waited for."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.going, self.early = [], 0
+
+    def copy_to_host(self, array, pointer):
+        if len(self.going) == 2 * len(ARRAYS) - 1:
+            raise MemoryError("no page-locked memory")
+        host = super().copy_to_host(array, pointer)
+        self.going.append(weakref.ref(host))
+        return host
+
+    def synchronize_stream(self, pointer):
+        self.early += self.going[-1]() is None
+        super().synchronize_stream(pointer)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_memory_of_the_host_is_kept_to_the_end_of_its_copy_also_where_the_next_one_fails(monkeypatch, short):
+    def two(x):
+        return x + 1, x * 2
+
+    if not short:
+        monkeypatch.setattr(station.Station, "_learn", lambda *_: None)
+    driver = Freeing(devices=1)
+    with current(driver, monkeypatch):
+        results = handlepool.spread(two, ARRAYS, to="host", in_flight=1, lanes=None)
+        with pytest.raises(ItemError, match="no page-locked memory"):
+            list(results)
+    assert len(driver.going) == 2 * len(ARRAYS) - 1
+    assert not driver.early

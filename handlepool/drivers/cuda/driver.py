@@ -29,7 +29,7 @@ from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Before
 from handlepool.errors import ArrayTypeError, CaptureError
 from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
-from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, span
+from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, one_run, span
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator  # noqa: SLF001
@@ -341,9 +341,17 @@ class CudaDriver:
         return np.array(cupy.asnumpy(array))
 
     def copy(self, target: Any, source: Any) -> None:
-        cupy.copyto(target, source)
+        # CuPy copies row-major arrays alone as they lie, and channels-last ones by a kernel, whose launch costs the host more.
+        shape, dtype = target.shape, target.dtype
+        if shape == source.shape and dtype == source.dtype and one_run(shape, target.strides, source.strides, dtype.itemsize):
+            self.copy_run(target, source, self.current_stream().ptr)
+        else:
+            cupy.copyto(target, source)
 
-    def copy_from_device(self, target: Any, source: Any) -> None:
+    def copy_run(self, target: Any, source: Any, pointer: int) -> None:
+        runtime.memcpyAsync(target.data.ptr, source.data.ptr, target.nbytes, runtime.memcpyDefault, pointer)
+
+    def copy_from_device(self, target: Any, source: Any, pointer: int) -> None:
         here, there = self.current_device(), int(source.data.device_id)
         if (here, there) not in self._reached:
             if runtime.deviceCanAccessPeer(here, there):  # or each copy goes through the host's memory
@@ -353,18 +361,20 @@ class CudaDriver:
                     if error.status != _REACHED_BEFORE:
                         raise
             self._reached.add((here, there))
-        pointer = self.current_stream().ptr
         runtime.memcpyPeerAsync(target.data.ptr, here, source.data.ptr, there, target.nbytes, pointer)
 
-    def copy_to_host(self, array: Any) -> np.ndarray[Any, Any]:
+    def copy_from_host(self, target: Any, values: np.ndarray[Any, Any], pointer: int) -> object:
+        memory, host = _page_locked_like(target)
+        np.copyto(host, values)
+        runtime.memcpyAsync(target.data.ptr, memory.ptr, target.nbytes, runtime.memcpyHostToDevice, pointer)
+        return memory
+
+    def copy_to_host(self, array: Any, pointer: int) -> np.ndarray[Any, Any]:
         if not array.size:
             return np.empty(array.shape, array.dtype)
-        order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-        memory = cupy.cuda.alloc_pinned_memory(array.nbytes)  # the array keeps it
-        host = np.ndarray([array.shape[axis] for axis in order], array.dtype, memory)
-        pointer = self.current_stream().ptr
+        memory, host = _page_locked_like(array)
         runtime.memcpyAsync(memory.ptr, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, pointer)
-        return host.transpose(np.argsort(order))
+        return host
 
     def page_locked(self, values: np.ndarray[Any, Any]) -> bool:
         found = runtime.pointerGetAttributes(values.__array_interface__["data"][0])
@@ -416,6 +426,12 @@ class CudaDriver:
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> KernelExecutable:
         return KernelExecutable(self, kernel, operands, name, titles)
+
+
+def _page_locked_like(array: Any) -> tuple[Any, np.ndarray[Any, Any]]:
+    """Return page-locked memory, and an array of the host's in it, which keeps it, that lies as one without gaps."""
+    memory = cupy.cuda.alloc_pinned_memory(array.nbytes)
+    return memory, np.ndarray(array.shape, array.dtype, memory, 0, array.strides)
 
 
 def _nothing() -> None:

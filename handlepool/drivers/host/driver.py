@@ -37,7 +37,7 @@ from handlepool.drivers.protocol import (
 )
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError, GraphNotSupportedError
 from handlepool.tensors import frontend
-from handlepool.tensors.layout import HOST, Layout, View
+from handlepool.tensors.layout import HOST, Layout, View, one_run
 
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
 
@@ -421,15 +421,32 @@ class HostDriver(Controls):
         if raw_view(target)[1] is None and queue.capture is None:  # nobody else waits for who reads it
             self._streams.wait_on_host(queue.tail, "a copy to NumPy's memory")
 
-    def copy_from_device(self, target: Array, source: Array) -> None:
-        self._note("copy_from_device")
-        self._enqueue(self._current_queue(), np.copyto, (target,), (source,), "copy from another device")
+    def copy_run(self, target: Array, source: Array, pointer: int) -> None:
+        self._note("copy_run")
+        self._check_run(target, source, "copy_run")
+        self._enqueue(self._streams.resolve(pointer), np.copyto, (target,), (source,), "copy")
 
-    def copy_to_host(self, array: Array) -> np.ndarray[Any, Any]:
+    def copy_from_device(self, target: Array, source: Array, pointer: int) -> None:
+        self._note("copy_from_device")
+        self._enqueue(self._streams.resolve(pointer), np.copyto, (target,), (source,), "copy from another device")
+
+    def copy_from_host(self, target: Array, values: np.ndarray[Any, Any], pointer: int) -> object:
+        self._note("copy_from_host")
+        read = np.array(values)
+        self._enqueue(self._streams.resolve(pointer), np.copyto, (target,), (read,), "copy from the host")
+        return read
+
+    def copy_to_host(self, array: Array, pointer: int) -> np.ndarray[Any, Any]:
         self._note("copy_to_host")
         host = np.empty_like(raw_view(array)[0])
-        self._enqueue(self._current_queue(), np.copyto, (host,), (array,), "copy to the host")
+        self._enqueue(self._streams.resolve(pointer), np.copyto, (host,), (array,), "copy to the host")
         return host
+
+    def _check_run(self, target: Array, source: Array, call: str) -> None:
+        """Refuse what a GPU would copy wrongly: it copies as many bytes, whatever lies there."""
+        one, other = ((array.shape, array.dtype) for array in (target, source))
+        if one != other or not one_run(target.shape, target.strides, source.strides, target.dtype.itemsize):
+            raise ContractError(f"{call}: {shown(target)} of strides {target.strides}, {shown(source)} of {source.strides}")
 
     def page_locked(self, values: np.ndarray[Any, Any]) -> bool:
         self._note("page_locked")
