@@ -121,33 +121,36 @@ def plan(
     return _planned(graph, operands, copies, engine, int(graph.get_execution_plan_count()), graph._plan_index)  # noqa: SLF001
 
 
-def loaded(graph: Any, operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, into: Any) -> Planned:
+def loaded(operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, device: DeviceProperties) -> Planned:
     """Make a plan of what `Planned.save` gave, maybe in another process.
+
+    The device is given by its properties, also where it is there: with a handle, the frontend would capture a launch of the plan,
+    and allocate a megabyte for it, which takes more than all else.
 
     Operands and scratch are compared. Operations are not: cuDNN tells those of a plan that it has read in its own bytes alone.
 
     Parameters
     ----------
-    graph, operands, copies
-        As in `plan`; the graph is not planned.
+    operands, copies
+        As in `plan`, of a graph that is not planned.
     saved : SavedPlan
-    into : cudnn.pygraph
-        An empty one, with a handle or a description of a device.
+    device : DeviceProperties
 
     Raises
     ------
     GraphNotSupportedError
-        Where cuDNN does not take it, or its operands are not those of ``graph``: they lie elsewhere, say.
+        Where cuDNN does not take it, or its operands are not those of the graph: they lie elsewhere, say.
     """
+    graph = frontend.new_graph(None, device=device)
     try:
-        into.deserialize(saved.data)
-        lowered = into._lowered_graph  # noqa: SLF001 - the one that has the plan
+        graph.deserialize(saved.data)
+        lowered = graph._lowered_graph  # noqa: SLF001 - the one that has the plan
         for tensor in operands:
             found = lowered.query_tensor_attributes_of_uid(int(tensor.get_uid()))
             geometry = list(found.get_dim()), list(found.get_stride()), found.get_data_type()
             if geometry != (list(tensor.dim), list(tensor.stride), tensor.data_type):
                 raise ValueError(f"its {tensor.name} is {geometry}")
-        planned = _planned(into, operands, copies, saved.engine, saved.candidates, None)
+        planned = _planned(graph, operands, copies, saved.engine, saved.candidates, None)
         if planned.size != saved.workspace_size:
             raise ValueError(f"it needs {planned.size} bytes of scratch, not {saved.workspace_size}")
     except Exception as error:  # whatever cuDNN, or the frontend, makes of what may be anything
@@ -224,13 +227,15 @@ class DescribedDevice:
         *,
         copies: Sequence[Copy] = (),
         saved: SavedPlan | None = None,
-        into: Any = None,
         **settings: Any,
     ) -> "DescribedExecutable":
         """Plan and build a graph of `new_graph`; see `handlepool.drivers.protocol.Driver.compile`."""
         name, titles = settings.pop("name"), settings.pop("titles")
         try:
-            planned = plan(graph, operands, copies, **settings) if saved is None else loaded(graph, operands, copies, saved, into)
+            if saved is None:
+                planned = plan(graph, operands, copies, **settings)
+            else:
+                planned = loaded(operands, copies, saved, self.properties)
         except GraphNotSupportedError as error:
             if any(words in str(error) for words in _WITHOUT_A_GPU):
                 raise GraphNotSupportedError(
@@ -238,7 +243,7 @@ class DescribedDevice:
                     f"GPU: leave it to its first use on {self.properties.name}. {error}"
                 ) from error
             raise
-        return DescribedExecutable(planned, name, titles, self.properties.name, saved is not None)
+        return DescribedExecutable(planned, name, titles, self.properties.name)
 
     def made_for(self) -> str:
         """Return what `CudaDriver.made_for` does where the device is."""
@@ -249,9 +254,9 @@ class DescribedDevice:
 class DescribedExecutable:
     """A built graph of a described device, as `handlepool.drivers.protocol.Executable`; there is nothing to launch it on."""
 
-    def __init__(self, planned: Planned, name: str, titles: Sequence[str], device: str, untried: bool) -> None:
+    def __init__(self, planned: Planned, name: str, titles: Sequence[str], device: str) -> None:
         self.planned = planned
-        self.untried = untried
+        self.untried = planned.saved is not None
         self.save = planned.save
         self.name, self.titles = name, titles
         self.workspace_size, self.engine, self.candidates = planned.workspace_size, planned.engine, planned.candidates
