@@ -298,8 +298,7 @@ def _read(name: str, directory: int, *, touch: bool = True) -> bytes:
                 os.utime(file)
             except OSError:  # a directory of root's, or one that is read-only
                 pass
-        with open(file, "rb", closefd=False) as stream:
-            return stream.read(found.st_size)  # of more than there is, memory for all would be taken
+        return os.read(file, found.st_size)  # all of it at once, as Linux reads files up to 2 GiB; less is passed over as cut off
     finally:
         os.close(file)
 

@@ -319,7 +319,7 @@ def axis_order(shape: Sequence[int], strides: Sequence[int]) -> Shape:
     """
     rank = len(shape)
     telling = [axis for axis in range(rank) if shape[axis] > 1 and strides[axis] != 0]
-    order = sorted(telling, key=lambda axis: -strides[axis])  # stable: equal strides keep the axes' own order
+    order = sorted(telling, key=strides.__getitem__, reverse=True)  # stable: equal strides keep the axes' own order
     for candidate in (tuple(range(rank)), (0, *range(2, rank), 1)):
         if rank > 1 and order == [axis for axis in candidate if axis in telling]:
             return candidate

@@ -7,7 +7,7 @@ compiles.
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import cudnn
@@ -150,23 +150,29 @@ def loaded(operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, de
             geometry = list(found.get_dim()), list(found.get_stride()), found.get_data_type()
             if geometry != (list(tensor.dim), list(tensor.stride), tensor.data_type):
                 raise ValueError(f"its {tensor.name} is {geometry}")
-        planned = _planned(graph, operands, copies, saved.engine, saved.candidates, None)
+        planned = _planned(graph, operands, copies, saved.engine, saved.candidates, None, saved)
         if planned.size != saved.workspace_size:
             raise ValueError(f"it needs {planned.size} bytes of scratch, not {saved.workspace_size}")
     except Exception as error:  # whatever cuDNN, or the frontend, makes of what may be anything
         raise GraphNotSupportedError(f"what was saved is no plan of this graph: {error}") from error
-    return replace(planned, saved=saved)
+    return planned
 
 
 def _planned(
-    graph: Any, operands: Sequence[Any], copies: Sequence[Copy], engine: str, candidates: int, plan_index: int | None
+    graph: Any,
+    operands: Sequence[Any],
+    copies: Sequence[Copy],
+    engine: str,
+    candidates: int,
+    plan_index: int | None,
+    saved: SavedPlan | None = None,
 ) -> Planned:
     size = int(graph.get_workspace_size())
     copies_at = -(-size // ALIGNMENT) * ALIGNMENT
     uids = [int(tensor.get_uid()) for tensor in operands]
     raw, index = _raw_entry(graph, uids, plan_index)
     whole = copies_at + scratch_of(copies) if copies else size
-    return Planned(graph, whole, copies_at, engine, candidates, uids, raw, index, size)
+    return Planned(graph, whole, copies_at, engine, candidates, uids, raw, index, size, saved)
 
 
 def _raw_entry(graph: Any, uids: list[int], plan_index: int | None) -> tuple[Callable[..., None] | None, int]:
