@@ -275,7 +275,7 @@ def _decoded(data: bytes) -> tuple[str, SavedPlan] | None:
         return None
     (length,) = _LENGTH.unpack_from(rest)
     try:  # somebody may have written what is not ours, with its digest
-        head = json.loads(bytes(rest[_LENGTH.size : _LENGTH.size + length]))
+        head = json.loads(str(rest[_LENGTH.size : _LENGTH.size + length], "ascii"))
         key, engine, workspace_size, candidates = (head[name] for name in ("key", "engine", "workspace_size", "candidates"))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
