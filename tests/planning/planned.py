@@ -40,13 +40,25 @@ def convolve(g, x, w):
     return g.relu(g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]))
 
 
-def convolution(batch=2, files=None):
+def convolution(batch=2, files=None, device=None):
     layouts = tuple(
         Layout(shape, tuple(2 * step for step in dense_strides(shape, (0, 2, 3, 1))), np.dtype(np.float16))
         for shape in ((batch, 64, 28, 28), (32, 64, 3, 3))
     )
     recipe = Recipe("convolve", convolve, Signature.of(convolve))
-    return build(recipe, Request(layouts), planning.DescribedDevice(h200()), lambda which, keep: None, files=files)
+    described = planning.DescribedDevice(device or h200())
+    return build(recipe, Request(layouts), described, lambda which, keep: None, files=files)
+
+
+def of_another_architecture(folder):
+    """Plan for an H200 and for a device of another architecture: what was counted, and whether the one's plan is the other's."""
+    files = PlanDirectory(folder)
+    other = h200(deviceVer=800, deviceName="another")
+    plans = [convolution(files=files, device=device) for device in (h200(), other, h200(), other)]
+    loaded, counts = [plan.executable.untried for plan in plans], files.counts()
+    files.save(plans[1].key, files.load(plans[0].key))
+    swapped = convolution(files=files, device=other)
+    return {"loaded": loaded, "counts": counts, "swapped": swapped.executable.untried}
 
 
 def saved(folder):

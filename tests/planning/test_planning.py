@@ -51,6 +51,13 @@ def convolved(padding, dilation=1):
     return f"conv_fprop(padding=[{padding}, {padding}], stride=[1, 1], dilation=[{dilation}, {dilation}])"
 
 
+def test_a_plan_for_another_architecture_is_not_found_and_in_its_place_refused(cudnn, tmp_path):
+    found = cudnn("planning.planned.of_another_architecture", str(tmp_path))
+    assert found["loaded"] == [False, False, True, True]
+    assert found["counts"] == {"plan_files_missed": 2, "plan_files_written": 2, "plan_files_loaded": 2}
+    assert not found["swapped"]
+
+
 def test_a_command_plans_what_a_module_lists_for_whoever_has_the_device(cudnn, tmp_path):
     found = cudnn("planning.planned.elsewhere", str(tmp_path))
     *lines, total = found["said"]
