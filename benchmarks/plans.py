@@ -1,14 +1,19 @@
 """How soon a process has its plans: built by cuDNN, and from a plan directory. Each sample is a process of its own, in turns.
 
-Times are those that building, or loading, takes inside the process, without imports. The first plan loads cuDNN's libraries,
-which takes as long either way: the bounds are for the others, and both forms are printed.
+Times begin when Python's modules are imported and "libraries" are loaded, which takes as long either way and is timed by itself:
+the device's context, a handle, and what cuDNN loads and sets up when it is first asked for plans, of a graph that is none of
+those that are timed. All else counts, from the first plan on. The bounds are for that, on both sides of a ratio; with the
+libraries on both sides it is printed. Then the ten functions are called, so that what a plan puts off to its first launch is
+seen, too.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -18,11 +23,10 @@ from options import arguments, loaded, parse, positive
 from work import Shape, graph_function
 
 TEN = 10
-BUT_THE_FIRST = " but the first"
 READY, NETWORK = 0.10, 0.15
 """What a second process may take of the first one's time: for ten graph functions, and for a network's plans."""
 TEN_MILLISECONDS, MANY_SECONDS = 20.0, 0.5
-"""Of loading ten plans, and the many."""
+"""Of loading ten plans, and the many, beyond the libraries."""
 
 
 def shapes(count: int, small: bool) -> list[Shape]:
@@ -35,34 +39,75 @@ def shapes(count: int, small: bool) -> list[Shape]:
     return found
 
 
+def load_libraries(pool: Any) -> None:
+    """Have a handle, and cuDNN asked for plans of a graph; none is built."""
+    handle = pool.get_handle()
+    if pool.driver.name != "cuda":
+        return
+    import cudnn
+
+    half, single = cudnn.data_type.HALF, cudnn.data_type.FLOAT
+    graph = cudnn.pygraph(handle=handle, io_data_type=half, intermediate_data_type=single, compute_data_type=single)
+    x = graph.tensor(dim=[1, 8, 5, 5], stride=[200, 1, 40, 8])
+    w = graph.tensor(dim=[8, 8, 1, 1], stride=[8, 1, 8, 8])
+    graph.conv_fprop(x, w, padding=[0, 0], stride=[1, 1], dilation=[1, 1]).set_output(True)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A])
+
+
+class Clock:
+    """Milliseconds that parts of the work took, by what they are called: of each time that it was done."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, list[float]] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a part of it."""
+        start = perf_counter_ns()
+        yield
+        self.taken.setdefault(name, []).append((perf_counter_ns() - start) / 1e6)
+
+
 def work(what: str, small: bool) -> dict[str, Any]:
-    """Have the plans of one case, in this process: the microseconds that each took, and what was counted of files."""
+    """Have the plans of one case, in this process: the milliseconds of each part, and what was counted of files."""
+    import numpy as np
+    from nets import NETWORKS, Parameters
+    from nets.parameters import channels_last
+
     import handlepool
     from handlepool import ArraySpec
     from handlepool.graphs import function
 
-    taken: list[float] = []
-    build = function.build
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        start = perf_counter_ns()
-        plan = build(*args, **kwargs)
-        taken.append((perf_counter_ns() - start) / 1e3)
-        return plan
-
-    function.build = timed
+    clock = Clock()
     pool = handlepool.default_pool()
     driver = pool.driver
+    with clock("libraries"):
+        load_libraries(pool)
     if what.isdigit():
+        made = []
         for shape in shapes(int(what), small):
             x = ArraySpec((shape.batch, shape.channels, shape.side, shape.side), shape.dtype, shape.layout)
             w = ArraySpec((shape.filters, shape.channels, shape.kernel, shape.kernel), shape.dtype, shape.layout)
-            graph_function(shape).compile(x, w)
+            made.append((graph_function(shape), x, w))
+            with clock("plans"):
+                made[-1][0].compile(x, w)
+        with driver.create_stream() as stream:
+            calls = [(f, *(driver.empty(s.shape, s.strides, s.dtype) for s in specs)) for f, *specs in made[:TEN]]
+            driver.synchronize_stream(stream.ptr)
+            with clock("first calls"):
+                for call, *arrays in calls:
+                    call(*arrays)
+                driver.synchronize_stream(stream.ptr)
     else:
-        import numpy as np
-        from nets import NETWORKS, Parameters
-        from nets.parameters import channels_last
+        build = function.build
 
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with clock("plans"):
+                return build(*args, **kwargs)
+
+        function.build = timed
         side = 33 if small else 224
         images = np.random.default_rng(1).standard_normal((1, 3, side, side), np.float32).astype("float16")
         with driver.create_stream() as stream:
@@ -70,7 +115,8 @@ def work(what: str, small: bool) -> dict[str, Any]:
             driver.synchronize_stream(stream.ptr)
     counts = pool.stats()
     pool.close()
-    return {"taken": taken} | {name: counts[f"plan_files_{name}"] for name in ("loaded", "missed", "rejected")}
+    files = {name: counts[f"plan_files_{name}"] for name in ("loaded", "missed", "rejected")}
+    return {"taken": {name: sum(each) for name, each in clock.taken.items()}, "files": files, "plans": len(clock.taken["plans"])}
 
 
 def in_a_process(what: str, small: bool, driver: str, directory: Path | None) -> dict[str, Any]:
@@ -104,21 +150,25 @@ def main() -> int:
                 ways = [("loaded", directory)] if repeat and what == cases[-1] else [("built", None), ("loaded", directory)]
                 for how, path in ways if repeat else [("built", directory)]:
                     found = in_a_process(what, options.small, driver, path)
-                    if how == "loaded" and (found["missed"] or found["rejected"] or found["loaded"] != len(found["taken"])):
+                    files = found["files"]
+                    if how == "loaded" and files != {"loaded": found["plans"], "missed": 0, "rejected": 0}:
                         raise RuntimeError(f"{what} was not loaded: {found}")
                     name = f"{what} plans" if what.isdigit() else f"plans of {what}"
                     if repeat or what == cases[-1]:
-                        samples.setdefault(f"{name}, {how}", []).append(sum(found["taken"]) / 1e3)
-                        samples.setdefault(f"{name}{BUT_THE_FIRST}, {how}", []).append(sum(found["taken"][1:]) / 1e3)
+                        taken = found["taken"]
+                        samples.setdefault(f"{name}, {how}", []).append(taken["plans"])
+                        samples.setdefault(f"{name} and libraries, {how}", []).append(taken["plans"] + taken["libraries"])
+                        if what == cases[0]:
+                            samples.setdefault(f"{name} and first calls, {how}", []).append(taken["plans"] + taken["first calls"])
     ratios = Ratios()
     ten, network, many = f"{TEN} plans", "plans of googlenet", f"{options.many} plans"
     full = driver == "cuda" and not options.small
     for name, most in ((ten, READY), (network, NETWORK)):
-        ratios.compare(samples, f"{name}, loaded", f"{name}, built")
-        name += BUT_THE_FIRST
         ratios.compare(samples, f"{name}, loaded", f"{name}, built", most if full else None)
+    for name in (f"{ten} and libraries", f"{ten} and first calls", f"{network} and libraries"):
+        ratios.compare(samples, f"{name}, loaded", f"{name}, built")
     for name, unit, size, most in ((ten, "milliseconds", 1.0, TEN_MILLISECONDS), (many, "seconds", 1e3, MANY_SECONDS)):
-        name += f"{BUT_THE_FIRST}, loaded"
+        name += ", loaded"
         ratios.add(f"{name}, {unit}", [value / size for value in samples[name]], most if full else None)
     publish(options, "plans", driver, {"milliseconds": {name: summary(values) for name, values in samples.items()}}, ratios)
     return 0

@@ -137,6 +137,8 @@ def as_integer(value: Any, otherwise: int | None = None) -> int:
     TypeError
         For what is none.
     """
+    if type(value) is int:
+        return value
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{shown(value)} is no integer")

@@ -44,7 +44,7 @@ class Unlaunched(DescribedExecutable):
     """A plan of which each launch does nothing."""
 
     def __init__(self, made: DescribedExecutable, met: Met) -> None:
-        super().__init__(made.planned, made.name, made.titles, "", made.untried)
+        super().__init__(made.planned, made.name, made.titles, "")
         self.save = self._saved
         self._met = met
 

@@ -171,7 +171,7 @@ def build(
         executable: Executable | None = None
         if files is not None and key and index is None and not anew and (saved := files.load(key)) is not None:
             try:
-                executable = make(saved=saved, into=builder.new_graph(**own))
+                executable = make(saved=saved)
             except GraphNotSupportedError:
                 files.reject(key)
         if executable is None:

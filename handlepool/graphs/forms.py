@@ -417,6 +417,8 @@ def _even(forms: _Forms, node: Any) -> None:
 
     As far as the larger side needs it, in whole steps, so that what is wanted is a part of what comes out.
     """
+    if node.params.get("pre_padding") is None:  # nor is the other: `infer` has checked them
+        return
     first, second = (forms.shapes[tensor.uid] for tensor in list(node.inputs.values())[:2])
     how = Convolution.of(node, len(first))
     if how.before == how.after:

@@ -34,10 +34,9 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], m
         if id(tensor) not in places:
             index = places[id(tensor)] = len(tensors)
             tensors.append([])
-            told = {name: value for name, value in vars(tensor).items() if name not in _NO_MATTER}
-            if tensor.ragged_offset is not None:
-                told["ragged_offset"] = place(tensor.ragged_offset)
-            tensors[index] = [*told.values()]
+            behind = tensor.ragged_offset
+            told = [value for name, value in vars(tensor).items() if name not in _NO_MATTER and name != "ragged_offset"]
+            tensors[index] = [*told, None if behind is None else place(behind)]
         return places[id(tensor)]
 
     named = {

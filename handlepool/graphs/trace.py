@@ -39,8 +39,9 @@ def element_strides(title: str, layout: Layout) -> list[int]:
             f"fall between elements; pass a contiguous copy"
         )
     strides = [stride // itemsize for stride in layout.strides]
-    dense = dense_strides(shape, axis_order(shape, strides))
-    strides = [plain if extent == 1 else stride for extent, stride, plain in zip(shape, strides, dense, strict=True)]
+    if 1 in shape:
+        dense = dense_strides(shape, axis_order(shape, strides))
+        strides = [plain if extent == 1 else stride for extent, stride, plain in zip(shape, strides, dense, strict=True)]
     if (span := 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))) > MOST_ELEMENTS:
         raise ArgumentError(
             f"{title} of shape {shape} has strides of {strides} elements and spans {span:,}, gaps included; cuDNN's tensors span "

@@ -275,7 +275,7 @@ def _decoded(data: bytes) -> tuple[str, SavedPlan] | None:
         return None
     (length,) = _LENGTH.unpack_from(rest)
     try:  # somebody may have written what is not ours, with its digest
-        head = json.loads(bytes(rest[_LENGTH.size : _LENGTH.size + length]))
+        head = json.loads(str(rest[_LENGTH.size : _LENGTH.size + length], "ascii"))
         key, engine, workspace_size, candidates = (head[name] for name in ("key", "engine", "workspace_size", "candidates"))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -298,8 +298,7 @@ def _read(name: str, directory: int, *, touch: bool = True) -> bytes:
                 os.utime(file)
             except OSError:  # a directory of root's, or one that is read-only
                 pass
-        with open(file, "rb", closefd=False) as stream:
-            return stream.read(found.st_size)  # of more than there is, memory for all would be taken
+        return os.read(file, found.st_size)  # all of it at once, as Linux reads files up to 2 GiB; less is passed over as cut off
     finally:
         os.close(file)
 

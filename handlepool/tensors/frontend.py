@@ -60,9 +60,14 @@ def numpy_dtype(kind: Any) -> np.dtype[Any]:
     ArrayTypeError
         For a type that NumPy has not, or that needs ml_dtypes where that is missing.
     """
-    name = next((name for name, upper in NAMES.items() if upper == kind.name), None)
+    return _numpy_dtype(kind.name)
+
+
+@cache
+def _numpy_dtype(kind: str) -> np.dtype[Any]:
+    name = next((name for name, upper in NAMES.items() if upper == kind), None)
     if name is None:
-        raise ArrayTypeError(f"NumPy has no type for cuDNN's {kind.name}")
+        raise ArrayTypeError(f"NumPy has no type for cuDNN's {kind}")
     try:
         return np.dtype(name)
     except TypeError:

@@ -267,29 +267,31 @@ def _operands(node: Any, inputs: Mapping[str, Shape], first: str, second: str) -
 
 
 def _convolved(node: Any, image: Shape, weight: Shape) -> Shape:
-    what = f"{title(node)}: image {image} and weight {weight}"
+    def what() -> str:
+        return f"{title(node)}: image {image} and weight {weight}"
+
     if image[1] % weight[1]:
         raise ArgumentError(
-            f"{what}: the image's {image[1]} channels are no multiple of the weight's {weight[1]}; "
+            f"{what()}: the image's {image[1]} channels are no multiple of the weight's {weight[1]}; "
             "axis 1 of a weight holds the channels of one group"
         )
     groups = image[1] // weight[1]
     if weight[0] % groups:
         raise ArgumentError(
-            f"{what}: {image[1]} channels by {weight[1]} make {groups} groups, which do not divide {weight[0]} "
+            f"{what()}: {image[1]} channels by {weight[1]} make {groups} groups, which do not divide {weight[0]} "
             f"filters; give a multiple of {groups} filters, or filters of {image[1]} channels"
         )
     geometry = Convolution.of(node, len(image))
     padded = [sum(sides) for sides in zip(image[2:], geometry.before, geometry.after, strict=True)]
     if (elements := math.prod((*image[:2], *padded))) > MOST_ELEMENTS:
         raise ArgumentError(
-            f"{what}: the image has {elements:,} elements with a padding of {geometry.before} before and {geometry.after} after, "
-            f"and cuDNN's tensors have at most {MOST_ELEMENTS:,}; pad less, or split the image"
+            f"{what()}: the image has {elements:,} elements with a padding of {geometry.before} before and {geometry.after} "
+            f"after, and cuDNN's tensors have at most {MOST_ELEMENTS:,}; pad less, or split the image"
         )
     spatial = geometry.forward(image[2:], weight[2:])
     if min(spatial) < 1:
         raise ArgumentError(
-            f"{what}: nothing comes out, because the filter covers {geometry.extent(weight[2:])} of an image padded by "
+            f"{what()}: nothing comes out, because the filter covers {geometry.extent(weight[2:])} of an image padded by "
             f"{geometry.before} and {geometry.after}; pad more, or take a smaller filter or dilation"
         )
     return (image[0], weight[0], *spatial)
@@ -319,7 +321,7 @@ def axis_order(shape: Sequence[int], strides: Sequence[int]) -> Shape:
     """
     rank = len(shape)
     telling = [axis for axis in range(rank) if shape[axis] > 1 and strides[axis] != 0]
-    order = sorted(telling, key=lambda axis: -strides[axis])  # stable: equal strides keep the axes' own order
+    order = sorted(telling, key=strides.__getitem__, reverse=True)  # stable: equal strides keep the axes' own order
     for candidate in (tuple(range(rank)), (0, *range(2, rank), 1)):
         if rank > 1 and order == [axis for axis in candidate if axis in telling]:
             return candidate

@@ -85,6 +85,27 @@ def test_a_loaded_plan_is_recorded_forked_and_tuned_as_any_other(process, x, w):
     assert all(equal)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_g9_a_loaded_plan_may_be_launched_for_the_first_time_under_a_capture(process, function, x, w):
+    right, _ = process(lambda: function(x, w))
+
+    def captured():
+        out = cupy.full_like(right, np.nan)
+        cupy.cuda.Device().synchronize()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+            function(x, w, out=out)
+            graph = stream.end_capture()
+            assert cupy.isnan(out).all()  # the control: nothing has run
+            graph.launch(stream)
+            stream.synchronize()
+        return out
+
+    found, counts = process(captured)
+    assert counts == {"loaded": 1}
+    np.testing.assert_array_equal(cupy.asnumpy(found), cupy.asnumpy(right))
+
+
 def test_a_description_of_this_device_is_what_its_plans_are_made_for():
     with HandlePool(driver="cuda") as pool:
         described = DeviceProperties(DeviceProperties.of(pool.driver.current_device()).text)

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import cudnn
 import numpy as np
+from cudnn import _plan_serdes
 from harness.planning import h200
 from planning import listed
 
@@ -40,18 +41,32 @@ def convolve(g, x, w):
     return g.relu(g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]))
 
 
-def convolution(batch=2, files=None):
+def convolution(batch=2, files=None, device=None):
     layouts = tuple(
         Layout(shape, tuple(2 * step for step in dense_strides(shape, (0, 2, 3, 1))), np.dtype(np.float16))
         for shape in ((batch, 64, 28, 28), (32, 64, 3, 3))
     )
     recipe = Recipe("convolve", convolve, Signature.of(convolve))
-    return build(recipe, Request(layouts), planning.DescribedDevice(h200()), lambda which, keep: None, files=files)
+    described = planning.DescribedDevice(device or h200())
+    return build(recipe, Request(layouts), described, lambda which, keep: None, files=files)
+
+
+def of_another_architecture(folder):
+    """Plan for an H200 and for a device of another architecture: what was counted, and whether the one's plan is the other's."""
+    files = PlanDirectory(folder)
+    other = h200(deviceVer=800, deviceName="another")
+    plans = [convolution(files=files, device=device) for device in (h200(), other, h200(), other)]
+    loaded, counts = [plan.executable.untried for plan in plans], files.counts()
+    files.save(plans[1].key, files.load(plans[0].key))
+    swapped = convolution(files=files, device=other)
+    return {"loaded": loaded, "counts": counts, "swapped": swapped.executable.untried}
 
 
 def saved(folder):
     """Build plans, load them again, and load each in the other's place: what they say, and the seconds that it took."""
-    files, told = PlanDirectory(folder), []
+    files, told, proposed = PlanDirectory(folder), [], []
+    propose = cudnn.pygraph.create_execution_plans
+    cudnn.pygraph.create_execution_plans = lambda graph, modes: (proposed.append(len(told)), propose(graph, modes))
     for _ in range(2):
         start = time.perf_counter()
         plans = [convolution(batch, files) for batch in range(1, 9)]
@@ -62,7 +77,33 @@ def saved(folder):
         files.save(key, found[other])
     plans = [convolution(batch, files) for batch in range(1, 9)]
     told.append([[plan.engine, plan.workspace_size, plan.candidates, plan.executable.untried] for plan in plans])
-    return {"built": told[0], "loaded": told[1], "swapped": told[2], "counts": files.counts(), "seconds": seconds}
+    asked = [proposed.count(which) for which in range(3)]
+    return {"built": told[0], "loaded": told[1], "swapped": told[2], "asked": asked, "counts": files.counts(), "seconds": seconds}
+
+
+def chosen(folder):
+    """Build a plan, and keep the next of its candidates instead: the engines of both, and of what is loaded then."""
+    files, described, kept = PlanDirectory(folder), planning.DescribedDevice(h200()), []
+    layouts = tuple(
+        Layout(shape, tuple(2 * step for step in dense_strides(shape, (0, 2, 3, 1))), np.dtype(np.float16))
+        for shape in ((2, 64, 28, 28), (32, 64, 3, 3))
+    )
+    recipe = Recipe("dilated", dilated, Signature.of(dilated))
+    for index in (None, 1, None):
+        kept.append(build(recipe, Request(layouts, options={"by": 1}), described, None, index, files=files))
+        save(kept[-1], files)
+    return [plan.engine for plan in kept], [plan.executable.untried for plan in kept]
+
+
+def of_the_frontends_own(folder):
+    """Put what an engine of the frontend's own would have written in a plan's place: whether it is read, and what read it."""
+    files, read = PlanDirectory(folder), []
+    plan = convolution(files=files)
+    _plan_serdes.deserialize = lambda *given, **more: read.append(given)
+    data = _plan_serdes.MAGIC + bytes(100)
+    frontend.new_graph(None, device=h200()).deserialize(data)  # the control
+    files.save(plan.key, replace(files.load(plan.key), data=data))
+    return convolution(files=files).executable.untried, len(read)
 
 
 def exchanged(folder):
@@ -260,9 +301,9 @@ def entries():
     made = planning.plan(graph, [x, w, y])
     lowered = graph._lowered_graph
     lowered._prepare_variant_pack_template()
-    again = frontend.new_graph(None, device=h200())
+    again = cudnn._pybind_module.backend_graph(device_property=h200().native)
     again.deserialize(graph.serialize(as_bytes=True))
-    found = again._lowered_graph.query_tensor_attributes_of_uid(x.uid)
+    found = again.query_tensor_attributes_of_uid(x.uid)
     return {
         "raw": lowered._execute_with_raw_ptrs.__doc__.splitlines()[0],
         "uids": list(lowered._get_variant_pack_uids_sorted()) == made.uids,

@@ -27,6 +27,17 @@ def test_plans_that_were_saved_are_made_again_and_in_the_place_of_another_refuse
     # Eight that were not there, eight that were, and eight of another geometry behind a digest that is right.
     counts = {"missed": 8, "loaded": 16, "rejected": 8, "written": 24}
     assert said["counts"] == {f"plan_files_{name}": count for name, count in counts.items()}
+    assert said["asked"] == [8, 0, 8]  # heuristics
+
+
+def test_the_plan_that_was_kept_last_is_the_one_that_is_loaded(cudnn, tmp_path):
+    (first, second, again), loaded = cudnn("planning.planned.chosen", str(tmp_path))
+    assert first != second == again
+    assert loaded == [False, False, True]
+
+
+def test_what_the_frontends_own_engines_write_is_read_by_nobody(cudnn, tmp_path):
+    assert cudnn("planning.planned.of_the_frontends_own", str(tmp_path)) == [False, 1]
 
 
 def test_a_plan_that_was_loaded_can_be_kept_again(cudnn, tmp_path):
@@ -49,6 +60,13 @@ def halves(*shapes):
 
 def convolved(padding, dilation=1):
     return f"conv_fprop(padding=[{padding}, {padding}], stride=[1, 1], dilation=[{dilation}, {dilation}])"
+
+
+def test_a_plan_for_another_architecture_is_not_found_and_in_its_place_refused(cudnn, tmp_path):
+    found = cudnn("planning.planned.of_another_architecture", str(tmp_path))
+    assert found["loaded"] == [False, False, True, True]
+    assert found["counts"] == {"plan_files_missed": 2, "plan_files_written": 2, "plan_files_loaded": 2}
+    assert not found["swapped"]
 
 
 def test_a_command_plans_what_a_module_lists_for_whoever_has_the_device(cudnn, tmp_path):

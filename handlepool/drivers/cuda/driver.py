@@ -25,7 +25,7 @@ from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, BeforePlain, Copy, Handle, Stream
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, BeforePlain, Copy, Handle, SavedPlan, Stream
 from handlepool.errors import ArrayTypeError, CaptureError
 from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
@@ -121,6 +121,7 @@ class CudaDriver:
     def __init__(self) -> None:
         self._edges: dict[int, Events] = {}  # by device: of allocations in branches
         self._made_for: dict[int, str] = {}
+        self._properties: dict[int, DeviceProperties] = {}
         self._reached: set[tuple[int, int]] = set()  # devices, with those whose memory they were asked to reach
         for name in ("current_stream", "record_event", "wait_event", "is_capturing"):  # an object's own are found sooner
             setattr(self, name, getattr(self, name))
@@ -418,11 +419,26 @@ class CudaDriver:
     def made_for(self) -> str:
         device = self.current_device()
         if device not in self._made_for:
-            self._made_for[device] = planning.made_for(DeviceProperties.of(device))
+            self._properties[device] = properties = DeviceProperties.of(device)
+            self._made_for[device] = planning.made_for(properties)
         return self._made_for[device]
 
-    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> CudaExecutable:
-        return CudaExecutable(self, graph, operands, copies, **settings)
+    def compile(
+        self,
+        graph: Any,
+        operands: Sequence[Any],
+        *,
+        copies: Sequence[Copy] = (),
+        saved: SavedPlan | None = None,
+        **settings: Any,
+    ) -> CudaExecutable:
+        name, titles = settings.pop("name"), settings.pop("titles")
+        if saved is None:
+            planned = planning.plan(graph, operands, copies, **settings)
+        else:
+            self.made_for()
+            planned = planning.loaded(operands, copies, saved, self._properties[self.current_device()])
+        return CudaExecutable(self, planned, copies, name=name, titles=titles)
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> KernelExecutable:
         return KernelExecutable(self, kernel, operands, name, titles)

@@ -9,9 +9,9 @@ import cupy
 import numpy as np
 from cupy.cuda.memory import MemoryPointer, UnownedMemory
 
-from handlepool.drivers.cuda import fast_launch, planning
-from handlepool.drivers.cuda.planning import MOST_OPERANDS
-from handlepool.drivers.protocol import AliasPair, Copy, Driver, Handle, SavedPlan, check_operands
+from handlepool.drivers.cuda import fast_launch
+from handlepool.drivers.cuda.planning import MOST_OPERANDS, Planned
+from handlepool.drivers.protocol import AliasPair, Copy, Driver, Handle, check_operands
 
 
 def new_buffer() -> Any:
@@ -25,21 +25,13 @@ class CudaExecutable:
     def __init__(
         self,
         driver: Driver,
-        graph: Any,
-        operands: Sequence[Any],
+        planned: Planned,
         copies: Sequence[Copy] = (),
         *,
         name: str,
         titles: Sequence[str],
-        saved: SavedPlan | None = None,
-        into: Any = None,
-        **settings: Any,
     ) -> None:
-        if saved is None:
-            planned = planning.plan(graph, operands, copies, **settings)
-        else:
-            planned = planning.loaded(graph, operands, copies, saved, into)
-        self.untried = saved is not None
+        self.untried = planned.saved is not None
         self.save = planned.save
         self.graph = planned.graph
         self._driver = driver

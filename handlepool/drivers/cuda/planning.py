@@ -7,7 +7,7 @@ compiles.
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import cudnn
@@ -28,6 +28,7 @@ class Planned:
     Attributes
     ----------
     graph : cudnn.pygraph
+        Of one that was read, what is beneath it.
     workspace_size : int
         Bytes of scratch for the graph, and behind them for the copies of operands.
     copies_at : int
@@ -59,7 +60,7 @@ class Planned:
 
     def save(self) -> SavedPlan | None:
         """Return the plan as cuDNN writes it; None for one of the frontend's own engines."""
-        if self.saved is not None or self.graph.selected_engine is not None:
+        if self.saved is not None or self.graph.selected_engine is not None:  # what was read has no such thing
             return self.saved
         return SavedPlan(self.engine, self.size, self.candidates, bytes(self.graph.serialize(as_bytes=True)))
 
@@ -118,71 +119,83 @@ def plan(
     except (cudnn.cudnnGraphNotSupportedError, ValueError, RuntimeError, NotImplementedError) as error:
         raise GraphNotSupportedError(f"cuDNN {cudnn.backend_version()} answered: {error}") from error
     engine = str(graph.get_plan_name_at_index(graph._plan_index))  # noqa: SLF001 - the frontend tells it nowhere else
-    return _planned(graph, operands, copies, engine, int(graph.get_execution_plan_count()), graph._plan_index)  # noqa: SLF001
+    uids = [int(tensor.get_uid()) for tensor in operands]
+    raw, index = _raw_entry(graph, uids)
+    size = int(graph.get_workspace_size())
+    return Planned(graph, *_scratch(size, copies), engine, int(graph.get_execution_plan_count()), uids, raw, index, size)
 
 
-def loaded(graph: Any, operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, into: Any) -> Planned:
+def loaded(operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, device: DeviceProperties) -> Planned:
     """Make a plan of what `Planned.save` gave, maybe in another process.
 
+    The device is given by its properties, also where it is there: with a handle, the frontend would capture a launch of the plan,
+    and allocate a megabyte for it, which takes more than all else.
+
     Operands and scratch are compared. Operations are not: cuDNN tells those of a plan that it has read in its own bytes alone.
+    What is beneath ``pygraph`` reads it: ``pygraph.deserialize`` takes what the frontend's own engines write, too, which names
+    modules to import and brings code along.
 
     Parameters
     ----------
-    graph, operands, copies
-        As in `plan`; the graph is not planned.
+    operands, copies
+        As in `plan`, of a graph that is not planned.
     saved : SavedPlan
-    into : cudnn.pygraph
-        An empty one, with a handle or a description of a device.
+    device : DeviceProperties
 
     Raises
     ------
     GraphNotSupportedError
-        Where cuDNN does not take it, or its operands are not those of ``graph``: they lie elsewhere, say.
+        Where cuDNN does not take it, or its operands are not those of the graph: they lie elsewhere, say.
     """
     try:
-        into.deserialize(saved.data)
-        lowered = into._lowered_graph  # noqa: SLF001 - the one that has the plan
+        lowered = cudnn._pybind_module.backend_graph(device_property=device.native)  # noqa: SLF001 - public nowhere
+        lowered.deserialize(saved.data)
         for tensor in operands:
             found = lowered.query_tensor_attributes_of_uid(int(tensor.get_uid()))
             geometry = list(found.get_dim()), list(found.get_stride()), found.get_data_type()
             if geometry != (list(tensor.dim), list(tensor.stride), tensor.data_type):
                 raise ValueError(f"its {tensor.name} is {geometry}")
-        planned = _planned(into, operands, copies, saved.engine, saved.candidates, None)
-        if planned.size != saved.workspace_size:
-            raise ValueError(f"it needs {planned.size} bytes of scratch, not {saved.workspace_size}")
+        size = int(lowered.get_workspace_size())
+        if size != saved.workspace_size:
+            raise ValueError(f"it needs {size} bytes of scratch, not {saved.workspace_size}")
+        uids = [int(tensor.get_uid()) for tensor in operands]
+        raw = _raw(lowered, uids)
+        if raw is None:
+            raise ValueError("its operands are in another order")
     except Exception as error:  # whatever cuDNN, or the frontend, makes of what may be anything
         raise GraphNotSupportedError(f"what was saved is no plan of this graph: {error}") from error
-    return replace(planned, saved=saved)
+    return Planned(lowered, *_scratch(size, copies), saved.engine, saved.candidates, uids, raw, -1, size, saved)
 
 
-def _planned(
-    graph: Any, operands: Sequence[Any], copies: Sequence[Copy], engine: str, candidates: int, plan_index: int | None
-) -> Planned:
-    size = int(graph.get_workspace_size())
+def _scratch(size: int, copies: Sequence[Copy]) -> tuple[int, int]:
+    """Return the bytes of scratch with the copies of operands, and where these begin."""
     copies_at = -(-size // ALIGNMENT) * ALIGNMENT
-    uids = [int(tensor.get_uid()) for tensor in operands]
-    raw, index = _raw_entry(graph, uids, plan_index)
-    whole = copies_at + scratch_of(copies) if copies else size
-    return Planned(graph, whole, copies_at, engine, candidates, uids, raw, index, size)
+    return copies_at + scratch_of(copies) if copies else size, copies_at
 
 
-def _raw_entry(graph: Any, uids: list[int], plan_index: int | None) -> tuple[Callable[..., None] | None, int]:
-    """Find the entry beneath ``pygraph.execute``, a fifth of its cost; None where this frontend has no such thing.
+def _raw_entry(graph: Any, uids: list[int]) -> tuple[Callable[..., None] | None, int]:
+    """Find the entry beneath ``pygraph.execute``, a fifth of its cost, and the plan's index for it; None where there is none."""
+    try:
+        lowered, index = graph._lowered_graph, graph._plans[graph._plan_index].cpp_index  # noqa: SLF001
+    except (AttributeError, IndexError):
+        return None, -1
+    raw = None if graph.selected_engine is not None else _raw(lowered, uids)
+    return raw, -1 if raw is None or index is None else index
+
+
+def _raw(lowered: Any, uids: list[int]) -> Callable[..., None] | None:
+    """Return the entry of what is beneath a graph; None where this frontend has no such thing.
 
     It takes an array of pointers in ascending order of uid, which the operands' order is made to be.
     """
     try:
         # No public name leads there; a test holds what is used here.
-        lowered = graph._lowered_graph  # noqa: SLF001
         lowered._prepare_variant_pack_template()  # noqa: SLF001
         order = list(lowered._get_variant_pack_uids_sorted())  # noqa: SLF001
-        index = None if plan_index is None else graph._plans[plan_index].cpp_index  # noqa: SLF001
         raw: Callable[..., None] = lowered._execute_with_raw_ptrs  # noqa: SLF001
-    except (AttributeError, IndexError):
-        return None, -1
-    if order != uids or graph.selected_engine is not None:
-        return None, -1
-    return raw, -1 if index is None else index
+    except AttributeError:
+        return None
+    return raw if order == uids else None
 
 
 def made_for(properties: DeviceProperties) -> str:
@@ -224,13 +237,15 @@ class DescribedDevice:
         *,
         copies: Sequence[Copy] = (),
         saved: SavedPlan | None = None,
-        into: Any = None,
         **settings: Any,
     ) -> "DescribedExecutable":
         """Plan and build a graph of `new_graph`; see `handlepool.drivers.protocol.Driver.compile`."""
         name, titles = settings.pop("name"), settings.pop("titles")
         try:
-            planned = plan(graph, operands, copies, **settings) if saved is None else loaded(graph, operands, copies, saved, into)
+            if saved is None:
+                planned = plan(graph, operands, copies, **settings)
+            else:
+                planned = loaded(operands, copies, saved, self.properties)
         except GraphNotSupportedError as error:
             if any(words in str(error) for words in _WITHOUT_A_GPU):
                 raise GraphNotSupportedError(
@@ -238,7 +253,7 @@ class DescribedDevice:
                     f"GPU: leave it to its first use on {self.properties.name}. {error}"
                 ) from error
             raise
-        return DescribedExecutable(planned, name, titles, self.properties.name, saved is not None)
+        return DescribedExecutable(planned, name, titles, self.properties.name)
 
     def made_for(self) -> str:
         """Return what `CudaDriver.made_for` does where the device is."""
@@ -249,9 +264,9 @@ class DescribedDevice:
 class DescribedExecutable:
     """A built graph of a described device, as `handlepool.drivers.protocol.Executable`; there is nothing to launch it on."""
 
-    def __init__(self, planned: Planned, name: str, titles: Sequence[str], device: str, untried: bool) -> None:
+    def __init__(self, planned: Planned, name: str, titles: Sequence[str], device: str) -> None:
         self.planned = planned
-        self.untried = untried
+        self.untried = planned.saved is not None
         self.save = planned.save
         self.name, self.titles = name, titles
         self.workspace_size, self.engine, self.candidates = planned.workspace_size, planned.engine, planned.candidates
