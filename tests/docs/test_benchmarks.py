@@ -378,6 +378,19 @@ def test_a_profile_is_of_one_call_with_the_longest_kernels_apart(module):
     assert len(found) == kernels.MOST + 1
 
 
+def test_a_profile_tells_how_long_any_kernel_ran_and_what_convolutions_took(module):
+    kernels = module("kernels")
+    call = [("sm90_xmma_fprop", 0.0, 10.0, 7), ("loop_convert_fusion", 5.0, 12.0, 8), ("pool", 20.0, 24.0, 7)]
+    seen = [(name, at + begin, at + end, lane) for at in range(0, 500, 100) for name, begin, end, lane in call]
+    found = kernels.told(seen[::-1])
+    assert (found["launches"], found["microseconds"], found["products"]) == (3.0, 21.0, 10.0)
+    assert (found["busy"], found["span"]) == (16.0, 24.0)
+    assert found["last"] == [["sm90_xmma_fprop", 0.0, 10.0, 7], ["loop_convert_fusion", 5.0, 7.0, 8], ["pool", 20.0, 4.0, 7]]
+    assert kernels.told(seen[1:])["span"] is None  # one call had fewer: what is whose cannot be told
+    with pytest.raises(RuntimeError, match="no kernel"):
+        kernels.told([])
+
+
 def test_a_call_takes_on_the_device_what_several_take_longer_than_one(module, monkeypatch):
     networks_jax = module("networks_jax")
     held = object.__new__(networks_jax.Held)
