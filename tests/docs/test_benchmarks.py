@@ -210,9 +210,8 @@ def small_network(module, make_pool, monkeypatch):
     return lambda name: module("networks").Network(pool.driver, name, options)
 
 
-FIRST_LAYERS = {
-    "googlenet": "1", "squeezenet1_1": "1", "resnet18": "1", "resnet50": "1", "ensemble": "0.0", "unet": "0.1"
-}  # fmt: skip
+FIRST_LAYERS = dict.fromkeys(("googlenet", "squeezenet1_1", "resnet18", "resnet50", "inception_v3"), "1")
+FIRST_LAYERS |= {"ensemble": "0.0", "unet": "0.1"}
 
 
 @pytest.mark.parametrize("name", FIRST_LAYERS)
