@@ -17,6 +17,7 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
+import kernels
 from common import Ratios, no_collector, pool_on_a_stream, progress, publish, regions, write
 from nets.kinds import Jax
 from networks import (
@@ -30,7 +31,6 @@ from networks import (
     best_of_ours,
     network_arguments,
     parse_network,
-    profiles,
 )
 
 FLAGS = (
@@ -217,6 +217,9 @@ def main() -> int:
             parser.error(f"JAX is not here: {error}")
         sizes = {key: getattr(options, key) for key in ("batch", "side", "thin", "dtype", "lanes", "goal", "flags")}
         sizes |= {"jax": jax.__version__}
+        torch = import_module("torch") if options.profile else None  # of which the profiler alone is used
+        if torch is not None:
+            kernels.prepare(torch)
         for name in options.network:
             network = Network(driver, name, options)
             add_tuned(network, options)
@@ -240,9 +243,11 @@ def main() -> int:
             late = [case for case in network.cases if case not in samples["device"]]
             network.skipped += [f"{name}, {case}, on the device: the host does not get ahead of the GPU" for case in late]
             results.add(network, samples)
-            if options.profile:
-                torch = import_module("torch")  # of which the profiler alone is used
-                results.more.setdefault("kernels", {})[name] = profiles(waited(network, waits), network, torch)
+            if torch is not None:
+                write(
+                    options, "networks_jax", driver.name, results.times, results.ratios, results.skipped, **results.more, **sizes
+                )
+                results.profile(network, waited(network, waits), torch)
             compare(results.ratios, network, samples, options)
             write(options, "networks_jax", driver.name, results.times, results.ratios, results.skipped, **results.more, **sizes)
         publish(options, "networks_jax", driver.name, results.times, results.ratios, results.skipped, **results.more, **sizes)

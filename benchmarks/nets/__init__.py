@@ -6,6 +6,7 @@ branch; NumPy's in float64 (`Reference`) or torch's, for comparison. Weights are
 
 from nets.ensemble import ensemble
 from nets.googlenet import googlenet
+from nets.inception import inception_v3
 from nets.parameters import Parameters
 from nets.resnet18 import resnet18
 from nets.resnet50 import resnet50
@@ -19,6 +20,7 @@ NETWORKS = {
     "resnet50": resnet50,
     "ensemble": ensemble,
     "unet": unet,
+    "inception_v3": inception_v3,
 }
 
-__all__ = ["NETWORKS", "Parameters", "ensemble", "googlenet", "resnet18", "resnet50", "squeezenet", "unet"]
+__all__ = ["NETWORKS", "Parameters", "ensemble", "googlenet", "inception_v3", "resnet18", "resnet50", "squeezenet", "unet"]

@@ -9,6 +9,7 @@ import numpy as np
 from handlepool import ops as library
 
 Values = np.ndarray[Any, Any]
+Pair = int | tuple[int, int]
 
 
 class Branches:
@@ -17,7 +18,8 @@ class Branches:
     def __init__(self, fork: Any) -> None:
         run = fork.run
         self.conv2d, self.linear = partial(run, library.conv2d), partial(run, library.linear)
-        self.max_pool2d, self.mean2d = partial(run, library.max_pool2d), partial(run, library.mean2d)
+        self.max_pool2d, self.avg_pool2d = partial(run, library.max_pool2d), partial(run, library.avg_pool2d)
+        self.mean2d = partial(run, library.mean2d)
         self.concat, self.conv2d_input_grad = partial(run, library.concat), partial(run, library.conv2d_input_grad)
 
 
@@ -38,13 +40,13 @@ class Reference:
         *,
         bias: Values,
         stride: int = 1,
-        padding: int = 0,
+        padding: Pair = 0,
         groups: int = 1,
         add: Any = 0.0,
         activation: str = "",
     ) -> Values:
         """As `handlepool.conv2d`, with relu or no activation."""
-        windows = _windows(x, w.shape[2], stride, padding, 0.0)
+        windows = _windows(x, w.shape[2:], stride, padding, 0.0)
         if groups == 1:
             y = np.tensordot(windows, w, axes=((1, 4, 5), (1, 2, 3))).transpose(0, 3, 1, 2)
         else:  # each channel with a filter of its own
@@ -86,12 +88,18 @@ class Reference:
         return np.asarray(x @ w.T + bias)
 
 
-def _windows(x: Values, side: int, stride: int, padding: int, value: float, ceil_mode: bool = False) -> Values:
-    padded = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)), constant_values=value)
+def _windows(x: Values, sides: Pair, stride: int, padding: Pair, value: float, ceil_mode: bool = False) -> Values:
+    sides, padding = _pair(sides), _pair(padding)
+    padded = np.pad(x, ((0, 0), (0, 0), *((each, each) for each in padding)), constant_values=value)
     if ceil_mode:  # room for a last window that begins in the image; beyond what is padded there is nothing to count
-        more = [max(0, _last(extent, side, stride, padding) + side - extent - 2 * padding) for extent in x.shape[2:]]
+        axes = zip(x.shape[2:], sides, padding, strict=True)
+        more = [max(0, _last(extent, side, stride, pad) + side - extent - 2 * pad) for extent, side, pad in axes]
         padded = np.pad(padded, ((0, 0), (0, 0), *((0, each) for each in more)), constant_values=min(value, 0.0))
-    return np.lib.stride_tricks.sliding_window_view(padded, (side, side), axis=(2, 3))[:, :, ::stride, ::stride]
+    return np.lib.stride_tricks.sliding_window_view(padded, sides, axis=(2, 3))[:, :, ::stride, ::stride]
+
+
+def _pair(value: Pair) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
 def _last(extent: int, side: int, stride: int, padding: int) -> int:
@@ -113,7 +121,7 @@ class Torch:
         *,
         bias: Any,
         stride: int = 1,
-        padding: int = 0,
+        padding: Pair = 0,
         groups: int = 1,
         add: Any = None,
         activation: str = "",
@@ -164,11 +172,12 @@ class Jax:
         self._lax, self._numpy = jax.lax, jax.numpy
 
     def conv2d(
-        self, x: Any, w: Any, *, bias: Any, stride: int = 1, padding: int = 0, add: Any = None, activation: str = ""
+        self, x: Any, w: Any, *, bias: Any, stride: int = 1, padding: Pair = 0, add: Any = None, activation: str = ""
     ) -> Any:
         """As `handlepool.conv2d`, with relu or no activation."""
         forms = "NCHW", "OIHW", "NCHW"
-        y = self._lax.conv_general_dilated(x, w, (stride, stride), [(padding, padding)] * 2, dimension_numbers=forms)
+        around = [(each, each) for each in _pair(padding)]
+        y = self._lax.conv_general_dilated(x, w, (stride, stride), around, dimension_numbers=forms)
         y = y + bias[:, None, None] if add is None else y + bias[:, None, None] + add
         return self._numpy.maximum(y, 0) if activation else y
 
@@ -189,6 +198,15 @@ class Jax:
         around = [(0, 0), (0, 0), *((padding, padding + more) for more in beyond)]
         least = np.array(-np.inf, x.dtype)
         return self._lax.reduce_window(x, least, self._lax.max, (1, 1, window, window), (1, 1, stride, stride), around)
+
+    def avg_pool2d(self, x: Any, window: int, *, stride: int, padding: int = 0) -> Any:
+        """As `handlepool.ops.avg_pool2d`, with the zeros around the images counted."""
+        around = [(0, 0), (0, 0), (padding, padding), (padding, padding)]
+        zero = np.array(0, np.float32)  # summed in float32, as everybody does
+        sums = self._lax.reduce_window(
+            x.astype(np.float32), zero, self._lax.add, (1, 1, window, window), (1, 1, stride, stride), around
+        )
+        return (sums / window**2).astype(x.dtype)
 
     def mean2d(self, x: Any) -> Any:
         """As `handlepool.ops.mean2d`."""

@@ -29,9 +29,10 @@ class Parameters:
         """How many channels that are here; at least so many that not all of them are zero behind a relu."""
         return max(8, channels // self.thin)
 
-    def conv(self, name: str, x: Any, filters: int, kernel: int) -> tuple[Any, Any]:
+    def conv(self, name: str, x: Any, filters: int, kernel: int | tuple[int, int]) -> tuple[Any, Any]:
         """Filters for images, channels-last in memory, and their bias."""
-        return self._get(name, (self.width(filters), x.shape[1], kernel, kernel))
+        sides = kernel if isinstance(kernel, tuple) else (kernel, kernel)
+        return self._get(name, (self.width(filters), x.shape[1], *sides))
 
     def transposed(self, name: str, x: Any, filters: int, kernel: int) -> Any:
         """Filters of a transposed convolution, which come from as many channels as ``x`` has."""

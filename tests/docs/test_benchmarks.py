@@ -210,9 +210,8 @@ def small_network(module, make_pool, monkeypatch):
     return lambda name: module("networks").Network(pool.driver, name, options)
 
 
-FIRST_LAYERS = {
-    "googlenet": "1", "squeezenet1_1": "1", "resnet18": "1", "resnet50": "1", "ensemble": "0.0", "unet": "0.1"
-}  # fmt: skip
+FIRST_LAYERS = dict.fromkeys(("googlenet", "squeezenet1_1", "resnet18", "resnet50", "inception_v3"), "1")
+FIRST_LAYERS |= {"ensemble": "0.0", "unet": "0.1"}
 
 
 @pytest.mark.parametrize("name", FIRST_LAYERS)
@@ -376,6 +375,19 @@ def test_a_profile_is_of_one_call_with_the_longest_kernels_apart(module):
     assert found["k0"] == {"launches": 2.0, "microseconds": 20.0}
     assert found[kernels.REST] == {"launches": 4.0, "microseconds": 3.0}
     assert len(found) == kernels.MOST + 1
+
+
+def test_a_profile_tells_how_long_any_kernel_ran_and_what_convolutions_took(module):
+    kernels = module("kernels")
+    call = [("sm90_xmma_fprop", 0.0, 10.0, 7), ("loop_convert_fusion", 5.0, 12.0, 8), ("pool", 20.0, 24.0, 7)]
+    seen = [(name, at + begin, at + end, lane) for at in range(0, 500, 100) for name, begin, end, lane in call]
+    found = kernels.told(seen[::-1])
+    assert (found["launches"], found["microseconds"], found["products"]) == (3.0, 21.0, 10.0)
+    assert (found["busy"], found["span"]) == (16.0, 24.0)
+    assert found["last"] == [["sm90_xmma_fprop", 0.0, 10.0, 7], ["loop_convert_fusion", 5.0, 7.0, 8], ["pool", 20.0, 4.0, 7]]
+    assert kernels.told(seen[1:])["span"] is None  # one call had fewer: what is whose cannot be told
+    with pytest.raises(RuntimeError, match="no kernel"):
+        kernels.told([])
 
 
 def test_a_call_takes_on_the_device_what_several_take_longer_than_one(module, monkeypatch):
