@@ -20,7 +20,7 @@ from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers.cuda import capture as recorded
 from handlepool.drivers.cuda import failures, planning, shared
-from handlepool.drivers.cuda.edges import Dependencies, with_edge_data
+from handlepool.drivers.cuda.edges import Dependencies, libcuda, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
 from handlepool.drivers.event_pool import Events
@@ -35,7 +35,7 @@ from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, one_run, span
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator  # noqa: SLF001
 _set_allocator: Callable[[Any], None] = cupy.cuda.memory._set_thread_local_allocator  # noqa: SLF001
 _capture_info = with_edge_data(cu, "cuStreamGetCaptureInfo")
-_dependencies = Dependencies(cu)
+_dependencies = Dependencies(libcuda(), lambda status: str(cu.CUresult(status).name))
 _RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _REACHED_BEFORE = 704  # cudaErrorPeerAccessAlreadyEnabled: by CuPy, say
