@@ -1409,3 +1409,19 @@ def test_memory_of_the_host_is_kept_to_the_end_of_its_copy_also_where_the_next_o
             list(results)
     assert len(driver.going) == 2 * len(ARRAYS) - 1
     assert not driver.early
+
+
+@pytest.mark.parametrize("fails", [None, "copy_run", "copy_from_device", "wait_event"])
+def test_g3_device_and_stream_of_the_caller_stay_current(pool, fails):
+    driver = pool.driver
+    here = driver.current_device(), driver.current_stream()
+    given = [x if index % 2 else driver.asarray(x) for index, x in enumerate(ARRAYS * 2)]
+    with handlepool.spread(add, given, shared=(SHIFT,), devices=[2, 1], lanes=None, errors="return", in_flight=1) as results:
+        got = []
+        for index in range(len(given)):
+            if index == 8 and fails:
+                driver.fail_at(1, fails)
+            got.append(next(results))
+            assert (driver.current_device(), driver.current_stream()) == here
+        driver.fail_at(0)
+    assert [isinstance(y, ItemError) for y in got].count(True) == bool(fails)
