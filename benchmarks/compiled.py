@@ -27,7 +27,7 @@ def module_of(torch: Any, network: Callable[..., Any], p: Any) -> Any:
                 for part, values in (("w", w), ("b", b)):
                     self.register_parameter(f"{part}_{name.replace('.', '_')}", torch.nn.Parameter(values, requires_grad=False))
 
-        def conv(self, name: str, x: Any, filters: int, kernel: int) -> tuple[Any, Any]:
+        def conv(self, name: str, x: Any, filters: int, kernel: int, least: int = 0) -> tuple[Any, Any]:
             name = name.replace(".", "_")
             return getattr(self, f"w_{name}"), getattr(self, f"b_{name}")
 

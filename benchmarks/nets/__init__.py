@@ -5,7 +5,7 @@ branch; NumPy's in float64 (`Reference`) or torch's, for comparison. Weights are
 """
 
 from nets.ensemble import ensemble
-from nets.googlenet import googlenet
+from nets.googlenet import googlenet, googlenet_stacked
 from nets.inception import inception_v3
 from nets.parameters import Parameters
 from nets.resnet18 import resnet18
@@ -21,6 +21,18 @@ NETWORKS = {
     "ensemble": ensemble,
     "unet": unet,
     "inception_v3": inception_v3,
+    "googlenet_stacked": googlenet_stacked,
 }
 
-__all__ = ["NETWORKS", "Parameters", "ensemble", "googlenet", "inception_v3", "resnet18", "resnet50", "squeezenet", "unet"]
+__all__ = [
+    "NETWORKS",
+    "Parameters",
+    "ensemble",
+    "googlenet",
+    "googlenet_stacked",
+    "inception_v3",
+    "resnet18",
+    "resnet50",
+    "squeezenet",
+    "unet",
+]

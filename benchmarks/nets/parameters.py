@@ -25,14 +25,14 @@ class Parameters:
         self.values: dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
         self.placed: dict[str, tuple[Any, Any]] = {}
 
-    def width(self, channels: int) -> int:
+    def width(self, channels: int, least: int = 8) -> int:
         """How many channels that are here; at least so many that not all of them are zero behind a relu."""
-        return max(8, channels // self.thin)
+        return max(least, channels // self.thin)
 
-    def conv(self, name: str, x: Any, filters: int, kernel: int | tuple[int, int]) -> tuple[Any, Any]:
-        """Filters for images, channels-last in memory, and their bias."""
+    def conv(self, name: str, x: Any, filters: int, kernel: int | tuple[int, int], least: int = 8) -> tuple[Any, Any]:
+        """Filters for images, channels-last in memory, and their bias; in trials with few channels at least so many."""
         sides = kernel if isinstance(kernel, tuple) else (kernel, kernel)
-        return self._get(name, (self.width(filters), x.shape[1], *sides))
+        return self._get(name, (self.width(filters, least), x.shape[1], *sides))
 
     def transposed(self, name: str, x: Any, filters: int, kernel: int) -> Any:
         """Filters of a transposed convolution, which come from as many channels as ``x`` has."""

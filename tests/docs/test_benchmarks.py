@@ -210,7 +210,7 @@ def small_network(module, make_pool, monkeypatch):
     return lambda name: module("networks").Network(pool.driver, name, options)
 
 
-FIRST_LAYERS = dict.fromkeys(("googlenet", "squeezenet1_1", "resnet18", "resnet50", "inception_v3"), "1")
+FIRST_LAYERS = dict.fromkeys(("googlenet", "squeezenet1_1", "resnet18", "resnet50", "inception_v3", "googlenet_stacked"), "1")
 FIRST_LAYERS |= {"ensemble": "0.0", "unet": "0.1"}
 
 

@@ -26,7 +26,7 @@ def test_the_examples_run(make_driver, monkeypatch, capsys):
         arrays = Arrays(pool)
         names = {"x": arrays.random(2, 16, 14, 14), "w": arrays.random(8, 16, 3, 3)}
         expected = reference.conv2d(arrays.take(names["x"]), arrays.take(names["w"]), padding=1, activation="relu")
-        *blocks, residual, products = blocks_of("graphs.md")
+        *blocks, residual, products, weighed = blocks_of("graphs.md")
         for block in blocks:
             exec(block, names)
             if "result" in block:
@@ -40,6 +40,8 @@ def test_the_examples_run(make_driver, monkeypatch, capsys):
         rows, weights = (arrays.take(names[name]) for name in ("rows", "weights"))
         assert arrays.error(names["scores"], reference.matmul(rows, rows.T, activation="relu")) < 1e-5
         assert arrays.error(names["features"], reference.matmul(weights, weights.T)) < 1e-5
+        exec(weighed, names)
+        assert arrays.error(names["y"], x / (1 + np.exp(-x.mean((2, 3), keepdims=True)))) < 1e-5
     assert len(blocks) == 5
     assert "host_im2col" in capsys.readouterr().out
 
