@@ -101,6 +101,39 @@ class _ForeignStream:
         return 0, self.pointer
 
 
+class _Capturing:
+    """Has a handle on a stream that is being captured, whose graph nobody wants.
+
+    The frontend warms up a plan that it has read with a handle: it captures a launch, and allocates a megabyte for that and frees
+    it, which synchronises the device. It does none of this where the handle's stream is being captured. The capture is relaxed,
+    so it forbids nothing to whoever reads the plan.
+    """
+
+    def __init__(self, driver: "CudaDriver", handle: Handle) -> None:
+        self._driver, self._handle = driver, handle
+
+    def __enter__(self) -> None:
+        self._before = self._handle.stream
+        self._stream = int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
+        try:
+            runtime.streamBeginCapture(self._stream, runtime.streamCaptureModeRelaxed)
+            self._driver.bind_handle(self._handle, self._stream)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._driver.bind_handle(self._handle, int(self._before or 0))
+        finally:
+            try:
+                runtime.graphDestroy(runtime.streamEndCapture(self._stream))
+            except runtime.CUDARuntimeError:  # the capture was invalidated, or did not begin
+                pass
+            finally:
+                runtime.streamDestroy(self._stream)
+
+
 class CudaDriver:
     """NVIDIA GPUs through CuPy and cudnn-frontend. See `handlepool.drivers.protocol.Driver` for every method's contract."""
 
@@ -121,7 +154,6 @@ class CudaDriver:
     def __init__(self) -> None:
         self._edges: dict[int, Events] = {}  # by device: of allocations in branches
         self._made_for: dict[int, str] = {}
-        self._properties: dict[int, DeviceProperties] = {}
         self._reached: set[tuple[int, int]] = set()  # devices, with those whose memory they were asked to reach
         for name in ("current_stream", "record_event", "wait_event", "is_capturing"):  # an object's own are found sooner
             setattr(self, name, getattr(self, name))
@@ -419,8 +451,7 @@ class CudaDriver:
     def made_for(self) -> str:
         device = self.current_device()
         if device not in self._made_for:
-            self._properties[device] = properties = DeviceProperties.of(device)
-            self._made_for[device] = planning.made_for(properties)
+            self._made_for[device] = planning.made_for(DeviceProperties.of(device))
         return self._made_for[device]
 
     def compile(
@@ -436,8 +467,9 @@ class CudaDriver:
         if saved is None:
             planned = planning.plan(graph, operands, copies, **settings)
         else:
-            self.made_for()
-            planned = planning.loaded(operands, copies, saved, self._properties[self.current_device()])
+            handle = graph._handle  # noqa: SLF001 - the builder's
+            with _Capturing(self, handle):
+                planned = planning.loaded(operands, copies, saved, handle=int(handle.backend_handle))
         return CudaExecutable(self, planned, copies, name=name, titles=titles)
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> KernelExecutable:

@@ -125,11 +125,8 @@ def plan(
     return Planned(graph, *_scratch(size, copies), engine, int(graph.get_execution_plan_count()), uids, raw, index, size)
 
 
-def loaded(operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, device: DeviceProperties) -> Planned:
+def loaded(operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, **device: Any) -> Planned:
     """Make a plan of what `Planned.save` gave, maybe in another process.
-
-    The device is given by its properties, also where it is there: with a handle, the frontend would capture a launch of the plan,
-    and allocate a megabyte for it, which takes more than all else.
 
     Operands and scratch are compared. Operations are not: cuDNN tells those of a plan that it has read in its own bytes alone.
     What is beneath ``pygraph`` reads it: ``pygraph.deserialize`` takes what the frontend's own engines write, too, which names
@@ -140,7 +137,9 @@ def loaded(operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, de
     operands, copies
         As in `plan`, of a graph that is not planned.
     saved : SavedPlan
-    device : DeviceProperties
+    **device
+        ``handle``, as an integer, where the device is there, and else ``device_property``. A plan that was built with a handle
+        is another one, with other scratch, where it is read for the same device's properties (a third of 200, cuDNN 9.19).
 
     Raises
     ------
@@ -148,7 +147,7 @@ def loaded(operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, de
         Where cuDNN does not take it, or its operands are not those of the graph: they lie elsewhere, say.
     """
     try:
-        lowered = cudnn._pybind_module.backend_graph(device_property=device.native)  # noqa: SLF001 - public nowhere
+        lowered = cudnn._pybind_module.backend_graph(**device)  # noqa: SLF001 - public nowhere
         lowered.deserialize(saved.data)
         for tensor in operands:
             found = lowered.query_tensor_attributes_of_uid(int(tensor.get_uid()))
@@ -245,7 +244,7 @@ class DescribedDevice:
             if saved is None:
                 planned = plan(graph, operands, copies, **settings)
             else:
-                planned = loaded(operands, copies, saved, self.properties)
+                planned = loaded(operands, copies, saved, device_property=self.properties.native)
         except GraphNotSupportedError as error:
             if any(words in str(error) for words in _WITHOUT_A_GPU):
                 raise GraphNotSupportedError(
