@@ -185,9 +185,15 @@ class GraphFunction(ArrayCall[P, R_co]):
             plan = self.plan(pool, arrays, outs, options, settings, option_key=None if converted else key)
             if out is not None:
                 return GraphCall(pool, plan, arrays + outs, out, True)
-            if recordings and converted is None and (lanes := lanes_for(pool, pool.driver.current_stream(plan.device).ptr)):
+            recorded = recordings and converted is None
+            lanes = lanes_for(pool, pool.driver.current_stream(plan.device).ptr) if recorded else None
+            if lanes is not None:
                 lanes.expect(lambda: pieces_of_arrays(pool.driver, arrays))
-            made = new_outputs(pool, plan.outputs, pool.driver.empty if converted is None else converted.empty)
+            try:
+                made = new_outputs(pool, plan.outputs, pool.driver.empty if converted is None else converted.empty)
+            finally:
+                if lanes is not None:
+                    lanes.expect(None)
             return GraphCall(pool, plan, arrays + made, made[0] if plan.single else made, False)
         except Exception as error:
             pool.status.diagnose(error)

@@ -49,7 +49,7 @@ def hit(
         attempts = pool.plans.shortcuts[function, key, arrays[0].shape]
     except (AttributeError, IndexError, KeyError, TypeError):  # the first time so; or no arrays, or nothing that has a hash
         return NOT_CACHED
-    if recordings:
+    if recordings and (thread.recording or thread.rehearsal or thread.launched):  # or another thread records
         return NOT_CACHED if begin is not None else _hit_node(pool, attempts, arrays, out)
     for attempt in attempts:
         result = attempt(begin, arrays, out)
@@ -66,11 +66,14 @@ def _hit_node(pool: PoolInternals, attempts: Sequence[Shortcut], arrays: tuple[A
         return NOT_CACHED
     if out is None:
         lanes.expect(lambda: pieces_of_arrays(driver, arrays))
-    for attempt in attempts:
-        result = lanes.hit(attempt, arrays, out)
-        if result is not NOT_CACHED:
-            return result
-    return NOT_CACHED
+    try:
+        for attempt in attempts:
+            result = lanes.hit(attempt, arrays, out)
+            if result is not NOT_CACHED:
+                return result
+        return NOT_CACHED
+    finally:
+        lanes.expect(None)
 
 
 def hit_branch(

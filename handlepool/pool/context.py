@@ -63,8 +63,8 @@ class NodesByData(Protocol):
     def accessed(self, reads: Sequence[Any], writes: Sequence[Any]) -> None:
         """Be told what a call reads and writes that is no node, or is inside one."""
 
-    def expect(self, reads: Callable[[], Sequence[Any]]) -> None:
-        """Be told what gives the memory that the next node reads, before its outputs are allocated."""
+    def expect(self, reads: Callable[[], Sequence[Any]] | None) -> None:
+        """Be told what gives the memory that the next node reads, before its outputs are allocated, and nothing afterwards."""
 
     def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: Any) -> Any:
         """Record what a shortcut launches at once as a node; what that returns."""

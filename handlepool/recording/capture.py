@@ -167,8 +167,10 @@ class Recording:
         """
         driver = self.pool.driver
         given = pieces_of(driver, function, args, kwargs, calls=True)
+        used = () if self.lanes is None else self.lanes.used  # of operations, too, which launch what nobody knows
+        reads, writes = self.reads.union(*[each for each, _ in used]), self.writes.union(*[each for _, each in used])
         own = all(self._memory.holds(value) for value in leaves(outputs) if piece_of(driver, value) is not None)
-        return Memory([*self.reads, *given], [*self.writes, *pieces_of(driver, outputs), *(() if own else given)])
+        return Memory([*reads, *given], [*writes, *pieces_of(driver, outputs), *(() if own else given)])
 
     def release_plans(self) -> None:
         """Let go of the plans; the graph is not launched any more."""

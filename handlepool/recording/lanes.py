@@ -215,6 +215,8 @@ class Lanes:
         if self._inside:
             self._new.append(piece)
             self._unwritten.forget(*piece)  # the node writes it, as far as is known
+        elif self._expected is not None:
+            self._unwritten.forget(*piece)  # an output of the node to come: nobody has it where that does not begin
         else:
             place = place_of_call()
             self._allocations.append(place)
@@ -225,8 +227,8 @@ class Lanes:
         if self._inside:
             self._called.append((reads, writes))
 
-    def expect(self, reads: Callable[[], Pieces]) -> None:
-        """Be told what gives the memory that the next node reads, before its outputs are allocated."""
+    def expect(self, reads: Callable[[], Pieces] | None) -> None:
+        """Be told what gives the memory that the next node reads, before its outputs are allocated, and nothing afterwards."""
         self._expected, self._expected_known = reads, None
 
     def may_have(self, start: int, stop: int) -> bool:
@@ -331,7 +333,7 @@ class Lanes:
 
         def begin(operands: object, launch: Any, addresses: Sequence[int], *_: object) -> Slot:
             plan, known = launch.plan, launch.operands
-            pieces = known.pieces(addresses)
+            pieces = tuple(known.pieces(addresses))  # which Python's collector need not look at again and again
             reads, writes = pieces[: known.inputs], pieces[known.inputs :]
             opened.append(self._begin(Made(plan.name, known.sizes, place_of_call()), reads, writes, operands))
             if (recording := thread.recording) is not None:
@@ -359,7 +361,7 @@ class Lanes:
         try:
             self.calls.append(made)
             self._see_others(place)
-            if self.exact:
+            if self.exact and self._unwritten:
                 try:
                     self._unwritten.check(name, place, reads, writes, keep)
                 except CaptureError as error:

@@ -68,7 +68,7 @@ class Rehearsal:
     def accessed(self, reads: Pieces, writes: Pieces) -> None:
         """Be told what a call reads and writes that is no node, or is inside one."""
 
-    def expect(self, reads: Callable[[], Pieces]) -> None:
+    def expect(self, reads: Callable[[], Pieces] | None) -> None:
         """Be told what the next node reads."""
 
     def hit(self, attempt: Callable[..., T], arrays: tuple[Any, ...], out: Any) -> T:

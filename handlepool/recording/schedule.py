@@ -7,7 +7,7 @@ others imply it. Edges that are implied then are taken away, which spares the de
 recorded stays: of data, of memory that was given out again, and of scratch that is kept by stream.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
@@ -48,6 +48,9 @@ class Arrangement(NamedTuple):
         return self.add, self.remove
 
 
+NONE: frozenset[int] = frozenset()
+
+
 class _Part:
     """What a step became in the graph.
 
@@ -59,7 +62,7 @@ class _Part:
         The steps that some of it come after.
     whole : set of int
         Of these, the ones that all of it come after: each exit there leads to each entry here.
-    fixed : set of int
+    fixed : frozenset of int
         Of these, the ones with an edge that has to stay.
     """
 
@@ -70,7 +73,7 @@ class _Part:
         self.exits: list[Any] = []
         self.after: set[int] = set()
         self.whole: set[int] = set()
-        self.fixed: set[int] = set()
+        self.fixed = NONE
 
     def leading_to(self, other: "_Part") -> list[Pair]:
         """Return the edges by which all of another one comes after all of this one."""
@@ -190,7 +193,7 @@ class _Place:
         self.at = at
         mine = [*known]
         mine[lane] = at
-        self.known: Sequence[int] = mine
+        self.known: Sequence[int] = tuple(mine)  # which Python's collector need not look at again and again
         self.behind = behind
 
 
@@ -213,7 +216,7 @@ def estimated(used: Sequence[tuple[Sequence[Piece | Token], Sequence[Piece | Tok
     """Return what steps may take, in microseconds, by the memory that they read and write."""
     times = []
     for pieces in used:
-        moved = sum(piece[1] - piece[0] for each in pieces for piece in each if not isinstance(piece, Token))
+        moved = sum([piece[1] - piece[0] for each in pieces for piece in each if not isinstance(piece, Token)])
         times.append(LEAST_TIME + moved / BYTES_A_MICROSECOND)
     return times
 
@@ -236,24 +239,22 @@ def _parts(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> list[_Part]:
 
     A programmatic edge counts as order as it did while recording, where what follows it is behind the later node alone. It stays.
     """
-    before: dict[Any, list[Any]] = {}
+    before: defaultdict[Any, list[Any]] = defaultdict(list)
     for one, other, _ in edges:
-        before.setdefault(other, []).append(one)
+        before[other].append(one)
         before.setdefault(one, [])
     parts = [_Part() for _ in ends]
     owner = _owners(before, ends)
     if any(node not in owner for node in before):
         return []
-    leading, led = set(), set()  # to, and from, another node of their own step
-    for one, other, _ in edges:
-        if owner[one] == owner[other]:
-            leading.add(one)
-            led.add(other)
+    inside = [(one, other) for one, other, _ in edges if owner[one] == owner[other]]
+    leading, led = {one for one, _ in inside}, {other for _, other in inside}  # to, and from, another node of their own step
     for node, number in owner.items():
+        part = parts[number]
         if node not in led:
-            parts[number].entries.append(node)
+            part.entries.append(node)
         if node not in leading:
-            parts[number].exits.append(node)
+            part.exits.append(node)
     found: Counter[tuple[int, int]] = Counter()  # edges from exits to entries, of steps that have several
     for one, other, plain in edges:
         first, second = owner[one], owner[other]
@@ -261,7 +262,7 @@ def _parts(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> list[_Part]:
             part = parts[second]
             part.after.add(first)
             if not plain:
-                part.fixed.add(first)
+                part.fixed |= {first}
             if one not in leading and other not in led:
                 if len(parts[first].exits) == 1 and len(part.entries) == 1:
                     part.whole.add(first)
@@ -315,8 +316,10 @@ class _Placing:
         """Take the step that begins now: of those with the longest way to the end, or one more in a row where there is time."""
         rank, number = self._ready[0]
         slack = (self._left + self._ends - len(self._running) * self._now) / self._lanes + rank  # the longest way may begin later
+        if slack <= 0 or self._lanes == 1:
+            return number
         best: tuple[float, int] | None = None
-        for lane in self._free if slack > 0 and self._lanes > 1 else ():
+        for lane in self._free:
             for each in self._followers[self._last[lane]] if self._counts[lane] else ():
                 found = self._rank[each], each
                 if not self._missing[each] and each not in self.places and self._times[each] <= slack:
@@ -324,23 +327,24 @@ class _Placing:
         return number if best is None else best[1]
 
     def _begin(self, number: int) -> None:
-        part = self._parts[number]
-        known = _merged([self.places[each].known for each in part.whole], self._lanes)
+        part, places, time = self._parts[number], self.places, self._times[number]
+        known = _merged([places[each].known for each in part.whole], self._lanes)
         lane = self._lane_for(part, known)
         self._free.remove(lane)
         behind = None
         if self._counts[lane] > known[lane]:
             behind = self._last[lane]
-            known = _merged([known, self.places[behind].known], self._lanes)
+            known = _merged([known, places[behind].known], self._lanes)
         self._counts[lane] += 1
         self._last[lane] = number
-        self._left -= self._times[number]
-        self.places[number] = _Place(lane, self._counts[lane], known, behind)
-        end = self._now + self._times[number]
+        self._left -= time
+        places[number] = _Place(lane, self._counts[lane], known, behind)
+        end = self._now + time
         self._ends += end
         heappush(self._running, (end, number))
-        while self._ready and self._ready[0][1] in self.places:  # some begin before their turn
-            heappop(self._ready)
+        ready = self._ready
+        while ready and ready[0][1] in places:  # some begin before their turn
+            heappop(ready)
 
     def _lane_for(self, part: _Part, known: Sequence[int]) -> int:
         """Return a free lane: where the last step is one that this follows, where it waits for nothing more, or any."""

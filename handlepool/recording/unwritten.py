@@ -15,6 +15,9 @@ class Unwritten:
         self._starts: list[int] = []
         self._blocks: dict[int, tuple[int, str]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._starts)
+
     def add(self, start: int, stop: int, place: str) -> None:
         """Take note of a block, and of where it was allocated."""
         if start == stop:  # nobody reads there, and several may begin at one place
@@ -25,6 +28,8 @@ class Unwritten:
 
     def forget(self, start: int, stop: int) -> None:
         """Know nothing any more of memory that was given out again, maybe as a part of a block, or as several in one."""
+        if not self._starts:
+            return
         first, last = bisect_left(self._starts, start), bisect_left(self._starts, stop)
         for each in self._starts[first:last]:
             del self._blocks[each]

@@ -1,10 +1,15 @@
 """The hot paths make no more calls than they did; how they are counted stands in `call_counts`."""
 
+import numpy as np
 import pytest
-from call_counts import BOUNDS, CUDA_BOUNDS, count_all, count_cuda, counted
+from call_counts import BOUNDS, CUDA_BOUNDS, SHAPES, count_all, count_cuda, counted
+from harness.graphs import convolution as conv
 
-from handlepool import HandlePool
+from handlepool import GraphFunction, HandlePool, record
 from handlepool.drivers.host.driver import HostDriver
+
+NODE = 132, 80
+"""Most calls that a node of a recording with lanes makes: in both calls of the function, and when it is brought onto its lane."""
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +47,37 @@ def test_a_hot_path_of_the_cuda_driver_makes_no_more_calls_than_it_did(cuda_coun
 def test_every_path_has_a_bound(counts):
     assert counts.keys() == BOUNDS.keys()
     assert CUDA_BOUNDS.keys() < BOUNDS.keys()
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """How many calls so many nodes of a recording make, each of which was called before."""
+    with HandlePool(driver=HostDriver(devices=1)) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        driver = pool.driver
+        with driver.create_stream():
+            chains = [[driver.asarray(np.ones(shape, np.float32)) for shape in (*SHAPES, SHAPES[0])] for _ in range(4)]
+
+            def calls(count):
+                for number in range(count):
+                    x, w, y = chains[number % 4]
+                    conv(x, w, out=y)
+                return [y for *_, y in chains]
+
+            record(calls, 8, lanes=2).close()
+            yield lambda count: np.array(counted(lambda: record(calls, count, lanes=2).close()))
+
+
+def test_a_node_makes_no_more_calls_than_it_did_and_the_last_as_many_as_the_first(nodes):
+    few, more, most = nodes(20), nodes(60), nodes(100)
+    first, last = (more - few) / 40, (most - more) / 40
+    check("a node of a recording", tuple(last), NODE)
+    assert np.abs(last - first).max() < 2
+
+
+def test_a_call_that_was_made_before_is_not_prepared_to_be_recorded(nodes, monkeypatch):
+    monkeypatch.setattr(GraphFunction, "prepare", None)
+    nodes(20)
 
 
 def test_control_a_call_more_is_counted():
