@@ -11,7 +11,7 @@ from handlepool.drivers.kernel import MOST_TAPS, Depthwise
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.arrays import ConvertedArguments
-from handlepool.graphs.forms import BEHIND_A_SUM, spaced_channels_last
+from handlepool.graphs.forms import BEHIND_A_SUM, stepped_channels_last
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.kernels import Described, KernelFunction, dense, lying_as
 from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch, settled
@@ -110,10 +110,10 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
         return
     if not views or any(stride % layout.dtype.itemsize for stride in layout.strides):
         taken = ""
-    elif spaced_channels_last(layout.shape, strides):
+    elif stepped_channels_last(layout.shape, strides):
         return
     else:
-        taken = "; channels-last also with gaps between pixels, rows or images"
+        taken = "; channels-last also with gaps between channels, pixels, rows or images"
     remedy = f"Pass a contiguous copy, as from ascontiguousarray({name})"
     if order == (0, 2, 3, 1):  # which that would lose
         remedy = f"Pass a copy without gaps, as from {name}.copy(order='K')"
@@ -203,8 +203,8 @@ def conv2d(
     ----------
     x : array, shape (N, C, H, W)
         Images; float16, bfloat16 or float32; contiguous, or channels-last in memory (NHWC strides, which tensor cores prefer).
-        Channels-last, it may have gaps: a crop, a slice of channels, every second row, column or image. Of CuPy, torch or others
-        (``docs/arrays.md``), or NumPy's on the host driver.
+        Channels-last, it may have gaps: a crop, a slice of channels, every second row, column, channel or image. Of CuPy, torch
+        or others (``docs/arrays.md``), or NumPy's on the host driver.
     w : array, shape (K, C / groups, R, S)
         Filters, of the same type, without gaps.
     stride, dilation : int or sequence of two
@@ -249,8 +249,9 @@ def conv2d(
     -----
     Bias, residual and activation are in the convolution's plan where cuDNN has one that is known to be right: a bias in any
     layouts, all else where all arrays are channels-last without gaps. What is not is one launch more, and the result is rounded
-    to its type before it. A view with a bias, a residual or an activation is copied, up to 16 MiB, and so is what a padding that
-    differs from side to side leads to: see ``docs/graphs.md``, which says what that costs.
+    to its type before it. A view with a bias, a residual or an activation is copied, up to 16 MiB, and so are every second
+    channel, every second row or column of an odd number, and what a padding that differs from side to side leads to: see
+    ``docs/graphs.md``, which says what that costs.
     """
     if extra:
         raise misplaced(conv2d, extra)
