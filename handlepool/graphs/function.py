@@ -15,7 +15,17 @@ from handlepool.graphs.annotations import ArrayCall, P, R_co
 from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of, layout_of_spec
 from handlepool.graphs.comparison import compare
 from handlepool.graphs.compile import UNKEPT, OnDevice, build, save
-from handlepool.graphs.launch import Begin, GraphCall, check_arrays, hit, new_outputs, option_key, shortcut
+from handlepool.graphs.launch import (
+    Begin,
+    GraphCall,
+    check_arrays,
+    hit,
+    new_outputs,
+    of_integers,
+    option_key,
+    shortcut,
+    told_apart,
+)
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
 from handlepool.graphs.trace import Request
@@ -182,7 +192,9 @@ class GraphFunction(ArrayCall[P, R_co]):
             natives = pool.driver.array_types
             if converted is None and any(type(array) not in natives for array in arrays + outs):
                 return ConvertedArguments(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
-            plan = self.plan(pool, arrays, outs, options, settings, option_key=None if converted else key)
+            if key is not None and (converted or not _tells(key, options)):
+                key = None
+            plan = self.plan(pool, arrays, outs, options, settings, option_key=key)
             if out is not None:
                 return GraphCall(pool, plan, arrays + outs, out, True)
             if recordings and converted is None and (lanes := lanes_for(pool, pool.driver.current_stream(plan.device).ptr)):
@@ -213,7 +225,7 @@ class GraphFunction(ArrayCall[P, R_co]):
                 self,
                 tuple([(array.shape, array.strides, array.dtype) for array in arrays]),
                 tuple([(array.shape, array.strides, array.dtype) for array in outs]),
-                frozenset([(name, value, type(value)) for name, value in options.items()]) if options else None,
+                frozenset([(name, value, _kind(value)) for name, value in options.items()]) if options else None,
                 settings,
                 references,
             )
@@ -452,6 +464,21 @@ class GraphFunction(ArrayCall[P, R_co]):
         """Forget the plans of this function and of its variants by `options`; those in use live on with their users."""
         mine = self.variants
         current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "variants", None) is mine)
+
+
+def _kind(value: Any) -> Any:
+    """Return what tells an option from those that are equal and of other types."""
+    kind = type(value)
+    return (kind, told_apart(value)) if isinstance(value, tuple) and not of_integers(value) else kind
+
+
+def _tells(key: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether an option key has a hash, and says of what types the entries of tuples are: not of a class made of them."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return not any(isinstance(value, tuple) and type(value) is not tuple for value in options.values())
 
 
 def _hit_branch(

@@ -9,7 +9,7 @@ from handlepool.drivers.kernel import Add, Concat, Kernel
 from handlepool.drivers.protocol import operand_name
 from handlepool.errors import ArgumentError
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import hit, launch_new, settled
+from handlepool.graphs.launch import hit, launch_new, told_apart
 from handlepool.graphs.plan import Plan, at_their_places
 from handlepool.graphs.trace import check_out
 from handlepool.pool.context import NOT_CACHED
@@ -48,10 +48,8 @@ class KernelFunction(GraphFunction[..., Any]):
 
         In a fork, ``pool`` is as `hit_branch` says.
         """
-        types = tuple(map(type, values))
-        if list in types:  # which has no hash
-            return self.call(arrays, out, pool, settled(values))
-        key, begin = (values, types), None  # as types, since 1, True and 1.0 are equal
+        types, begin = tuple(map(type, values)), None
+        key = told_apart(values) if tuple in types or list in types else (values, types)
         if pool is None:
             chosen = current_pool()
         elif type(pool) is tuple:  # type: ignore[comparison-overlap]
@@ -66,7 +64,7 @@ class KernelFunction(GraphFunction[..., Any]):
         return result
 
     def _options(self, values: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip(self._names, values, strict=True))
+        return dict(zip(self._names, map(_hashable, values), strict=True))
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
         name, driver = self._name, pool.driver
@@ -89,6 +87,13 @@ class KernelFunction(GraphFunction[..., Any]):
             return Plan(name, device, executable, inputs, (output,), True, _in_place(kernel, inputs, output))
 
         return cast("Plan", pool.plans.get_or_build(device, key, build))
+
+
+def _hashable(value: Any) -> Any:
+    """Return a list, or NumPy's array of one number or two as windows have them, as what can be a part of a plan's key."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.shape in ((), (2,)) and value.min() >= 0:
+        value = value.tolist()  # of no other array, whose values a message would show
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _in_place(kernel: Kernel, inputs: tuple[Layout, ...], output: Layout) -> tuple[int | None, ...]:

@@ -23,6 +23,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _log = logging.getLogger("handlepool")
 
 
+_SINGLE = (int, bool, str, type(None))
+"""The types of most options."""
 Begin = Callable[[tuple[Any, ...], Shortcut, tuple[int, ...], tuple[object, ...]], Slot]
 """What a fork gives to a `hit`: told the operands, what launches them, their addresses and blocks, it returns the slot to launch
 on."""
@@ -83,13 +85,31 @@ def launch_new(pool: PoolInternals, call: "GraphCall") -> Any:
 
 
 def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what tells options from others: types too, since 1, True and 1.0 are equal, and may mean different things."""
-    return (*options.items(), *map(type, options.values()))
+    """Return what tells options from others."""
+    types = tuple(map(type, options.values()))
+    return (*options.items(), *types) if tuple not in types else (*options, *told_apart((*options.values(),)))
 
 
-def settled(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return lists in a tuple as tuples, which have a hash, also those inside of them."""
-    return tuple([settled(tuple(value)) if type(value) in (list, tuple) else value for value in values])
+def of_integers(values: tuple[Any, ...]) -> bool:
+    """Whether a tuple holds integers alone, of Python's own, or such tuples: as a key that tells itself from all others."""
+    for value in values:
+        if type(value) is int:
+            continue
+        if type(value) is not tuple or not of_integers(value):
+            return False
+    return True
+
+
+def told_apart(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a key that differs for equal values of other types: 1, True and 1.0 are equal, and may mean different things.
+
+    Sequences are taken apart; a list, which has no hash, becomes a tuple.
+    """
+    types = tuple(map(type, values))
+    return types, *[
+        told_apart(tuple(value)) if kind not in _SINGLE and isinstance(value, (list, tuple)) else value
+        for kind, value in zip(types, values, strict=True)
+    ]
 
 
 def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry[Plan]) -> Shortcut | None:
