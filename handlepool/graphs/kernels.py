@@ -72,7 +72,10 @@ class KernelFunction(GraphFunction[..., Any]):
 
         def build() -> Plan:
             if len(inputs) >= MOST_OPERANDS:
-                raise ArgumentError(f"{name}: {len(inputs)} arrays; at most {MOST_OPERANDS - 1} are taken at once")
+                raise ArgumentError(
+                    f"{name}: {len(inputs)} arrays; at most {MOST_OPERANDS - 1} are taken at once. Do it in two steps: the result "
+                    f"of the first {MOST_OPERANDS - 1}, and then that with the others"
+                )
             if len(given) > 1:
                 raise ArgumentError(f"{name}: out= holds {len(given)} arrays, and there is one output")
             kernel, output = self._describe(inputs, **options)
