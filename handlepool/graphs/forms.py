@@ -49,6 +49,7 @@ def conform(
     shapes: Mapping[int, Shape],
     called: Callable[[int], str],
     copying: bool = True,
+    misaligned: Iterable[int] = (),
 ) -> tuple[Copy, ...]:
     """Declare the operands of a graph in forms that cuDNN computes rightly, and say what is to be copied for that.
 
@@ -66,6 +67,8 @@ def conform(
         What messages call an operand, by its place.
     copying : bool
         Whether operands may be copied.
+    misaligned : iterable of int
+        Places of the vectors that begin where no launch takes them: they are copied in any case.
 
     Returns
     -------
@@ -104,6 +107,8 @@ def conform(
     else:
         for place in range(len(operands)):
             forms.require(place, ("contiguous", "channels-last"))
+    for place in set(misaligned) - {copy.operand for copy in forms.copies}:  # in a form that is right, so without gaps
+        forms.copy(place, (math.prod(forms.given[place][0]),), (1,), always=True)
     return tuple(forms.copies)
 
 

@@ -20,6 +20,7 @@ from handlepool.graphs.launch import (
     GraphCall,
     check_arrays,
     hit,
+    misaligned_vectors,
     new_outputs,
     of_integers,
     option_key,
@@ -228,6 +229,7 @@ class GraphFunction(ArrayCall[P, R_co]):
                 frozenset([(name, value, _kind(value)) for name, value in options.items()]) if options else None,
                 settings,
                 references,
+                copied := misaligned_vectors(driver, arrays) if references is None else (),
             )
             plan = cast("Plan | None", pool.plans.get(device, key))
         except AttributeError:
@@ -242,7 +244,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             normalise(dict(settings))
             check_arrays(self._name, driver, device, arrays, outs)
             plan = self._build(pool, device, key, arrays, outs, options)
-        if option_key is not None:
+        if option_key is not None and not copied:
             pool.plans.shorten(device, key, (self, option_key, arrays[0].shape), partial(shortcut, pool, arrays, outs))
         return plan
 
@@ -378,9 +380,9 @@ class GraphFunction(ArrayCall[P, R_co]):
         return plan
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
-        *_, settings, references = key
+        *_, settings, references, copied = key
         # Layouts, not arrays: a plan that can be built anew keeps no memory of anybody's.
-        request = Request(tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), references, dict(options), settings)
+        request = Request(tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), references, dict(options), settings, copied)
         recipe = self._recipe
         against = partial(compare, pool) if pool.checked else None
         files = pool.plan_files

@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from handlepool.drivers.kernel import Add, Concat, Kernel
+from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel
 from handlepool.drivers.protocol import operand_name
-from handlepool.errors import ArgumentError
+from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import hit, launch_new, told_apart
+from handlepool.graphs.launch import check_arrays, hit, launch_new, told_apart
 from handlepool.graphs.plan import Plan, at_their_places
 from handlepool.graphs.trace import check_out
 from handlepool.pool.context import NOT_CACHED
@@ -67,18 +67,21 @@ class KernelFunction(GraphFunction[..., Any]):
         return dict(zip(self._names, map(_hashable, values), strict=True))
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
-        name, driver = self._name, pool.driver
+        name, driver, misaligned = self._name, pool.driver, key[-1]
         inputs, given = tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs))
 
         def build() -> Plan:
             if len(inputs) >= MOST_OPERANDS:
                 raise ArgumentError(
-                    f"{name}: {len(inputs)} arrays; at most {MOST_OPERANDS - 1} are taken at once. Do it in two steps: the result "
-                    f"of the first {MOST_OPERANDS - 1}, and then that with the others"
+                    f"{name}: {len(inputs)} arrays; at most {MOST_OPERANDS - 1} are taken at once. Do it in two steps: the "
+                    f"result of the first {MOST_OPERANDS - 1}, and then that with the others"
                 )
             if len(given) > 1:
                 raise ArgumentError(f"{name}: out= holds {len(given)} arrays, and there is one output")
             kernel, output = self._describe(inputs, **options)
+            if misaligned and isinstance(kernel, Depthwise):
+                raise GraphNotSupportedError(f"{name}: the bias begins where the kernel of our own does not take it")
+            check_arrays(name, driver, device, arrays, outs, vectors=False)
             for out in given:
                 check_out(name, output, out)
                 check_strides(f"out= of {name}", out)

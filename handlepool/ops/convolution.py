@@ -232,7 +232,7 @@ def conv2d(
     mode : {"cross_correlation", "convolution"}
         As neural networks mean it, or with the filters turned around, as mathematics does.
     bias : array, shape (K,), optional
-        Added to each channel; of any stride.
+        Added to each channel; of any stride that is not negative, beginning at any element.
     add : array, shape (N, K, P, Q), optional
         A residual, added before the activation. It shares no element with ``out``.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional

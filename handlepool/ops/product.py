@@ -43,7 +43,7 @@ def matmul(
     b : array, shape (..., K, N)
         Of the same type. Batch axes are equal or 1, and the array with fewer of them has 1 for those that it lacks.
     bias : array, shape (N,), optional
-        Added to each row; of any stride.
+        Added to each row; of any stride that is not negative, beginning at any element.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
         Applied last; "gelu" is the exact one.
     out : array, shape (..., M, N), optional
