@@ -46,7 +46,6 @@ class CudaExecutable:
         self._device = driver.current_device()
         self.name, self.titles = name, titles
         self._copies, self._copies_at = copies, planned.copies_at
-        self._copied = [copy.operand for copy in copies]
         self.workspace_size, self.engine, self.candidates = planned.workspace_size, planned.engine, planned.candidates
         self._uids, self._raw, self._index = planned.uids, planned.raw, planned.index
 
@@ -57,7 +56,8 @@ class CudaExecutable:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        check_operands(self._driver, self.name, self._device, operands, self.titles.__getitem__, self._copied)
+        copied = [copy.operand for copy in self._copies]
+        check_operands(self._driver, self.name, self._device, operands, self.titles.__getitem__, copied)
         addresses = buffer("Q", [array.data.ptr for array in operands])
         if check is not None:
             check(addresses)
