@@ -16,7 +16,7 @@ pool. Conventions that hold for both:
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -626,9 +626,16 @@ def taken(driver: Driver) -> str:
 
 
 def check_operands(
-    driver: Driver, name: str, device: int, operands: Sequence[Any], operand: Callable[[int], str] = operand_name
+    driver: Driver,
+    name: str,
+    device: int,
+    operands: Sequence[Any],
+    operand: Callable[[int], str] = operand_name,
+    copied: Collection[int] = (),
 ) -> None:
     """Raise for the first array that a graph on a device cannot take; ``operand`` says what messages call it.
+
+    Of those at the places in ``copied`` a copy is launched with, and they may begin at any element.
 
     Raises
     ------
@@ -653,8 +660,9 @@ def check_operands(
             )
         if not array.size:
             raise ArgumentError(f"{name}: {operand(index)} is empty, of shape {array.shape}")
-        if address := driver.array_pointer(array) % TENSOR_ALIGNMENT:
+        alignment = array.dtype.itemsize if index in copied else TENSOR_ALIGNMENT
+        if address := driver.array_pointer(array) % alignment:
             raise ArgumentError(
                 f"{name}: {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of "
-                f"{TENSOR_ALIGNMENT}, which no launch takes; pass a copy; for an output, pass another array, and copy from that"
+                f"{alignment}, which no launch takes; pass a copy; for an output, pass another array, and copy from that"
             )

@@ -150,7 +150,9 @@ def build(
         layouts = tuple(_layout(tensor, scalar) for tensor in outputs)
         operands = [*inputs, *outputs]
         titles = drafted.titles()
-        copies = conform(graph, operands, len(inputs), shapes, lambda place: f"{name}: {titles[place]}", recipe.copies)
+        copies = conform(
+            graph, operands, len(inputs), shapes, lambda place: f"{name}: {titles[place]}", recipe.copies, request.copied
+        )
         _number(operands)
         asked = {key: value for key, value in settings.items() if key in COMPILE_SETTINGS}
         if not asked.get("allow_tf32", True) and _multiplies_float32(graph):

@@ -49,6 +49,7 @@ def conform(
     shapes: Mapping[int, Shape],
     called: Callable[[int], str],
     copying: bool = True,
+    misaligned: Iterable[int] = (),
 ) -> tuple[Copy, ...]:
     """Declare the operands of a graph in forms that cuDNN computes rightly, and say what is to be copied for that.
 
@@ -66,6 +67,8 @@ def conform(
         What messages call an operand, by its place.
     copying : bool
         Whether operands may be copied.
+    misaligned : iterable of int
+        Places of the vectors that begin where no launch takes them: they are copied in any case.
 
     Returns
     -------
@@ -104,6 +107,8 @@ def conform(
     else:
         for place in range(len(operands)):
             forms.require(place, ("contiguous", "channels-last"))
+    for place in set(misaligned) - {copy.operand for copy in forms.copies}:  # in a form that is right, so without gaps
+        forms.copy(place, (math.prod(forms.given[place][0]),), (1,), always=True)
     return tuple(forms.copies)
 
 
@@ -461,6 +466,21 @@ def _per_channel(tensor: Any, full: Sequence[int]) -> bool:
 def spaced_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
     """Whether an image is channels-last with gaps between pixels, rows or images, and none between channels."""
     return shape[1] > 1 and _nested([(shape[axis], steps[axis]) for axis in (1, *reversed(range(2, len(shape))), 0)])
+
+
+def stepped_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether an image has its axes in the order of channels-last ones, forwards and without an element that is two.
+
+    That is less than `spaced_channels_last`: every second column of an odd number leaves rows that begin within the step of the
+    last column, and every second channel is not innermost. Neither was measured enough, so both are copied.
+    """
+    reach = 1
+    for axis in (1, *reversed(range(2, len(shape))), 0):
+        if shape[axis] > 1:
+            if steps[axis] < reach:
+                return False
+            reach += steps[axis] * (shape[axis] - 1)
+    return True
 
 
 def _nested(axes: Iterable[tuple[int, int]]) -> bool:

@@ -15,7 +15,19 @@ from handlepool.graphs.annotations import ArrayCall, P, R_co
 from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of, layout_of_spec
 from handlepool.graphs.comparison import compare
 from handlepool.graphs.compile import UNKEPT, OnDevice, build, save
-from handlepool.graphs.launch import Begin, GraphCall, check_arrays, hit, new_outputs, option_key, pieces_of_arrays, shortcut
+from handlepool.graphs.launch import (
+    Begin,
+    GraphCall,
+    check_arrays,
+    hit,
+    misaligned_vectors,
+    new_outputs,
+    of_integers,
+    option_key,
+    pieces_of_arrays,
+    shortcut,
+    told_apart,
+)
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
 from handlepool.graphs.trace import Request
@@ -182,7 +194,9 @@ class GraphFunction(ArrayCall[P, R_co]):
             natives = pool.driver.array_types
             if converted is None and any(type(array) not in natives for array in arrays + outs):
                 return ConvertedArguments(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
-            plan = self.plan(pool, arrays, outs, options, settings, option_key=None if converted else key)
+            if key is not None and (converted or not _tells(key, options)):
+                key = None
+            plan = self.plan(pool, arrays, outs, options, settings, option_key=key)
             if out is not None:
                 return GraphCall(pool, plan, arrays + outs, out, True)
             recorded = recordings and converted is None
@@ -219,9 +233,10 @@ class GraphFunction(ArrayCall[P, R_co]):
                 self,
                 tuple([(array.shape, array.strides, array.dtype) for array in arrays]),
                 tuple([(array.shape, array.strides, array.dtype) for array in outs]),
-                frozenset([(name, value, type(value)) for name, value in options.items()]) if options else None,
+                frozenset([(name, value, _kind(value)) for name, value in options.items()]) if options else None,
                 settings,
                 references,
+                copied := misaligned_vectors(driver, arrays) if references is None else (),
             )
             plan = cast("Plan | None", pool.plans.get(device, key))
         except AttributeError:
@@ -236,7 +251,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             normalise(dict(settings))
             check_arrays(self._name, driver, device, arrays, outs)
             plan = self._build(pool, device, key, arrays, outs, options)
-        if option_key is not None:
+        if option_key is not None and not copied:
             pool.plans.shorten(device, key, (self, option_key, arrays[0].shape), partial(shortcut, pool, arrays, outs))
         return plan
 
@@ -372,9 +387,9 @@ class GraphFunction(ArrayCall[P, R_co]):
         return plan
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
-        *_, settings, references = key
+        *_, settings, references, copied = key
         # Layouts, not arrays: a plan that can be built anew keeps no memory of anybody's.
-        request = Request(tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), references, dict(options), settings)
+        request = Request(tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), references, dict(options), settings, copied)
         recipe = self._recipe
         against = partial(compare, pool) if pool.checked else None
         files = pool.plan_files
@@ -458,6 +473,21 @@ class GraphFunction(ArrayCall[P, R_co]):
         """Forget the plans of this function and of its variants by `options`; those in use live on with their users."""
         mine = self.variants
         current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "variants", None) is mine)
+
+
+def _kind(value: Any) -> Any:
+    """Return what tells an option from those that are equal and of other types."""
+    kind = type(value)
+    return (kind, told_apart(value)) if isinstance(value, tuple) and not of_integers(value) else kind
+
+
+def _tells(key: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether an option key has a hash, and says of what types the entries of tuples are: not of a class made of them."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return not any(isinstance(value, tuple) and type(value) is not tuple for value in options.values())
 
 
 def _hit_branch(

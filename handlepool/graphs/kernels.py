@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from handlepool.drivers.kernel import Add, Concat, Kernel
+from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel
 from handlepool.drivers.protocol import operand_name
-from handlepool.errors import ArgumentError
+from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import hit, launch_new, settled
+from handlepool.graphs.launch import check_arrays, hit, launch_new, told_apart
 from handlepool.graphs.plan import Plan, at_their_places
 from handlepool.graphs.trace import check_out
 from handlepool.pool.context import NOT_CACHED
@@ -48,10 +48,8 @@ class KernelFunction(GraphFunction[..., Any]):
 
         In a fork, ``pool`` is as `hit_branch` says.
         """
-        types = tuple(map(type, values))
-        if list in types:  # which has no hash
-            return self.call(arrays, out, pool, settled(values))
-        key, begin = (values, types), None  # as types, since 1, True and 1.0 are equal
+        types, begin = tuple(map(type, values)), None
+        key = told_apart(values) if tuple in types or list in types else (values, types)
         if pool is None:
             chosen = current_pool()
         elif type(pool) is tuple:  # type: ignore[comparison-overlap]
@@ -66,18 +64,24 @@ class KernelFunction(GraphFunction[..., Any]):
         return result
 
     def _options(self, values: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip(self._names, values, strict=True))
+        return dict(zip(self._names, map(_hashable, values), strict=True))
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
-        name, driver = self._name, pool.driver
+        name, driver, misaligned = self._name, pool.driver, key[-1]
         inputs, given = tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs))
 
         def build() -> Plan:
             if len(inputs) >= MOST_OPERANDS:
-                raise ArgumentError(f"{name}: {len(inputs)} arrays; at most {MOST_OPERANDS - 1} are taken at once")
+                raise ArgumentError(
+                    f"{name}: {len(inputs)} arrays; at most {MOST_OPERANDS - 1} are taken at once. Do it in two steps: the "
+                    f"result of the first {MOST_OPERANDS - 1}, and then that with the others"
+                )
             if len(given) > 1:
                 raise ArgumentError(f"{name}: out= holds {len(given)} arrays, and there is one output")
             kernel, output = self._describe(inputs, **options)
+            if misaligned and isinstance(kernel, Depthwise):
+                raise GraphNotSupportedError(f"{name}: the bias begins where the kernel of our own does not take it")
+            check_arrays(name, driver, device, arrays, outs, vectors=False)
             for out in given:
                 check_out(name, output, out)
                 check_strides(f"out= of {name}", out)
@@ -89,6 +93,13 @@ class KernelFunction(GraphFunction[..., Any]):
             return Plan(name, device, executable, inputs, (output,), True, _in_place(kernel, inputs, output))
 
         return cast("Plan", pool.plans.get_or_build(device, key, build))
+
+
+def _hashable(value: Any) -> Any:
+    """Return a list, or NumPy's array of one number or two as windows have them, as what can be a part of a plan's key."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.shape in ((), (2,)) and value.min() >= 0:
+        value = value.tolist()  # of no other array, whose values a message would show
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _in_place(kernel: Kernel, inputs: tuple[Layout, ...], output: Layout) -> tuple[int | None, ...]:

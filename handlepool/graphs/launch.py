@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any, TypeVar, cast
 
 from handlepool._util import holds_values, shown
-from handlepool.drivers.protocol import Driver, check_operands, operand_name
+from handlepool.drivers.protocol import TENSOR_ALIGNMENT, Driver, check_operands, operand_name
 from handlepool.errors import ArgumentError, HandlePoolError, OwnershipError, SignatureError
 from handlepool.graphs.plan import Plan
 from handlepool.pool.context import NOT_CACHED, recordings, thread
@@ -23,6 +23,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _log = logging.getLogger("handlepool")
 
 
+_SINGLE = (int, bool, str, type(None))
+"""The types of most options."""
 Begin = Callable[[tuple[Any, ...], Shortcut, tuple[int, ...], tuple[object, ...]], Slot]
 """What a fork gives to a `hit`: told the operands, what launches them, their addresses and blocks, it returns the slot to launch
 on."""
@@ -103,13 +105,31 @@ def launch_new(pool: PoolInternals, call: "GraphCall") -> Any:
 
 
 def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what tells options from others: types too, since 1, True and 1.0 are equal, and may mean different things."""
-    return (*options.items(), *map(type, options.values()))
+    """Return what tells options from others."""
+    types = tuple(map(type, options.values()))
+    return (*options.items(), *types) if tuple not in types else (*options, *told_apart((*options.values(),)))
 
 
-def settled(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return lists in a tuple as tuples, which have a hash, also those inside of them."""
-    return tuple([settled(tuple(value)) if type(value) in (list, tuple) else value for value in values])
+def of_integers(values: tuple[Any, ...]) -> bool:
+    """Whether a tuple holds integers alone, of Python's own, or such tuples: as a key that tells itself from all others."""
+    for value in values:
+        if type(value) is int:
+            continue
+        if type(value) is not tuple or not of_integers(value):
+            return False
+    return True
+
+
+def told_apart(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a key that differs for equal values of other types: 1, True and 1.0 are equal, and may mean different things.
+
+    Sequences are taken apart; a list, which has no hash, becomes a tuple.
+    """
+    types = tuple(map(type, values))
+    return types, *[
+        told_apart(tuple(value)) if kind not in _SINGLE and isinstance(value, (list, tuple)) else value
+        for kind, value in zip(types, values, strict=True)
+    ]
 
 
 def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry[Plan]) -> Shortcut | None:
@@ -147,6 +167,8 @@ def _before(pool: PoolInternals, arrays: tuple[Any, ...], launch: Any, addresses
 def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], given: bool) -> Shortcut:
     """Return what `Executable.shortcut` describes, for any driver."""
     plan, natives, empty = entry.plan, pool.driver.array_types, pool.driver.empty
+    copied = [copy.operand for copy in plan.copies]
+    vectors = [place for place, layout in enumerate(plan.inputs) if layout.ndim == 1 and place not in copied]
 
     def at_once(begin: Begin | None, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
         if (out is not None) is not given or pool.current_device() != plan.device:
@@ -156,6 +178,8 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
         outs = () if not given else (out,) if plan.single else tuple(out)
         if any(type(array) not in natives for array in arrays + outs) or [Layout.of(array) for array in arrays + outs] != layouts:
             return NOT_CACHED
+        if vectors and any(pool.driver.array_pointer(arrays[place]) % TENSOR_ALIGNMENT for place in vectors):
+            return NOT_CACHED  # which another plan copies
         made = outs or fresh or new_outputs(pool, plan.outputs, empty)
         entry.used, pool.plans.recent = pool.plans.tick(), entry
         if begin is None and not opened:
@@ -322,9 +346,27 @@ def misplaced(function: Callable[..., Any], extra: Sequence[Any]) -> SignatureEr
     )
 
 
-def check_arrays(name: str, driver: Driver, device: int, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:
-    """Check arguments, here alone: a hit has seen their like before. A `Layout` was looked at by `plan_for`."""
+def check_arrays(
+    name: str, driver: Driver, device: int, arrays: tuple[Any, ...], outs: tuple[Any, ...], vectors: bool = True
+) -> None:
+    """Check arguments, here alone: a hit has seen their like before. A `Layout` was looked at by `plan_for`.
+
+    Vectors may begin at any element, since a plan copies those that it cannot take as they lie; but for ``vectors=False``.
+    """
     if not arrays:
         raise ArgumentError(f"{name} was called without arrays")
     if type(arrays[0]) is not Layout:
-        check_operands(driver, name, device, arrays + outs, partial(operand_name, inputs=len(arrays), outs=len(outs)))
+        called = partial(operand_name, inputs=len(arrays), outs=len(outs))
+        copied = [place for place, array in enumerate(arrays) if len(array.shape) == 1] if vectors else ()
+        check_operands(driver, name, device, arrays + outs, called, copied)
+
+
+def misaligned_vectors(driver: Driver, arrays: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the places of vectors that begin where no launch takes them: a plan of their own copies them."""
+    return tuple(
+        [
+            place
+            for place, array in enumerate(arrays)
+            if len(array.shape) == 1 and type(array) is not Layout and driver.array_pointer(array) % TENSOR_ALIGNMENT
+        ]
+    )

@@ -111,6 +111,8 @@ class Request:
         Where arrays were given by reference: what each of them is, outputs among them.
     options, settings
         Of this call.
+    copied : tuple of int
+        Places of the vectors that are copied however they lie, since they begin at no multiple of 16 bytes.
     """
 
     layouts: tuple[Layout, ...]
@@ -118,6 +120,7 @@ class Request:
     references: tuple[Any, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: Settings = ()
+    copied: tuple[int, ...] = ()
 
 
 def draft(recipe: Recipe, request: Request, new_graph: Callable[[], Any]) -> "Draft":

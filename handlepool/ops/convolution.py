@@ -11,11 +11,22 @@ from handlepool.drivers.kernel import MOST_TAPS, Depthwise
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.arrays import ConvertedArguments
-from handlepool.graphs.forms import BEHIND_A_SUM, spaced_channels_last
+from handlepool.graphs.forms import BEHIND_A_SUM, stepped_channels_last
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.kernels import Described, KernelFunction, dense, lying_as
-from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch, settled
+from handlepool.graphs.launch import (
+    GraphCall,
+    by_keyword,
+    hit,
+    hit_branch,
+    launch_new,
+    misplaced,
+    of_integers,
+    prepare_branch,
+    told_apart,
+)
 from handlepool.graphs.plan import Plan
+from handlepool.graphs.signature import Settings, normalise
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, check_activation
 from handlepool.ops.epilogue import Stages, along, finisher, parts_of
 from handlepool.pool.context import NOT_CACHED, launchers
@@ -76,6 +87,11 @@ def geometry(function: str, pairs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: sides(function, value) if name == "padding" else pair(function, name, value) for name, value in pairs.items()}
 
 
+def settings_of(workspace_limit: Any, allow_tf32: Any, deterministic: Any) -> Settings:
+    """Return the settings of an operation as they key a plan, so that none is taken for another one that it equals."""
+    return normalise({"workspace_limit": workspace_limit, "allow_tf32": allow_tf32, "deterministic": deterministic})
+
+
 def parameters(*, stride: tuple[int, int], padding: Sides, dilation: tuple[int, int]) -> dict[str, list[int]]:
     """Return what a node takes of a `geometry`."""
     before, after = (list(side) for side in zip(*padding, strict=True))
@@ -110,10 +126,10 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
         return
     if not views or any(stride % layout.dtype.itemsize for stride in layout.strides):
         taken = ""
-    elif spaced_channels_last(layout.shape, strides):
+    elif stepped_channels_last(layout.shape, strides):
         return
     else:
-        taken = "; channels-last also with gaps between pixels, rows or images"
+        taken = "; channels-last also with gaps between channels, pixels, rows or images"
     remedy = f"Pass a contiguous copy, as from ascontiguousarray({name})"
     if order == (0, 2, 3, 1):  # which that would lose
         remedy = f"Pass a copy without gaps, as from {name}.copy(order='K')"
@@ -203,8 +219,8 @@ def conv2d(
     ----------
     x : array, shape (N, C, H, W)
         Images; float16, bfloat16 or float32; contiguous, or channels-last in memory (NHWC strides, which tensor cores prefer).
-        Channels-last, it may have gaps: a crop, a slice of channels, every second row, column or image. Of CuPy, torch or others
-        (``docs/arrays.md``), or NumPy's on the host driver.
+        Channels-last, it may have gaps: a crop, a slice of channels, every second row, column, channel or image. Of CuPy, torch
+        or others (``docs/arrays.md``), or NumPy's on the host driver.
     w : array, shape (K, C / groups, R, S)
         Filters, of the same type, without gaps.
     stride, dilation : int or sequence of two
@@ -216,7 +232,7 @@ def conv2d(
     mode : {"cross_correlation", "convolution"}
         As neural networks mean it, or with the filters turned around, as mathematics does.
     bias : array, shape (K,), optional
-        Added to each channel; of any stride.
+        Added to each channel; of any stride that is not negative, beginning at any element.
     add : array, shape (N, K, P, Q), optional
         A residual, added before the activation. It shares no element with ``out``.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
@@ -249,8 +265,9 @@ def conv2d(
     -----
     Bias, residual and activation are in the convolution's plan where cuDNN has one that is known to be right: a bias in any
     layouts, all else where all arrays are channels-last without gaps. What is not is one launch more, and the result is rounded
-    to its type before it. A view with a bias, a residual or an activation is copied, up to 16 MiB, and so is what a padding that
-    differs from side to side leads to: see ``docs/graphs.md``, which says what that costs.
+    to its type before it. A view with a bias, a residual or an activation is copied, up to 16 MiB, and so are every second
+    channel, every second row or column of an odd number, and what a padding that differs from side to side leads to: see
+    ``docs/graphs.md``, which says what that costs.
     """
     if extra:
         raise misplaced(conv2d, extra)
@@ -259,17 +276,24 @@ def conv2d(
     deep = groups != 1 and add is None
     if add is not None:  # of functions of its own: by position it might be taken for a bias
         arrays, (function, copying) = (*arrays, add), _summed
-    if list in (type(stride), type(padding), type(dilation)):  # which has no hash
-        stride, padding, dilation = settled((stride, padding, dilation))
-    # What the tuple holds, `_prepare` takes apart. The type of ``groups``, since 1, True and 1.0 are equal.
-    key = (stride, padding, dilation, groups, type(groups), mode, activation, workspace_limit, allow_tf32, deterministic)
+    key = values = (stride, padding, dilation, groups, mode, activation, workspace_limit, allow_tf32, deterministic)
+    if not (  # values of these types tell themselves, and most calls have no others
+        (
+            type(stride) is type(padding) is type(dilation) is int
+            or (list not in (type(stride), type(padding), type(dilation)) and of_integers((stride, padding, dilation)))
+        )
+        and type(groups) is int
+        and workspace_limit is None
+        and type(allow_tf32) is type(deterministic) is bool
+    ):
+        key = told_apart(values)
     begin = None
     if pool is None:
         chosen = current_pool()
     elif type(pool) is tuple:  # type: ignore[comparison-overlap]  # from a fork: see `hit_branch`
         chosen, begin = pool
         if begin is None:
-            return _prepare(chosen, arrays, parts_of(bias, add, activation), out, key)  # what the fork launches
+            return _prepare(chosen, arrays, parts_of(bias, add, activation), out, values, key)  # what the fork launches
     else:
         chosen = chosen_pool("conv2d", pool)
     result = hit(_depthwise if deep else function, chosen, begin, arrays, out, key)
@@ -279,7 +303,7 @@ def conv2d(
         result = hit(copying, chosen, begin, arrays, out, key)
     if result is not NOT_CACHED or begin is not None:
         return result
-    return launch_new(chosen, _prepare(chosen, arrays, parts_of(bias, add, activation), out, key))
+    return launch_new(chosen, _prepare(chosen, arrays, parts_of(bias, add, activation), out, values, key))
 
 
 @by_keyword
@@ -309,14 +333,21 @@ def conv2d_plan(x: Any, w: Any, *extra: Never, pool: HandlePool | None = None, *
     return prepare_branch(conv2d, chosen_pool("conv2d_plan", pool), (x, w, *extra), options).plan
 
 
-def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], parts: tuple[str, ...], out: Any, key: tuple[Any, ...]) -> GraphCall:
-    """Return the call for a key of `conv2d`."""
-    stride, padding, dilation, groups, _, mode, activation, workspace_limit, allow_tf32, deterministic = key
+def _prepare(
+    pool: PoolInternals,
+    arrays: tuple[Any, ...],
+    parts: tuple[str, ...],
+    out: Any,
+    values: tuple[Any, ...],
+    key: tuple[Any, ...],
+) -> GraphCall:
+    """Return the call for values of the options of `conv2d`, which ``key`` tells from all others."""
+    stride, padding, dilation, groups, mode, activation, *limits = values
     how = geometry("conv2d", {"stride": stride, "padding": padding, "dilation": dilation})
     options = {**how, "groups": groups}
     if not isinstance(mode, str) or mode != "cross_correlation":  # a part of the plan's key where it says something
         options["mode"] = mode
-    settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
+    settings = settings_of(*limits)
 
     def fused(
         some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None
@@ -326,17 +357,12 @@ def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], parts: tuple[str, ...
         if "add" in some and applied in ACTIVATIONS and applied not in BEHIND_A_SUM:
             raise GraphNotSupportedError(f"conv2d: {applied} behind a residual was not measured in one plan")
         own = options | {"activation": applied} | ({} if "bias" in some or "add" not in some else {"bias": None})
-        known = shortened if some == parts else None
+        known = key if some == parts else None
         return function.prepare(pool, arrays, out, own, settings, converted, known)
 
-    try:
-        hash(key)
-        shortened: tuple[Any, ...] | None = key
-    except TypeError:  # of a list, say
-        shortened = None
     if groups != 1 and "add" not in parts:
         try:
-            return _depthwise.prepare(pool, arrays, out, options | {"activation": activation}, settings, None, shortened)
+            return _depthwise.prepare(pool, arrays, out, options | {"activation": activation}, settings, None, key)
         except GraphNotSupportedError:  # for cuDNN
             pass
     uneven = any(one != other for one, other in how["padding"])

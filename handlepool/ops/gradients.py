@@ -17,6 +17,7 @@ from handlepool.ops.convolution import (
     check_result,
     geometry,
     parameters,
+    settings_of,
 )
 from handlepool.pool.context import launchers
 from handlepool.pool.default import chosen_pool
@@ -66,7 +67,7 @@ def conv2d_input_grad(
         As in `handlepool.conv2d`.
     """
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
+    settings = settings_of(workspace_limit, allow_tf32, deterministic)
     return _run(conv2d_input_grad, _input_grad, extra, pool, (dy, w), out, shape, options, settings)
 
 
@@ -113,7 +114,7 @@ def conv2d_weight_grad(
         As in `handlepool.conv2d`.
     """
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
+    settings = settings_of(workspace_limit, allow_tf32, deterministic)
     return _run(conv2d_weight_grad, _weight_grad, extra, pool, (x, dy), out, shape, options, settings)
 
 

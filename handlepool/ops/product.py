@@ -9,9 +9,9 @@ from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.arrays import ConvertedArguments
 from handlepool.graphs.forms import BEHIND_A_PRODUCT
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch
+from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch, told_apart
 from handlepool.ops.activations import ACTIVATIONS, activate, check_activation
-from handlepool.ops.convolution import check_type, check_vector
+from handlepool.ops.convolution import check_type, check_vector, settings_of
 from handlepool.ops.epilogue import Stages, along, finisher, parts_of
 from handlepool.pool.context import NOT_CACHED, launchers
 from handlepool.pool.default import chosen_pool, current_pool
@@ -43,7 +43,7 @@ def matmul(
     b : array, shape (..., K, N)
         Of the same type. Batch axes are equal or 1, and the array with fewer of them has 1 for those that it lacks.
     bias : array, shape (N,), optional
-        Added to each row; of any stride.
+        Added to each row; of any stride that is not negative, beginning at any element.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
         Applied last; "gelu" is the exact one.
     out : array, shape (..., M, N), optional
@@ -135,25 +135,30 @@ class _Product:
         plain, copying = (GraphFunction(build, check=check, name=name, copies=copies) for copies in (False, True))
         return cls(name, plain, copying, finisher(name, axis=-1))
 
-    def __call__(self, a: Any, b: Any, bias: Any, out: Any, key: tuple[Any, ...], pool: Any) -> Any:
+    def __call__(self, a: Any, b: Any, bias: Any, out: Any, values: tuple[Any, ...], pool: Any) -> Any:
         arrays = (a, b) if bias is None else (a, b, bias)
+        _, workspace_limit, allow_tf32, deterministic = values
+        plain = workspace_limit is None and type(allow_tf32) is type(deterministic) is bool  # which tell themselves
+        key = values if plain else told_apart(values)
         begin = None
         if pool is None:
             chosen = current_pool()
         elif type(pool) is tuple:  # from a fork: see `hit_branch`
             chosen, begin = pool
             if begin is None:
-                return self.prepare(chosen, arrays, out, key)  # what the fork launches
+                return self.prepare(chosen, arrays, out, values, key)  # what the fork launches
         else:
             chosen = chosen_pool(self.name, pool)
         result = hit(self.plain, chosen, begin, arrays, out, key)
         if result is not NOT_CACHED or begin is not None:
             return result
-        return launch_new(chosen, self.prepare(chosen, arrays, out, key))
+        return launch_new(chosen, self.prepare(chosen, arrays, out, values, key))
 
-    def prepare(self, pool: PoolInternals, arrays: tuple[Any, ...], out: Any, key: tuple[Any, ...]) -> GraphCall:
-        activation, workspace_limit, allow_tf32, deterministic = key
-        settings = (("workspace_limit", workspace_limit), ("allow_tf32", allow_tf32), ("deterministic", deterministic))
+    def prepare(
+        self, pool: PoolInternals, arrays: tuple[Any, ...], out: Any, values: tuple[Any, ...], key: tuple[Any, ...]
+    ) -> GraphCall:
+        activation, *limits = values
+        settings = settings_of(*limits)
         parts = parts_of(arrays[2] if len(arrays) > 2 else None, None, activation)
 
         def fused(

@@ -164,7 +164,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int)
     for step, extent in sorted((abs(step), extent) for step, extent in zip(strides, shape, strict=True) if extent > 1):
         if step < reach:
             return True
-        reach = step * extent
+        reach += step * (extent - 1)
     return False
 
 

@@ -15,8 +15,13 @@ VIEWS = {
     "rows": lambda of, n, c, h, w: of(n, c, 2 * h, w)[:, :, ::2],
     "columns": lambda of, n, c, h, w: of(n, c, h, 2 * w)[..., ::2],
     "images": lambda of, n, c, h, w: of(2 * n, c, h, w)[::2],
+    "rows of an odd height": lambda of, n, c, h, w: of(n, c, 2 * h - 1, w)[:, :, ::2],
+    "columns of an odd width": lambda of, n, c, h, w: of(n, c, h, 2 * w - 1)[..., ::2],
+    "every second channel": lambda of, n, c, h, w: of(n, 2 * c, h, w)[:, ::2],
     "all": lambda of, n, c, h, w: of(3 * n, c + 8, 2 * h, 2 * w + 2)[::3, 8:, ::2, 2::2],
 }
+COPIED = {"rows of an odd height", "columns of an odd width", "every second channel"}
+"""Views that were not measured enough: copied also where nothing comes behind."""
 EPILOGUES = ((), ("bias",), ("bias", "activation"), ("add",), ("bias", "add", "activation"))
 SHAPE = (2, 24, 7, 6)
 
@@ -67,17 +72,20 @@ def test_results_may_be_views_and_nothing_else_is_written(arrays, view, parts):
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_g18_a_convolution_alone_copies_no_view_and_with_more_behind_it_is_one_launch_with_copies(make_pool, view):
+def test_g18_a_convolution_alone_copies_no_view_that_was_measured_and_with_more_behind_it_is_one_launch_with_copies(
+    make_pool, view
+):
     pool = make_pool()
     arrays = Arrays(pool, layout="NHWC")
     x, out = VIEWS[view](arrays.random, 2, 16, 7, 6), VIEWS[view](arrays.random, *SHAPE)
     call(arrays, x, (), out, pool=pool)
-    assert pool.stats()["operands_copied"] == 0
+    before = pool.stats()["operands_copied"]
+    assert before == (2 if view in COPIED else 0)
     launched = pool.driver.calls["launch"]
     for count in (1, 2):  # the second time it is known
         call(arrays, x, ("bias", "activation"), out, pool=pool)
         assert pool.driver.calls["launch"] == launched + count
-        assert pool.stats()["operands_copied"] == 3 * count  # x, out and the bias
+        assert pool.stats()["operands_copied"] == before + 3 * count  # x, out and the bias
 
 
 def test_a_bias_of_any_stride_is_copied_and_the_convolution_stays_one_launch(make_pool):
@@ -139,7 +147,6 @@ def test_a_view_of_a_buffer_that_branches_fill_side_by_side(each_pool):
 
 
 NOT_TAKEN = {
-    "every second channel": lambda of: of(2, 32, 7, 6)[:, ::2],
     "turned around": lambda of: of(2, 16, 7, 6)[:, :, ::-1],
     "transposed": lambda of: of(2, 16, 6, 7).transpose(0, 1, 3, 2),
 }
@@ -149,12 +156,8 @@ NOT_TAKEN = {
 def test_what_is_not_taken_is_refused_with_the_remedy(arrays, view):
     w = arrays.random(16, 16, 1, 1)
     x = NOT_TAKEN[view](arrays.random)
-    last = view == "every second channel"  # channels-last but for its gaps
-    remedy = r"x\.copy\(order='K'\)" if last else r"ascontiguousarray\(x\)"
-    with pytest.raises(ArgumentError, match=r"x of shape .* also with gaps between pixels.*" + remedy):
+    with pytest.raises(ArgumentError, match=r"x of shape .* also with gaps between channels.*ascontiguousarray\(x\)"):
         conv2d(x, w)
-    if last:
-        assert conv2d(x.copy(order="K"), w).shape == (x.shape[0], 16, *x.shape[2:])
     with pytest.raises(ArgumentError, match=r"out of shape .* also with gaps.*Leave it out, .*out\[\.\.\.\] = conv2d\(\.\.\.\)"):
         conv2d(arrays.random(2, 16, 7, 6), w, out=NOT_TAKEN[view](arrays.random))
     with pytest.raises(ArgumentError, match=r"w of shape .* contiguous or channels-last\. Pass a contiguous copy"):

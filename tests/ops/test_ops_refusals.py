@@ -1,6 +1,7 @@
 """What conv2d and graph functions refuse: a typed error that names value and remedy, before anything is launched."""
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from handlepool import (
     conv2d_input_grad,
     conv2d_weight_grad,
     graph,
+    ops,
 )
+from handlepool.ops import convolution
 from handlepool.testing import reference
 
 GOOD = {"x": (2, 4, 8, 8), "w": (6, 4, 3, 3), "bias": (6,), "out": (2, 6, 6, 6)}
@@ -291,7 +294,13 @@ TITLES = {"x": r"argument 0 \(x\)", "w": r"argument 1 \(w\)", "bias": r"argument
 @pytest.mark.parametrize("known", [False, True], ids=["new geometry", "known geometry"])
 @pytest.mark.parametrize("way", [in_a_call, in_a_branch, in_a_map])
 @pytest.mark.parametrize(
-    ("wrong", "name"), [(wrong, name) for wrong in WRONG for name in TITLES if wrong != "read-only" or name == "out"]
+    ("wrong", "name"),
+    [
+        (wrong, name)
+        for wrong in WRONG
+        for name in TITLES
+        if name == "out" or (wrong != "read-only" and (wrong, name) != ("a misaligned address", "bias"))
+    ],
 )
 def test_an_operand_of_a_known_geometry_is_named_with_its_operation(scene, wrong, name, way, known):
     make, error, match = WRONG[wrong]
@@ -326,9 +335,108 @@ def test_an_operand_by_reference_is_named_by_it(scene, monkeypatch):
             double.run(arrays)
 
 
-@pytest.mark.parametrize("groups", [True, 1.0])
-def test_what_equals_a_known_number_of_groups_and_is_no_integer_is_refused(scene, groups):
-    good = {each: given(scene, each) for each in GOOD}
-    conv2d(**good, pool=scene.pool)
-    with pytest.raises(ArgumentError, match=f"groups={groups}; it must be an integer, 1 or more"):
-        conv2d(**good, groups=groups, pool=scene.pool)
+# Options that equal others
+
+
+class Two(NamedTuple):
+    """Equal to a tuple, and to another one of equal entries."""
+
+    one: float
+    other: float
+
+
+def pairs(name, *, zero=False):
+    """Ways to say (2, 2), or (0, 0), and what equals it and is none."""
+    number = 0 if zero else 2
+    good = (number, (number, number), [number, number], np.int64(number), Two(number, number))
+    wrong = (float(number), (float(number), number), [float(number), number], np.float32(number), Two(float(number), number))
+    return name, good, (*wrong, False, (number, False)) if zero else wrong
+
+
+IMAGES = GOOD["x"], GOOD["w"]
+SETTINGS = [
+    ("workspace_limit", (10**9, np.int64(10**9)), (1e9,)),
+    ("allow_tf32", (True, np.True_), (1, 1.0)),
+    ("deterministic", (False, np.False_), (0, 0.0)),
+]
+WINDOWS = [pairs("window"), pairs("stride"), pairs("padding", zero=True), ("ceil_mode", (False,), (0, 0.0))]
+GEOMETRY = [pairs("stride"), pairs("padding", zero=True), pairs("dilation"), ("groups", (1,), (True, 1.0))]
+LIKENESSES = {
+    "conv2d": (IMAGES, {}, [*GEOMETRY, *SETTINGS]),
+    "conv2d_input_grad": (None, {}, [*GEOMETRY, *SETTINGS]),
+    "conv2d_weight_grad": (None, {}, [*GEOMETRY, *SETTINGS]),
+    "matmul": (((4, 4), (4, 4)), {}, [SETTINGS[0], SETTINGS[2]]),
+    "linear": (((4, 4), (4, 4)), {}, [SETTINGS[0], SETTINGS[2]]),
+    "max_pool2d": (IMAGES[:1], {"window": 2}, WINDOWS),
+    "avg_pool2d": (IMAGES[:1], {"window": 2}, [*WINDOWS, ("count_include_pad", (True,), (1, 1.0))]),
+    "mean2d": (IMAGES[:1], {}, [("keepdims", (True, np.True_), (1, 1.0))]),
+}
+OPTIONS = [(operation, *likeness) for operation, (_, _, each) in LIKENESSES.items() for likeness in each]
+
+
+@pytest.mark.parametrize(("operation", "name", "good", "wrong"), OPTIONS, ids=lambda value: value if type(value) is str else "")
+def test_what_equals_a_known_option_and_is_of_another_type_is_refused(scene, operation, name, good, wrong):
+    """Whether a call is taken does not depend on the calls before it: each good one is right after each wrong one, and back."""
+    function, (shapes, options, _) = getattr(ops, operation), LIKENESSES[operation]
+    if shapes is None:  # a gradient: of the result that the option leads to
+        how = {"stride": 1, "padding": 0, "dilation": 1} | ({name: good[0]} if name in ("stride", "padding", "dilation") else {})
+        result = convolution.result_shape(*IMAGES, **convolution.geometry(operation, how))
+        weight = operation == "conv2d_weight_grad"
+        shapes, options = (IMAGES[0], result) if weight else (result, IMAGES[1]), {"shape": IMAGES[weight]}
+    arrays = [scene.driver.asarray(numbers(shape)) for shape in shapes]
+
+    def call(value):
+        arguments = {**options, name: value}
+        positional = [arguments.pop("window")] if "window" in arguments else []
+        return function(*arrays, *positional, **arguments, pool=scene.pool)
+
+    def refuse():
+        for value in wrong:
+            for way in (call, in_a_fork):
+                with pytest.raises(ArgumentError, match=name):
+                    way(value)
+
+    def in_a_fork(value):
+        with scene.states.fork() as fork:
+            fork.run(call, value)
+        with scene.states.fork() as fork:
+            positional = [value if name == "window" else options["window"]] if "window" in options else []
+            arguments = {each: given for each, given in {**options, name: value}.items() if each != "window"}
+            fork.run(function, *arrays, *positional, **arguments)
+
+    refuse()
+    right = scene.driver.asnumpy(call(good[0]))
+    for value in good:
+        for _ in range(2):  # the second time it is known
+            assert np.array_equal(scene.driver.asnumpy(call(value)), right)
+            refuse()
+
+
+def test_options_of_graph_functions_that_are_equal_and_of_other_types_have_plans_of_their_own(scene, monkeypatch):
+    monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+    seen = []
+
+    @graph
+    def double(g, x, *, how):
+        seen.append(how)
+        return g.add(x, x)
+
+    x = given(scene, "x")
+    ways = [1, 1.0, True, (1, 2), (1.0, 2), (True, 2), ((1,), 2), ((1.0,), 2), Two(1, 2), Two(1.0, 2)]
+    for _ in range(3):
+        for way in ways:
+            double(x, how=way)
+    assert [*map(repr, seen)] == [*map(repr, ways)]
+
+
+@pytest.mark.parametrize("way", [[2, 2], range(2, 4), np.array([2, 3]), np.array([2, 2], np.uint8)], ids=repr)
+@pytest.mark.parametrize("function", [ops.max_pool2d, ops.avg_pool2d])
+def test_pooling_takes_the_sequences_that_convolutions_take(scene, function, way):
+    x = given(scene, "x")
+    one, other = map(int, way)
+    right = scene.driver.asnumpy(function(x, (one, other), stride=(other, one), padding=1, pool=scene.pool))
+    for _ in range(2):
+        y = function(x, way, stride=way[::-1], padding=[1, 1], pool=scene.pool)
+        assert np.array_equal(scene.driver.asnumpy(y), right)
+    assert conv2d(x, given(scene, "w"), stride=way, pool=scene.pool).ndim == 4
+    assert function(x, np.array(2), pool=scene.pool).shape == function(x, 2, pool=scene.pool).shape

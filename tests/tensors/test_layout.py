@@ -1,10 +1,10 @@
-"""Whether arrays lie in one run of bytes alike, beside what NumPy says of their bytes."""
+"""What is known of an array by its geometry, beside what NumPy says of its bytes."""
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handlepool.tensors.layout import one_run
+from handlepool.tensors.layout import one_run, overlaps_itself
 
 
 @st.composite
@@ -47,3 +47,27 @@ def test_channels_last_and_axes_of_one_are_runs_and_what_repeats_is_none():
     assert not one_run((3, 3), (8, 0), (8, 0), 2)  # from the first to the last byte it is as long as nine elements
     assert not one_run((3,), (-2,), (-2,), 2)
     assert not one_run((3, 0), (2, 2), (2, 2), 2)
+
+
+# Whether elements overlap
+
+shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+
+
+@given(shape=shapes, data=st.data(), itemsize=st.sampled_from([1, 2, 4]))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_an_array_that_does_not_overlap_itself_has_no_byte_twice(shape, data, itemsize):
+    strides = [data.draw(st.integers(-40, 40)) for _ in shape]
+    if overlaps_itself(shape, strides, itemsize):
+        return
+    begins = sum(np.indices(shape)[axis] * step for axis, step in enumerate(strides))
+    bytes_of = (begins.reshape(-1, 1) + np.arange(itemsize)).ravel().tolist()
+    assert len(set(bytes_of)) == len(bytes_of)
+
+
+@given(shape=shapes, data=st.data(), itemsize=st.sampled_from([1, 2, 4]))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_no_slice_of_an_array_overlaps_itself(shape, data, itemsize):
+    whole = np.empty(shape, f"V{itemsize}").transpose(data.draw(st.permutations(range(len(shape)))))
+    view = whole[tuple(slice(None, None, data.draw(st.integers(1, 4))) for _ in shape)]
+    assert not overlaps_itself(view.shape, view.strides, itemsize)

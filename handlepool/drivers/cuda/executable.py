@@ -48,7 +48,8 @@ class CudaExecutable:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        check_operands(self._driver, self.name, self._device, operands, self.titles.__getitem__)
+        copied = [copy.operand for copy in self._copies]
+        check_operands(self._driver, self.name, self._device, operands, self.titles.__getitem__, copied)
         addresses = buffer("Q", [array.data.ptr for array in operands])
         if check is not None:
             check(addresses)

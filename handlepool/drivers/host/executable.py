@@ -5,7 +5,7 @@ results here as it does on a GPU (G5).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,14 @@ class HostExecutable:
         streams: StreamTable,
         memory: Memory,
         note: Callable[[str], None],
-        check_operands: Callable[[str, int, Sequence[Any], Callable[[int], str]], None],
+        check_operands: Callable[[str, int, Sequence[Any], Callable[[int], str], Collection[int]], None],
         checks: bool,
         name: str,
         titles: Sequence[str],
     ) -> None:
         self.name, self.titles = name, titles
         self._copies = copies
+        self._copied = [copy.operand for copy in copies]
         self._copies_at = -(-plan.workspace_size // ALIGNMENT) * ALIGNMENT
         self.workspace_size: int = self._copies_at + scratch_of(copies) if copies else plan.workspace_size
         self.engine: str = plan.engine
@@ -69,7 +70,7 @@ class HostExecutable:
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Queue the steps on the handle's stream; see `handlepool.drivers.protocol.Executable.launch`."""
-        self._check_operands(self.name, self.device, operands, self.titles.__getitem__)
+        self._check_operands(self.name, self.device, operands, self.titles.__getitem__, self._copied)
         if check is not None:
             check([address_of(array) for array in operands])
         self._note("launch")
