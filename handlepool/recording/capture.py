@@ -311,7 +311,7 @@ class Recording:
             value = self._call(slot, function, args, kwargs)
             if lanes.refused:
                 raise CaptureError(lanes.refused)
-            check_same(self._name, self._rehearsed, lanes.calls)
+            check_same(self._name, self._rehearsed, lanes.calls, self.own)
             lanes.join(self._name, value)
             return value
         finally:

@@ -292,6 +292,9 @@ class Lanes:
         keep: object,
         call: Callable[[Slot], T],
         new: Callable[[T], Iterable[Piece | Token]] | None = None,
+        *,
+        what: tuple[object, ...] = (),
+        arrays: Sequence[Any] = (),
     ) -> T:
         """Record a call as a node; its value.
 
@@ -306,6 +309,8 @@ class Lanes:
             Given the slot to launch on.
         new : callable, optional
             Returns, of the value, what it wrote besides. What the call allocated is known.
+        what, arrays : tuple, sequence
+            See `Made`.
 
         Raises
         ------
@@ -314,8 +319,7 @@ class Lanes:
         OwnershipError
             In a finaliser that found its thread in the middle of the books.
         """
-        place = place_of_call()
-        open_node = self._begin(Made.of(name, writes, place), reads, writes, keep)
+        open_node = self._begin(Made.of(self._driver, name, writes, what, arrays), reads, writes, keep)
         try:
             result = call(open_node.lane.slot)
             written = [] if new is None else [*new(result)]
@@ -329,11 +333,12 @@ class Lanes:
         """Record what a shortcut launches as a node: it asks for the slot once it knows its operands; what it returns."""
         opened: list[_Open] = []
 
-        def begin(operands: object, launch: Any, addresses: Sequence[int], *_: object) -> Slot:
+        def begin(operands: Sequence[Any], launch: Any, addresses: Sequence[int], *_: object) -> Slot:
             plan, known = launch.plan, launch.operands
             pieces = known.pieces(addresses)
             reads, writes = pieces[: known.inputs], pieces[known.inputs :]
-            opened.append(self._begin(Made(plan.name, known.sizes, place_of_call()), reads, writes, operands))
+            made = Made.at_once(self._driver, launch, operands, addresses)
+            opened.append(self._begin(made, reads, writes, operands))
             if (recording := thread.recording) is not None:
                 recording.launches(plan, reads, writes)
             return opened[0].lane.slot
@@ -352,7 +357,7 @@ class Lanes:
         """Begin a node: choose its lane, behind what it follows, and let the calls to come be inside of it."""
         if self._busy:
             raise in_the_middle()
-        name, _, place = made
+        name, place = made.name, made.place
         if self._nodes >= MOST_NODES:
             raise self._refuse(f"{name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}")
         self._busy = True
@@ -392,7 +397,7 @@ class Lanes:
     def _finish(self, opened: "_Open", written: Sequence[Piece | Token], result: object) -> None:
         """End a node, and write down what it used; ``written`` is what it wrote besides what it was begun with."""
         made_by, lane, node, reads, writes, met, changed = opened
-        name, _, place = made_by
+        name, place = made_by.name, made_by.place
         self._busy = True
         try:
             made = [(start, stop, None) for start, stop in self._new if stop > start] if self._new else []
