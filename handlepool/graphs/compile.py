@@ -194,6 +194,7 @@ def build(
         choose,
         copies,
         key,
+        (recipe.function, recipe.settings, request),
     )
     if compare is not None:
         original = draft(recipe, request, lambda: builder.new_graph(**own))  # `conform` has changed the first one

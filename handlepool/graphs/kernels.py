@@ -90,7 +90,7 @@ class KernelFunction(GraphFunction[..., Any]):
             titles = [operand_name(place, len(inputs), len(given)) for place in range(len(operands))]
             with pool.device(device).handles.build_lock, driver.relaxed():
                 executable = driver.kernel(kernel, operands, name=name, titles=titles)
-            return Plan(name, device, executable, inputs, (output,), True, _in_place(kernel, inputs, output))
+            return Plan(name, device, executable, inputs, (output,), True, _in_place(kernel, inputs, output), asked=key)
 
         return cast("Plan", pool.plans.get_or_build(device, key, build))
 

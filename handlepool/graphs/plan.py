@@ -44,6 +44,8 @@ class Plan:
         `handlepool.graphs.forms`.
     key : str
         What a plan directory has it by; "" where the pool has none, or nothing tells the graph from others.
+    asked : object
+        Equal for plans of one function, for the same arrays and options, whichever of the proposed plans they are.
     alias_pairs : tuple of AliasPair
         Of each output and each operand before it.
     """
@@ -61,6 +63,7 @@ class Plan:
     _choose: "Callable[[int | Plan | None, bool], Plan] | None" = field(repr=False, compare=False, default=None)
     copies: tuple[Copy, ...] = ()
     key: str = field(repr=False, compare=False, default="")
+    asked: object = field(repr=False, compare=False, default=None)
     alias_pairs: tuple[AliasPair, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -51,9 +51,13 @@ class NodesByData(Protocol):
         keep: object,
         call: Callable[[Any], T],
         new: Callable[[T], Iterable[Any]] | None = None,
+        *,
+        what: tuple[object, ...] = (),
+        arrays: Sequence[Any] = (),
     ) -> T:
         """Record ``call(slot)`` as a node that reads and writes this memory, and what ``new`` says of its value; the value.
 
+        ``what`` is called, and with which options, and ``arrays`` are among its arguments: the same again when the function is.
         Where nothing is recorded yet, the slot is None: whatever is current then is what to launch on.
         """
 
@@ -101,8 +105,11 @@ class UnderWay(Protocol):
     def take(self, sides: Any, slot: Any) -> bool:
         """Take over a side slot that a fork has joined, if it is to be kept to the recording's end; whether it is."""
 
-    def check(self, what: str, pointer: int, driver: Driver) -> None:
-        """Raise for work on a stream that is no part of what is recorded."""
+    def check(self, what: str, pointer: int, driver: Driver, fork: object = None) -> None:
+        """Raise for work on a stream that is no part of what is recorded; ``fork`` stands for the one that makes a branch."""
+
+    def lack(self, fork: object, states: int, wanted: int) -> None:
+        """Be told of a fork that has fewer states than it wanted, since no more side slots are free."""
 
 
 class RunningPool(Protocol):

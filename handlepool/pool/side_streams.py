@@ -63,6 +63,11 @@ class SideSlots:
         self._settle_later = settle_later
         self._lock = threading.RLock()  # guards `made`; no call is made under it
 
+    @property
+    def spare(self) -> int:
+        """How many could be leased now, if nobody else leased any."""
+        return len(self.free) + MOST_SIDE_SLOTS - self.made
+
     def lease(self) -> Slot | None:
         """Take a side slot (stream, handle, scratch) out of circulation; None when all are out (guarantee 1)."""
         try:

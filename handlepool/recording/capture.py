@@ -148,8 +148,11 @@ class Recording:
         if self.lanes is not None:
             self.lanes.accessed(reads, writes)
 
-    def check(self, what: str, pointer: int, driver: Driver) -> None:
-        """Raise for work on a stream that is no part of what is recorded: it would be done now, and at no replay."""
+    def check(self, what: str, pointer: int, driver: Driver, fork: object = None) -> None:
+        """Raise for work on a stream that is no part of what is recorded: it would be done now, and at no replay.
+
+        ``fork`` stands for the one that makes a branch.
+        """
         if underneath(driver) is not underneath(self.pool.driver):  # another driver's work is no part of anything here
             return
         if pointer == LEGACY_STREAM or driver.capture_id(pointer) != self._capture:
@@ -158,7 +161,12 @@ class Recording:
                 f"replays would go without it: use the current stream there, and open forks inside the function that is recorded"
             )
         if self.lanes is not None:
-            self.lanes.other(what, "recorded in the order of streams and forks")
+            self.lanes.in_order(what, pointer, fork)
+
+    def lack(self, fork: object, states: int, wanted: int) -> None:
+        """Be told of a fork that has fewer states than it wanted."""
+        if self.lanes is not None:
+            self.lanes.lack(fork, states, wanted)
 
     def memory(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Memory:
         """Return what a replay reads and writes. A function that returned new arrays alone wrote what it is known to.
@@ -171,6 +179,10 @@ class Recording:
         reads, writes = self.reads.union(*[each for each, _ in used]), self.writes.union(*[each for _, each in used])
         own = all(self._memory.holds(value) for value in leaves(outputs) if piece_of(driver, value) is not None)
         return Memory([*reads, *given], [*writes, *pieces_of(driver, outputs), *(() if own else given)])
+
+    def shares_with(self, other: "Recording") -> bool:
+        """Whether both lease side slots from the same device of the same pool."""
+        return self.pool is other.pool and self.device == other.device
 
     def release_plans(self) -> None:
         """Let go of the plans; the graph is not launched any more."""
@@ -218,8 +230,8 @@ class Recording:
         slot = sides.lease()
         if slot is None:
             raise StateBusyError(
-                f"every side stream of device {self.device} is in use, and a recording needs one: record outside of forks, and "
-                f"with executors that have fewer workers"
+                f"every side stream of device {self.device} is in use, and a recording needs one{_held_by(self)}: record outside "
+                f"of forks, with executors that have fewer workers, and one after the other what is recorded with many lanes"
             )
         self._leased.append(slot)
         try:
@@ -313,7 +325,7 @@ class Recording:
             value = self._call(slot, function, args, kwargs)
             if lanes.refused:
                 raise CaptureError(lanes.refused)
-            check_same(self._name, self._rehearsed, lanes.calls)
+            check_same(self._name, self._rehearsed, lanes.calls, self.own)
             lanes.join(self._name, value)
             return value
         finally:
@@ -422,6 +434,16 @@ class Recording:
             return self.destroy()
         except Exception:
             return False
+
+
+def _held_by(recording: Recording) -> str:
+    """Say what other recordings under way hold."""
+    found = [each.lanes for each in [*recordings] if isinstance(each, Recording) and each.shares_with(recording)]
+    counts = [0 if lanes is None else lanes.got for lanes in found]
+    if not counts:
+        return ""
+    recorded = "another recording has" if len(counts) == 1 else f"{len(counts)} other recordings have"
+    return f", and {recorded} {sum(counts)} as lanes"
 
 
 def _says_all(error: BaseException) -> bool:

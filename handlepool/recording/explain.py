@@ -195,7 +195,8 @@ class Explanation:
         lines += self._who_allocates()
         if self.serial:
             lines.append("After all before it, and before all after it:")
-            lines += [f"  {step.name}, {step.place}: {step.why}" for step in self.serial]
+            told = Counter(f"{step.name}, {step.place}: {step.why}" for step in self.serial)
+            lines += [f"  {line}" if count == 1 else f"  {count} times {line}" for line, count in told.items()]
         return "\n".join(lines)
 
     def _who_allocates(self) -> list[str]:

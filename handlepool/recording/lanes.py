@@ -17,7 +17,6 @@ that stream alone, as outside of recordings: the books do not know who used it w
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import chain, groupby
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from handlepool._util import do_all, leaves
@@ -41,6 +40,9 @@ T = TypeVar("T")
 Pieces = Sequence[Piece | Token]
 
 PLAIN = "no graph function and no operation: handlepool.operation declares one"
+IN_ORDER = "recorded in the order of streams and forks"
+LEFT_FREE = 4
+"""Side slots that a recording does not lease for more lanes than were asked for."""
 MOST_NODES = 20_000
 """Of one recording."""
 
@@ -85,6 +87,24 @@ class _Lane:
         """Start anew, behind all that was before."""
         self.track = Track(self.slot.pointer)
         self.nodes: list[_Node] = []
+
+
+class _Fork:
+    """A fork of the function's, between two nodes."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at  # its place among other work
+        self.branches = 0
+        self.places: dict[str, None] = {}  # an ordered set
+        self.states: int | None = None  # where it has fewer than it wanted
+        self.wanted = 0
+
+    def __str__(self) -> str:
+        branches = "its branch" if self.branches == 1 else f"its {self.branches} branches"
+        if self.states is None:
+            return branches if self.branches == 1 else f"{branches} side by side"
+        order = "one after the other" if self.states < 2 else "side by side"
+        return f"{branches} {order} on {self.states} of {self.wanted} states: no more side streams of the device were free"
 
 
 class _Open(NamedTuple):
@@ -169,6 +189,7 @@ class Lanes:
         self._others: list[
             tuple[str, str, str]
         ] = []  # since the last node, work that was told of: what, why it is no node, where
+        self._forks: dict[object, _Fork] = {}  # since the last node, by what stands for each
         self._allocations: list[str] = []  # since the last node, where memory was allocated
         self._last_place = "the beginning"
         self._nodes = 0
@@ -204,6 +225,30 @@ class Lanes:
         """Be told of work that is no node."""
         if not self._inside:
             self._others.append((what, why, place_of_call()))
+
+    def in_order(self, what: str, pointer: int, fork: object) -> None:
+        """Be told of work on a stream that is recorded in the order of streams and forks.
+
+        ``fork`` stands for the one that makes a branch.
+        """
+        last = next(reversed(self._forks.values()), None)
+        if self._inside or (last is not None and (pointer != self._main.pointer or (fork is None and last.states == 0))):
+            return  # a node, or a branch, was told of
+        if fork is None:
+            self._others.append((what, IN_ORDER, place_of_call()))
+            return
+        if fork not in self._forks:
+            self._forks[fork] = _Fork(len(self._others))
+            self._others.append((what, IN_ORDER, ""))
+        known = self._forks[fork]
+        known.branches += 1
+        known.places[place_of_call()] = None
+
+    def lack(self, fork: object, states: int, wanted: int) -> None:
+        """Be told of a fork that has fewer states than it wanted."""
+        known = self._forks.get(fork)
+        if known is not None and known.states is None:
+            known.states, known.wanted = states, wanted
 
     def allocated(self, block: object) -> None:
         """Be told of memory that was allocated."""
@@ -294,6 +339,9 @@ class Lanes:
         keep: object,
         call: Callable[[Slot], T],
         new: Callable[[T], Iterable[Piece | Token]] | None = None,
+        *,
+        what: tuple[object, ...] = (),
+        arrays: Sequence[Any] = (),
     ) -> T:
         """Record a call as a node; its value.
 
@@ -308,6 +356,8 @@ class Lanes:
             Given the slot to launch on.
         new : callable, optional
             Returns, of the value, what it wrote besides. What the call allocated is known.
+        what, arrays : tuple, sequence
+            See `Made`.
 
         Raises
         ------
@@ -316,8 +366,7 @@ class Lanes:
         OwnershipError
             In a finaliser that found its thread in the middle of the books.
         """
-        place = place_of_call()
-        open_node = self._begin(Made.of(name, writes, place), reads, writes, keep)
+        open_node = self._begin(Made.of(self._driver, name, writes, what, arrays), reads, writes, keep)
         try:
             result = call(open_node.lane.slot)
             written = [] if new is None else [*new(result)]
@@ -331,11 +380,12 @@ class Lanes:
         """Record what a shortcut launches as a node: it asks for the slot once it knows its operands; what it returns."""
         opened: list[_Open] = []
 
-        def begin(operands: object, launch: Any, addresses: Sequence[int], *_: object) -> Slot:
+        def begin(operands: Sequence[Any], launch: Any, addresses: Sequence[int], *_: object) -> Slot:
             plan, known = launch.plan, launch.operands
             pieces = tuple(known.pieces(addresses))  # which Python's collector need not look at again and again
             reads, writes = pieces[: known.inputs], pieces[known.inputs :]
-            opened.append(self._begin(Made(plan.name, known.sizes, place_of_call()), reads, writes, operands))
+            made = Made.at_once(self._driver, launch, operands, addresses)
+            opened.append(self._begin(made, reads, writes, operands))
             if (recording := thread.recording) is not None:
                 recording.launches(plan, reads, writes)
             return opened[0].lane.slot
@@ -354,7 +404,7 @@ class Lanes:
         """Begin a node: choose its lane, behind what it follows, and let the calls to come be inside of it."""
         if self._busy:
             raise in_the_middle()
-        name, _, place = made
+        name, place = made.name, made.place
         if self._nodes >= MOST_NODES:
             raise self._refuse(f"{name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}")
         self._busy = True
@@ -394,7 +444,7 @@ class Lanes:
     def _finish(self, opened: "_Open", written: Sequence[Piece | Token], result: object) -> None:
         """End a node, and write down what it used; ``written`` is what it wrote besides what it was begun with."""
         made_by, lane, node, reads, writes, met, changed = opened
-        name, _, place = made_by
+        name, place = made_by.name, made_by.place
         self._busy = True
         try:
             made = [(start, stop, None) for start, stop in self._new if stop > start] if self._new else []
@@ -540,7 +590,10 @@ class Lanes:
         lanes = self._lanes
         if len(lanes) >= (self._width if self.exact else 1):
             return None
-        slot = self._sides.lease() if self.exact and self.wanted <= len(lanes) else None
+        sides = self._sides
+        # What was asked for is taken wherever there is one; beyond that others get some: forks in here, and other recordings.
+        free = self.exact and self.wanted <= len(lanes) and (len(lanes) < self.limit or sides.spare > LEFT_FREE)
+        slot = sides.lease() if free else None
         self.wanted = max(self.wanted, len(lanes) + 1)
         if slot is None:
             if lanes:
@@ -624,8 +677,13 @@ class Lanes:
     def _see_others(self, place: str) -> None:
         """Start new books where the main stream was given something since the last node."""
         others, allocations = self._others, self._allocations
+        forks = {fork.at for fork in self._forks.values()}  # each is a step
+        for fork in self._forks.values():
+            name, why, _ = others[fork.at]
+            others[fork.at] = name, f"{why}, {fork}", ", ".join(fork.places)
         if others:
             self._others = []
+            self._forks.clear()
         if allocations:
             self._allocations = []
         if not self.exact or _same(found := self._dependencies(self._main.pointer), self._put):
@@ -638,8 +696,8 @@ class Lanes:
             if known := [each for each in dict.fromkeys(allocations) if each not in (place, self._last_place)]:
                 where += f", maybe where memory was allocated: {', '.join(known)}"
             others = [("other work", PLAIN, where)]
-        for (name, why), places in groupby(others, itemgetter(0, 1)):
-            where = ", ".join(dict.fromkeys(where for _, _, where in places))
+        for (name, why, _), found_there in groupby(enumerate(others), lambda each: (*each[1][:2], each[0] in forks and each[0])):
+            where = ", ".join(dict.fromkeys(where for _, (_, _, where) in found_there))
             self.steps.append(Step(name, where, None, after, why))
             self._tell_step()
             after = (len(self.steps) - 1,)

@@ -185,7 +185,7 @@ class Fork:
             if result is not NOT_CACHED:
                 return result
         if recordings and thread.recording is not None:
-            thread.recording.check("a fork", self._pointer, driver)
+            thread.recording.check("a fork", self._pointer, driver, self._mark)
         if prepare is None:
             value = self._run_python(function, args, kwargs)
             check_ran(function, value)
@@ -643,6 +643,8 @@ class Fork:
         except IndexError:
             slot = self._sides.lease()
         if slot is None:
+            if thread.recording is not None:
+                thread.recording.lack(self._mark, len(leased), self._count)
             self._count = max(1, len(leased))
             return False
         leased.append(slot)  # the join releases whatever is here

@@ -32,6 +32,8 @@ Entries = Entry | Sequence[Entry]
 Find = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """What gives the value of an entry, of a call's arguments."""
 Pieces = list[Piece | Token]
+_OPTIONS = {bool, int, float, complex, str, bytes}
+"""Arguments that tell two calls of one operation from each other."""
 
 
 class Operation(Generic[P, R_co]):
@@ -111,7 +113,9 @@ class Operation(Generic[P, R_co]):
                 return run_on(pool, slot.side_stream, device, None, *rest)
 
             new = partial(_new_beside, driver, (*reads, *writes))
-            return lanes.run(self._name, reads, writes, given, run, new)
+            values = (*args, *kwargs.values())
+            what = (self, *[value for value in values if type(value) in _OPTIONS and value == value])
+            return lanes.run(self._name, reads, writes, given, run, new, what=what, arrays=values)
         before(pool, reads, writes, self.reached(args, kwargs))
         if thread.recording is not None and thread.recording.lanes is not None:
             thread.recording.lanes.accessed(reads, ())

@@ -15,7 +15,7 @@ from harness.lines import DRIVERS, PACKAGE
 from harness.scenes import TIMEOUT, Scene, Thread, leased, works
 
 import handlepool
-from handlepool import ArgumentError, CaptureError, ContractError, HandlePool, PoolClosedError
+from handlepool import ArgumentError, CaptureError, ContractError, HandlePool, PoolClosedError, StateBusyError
 from handlepool.drivers.host.array import raw_view
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.graphs import RecordedGraph
@@ -201,6 +201,51 @@ def test_g17_a_fork_stands_after_all_before_it_and_before_all_after_it_and_is_na
     assert fork.after == (0, 1)
     assert how.nodes[-1].after == (2,)
     assert fork.place.startswith(__file__)
+
+
+def two_forks_of_graph_functions(scene, x):
+    with scene.states.fork() as fork:
+        ys = [fork.run(double, x) for _ in range(4)]
+    with scene.states.fork() as fork:
+        return [fork.run(double, y) for y in ys]
+
+
+def test_a_fork_is_one_step_whose_branches_are_side_by_side(scene):
+    x = scene.driver.asarray(np.ones((1, 4, 6, 6), np.float32))
+    with handlepool.record(two_forks_of_graph_functions, scene, x, lanes=4) as program:
+        how = program.explain()
+    assert [step.name for step in how.steps] == ["a fork", "a fork"]
+    assert how.longest == 2
+    assert all(step.why.endswith(", its 4 branches side by side") for step in how.steps)
+    assert [step.place for step in how.steps] == [f"{__file__}:{line}" for line in lines_of(two_forks_of_graph_functions, 2, 4)]
+
+
+def lines_of(function, *lines):
+    return [function.__code__.co_firstlineno + line for line in lines]
+
+
+def test_a_fork_that_has_fewer_states_than_it_wanted_says_so(scene):
+    x = scene.driver.asarray(np.ones((1, 4, 6, 6), np.float32))
+    sides = scene.pool.internals.device(0).sides
+    for free, told in ((4, "branches side by side on 3 of 4 states"), (1, "branches one after the other on 0 of 4 states")):
+        taken = [sides.lease() for _ in range(32 - free)]
+        with handlepool.record(two_forks_of_graph_functions, scene, x, lanes=4) as program:
+            first, _ = program.explain().steps
+            assert told in first.why
+        for slot in taken:
+            sides.release(slot, captured=False)
+
+
+def test_the_same_work_in_one_place_is_one_line_with_a_count(scene):
+    def function(scene, x):
+        for _ in range(3):
+            x = plus(scene, x + 1, 1)
+        return x
+
+    with handlepool.record(function, scene, scene.array(1), lanes=4) as program:
+        assert len(program.explain().serial) == 3
+        (line,) = [line for line in str(program.explain()).splitlines() if "no graph function" in line]
+        assert line.startswith("  3 times ")
 
 
 def test_g17_calls_inside_a_call_are_part_of_its_node(scene):
@@ -529,6 +574,52 @@ def test_forks_of_other_threads_take_what_is_left(scene):
     assert leased(scene) == 0
 
 
+def much_wider_than_asked_for(scene, x, beside):
+    made = [plus(scene, x, value) for value in range(40)]
+    beside()
+    return made
+
+
+@pytest.mark.parametrize("left", [4, 0])
+def test_a_wide_recording_leaves_side_streams_for_others_and_is_named_where_it_has_them_all(scene, monkeypatch, left):
+    monkeypatch.setattr(books, "LEFT_FREE", left)
+    found = []
+
+    def other():
+        with scene.driver.create_stream():
+            return handlepool.record(diamond, scene, scene.array(1), lanes=2).explain()
+
+    def beside():
+        if thread.recording is not None:
+            found.append(Thread(other))
+            if left:
+                assert found[0].finish().got == 2
+            else:
+                with pytest.raises(StateBusyError, match="needs one, and another recording has 31 as lanes: record outside of"):
+                    found[0].finish()
+
+    with handlepool.record(much_wider_than_asked_for, scene, scene.array(1), beside, lanes=2) as program:
+        assert program.explain().recorded == 31 - left
+        program.replay()
+        assert [scene.read(y) for y in program.outputs] == [*range(1, 41)]
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("left", [4, 0])
+def test_a_fork_behind_a_wide_part_has_states(scene, monkeypatch, left):
+    monkeypatch.setattr(books, "LEFT_FREE", left)
+
+    def function(scene, x):
+        made = [plus(scene, x, value) for value in range(40)]
+        with scene.states.fork() as fork:
+            return [fork.run(scene.plus, y, 1) for y in made[:4]]
+
+    with handlepool.record(function, scene, scene.array(1), lanes=2) as program:
+        fork = next(step for step in program.explain().serial if step.name == "a fork")
+        assert ("on 0 of 4 states" in fork.why) is not bool(left)
+        assert ("4 branches side by side" in fork.why) is bool(left)
+
+
 def test_a_driver_without_the_call_gives_one_lane(monkeypatch):
     with Scene(WithoutTheCall(scheduler="adversarial", check_order=True)) as scene:
         monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
@@ -679,6 +770,52 @@ def test_another_size_at_the_second_call_is_refused(scene):
     with pytest.raises(CaptureError, match=r"Call 1 was double at .*1,024 bytes the first time, .* 576 bytes the second"):
         handlepool.record(lambda: double(next(arrays)), lanes=8)
     assert works(scene)
+
+
+def changing(scene):
+    """Functions of how often they were called, each with what is another thing the second time, and how that is told."""
+    x, y = (scene.driver.asarray(np.ones((1, 4, 6, 6), np.float32)) for _ in range(2))
+    held = {1: x, 2: y}
+    small, other = scene.array(1), scene.array(2)
+    here = re.escape(__file__)
+    return {
+        "option": (
+            lambda n: handlepool.add(x, x, activation="relu" if n == 1 else "tanh"),
+            rf"Call 1 was add at {here}:\d+, which writes 576 bytes the first time, and add at {here}:.*, with other options",
+        ),
+        "array": (lambda n: handlepool.add(x, held[n]), r"with an array at 0x\w+ the first time, and .*, with another one at 0x"),
+        "output": (lambda n: handlepool.add(x, x, out=held[n]), "with an array at .* with another one at"),
+        "option of an operation": (lambda n: plus(scene, small, n), "plus at .*, with 1 the first .*, with 2 the second"),
+        "array of an operation": (lambda n: adding(scene, small, small if n == 1 else other), "another one at"),
+    }
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize("what", ["option", "array", "output", "option of an operation", "array of an operation"])
+def test_other_options_and_other_arrays_at_the_second_call_are_refused(scene, what, lanes):
+    function, told = changing(scene)[what]
+    calls = iter((1, 2))
+    with pytest.raises(CaptureError, match=told):
+        handlepool.record(lambda: function(next(calls)), lanes=lanes)
+    assert leased(scene) == 0
+    assert works(scene)
+    handlepool.record(lambda: function(1), lanes=lanes).close()
+
+
+def test_a_plan_that_was_built_anew_and_arrays_of_the_functions_own_are_the_same_call(scene):
+    x = scene.driver.asarray(np.ones((1, 4, 6, 6), np.float32))
+
+    def function():
+        double.cache_clear()
+        made = np.add(x, 1)  # plain work, in memory that is another one each time
+        with scene.states.fork() as fork:
+            branches = [fork.run(double, made) for _ in range(2)]
+        new = np.ones(x.shape, np.float32)  # NumPy's, which nobody can tell from what was there
+        return handlepool.add(handlepool.add(*branches), handlepool.add(double(made), new))
+
+    with handlepool.record(function, lanes=4) as program:
+        program.replay()
+        assert np.all(np.asarray(program.outputs) == 4 + 4 + 4 + 1)
 
 
 def test_a_function_whose_forks_and_plain_code_call_the_same_again_is_taken(scene):
