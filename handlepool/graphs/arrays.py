@@ -8,7 +8,7 @@ import numpy as np
 
 from handlepool._util import ARRAY_PROTOCOLS, has, kind_of
 from handlepool.drivers.protocol import ASARRAY, LEGACY_STREAM, check_operands, operand_name, taken
-from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, DeviceMismatchError
 from handlepool.graphs.launch import GraphCall
 from handlepool.graphs.signature import Settings
 from handlepool.pool.context import on_device, thread
@@ -282,6 +282,12 @@ class ConvertedArguments:
         self, prepare: Callable[..., GraphCall], out: Any, options: dict[str, Any], settings: Settings = ()
     ) -> ForeignCall:
         """Return a call with these arrays; ``prepare`` is `GraphFunction.prepare`."""
+        if out is None and self.wrap is not None and thread.recording is not None and self.pool.driver.name == "host":
+            raise CaptureError(
+                f"{self._name}: {self._called(0)}, a {kind_of(self._first)}, cannot be recorded on the host driver: the output "
+                f"would become such an array, too, whose values have to be there at once, and while recording nothing has run. "
+                f"Pass arrays of the driver's own, as {ASARRAY} makes them; torch tensors are recorded on a GPU"
+            )
         call = prepare(self.pool, self.arrays, self.outs or None, options, settings, self)
         if out is None:
             return ForeignCall(self, call, self.made[0] if call.plan.single else tuple(self.made))

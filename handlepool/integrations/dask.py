@@ -34,6 +34,8 @@ from handlepool import (
     Program,
 )
 
+_BOUNDARIES = ("reflect", "periodic", "nearest", "none")
+_MOST_LANES = 32
 MOST_FUNCTIONS = 16
 """Of a worker: what `map_tiles` keeps of the one that was used least recently makes way."""
 MOST_PROGRAMS = 8
@@ -193,14 +195,22 @@ def map_tiles(
             raise ArrayTypeError(
                 f"map_tiles({name}): shared holds what is of type {type(value).__name__}; pass arrays, numbers, strings"
             )
+    if lanes is not None and not (type(lanes) is int and 1 <= lanes <= _MOST_LANES):
+        raise ArgumentError(f"map_tiles({name}, lanes={lanes!r}); it must be an integer from 1 to {_MOST_LANES}, or None")
     # As they are now: workers know them by what was in them.
     shared = tuple([_packed(value) if isinstance(value, np.ndarray) else value for value in shared])
     depth, boundary = _margins(name, x.ndim, depth, boundary)
     tiles = overlap(x, depth=depth, boundary=boundary)
+    if extents is not None and not isinstance(extents, Mapping):
+        raise ArgumentError(f"map_tiles({name}): extents is of type {type(extents).__name__}; pass a dictionary, as in {{1: 8}}")
     extents, chunks = dict(extents or {}), list(tiles.chunks)
     for axis, extent in extents.items():
-        if not 0 <= axis < x.ndim or len(chunks[axis]) != 1 or depth[axis] not in (0, (0, 0)):
-            raise ArgumentError(f"map_tiles({name}): extents has axis {axis}; it must be one of x, with one chunk and no depth")
+        if not _counts(extent):
+            raise ArgumentError(
+                f"map_tiles({name}): extents has {extent!r} for axis {axis!r}; it must be an integer of 0 or more"
+            )
+        if axis not in range(x.ndim) or len(chunks[axis]) != 1 or depth[axis] not in (0, (0, 0)):
+            raise ArgumentError(f"map_tiles({name}): extents has axis {axis!r}; it must be one of x, with one chunk and no depth")
         chunks[axis] = (extent,)
     kind = np.dtype(x.dtype if dtype is None else dtype)
     token = tokenize(function, shared, lanes)
@@ -230,6 +240,14 @@ def _margins(name: str, ndim: int, depth: Any, boundary: Any) -> tuple[dict[int,
         if wrong:
             raise ArgumentError(f"map_tiles({name}): {what} has axis {wrong[0]!r}; x has the axes 0 to {ndim - 1}")
     depth, boundary = (tuple(given) if isinstance(given, list) else given for given in (depth, boundary))
+    for each in [*depth.values()] if isinstance(depth, dict) else depth if isinstance(depth, tuple) else [depth]:
+        if not all(map(_counts, each if isinstance(each, (list, tuple)) else [each])):
+            raise ArgumentError(f"map_tiles({name}): depth has {each!r}; it must be integers of 0 or more")
+    for each in [*boundary.values()] if isinstance(boundary, dict) else boundary if isinstance(boundary, tuple) else [boundary]:
+        if not (each is None or isinstance(each, (int, float, np.number)) or (isinstance(each, str) and each in _BOUNDARIES)):
+            raise ArgumentError(
+                f"map_tiles({name}): boundary has {each!r}; it must be one of {', '.join(_BOUNDARIES)}, or a number"
+            )
     depths, boundaries = coerce_depth(ndim, depth), coerce_boundary(ndim, boundary)
     for axis, beyond in depths.items():
         if isinstance(beyond, tuple) and boundaries[axis] != "none":
@@ -237,6 +255,10 @@ def _margins(name: str, ndim: int, depth: Any, boundary: Any) -> tuple[dict[int,
                 f"map_tiles({name}): depth has {beyond} for axis {axis}; Dask takes two with boundary 'none' alone"
             )
     return depths, boundaries
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
 
 
 def _made(

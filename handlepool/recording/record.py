@@ -66,8 +66,9 @@ def record(
     lanes : int, optional
         1 to 32. The outermost calls of graph functions and operations become nodes that are ordered by their data alone, and at
         most so many of them run at once. Give 8 or 16: `Program.tune` finds the best number, also above that. They are recorded
-        on as many lanes as the data allows, for which memory is taken; only 1 takes the least, and cannot be tuned. Forks, and
-        whatever else is launched, stand after all before them, and before all after them; `Program.explain` says where. Memory
+        on as many lanes as the data allows, up to 31, each a leased side slot meanwhile, and `Program.nbytes` is for these, not
+        for the number that is given here; only 1 takes the least, and cannot be tuned. Forks, and whatever else is launched,
+        stand after all before them, and before all after them; `Program.explain` says where. Memory
         goes to calls alone that come after its last users.
         By default the order of streams and forks is recorded. Where ``HANDLEPOOL_DRAW`` names a folder, each recording with lanes
         is drawn there, as by `Program.draw`.

@@ -170,9 +170,10 @@ class Timed(ABC):
                 f"by choice"
             )
         if recording.schedule is None or recording.lanes is None or recording.lanes.limit == 1:
+            how = "without lanes, and" if recording.lanes is None else "on one lane alone, and so"
             raise ArgumentError(
-                f"{self._name} was not recorded on several lanes, so there is no other number to try: record it with lanes, as "
-                f"in record(function, ..., lanes=8), and its calls are ordered by their data"
+                f"{self._name} was recorded {how} cannot be measured or tuned: record it with several, as in record(function, "
+                f"..., lanes=8), and its calls are ordered by their data. draw(measure=False) draws it as it was recorded"
             )
         outside = Outside(recording, self._name, self._inputs)
         return self._replayed(lambda pointer: act(LanesRig(recording, self._name, pointer, outside)))

@@ -5,6 +5,7 @@ import re
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import handlepool
@@ -20,10 +21,10 @@ def median(script, heading, case):
     return json.loads((RESULTS / f"{script}.json").read_text())["times"][heading][case]["median"]
 
 
-def row(start):
-    """The numbers in a row of a table."""
+def row(start, *, whole=False):
+    """The numbers in a row of a table, behind its first cell, or in that as well."""
     (line,) = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {start} |")]
-    cells = line[len(start) + 4 :].partition("`")[0]  # without the scripts' names
+    cells = line if whole else line[len(start) + 4 :].partition("`")[0]  # without the scripts' names
     return [float(each.replace(",", "")) for each in re.findall(r"\d[\d,]*\.?\d*", cells)]
 
 
@@ -56,6 +57,36 @@ def test_the_example_follows_from_the_formulas(start, keys, side, devices):
     handles = keys + side + 1
     memory = handles * HANDLE + (keys + side) * STREAM
     assert row(start) == [handles, round(memory), handles * devices, round(handles * devices * MAKING, 2)]
+
+
+def chains(xs):
+    """Independent of each other."""
+    ys = []
+    for x in xs:
+        y = x
+        for _ in range(6):
+            y = handlepool.add(y, x)
+        ys.append(y)
+    return ys
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_recording_takes_slots_and_memory_for_the_lanes_that_it_is_recorded_on(make_pool, lanes):
+    pool = make_pool(devices=1, check_order=False)
+    xs = [pool.driver.asarray(np.ones((32, 32), np.float32)) for _ in range(16)]
+    leased = []
+
+    def watched(xs):
+        ys = chains(xs)
+        leased.append(pool.stats(0)["handles_leased"])
+        return ys
+
+    with handlepool.record(watched, xs, pool=pool, lanes=lanes) as program:
+        how = program.explain()
+        assert row(f"recorded with `lanes={lanes}`", whole=True) == [lanes, how.recorded, leased[-1], program.nbytes]
+        assert how.got == lanes
+        assert leased[-1] == 1 + how.recorded
+    assert pool.stats(0)["handles_leased"] == 0
 
 
 @pytest.mark.parametrize(("devices", "threads", "streams", "states"), [(1, 1, 1, 0), (2, 3, 4, 2), (3, 8, 2, 5)])

@@ -11,7 +11,7 @@ from harness.graphs import double
 from harness.scenes import over_seeds
 
 import handlepool
-from handlepool import ArgumentError, ArrayTypeError, ParallelStateExecutor, ParallelStates, conv2d, ops
+from handlepool import ArgumentError, ArrayTypeError, CaptureError, ParallelStateExecutor, ParallelStates, conv2d, ops
 from handlepool.drivers.host.array import HostArray
 from handlepool.tensors import dlpack
 from handlepool.tensors.layout import HOST, View
@@ -104,6 +104,16 @@ def test_out_may_be_of_any_kind_and_is_what_is_returned(pool, kind, x, w):
     out = kind(values)
     assert conv2d(x, w, out=out) is out
     assert error(values, convolve(x, w)) < 1e-5
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+def test_an_array_whose_kind_the_output_would_have_is_refused_while_recording_on_the_host(pool, x, w, lanes):
+    given, weights = Namespaced(x), pool.driver.asarray(w)
+    with pytest.raises(CaptureError, match=r"argument 0, a .*Namespaced, cannot be recorded on the host driver: .* on a GPU at "):
+        handlepool.record(lambda t: conv2d(t, weights), given, lanes=lanes)
+    with handlepool.record(conv2d, pool.driver.asarray(x), weights, lanes=lanes) as program:
+        program.replay()
+        assert error(pool.driver.asnumpy(program.outputs), convolve(x, w)) < 1e-5
 
 
 def test_outputs_are_of_the_first_arguments_kind_where_its_namespace_takes_dlpack(pool, x, w):
