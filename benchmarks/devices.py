@@ -15,7 +15,8 @@ host.
 
 All times are wall times for an item over all devices. What keeps items in flight is warm when the clock starts, and as full when
 it stops. Before a way is timed its results are compared, bit for bit, with that of one device: one of each device, or all that it
-has in flight. The results are written after each length of an item.
+has in flight. The results are written after each length of an item, with the least of these from which on `spread` over all devices
+is quicker than one device: give short ones, as --items 0.05 0.1 0.2 2, to see where that is.
 """
 
 import argparse
@@ -437,6 +438,16 @@ def compare(ratios: Ratios, samples: dict[str, list[float]], milliseconds: float
             ratios.compare(samples, name, ONE, bound, f", {milliseconds:g} ms, {count} devices")
 
 
+def wins_from(wins: dict[float, bool]) -> float | None:
+    """From which length of an item on `spread` over all devices is quicker than one device, of those that were measured."""
+    found = None
+    for milliseconds in sorted(wins, reverse=True):
+        if not wins[milliseconds]:
+            break
+        found = milliseconds
+    return found
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Dask's own warnings are of no matter here."""
@@ -455,6 +466,7 @@ def main() -> int:
     options = parse(parser, small={"shape": TINY, "items": [0.2, 2]}, seconds=0.01, items=[0.2])
     times: dict[str, Any] = {}
     ratios, skipped, more = Ratios(), [], {}
+    wins: dict[float, bool] = {}
     with pool_on_a_stream(options.driver) as (pool, _), quiet():
         driver = pool.driver
         seen = driver.device_count()
@@ -478,6 +490,9 @@ def main() -> int:
             more["calls"][heading] = calls
             if milliseconds:
                 compare(ratios, samples, milliseconds, len(options.devices))
+                if "spread" in samples:
+                    wins[milliseconds] = statistics.median(samples["spread"]) < statistics.median(samples[ONE])
+                    more["spread_wins_from_ms"] = wins_from(wins)
             elif "spread" in samples:
                 shares = [taken / MOST_HOST_MICROSECONDS for taken in samples["spread"]]
                 ratios.add(f"an item of one convolution, spread / {MOST_HOST_MICROSECONDS:g} microseconds", shares, 1.0)
