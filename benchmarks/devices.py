@@ -14,8 +14,9 @@ copies alone, from page-locked memory and to it, on all devices at once. An item
 host.
 
 All times are wall times for an item over all devices. What keeps items in flight is warm when the clock starts, and as full when
-it stops. Every way's result is compared, bit for bit, with that of one device before it is timed. The results are written after
-each length of an item.
+it stops. Before a way is timed its results are compared, bit for bit, with that of one device: one of each device, or all that it
+has in flight. The results are written after each length of an item, with the least of these from which on `spread` over all
+devices is quicker than one device: give short ones, as --items 0.05 0.1 0.2 2, to see where that is.
 """
 
 import argparse
@@ -105,24 +106,27 @@ class Resident:
 
     def __init__(self, driver: Any, work: Work, calls: int, devices: Sequence[int]) -> None:
         self.driver, self.devices, self.network = driver, list(devices), chain(calls)
-        self.operands, self.programs = {}, {}
+        self.operands, self.programs, self.last = {}, {}, {}
         for device in devices:
             with driver.device(device):
                 self.operands[device] = driver.asarray(work.image), driver.asarray(work.weights)
                 self.programs[device] = handlepool.record(self.network, *self.operands[device])
 
-    def result(self) -> np.ndarray[Any, Any]:
-        """Of the first device."""
-        device = self.devices[0]
-        with self.driver.device(device):
-            self.programs[device].replay()
-            return self.driver.asnumpy(self.programs[device].outputs)
+    def results(self, run: Callable[[int], object]) -> list[np.ndarray[Any, Any]]:
+        """Of each device, after items were run, one on each."""
+        self.last.clear()
+        run(len(self.devices))
+        found = []
+        for device in self.devices:
+            with self.driver.device(device):
+                found.append(self.driver.asnumpy(self.last[device]))
+        return found
 
     def eager(self, devices: Sequence[int], count: int) -> None:
         """Call the function for each item, on the devices in turn."""
         for device in islice(cycle(devices), count):
             with self.driver.device(device):
-                self.network(*self.operands[device])
+                self.last[device] = self.network(*self.operands[device])
 
     def threads(self, count: int) -> None:
         """The same from a thread for each device, which waits for its own stream."""
@@ -142,6 +146,7 @@ class Resident:
         for device in islice(cycle(devices), count):
             with self.driver.device(device):
                 self.programs[device].replay()
+                self.last[device] = self.programs[device].outputs
 
     def timed(self, run: Callable[[int], object], devices: Sequence[int], count: int) -> float:
         """Seconds for so many items."""
@@ -162,11 +167,9 @@ class Spreading:
         options = {"devices": devices, "in_flight": IN_FLIGHT, "to": to, "lanes": None}
         self.results = handlepool.spread(chain(calls), endless, shared=(work.weights,), **options)
 
-    def warm(self) -> Any:
-        """Take what waits; the last result."""
-        for _ in range(self.full):
-            value = next(self.results)
-        return value
+    def warm(self) -> list[Any]:
+        """Take what waits."""
+        return [next(self.results) for _ in range(self.full)]
 
     def timed(self, count: int) -> float:
         """Seconds for so many items."""
@@ -194,7 +197,7 @@ def serve(pipe: Any, driver: str, shape: Shape, calls: int) -> None:
         work = Work(pool.driver, shape)
         resident = stack.enter_context(closing(Resident(pool.driver, work, calls, [0])))
         host = stack.enter_context(closing(Spreading(work, calls, [0], [work.image] * 2, "host")))
-        pipe.send((resident.result(), host.warm()))
+        pipe.send((resident.results(partial(resident.recorded, [0])), host.warm()))
         while (asked := pipe.recv()) is not None:
             what, count = asked
             if what == "warm":
@@ -273,8 +276,8 @@ class Cluster:
         self.client.register_plugin(PoolPlugin(driver=driver))
         self.samples = 0
 
-    def timed(self, network: Any, work: Work, count: int, first: list[Any] | None = None) -> float:
-        """Seconds for so many tiles; what the first became is put into a list."""
+    def timed(self, network: Any, work: Work, count: int, found: list[Any] | None = None) -> float:
+        """Seconds for so many tiles; what each became is put into a list."""
         import dask
         import dask.array as da
 
@@ -294,8 +297,8 @@ class Cluster:
         y = y.persist()
         self.distributed.wait(y)
         taken = perf_counter() - start
-        if first is not None:
-            first.append(y[: extents[0]].compute().transpose(np.argsort(order)))
+        if found is not None:
+            found += [tile.transpose(np.argsort(order)) for tile in np.split(y.compute(), count)]
         return taken
 
     def close(self) -> None:
@@ -364,7 +367,7 @@ def cases_of(
     """What is timed, with how many items in a sample, after its result was right."""
     devices, cases = options.devices, {}
     resident = stack.enter_context(closing(Resident(driver, work, calls, devices)))
-    right = resident.result()
+    (right, *_) = resident.results(partial(resident.recorded, devices))
 
     def add(name: str, run: Callable[[int], float], results: Sequence[Any] = (), most: int = count) -> None:
         for result in results:
@@ -374,20 +377,23 @@ def cases_of(
 
     def spreading(on: Sequence[int], items: Sequence[Any], to: str | None) -> tuple[Any, list[Any]]:
         made = stack.enter_context(closing(Spreading(work, calls, on, items, to)))
-        value = made.warm()
+        values = made.warm()
         if to is None:
-            with driver.device(driver.array_device(value)):
-                value = driver.asnumpy(value)
-        return made.timed, [value]
+            for place, value in enumerate(values):
+                with driver.device(driver.array_device(value)):
+                    values[place] = driver.asnumpy(value)
+        return made.timed, values
 
     first = devices[:1]
     one = max(2, count // len(devices))
     add(ONE, partial(resident.timed, partial(resident.recorded, first), first), most=one)
     if "eager" in options.way:
-        add("eager", partial(resident.timed, partial(resident.eager, devices), devices))
-        add("eager, a thread a device", partial(resident.timed, resident.threads, devices))
+        eager = partial(resident.eager, devices)
+        add("eager", partial(resident.timed, eager, devices), resident.results(eager))
+        add("eager, a thread a device", partial(resident.timed, resident.threads, devices), resident.results(resident.threads))
     if "recorded" in options.way:
-        add("recorded", partial(resident.timed, partial(resident.recorded, devices), devices))
+        recorded = partial(resident.recorded, devices)
+        add("recorded", partial(resident.timed, recorded, devices), resident.results(recorded))
     add(BUS, bus(driver, work, devices))
     if "spread" in options.way:
         add("spread", *spreading(devices, [resident.operands[device][0] for device in devices], None))
@@ -395,8 +401,8 @@ def cases_of(
         add("spread, host to host", *spreading(devices, [work.image] * 2, "host"))
     if "processes" in options.way:
         processes = stack.enter_context(closing(Processes(driver.name, work.shape, calls, devices)))
-        add("processes", partial(processes.timed, "resident"), [each for each, _ in processes.found])
-        add("processes, host to host", partial(processes.timed, "host"), [each for _, each in processes.found])
+        add("processes", partial(processes.timed, "resident"), [each for found, _ in processes.found for each in found])
+        add("processes, host to host", partial(processes.timed, "host"), [each for _, found in processes.found for each in found])
     if "dask" in options.way:
         try:
             cluster = stack.enter_context(closing(Cluster(driver.name, devices)))
@@ -432,6 +438,16 @@ def compare(ratios: Ratios, samples: dict[str, list[float]], milliseconds: float
             ratios.compare(samples, name, ONE, bound, f", {milliseconds:g} ms, {count} devices")
 
 
+def wins_from(wins: dict[float, bool]) -> float | None:
+    """From which length of an item on `spread` over all devices is quicker than one device, of those that were measured."""
+    found = None
+    for milliseconds in sorted(wins, reverse=True):
+        if not wins[milliseconds]:
+            break
+        found = milliseconds
+    return found
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Dask's own warnings are of no matter here."""
@@ -450,6 +466,7 @@ def main() -> int:
     options = parse(parser, small={"shape": TINY, "items": [0.2, 2]}, seconds=0.01, items=[0.2])
     times: dict[str, Any] = {}
     ratios, skipped, more = Ratios(), [], {}
+    wins: dict[float, bool] = {}
     with pool_on_a_stream(options.driver) as (pool, _), quiet():
         driver = pool.driver
         seen = driver.device_count()
@@ -473,6 +490,9 @@ def main() -> int:
             more["calls"][heading] = calls
             if milliseconds:
                 compare(ratios, samples, milliseconds, len(options.devices))
+                if "spread" in samples:
+                    wins[milliseconds] = statistics.median(samples["spread"]) < statistics.median(samples[ONE])
+                    more["spread_wins_from_ms"] = wins_from(wins)
             elif "spread" in samples:
                 shares = [taken / MOST_HOST_MICROSECONDS for taken in samples["spread"]]
                 ratios.add(f"an item of one convolution, spread / {MOST_HOST_MICROSECONDS:g} microseconds", shares, 1.0)

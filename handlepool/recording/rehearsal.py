@@ -187,7 +187,8 @@ def check_same(name: str, first: Sequence[Made], second: Sequence[Made], own: Se
     for number, (one, other) in enumerate(zip_longest(first, second), 1):
         more = ("", "")
         if one is not None and other is not None and one[:2] == other[:2]:
-            moved = one.starts != other.starts and _moved(one.starts, other.starts, begins, ranges)
+            known = one.starts == other.starts or begins.issuperset(other.starts)
+            moved = None if known else _moved(one.starts, other.starts, begins, ranges)
             if one.what != other.what and not _same(one.what, other.what):
                 more = _options(one.what, ""), _options(other.what, ", with other options")
             elif moved:
