@@ -45,9 +45,9 @@ def test_g7_branches_of_a_graph_function_that_is_known_take_the_states_in_turn(m
         scene.states.map(double, xs)
         launch = calls.launch
 
-        def noting(pool, plan, slot, operands, given):
+        def noting(pool, plan, slot, operands, given, **more):
             pointers.append(slot.pointer)
-            launch(pool, plan, slot, operands, given)
+            launch(pool, plan, slot, operands, given, **more)
 
         monkeypatch.setattr(calls, "launch", noting)
         with scene.states.fork() as fork:
