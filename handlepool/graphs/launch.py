@@ -297,7 +297,7 @@ class GraphCall:
         if recordings and (lanes := lanes_for(self._pool, slot.pointer)) is not None:
             what, operands = (self.plan, *[call.plan for call in self._more]), self.operands
             launch = lambda lane: self.enqueue(lane or slot)  # noqa: E731
-            return lanes.run(self.plan.name, *self.pieces(), operands, launch, what=what, arrays=operands)
+            return lanes.run(self.plan.name, *self.pieces(), operands, launch, what=what)
         if opened:
             before(self._pool, *self.pieces(), self.operands, slot.pointer)
         return self.enqueue(slot)

@@ -53,11 +53,10 @@ class NodesByData(Protocol):
         new: Callable[[T], Iterable[Any]] | None = None,
         *,
         what: tuple[object, ...] = (),
-        arrays: Sequence[Any] = (),
     ) -> T:
         """Record ``call(slot)`` as a node that reads and writes this memory, and what ``new`` says of its value; the value.
 
-        ``what`` is called, and with which options, and ``arrays`` are among its arguments: the same again when the function is.
+        ``what`` is called, and with which options: the same again when the function is.
         Where nothing is recorded yet, the slot is None: whatever is current then is what to launch on.
         """
 

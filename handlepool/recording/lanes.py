@@ -341,7 +341,6 @@ class Lanes:
         new: Callable[[T], Iterable[Piece | Token]] | None = None,
         *,
         what: tuple[object, ...] = (),
-        arrays: Sequence[Any] = (),
     ) -> T:
         """Record a call as a node; its value.
 
@@ -356,7 +355,7 @@ class Lanes:
             Given the slot to launch on.
         new : callable, optional
             Returns, of the value, what it wrote besides. What the call allocated is known.
-        what, arrays : tuple, sequence
+        what : tuple
             See `Made`.
 
         Raises
@@ -366,7 +365,7 @@ class Lanes:
         OwnershipError
             In a finaliser that found its thread in the middle of the books.
         """
-        open_node = self._begin(Made.of(self._driver, name, writes, what, arrays), reads, writes, keep)
+        open_node = self._begin(Made.of(name, writes, what), reads, writes, keep)
         try:
             result = call(open_node.lane.slot)
             written = [] if new is None else [*new(result)]
@@ -380,12 +379,11 @@ class Lanes:
         """Record what a shortcut launches as a node: it asks for the slot once it knows its operands; what it returns."""
         opened: list[_Open] = []
 
-        def begin(operands: Sequence[Any], launch: Any, addresses: Sequence[int], *_: object) -> Slot:
+        def begin(operands: object, launch: Any, addresses: Sequence[int], *_: object) -> Slot:
             plan, known = launch.plan, launch.operands
             pieces = tuple(known.pieces(addresses))  # which Python's collector need not look at again and again
             reads, writes = pieces[: known.inputs], pieces[known.inputs :]
-            made = Made.at_once(self._driver, launch, operands, addresses)
-            opened.append(self._begin(made, reads, writes, operands))
+            opened.append(self._begin(Made.at_once(launch), reads, writes, operands))
             if (recording := thread.recording) is not None:
                 recording.launches(plan, reads, writes)
             return opened[0].lane.slot

@@ -1,6 +1,7 @@
 """What a program writes outside of its own memory: saved before replays that nobody asked for, and restored after them."""
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,7 +9,6 @@ import numpy as np
 from handlepool._util import kind_of
 from handlepool.errors import ArgumentError
 from handlepool.recording import tensors
-from handlepool.recording.ranges import Ranges
 from handlepool.recording.update import Inputs, is_foreign
 from handlepool.regions.plain_calls import piece_of
 from handlepool.tensors.inference import dense_strides
@@ -121,3 +121,22 @@ class Outside:
 def _has(memory: Piece, piece: Piece) -> bool:
     """Whether one piece of memory is known to be all of another one, or more: of two with gaps where they are the same."""
     return memory == piece or (memory[2] is None and memory[0] <= piece[0] and piece[1] <= memory[1])
+
+
+class Ranges:
+    """Memory, as where its parts begin and end."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for start, stop in sorted(ranges):
+            if self._stops and start <= self._stops[-1]:
+                self._stops[-1] = max(stop, self._stops[-1])
+            else:
+                self._starts.append(start)
+                self._stops.append(stop)
+
+    def have(self, piece: Piece) -> bool:
+        """Whether a piece of memory is in one of them."""
+        place = bisect_right(self._starts, piece[0]) - 1
+        return place >= 0 and piece[1] <= self._stops[place]

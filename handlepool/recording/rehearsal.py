@@ -5,14 +5,12 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 from handlepool._util import shown
-from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
 from handlepool.graphs.plan import Plan
 from handlepool.pool.context import NOT_CACHED, place_of_call, recordings, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
-from handlepool.recording.ranges import Ranges
-from handlepool.tensors.layout import Piece, Token, View
+from handlepool.tensors.layout import Piece, Token
 
 T = TypeVar("T")
 Pieces = Sequence[Piece | Token]
@@ -29,41 +27,28 @@ class Made(NamedTuple):
     place : str
     what : tuple
         The plans that it launches; or the operation, and those of its arguments that are numbers or text.
-    starts : sequence of int
-        The addresses of its arrays, 0 for what may have another one each time: NumPy's, and what is no array.
     """
 
     name: str
     sizes: tuple[int, ...]
     place: str
     what: tuple[object, ...]
-    starts: Sequence[int]
 
     @classmethod
-    def of(cls, driver: Driver, name: str, writes: Pieces, what: tuple[object, ...], arrays: Sequence[Any]) -> "Made":
+    def of(cls, name: str, writes: Pieces, what: tuple[object, ...]) -> "Made":
         """Return what a call is known by that is made now."""
         sizes = tuple([each[1] - each[0] for each in writes if not isinstance(each, Token)])
-        return cls(name, sizes, place_of_call(), what, _starts(driver, arrays))
+        return cls(name, sizes, place_of_call(), what)
 
     @classmethod
-    def at_once(cls, driver: Driver, launch: Any, operands: Sequence[Any], addresses: Sequence[int]) -> "Made":
+    def at_once(cls, launch: Any) -> "Made":
         """Return what a call by a shortcut is known by."""
-        if len(driver.array_types) > 1:  # operands may be NumPy's
-            addresses = _starts(driver, operands)
         plan = launch.plan
-        return cls(plan.name, launch.operands.sizes, place_of_call(), (plan,), addresses)
+        return cls(plan.name, launch.operands.sizes, place_of_call(), (plan,))
 
     def __str__(self) -> str:
         writes = f", which writes {sum(self.sizes):,} bytes" if self.sizes else ""
         return f"{self.name} at {self.place}{writes}"
-
-
-def _starts(driver: Driver, arrays: Sequence[Any]) -> list[int]:
-    """Return the addresses of the driver's arrays, and of those of other libraries that are on a device."""
-    native, pointer = driver.array_types[0], driver.array_pointer
-    return [
-        pointer(array) if (kind := type(array)) is native or (kind is View and array.device_id >= 0) else 0 for array in arrays
-    ]
 
 
 class Rehearsal:
@@ -108,8 +93,8 @@ class Rehearsal:
             del self.calls[known:]
         return result
 
-    def _begin(self, operands: Sequence[Any], launch: Any, addresses: Sequence[int], *_: object) -> Slot:
-        self.calls.append(Made.at_once(self._pool.driver, launch, operands, addresses))
+    def _begin(self, operands: object, launch: Any, *_: object) -> Slot:
+        self.calls.append(Made.at_once(launch))
         self._inside = True
         return self._pool.slot()
 
@@ -123,10 +108,9 @@ class Rehearsal:
         new: Callable[[T], Iterable[Piece | Token]] | None = None,
         *,
         what: tuple[object, ...] = (),
-        arrays: Sequence[Any] = (),
     ) -> T:
         """Make a call where it would be made without lanes."""
-        self.calls.append(Made.of(self._pool.driver, name, writes, what, arrays))
+        self.calls.append(Made.of(name, writes, what))
         self._inside = True
         try:
             return call(None)
@@ -173,28 +157,22 @@ class Launches:
         return [(plan, count) for plan, count in self._found.values() if plan.device == device]
 
 
-def check_same(name: str, first: Sequence[Made], second: Sequence[Made], own: Sequence[tuple[int, int]]) -> None:
+def check_same(name: str, first: Sequence[Made], second: Sequence[Made]) -> None:
     """Compare the calls that a function made when it was called for real with those that were recorded.
 
-    Memory that was allocated inside is another one each time; ``own`` is what was while it was recorded.
+    Addresses are not: whoever makes arrays in the function has other ones each time.
 
     Raises
     ------
     CaptureError
         Naming the first difference.
     """
-    begins, ranges = {start for start, _ in own}, Ranges(own)
     for number, (one, other) in enumerate(zip_longest(first, second), 1):
         more = ("", "")
         if one is not None and other is not None and one[:2] == other[:2]:
-            known = one.starts == other.starts or begins.issuperset(other.starts)
-            moved = None if known else _moved(one.starts, other.starts, begins, ranges)
-            if one.what != other.what and not _same(one.what, other.what):
-                more = _options(one.what, ""), _options(other.what, ", with other options")
-            elif moved:
-                more = f", with an array at {moved[0]:#x}", f", with another one at {moved[1]:#x}"
-            else:
+            if one.what == other.what or _same(one.what, other.what):
                 continue
+            more = _options(one.what, ""), _options(other.what, ", with other options")
         raise CaptureError(
             f"{name} gave other work when it was called again to be recorded. Call {number} was {one or 'none'}{more[0]} the "
             f"first time, and {other or 'none'}{more[1]} the second. Take decisions, and prepare what is made once, before it is "
@@ -214,11 +192,3 @@ def _asked(what: object) -> object:
 def _options(what: tuple[object, ...], otherwise: str) -> str:
     values = [shown(each) for each in what[1:] if not isinstance(each, Plan)]
     return f", with {', '.join(values)}" if values else otherwise
-
-
-def _moved(first: Sequence[int], second: Sequence[int], begins: set[int], own: Ranges) -> tuple[int, int] | None:
-    """Return where an array was that was there before, and where the one is that the second call has for it."""
-    for one, other in zip(first, second, strict=False):
-        if one != other and one and other and other not in begins and not own.have((other, other + 1, None)):
-            return one, other
-    return None

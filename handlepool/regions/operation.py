@@ -115,7 +115,7 @@ class Operation(Generic[P, R_co]):
             new = partial(_new_beside, driver, (*reads, *writes))
             values = (*args, *kwargs.values())
             what = (self, *[value for value in values if type(value) in _OPTIONS and value == value])
-            return lanes.run(self._name, reads, writes, given, run, new, what=what, arrays=values)
+            return lanes.run(self._name, reads, writes, given, run, new, what=what)
         before(pool, reads, writes, self.reached(args, kwargs))
         if thread.recording is not None and thread.recording.lanes is not None:
             thread.recording.lanes.accessed(reads, ())

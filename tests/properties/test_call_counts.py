@@ -8,7 +8,7 @@ from harness.graphs import convolution as conv
 from handlepool import GraphFunction, HandlePool, record
 from handlepool.drivers.host.driver import HostDriver
 
-NODE = 144, 90
+NODE = 132, 84
 """Most calls that a node of a recording with lanes makes: in both calls of the function, and when it is brought onto its lane."""
 
 

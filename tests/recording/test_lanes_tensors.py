@@ -55,10 +55,6 @@ class Torch:
     def close(self):
         self.calls.append("close")
 
-    @property
-    def ranges(self):
-        return [(pointer, pointer + 1) for pointer in self.streams]
-
     def current_stream(self, device):
         return self.driver.current_stream().ptr
 

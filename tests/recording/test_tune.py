@@ -24,7 +24,7 @@ from handlepool import (
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.graphs import RecordedGraph
 from handlepool.recording import tuning
-from handlepool.recording.ranges import Ranges
+from handlepool.recording.outside import Ranges
 from handlepool.recording.tuning import LanesRig
 
 
