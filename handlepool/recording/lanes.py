@@ -16,7 +16,7 @@ that stream alone, as outside of recordings: the books do not know who used it w
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from handlepool._util import do_all, leaves
@@ -28,6 +28,7 @@ from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.slot import Slot, bind_to_thread
 from handlepool.recording.explain import Step
 from handlepool.recording.held import Held
+from handlepool.recording.other_work import PLAIN, OtherWork
 from handlepool.recording.rehearsal import Made
 from handlepool.recording.unwritten import Unwritten
 from handlepool.regions.data_order import in_the_middle
@@ -39,8 +40,6 @@ from handlepool.tensors.layout import Piece, Token, share
 T = TypeVar("T")
 Pieces = Sequence[Piece | Token]
 
-PLAIN = "no graph function and no operation: handlepool.operation declares one"
-IN_ORDER = "recorded in the order of streams and forks"
 LEFT_FREE = 4
 """Side slots that a recording does not lease for more lanes than were asked for."""
 MOST_NODES = 20_000
@@ -87,24 +86,6 @@ class _Lane:
         """Start anew, behind all that was before."""
         self.track = Track(self.slot.pointer)
         self.nodes: list[_Node] = []
-
-
-class _Fork:
-    """A fork of the function's, between two nodes."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at  # its place among other work
-        self.branches = 0
-        self.places: dict[str, None] = {}  # an ordered set
-        self.states: int | None = None  # where it has fewer than it wanted
-        self.wanted = 0
-
-    def __str__(self) -> str:
-        branches = "its branch" if self.branches == 1 else f"its {self.branches} branches"
-        if self.states is None:
-            return branches if self.branches == 1 else f"{branches} side by side"
-        order = "one after the other" if self.states < 2 else "side by side"
-        return f"{branches} {order} on {self.states} of {self.wanted} states: no more side streams of the device were free"
 
 
 class _Open(NamedTuple):
@@ -186,11 +167,7 @@ class Lanes:
         self._unwritten = Unwritten()
         self._expected: Callable[[], Pieces] | None = None  # gives what the next node reads
         self._expected_known: Needs | None = None
-        self._others: list[
-            tuple[str, str, str]
-        ] = []  # since the last node, work that was told of: what, why it is no node, where
-        self._forks: dict[object, _Fork] = {}  # since the last node, by what stands for each
-        self._allocations: list[str] = []  # since the last node, where memory was allocated
+        self._others = OtherWork()
         self._last_place = "the beginning"
         self._nodes = 0
         self._inside = self._busy = False
@@ -224,31 +201,16 @@ class Lanes:
     def other(self, what: str, why: str = PLAIN) -> None:
         """Be told of work that is no node."""
         if not self._inside:
-            self._others.append((what, why, place_of_call()))
+            self._others.add(what, why)
 
     def in_order(self, what: str, pointer: int, fork: object) -> None:
-        """Be told of work on a stream that is recorded in the order of streams and forks.
-
-        ``fork`` stands for the one that makes a branch.
-        """
-        last = next(reversed(self._forks.values()), None)
-        if self._inside or (last is not None and (pointer != self._main.pointer or (fork is None and last.states == 0))):
-            return  # a node, or a branch, was told of
-        if fork is None:
-            self._others.append((what, IN_ORDER, place_of_call()))
-            return
-        if fork not in self._forks:
-            self._forks[fork] = _Fork(len(self._others))
-            self._others.append((what, IN_ORDER, ""))
-        known = self._forks[fork]
-        known.branches += 1
-        known.places[place_of_call()] = None
+        """Be told of work on a stream that is recorded in the order of streams and forks; see `OtherWork`."""
+        if not self._inside:
+            self._others.in_order(what, pointer == self._main.pointer, fork)
 
     def lack(self, fork: object, states: int, wanted: int) -> None:
         """Be told of a fork that has fewer states than it wanted."""
-        known = self._forks.get(fork)
-        if known is not None and known.states is None:
-            known.states, known.wanted = states, wanted
+        self._others.lack(fork, states, wanted)
 
     def allocated(self, block: object) -> None:
         """Be told of memory that was allocated."""
@@ -264,7 +226,7 @@ class Lanes:
             self._unwritten.forget(*piece)  # an output of the node to come: nobody has it where that does not begin
         else:
             place = place_of_call()
-            self._allocations.append(place)
+            self._others.allocated(place)
             self._unwritten.add(*piece, place)
 
     def accessed(self, reads: Pieces, writes: Pieces) -> None:
@@ -674,33 +636,18 @@ class Lanes:
 
     def _see_others(self, place: str) -> None:
         """Start new books where the main stream was given something since the last node."""
-        others, allocations = self._others, self._allocations
-        forks = {fork.at for fork in self._forks.values()}  # each is a step
-        for fork in self._forks.values():
-            name, why, _ = others[fork.at]
-            others[fork.at] = name, f"{why}, {fork}", ", ".join(fork.places)
-        if others:
-            self._others = []
-            self._forks.clear()
-        if allocations:
-            self._allocations = []
-        if not self.exact or _same(found := self._dependencies(self._main.pointer), self._put):
-            return
-        self._put = found
-        self._unwritten.clear()  # nobody knows what it wrote
-        after = tuple(sorted(leaf.step for leaf in self._leaves)) or self._base_step
-        if not others:
-            where = f"between {self._last_place} and {place}"
-            if known := [each for each in dict.fromkeys(allocations) if each not in (place, self._last_place)]:
-                where += f", maybe where memory was allocated: {', '.join(known)}"
-            others = [("other work", PLAIN, where)]
-        for (name, why, _), found_there in groupby(enumerate(others), lambda each: (*each[1][:2], each[0] in forks and each[0])):
-            where = ", ".join(dict.fromkeys(where for _, (_, _, where) in found_there))
-            self.steps.append(Step(name, where, None, after, why))
-            self._tell_step()
-            after = (len(self.steps) - 1,)
-        self.ends[-1] = found
-        self._start_anew(after)
+        others = self._others
+        if self.exact and not _same(found := self._dependencies(self._main.pointer), self._put):
+            self._put = found
+            self._unwritten.clear()  # nobody knows what it wrote
+            after = tuple(sorted(leaf.step for leaf in self._leaves)) or self._base_step
+            for name, why, where in others.steps(self._last_place, place):
+                self.steps.append(Step(name, where, None, after, why))
+                self._tell_step()
+                after = (len(self.steps) - 1,)
+            self.ends[-1] = found
+            self._start_anew(after)
+        others.clear()
 
     def _tell_step(self) -> None:
         self.ends.append(())
