@@ -295,9 +295,9 @@ class GraphCall:
     def launch(self, slot: Slot) -> Any:
         """Enqueue on the slot's stream, in order with the callers and with branches, and return the outputs."""
         if recordings and (lanes := lanes_for(self._pool, slot.pointer)) is not None:
-            what, operands = (self.plan, *[call.plan for call in self._more]), self.operands
-            launch = lambda lane: self.enqueue(lane or slot)  # noqa: E731
-            return lanes.run(self.plan.name, *self.pieces(), operands, launch, what=what)
+            what = self.plan, *[call.plan for call in self._more]
+            reads, writes = self.pieces()
+            return lanes.run(self.plan.name, reads, writes, self.operands, lambda lane: self.enqueue(lane or slot), what=what)
         if opened:
             before(self._pool, *self.pieces(), self.operands, slot.pointer)
         return self.enqueue(slot)
