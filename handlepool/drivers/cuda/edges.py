@@ -53,8 +53,8 @@ class Dependencies:
     Nodes are integers here. Edges that are put are plain, so whatever comes next waits for each node's end: a programmatic edge
     that was read is put back as more order than it was, never less.
 
-    The driver library is called by ctypes: cuda-bindings make an object of each node, which takes longer than the call. The library's
-    own names and arguments are the same under each generation of the bindings.
+    The driver library is called by ctypes: cuda-bindings make an object of each node, which takes longer than the call. The
+    library's own names and arguments are the same under each generation of the bindings.
 
     Parameters
     ----------
