@@ -119,12 +119,15 @@ class SavedPlan:
         As of `Executable`, without what its launches copy.
     data : bytes
         What the driver makes it of again.
+    early : bool or None
+        Whether its launches begin before what is before them has ended; None where no device was there to tell.
     """
 
     engine: str
     workspace_size: int
     candidates: int
     data: bytes
+    early: bool | None = None
 
 
 class Executable(Protocol):
@@ -200,8 +203,8 @@ class Executable(Protocol):
         """
 
 
-Edge = tuple[Any, Any, bool]
-"""Of a recorded graph, from one node to another; and whether the other waits for all of the one to end, and may be let go."""
+Edge = tuple[Any, Any]
+"""Of a recorded graph, from one node to another, which waits for all of the one to end."""
 
 
 class RecordedGraph(Protocol):

@@ -261,7 +261,8 @@ def _name(key: str) -> str:
 
 
 def _encoded(key: str, plan: SavedPlan) -> bytes:
-    head = {"key": key, "engine": plan.engine, "workspace_size": plan.workspace_size, "candidates": plan.candidates}
+    told = {"engine": plan.engine, "workspace_size": plan.workspace_size, "candidates": plan.candidates, "early": plan.early}
+    head = {"key": key, **told}
     text = json.dumps(head).encode()
     rest = _LENGTH.pack(len(text)) + text + plan.data
     return _FIRST + sha256(rest).digest() + rest
@@ -276,13 +277,15 @@ def _decoded(data: bytes) -> tuple[str, SavedPlan] | None:
     (length,) = _LENGTH.unpack_from(rest)
     try:  # somebody may have written what is not ours, with its digest
         head = json.loads(str(rest[_LENGTH.size : _LENGTH.size + length], "ascii"))
-        key, engine, workspace_size, candidates = (head[name] for name in ("key", "engine", "workspace_size", "candidates"))
+        names = "key", "engine", "workspace_size", "candidates", "early"
+        key, engine, workspace_size, candidates, early = (head[name] for name in names)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     numbers = all(type(number) is int and 0 <= number < 1 << 62 for number in (workspace_size, candidates))
-    if not (numbers and all(isinstance(text, str) and text.isascii() and text.isprintable() for text in (key, engine))):
+    texts = all(isinstance(text, str) and text.isascii() and text.isprintable() for text in (key, engine))
+    if not (numbers and texts and (early is None or type(early) is bool)):
         return None
-    return key, SavedPlan(engine, workspace_size, candidates, bytes(rest[_LENGTH.size + length :]))
+    return key, SavedPlan(engine, workspace_size, candidates, bytes(rest[_LENGTH.size + length :]), early)
 
 
 def _read(name: str, directory: int, *, touch: bool = True) -> bytes:

@@ -48,9 +48,6 @@ class Arrangement(NamedTuple):
         return self.add, self.remove
 
 
-NONE: frozenset[int] = frozenset()
-
-
 class _Part:
     """What a step became in the graph.
 
@@ -62,18 +59,15 @@ class _Part:
         The steps that some of it come after.
     whole : set of int
         Of these, the ones that all of it come after: each exit there leads to each entry here.
-    fixed : frozenset of int
-        Of these, the ones with an edge that has to stay.
     """
 
-    __slots__ = ("after", "entries", "exits", "fixed", "whole")
+    __slots__ = ("after", "entries", "exits", "whole")
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.exits: list[Any] = []
         self.after: set[int] = set()
         self.whole: set[int] = set()
-        self.fixed = NONE
 
     def leading_to(self, other: "_Part") -> list[Pair]:
         """Return the edges by which all of another one comes after all of this one."""
@@ -112,7 +106,7 @@ class Schedule:
     def steps_of(self, nodes: Sequence[Any]) -> list[int | None]:
         """Return the step that made each of some nodes of the graph; None where none is known to have."""
         before: dict[Any, list[Any]] = {}
-        for one, other, _ in self._graph.edges() if nodes else ():
+        for one, other in self._graph.edges() if nodes else ():
             before.setdefault(other, []).append(one)
         owner = _owners(before, self._ends)
         return [owner.get(node) for node in nodes]
@@ -145,7 +139,7 @@ class Schedule:
         if not self._parts:
             edges = self._graph.edges()
             self._parts = _parts(edges, self._ends)
-            self._pairs = {(one, other) for one, other, _ in edges}
+            self._pairs = {*edges}
 
     def _arrangement(self, places: "dict[int, _Place]") -> Arrangement:
         parts = self._parts
@@ -161,9 +155,9 @@ class Schedule:
                     before.add(place.behind)
                     add += [pair for pair in parts[place.behind].leading_to(part) if pair not in self._pairs]
                 needed = _needed(before, places)
-                for each in part.whole - part.fixed - needed:
+                for each in part.whole - needed:
                     remove += parts[each].leading_to(part)
-                waits = {*needed, *part.fixed, *(part.after - part.whole)}
+                waits = {*needed, *(part.after - part.whole)}
             step = steps[number]
             lane = None if step.lane is None else place.lane
             steps[number] = Step(step.name, step.place, lane, tuple(sorted(waits)), step.why)
@@ -235,19 +229,16 @@ def _owners(before: Mapping[Any, Sequence[Any]], ends: Sequence[Sequence[Any]]) 
 
 
 def _parts(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> list[_Part]:
-    """Return what each step became; nothing where there is more in the graph than that.
-
-    A programmatic edge counts as order as it did while recording, where what follows it is behind the later node alone. It stays.
-    """
+    """Return what each step became; nothing where there is more in the graph than that."""
     before: defaultdict[Any, list[Any]] = defaultdict(list)
-    for one, other, _ in edges:
+    for one, other in edges:
         before[other].append(one)
         before.setdefault(one, [])
     parts = [_Part() for _ in ends]
     owner = _owners(before, ends)
     if any(node not in owner for node in before):
         return []
-    inside = [(one, other) for one, other, _ in edges if owner[one] == owner[other]]
+    inside = [(one, other) for one, other in edges if owner[one] == owner[other]]
     leading, led = {one for one, _ in inside}, {other for _, other in inside}  # to, and from, another node of their own step
     for node, number in owner.items():
         part = parts[number]
@@ -256,13 +247,11 @@ def _parts(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> list[_Part]:
         if node not in leading:
             part.exits.append(node)
     found: Counter[tuple[int, int]] = Counter()  # edges from exits to entries, of steps that have several
-    for one, other, plain in edges:
+    for one, other in edges:
         first, second = owner[one], owner[other]
         if first != second:
             part = parts[second]
             part.after.add(first)
-            if not plain:
-                part.fixed |= {first}
             if one not in leading and other not in led:
                 if len(parts[first].exits) == 1 and len(part.entries) == 1:
                     part.whole.add(first)

@@ -45,7 +45,7 @@ def executable():
     made = object.__new__(cuda.CudaExecutable)
     made._driver, made._device, made._several_devices = driver, 0, True
     made._uids, made._index = [1, 2, 3], 7
-    made._copies, made.untried = (), False
+    made._copies, made._early, made.untried = (), False, False
     made.name, made.titles = "conv2d", ["argument 0 (x)", "argument 1 (w)", "out="]
     made._raw = Entry()
     return made
@@ -205,3 +205,30 @@ def test_g11_threads_that_allocate_in_branches_leave_no_event_each(monkeypatch, 
         in_thread(branch)
     assert kept == [100, 200] * 20
     assert driver.made == 1
+
+
+def test_what_begins_early_is_launched_behind_a_barrier(executable, monkeypatch):
+    order = []
+    monkeypatch.setattr("handlepool.drivers.cuda.executable.barrier", lambda pointer: order.append(("barrier", pointer)))
+    enter = executable._raw
+    executable._raw = lambda *args: (order.append("launch"), enter(*args))
+    handle, operands = Handle(), [array_at(address) for address in ADDRESSES]
+    handle.stream = 0x77
+    executable.launch(handle, operands, 0)
+    assert order == ["launch"]
+    executable._early = True
+    executable.launch(handle, operands, 0)
+    assert order == ["launch", ("barrier", 0x77), "launch"]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_shortcut_knows_of_the_barrier(early, monkeypatch):
+    from handlepool.drivers.cuda import fast_launch
+
+    texts = []
+    monkeypatch.setattr(fast_launch, "compile", lambda text, *args: texts.append(text) or compile(text, *args), raising=False)
+    layout = Layout.of(array_at(0x10000))
+    names = dict.fromkeys(("raw", "index"), None)
+    fast_launch.shortcut([layout], [layout], None, True, 0, None, names, early=early)
+    assert ("barrier(slot.pointer); raw(" in texts[0]) is early
+    assert "raw(location" in texts[0]

@@ -73,10 +73,12 @@ class Bindings:
         return (Status(0),)
 
     def RemoveDependencies(self, graph, ones, others, data, count):
-        assert data is None
         assert len(ones) == len(others) == count > 0
-        for pair in zip(ones, others, strict=True):
-            if self.graphs[graph][1].pop(pair, None) != PLAIN:
+        if self.status:
+            return (Status(self.status),)
+        for pair, its in zip(zip(ones, others, strict=True), data or [None] * count, strict=True):
+            kind = PLAIN if its is None else (its.from_port, its.to_port, its.type and its.type[0])
+            if self.graphs[graph][1].pop(pair, None) != kind:
                 return (Status(1),)
         return (Status(0),)
 
@@ -109,32 +111,37 @@ def test_nodes_that_allocate_are_told(bindings):
     assert Rewiring(bindings).allocations(bindings.graph([])) == []
 
 
-def test_edges_are_told_with_what_is_programmatic(bindings):
-    graph = bindings.graph([1, 2, 3], [(1, 2)], [(2, 3)])
-    assert Rewiring(bindings).edges(graph) == [(1, 2, True), (2, 3, False)]
+def test_edges_are_told(bindings):
+    assert Rewiring(bindings).edges(bindings.graph([1, 2, 3], [(1, 2), (2, 3)])) == [(1, 2), (2, 3)]
     assert Rewiring(bindings).edges(bindings.graph([1])) == []
 
 
-def test_a_copy_gets_other_edges_and_keeps_what_is_programmatic(bindings):
+def test_plain_edges_stand_in_the_place_of_programmatic_ones(bindings):
     rewiring = Rewiring(bindings)
-    graph = bindings.graph([1, 2, 3, 4], [(1, 2), (1, 3)], [(3, 4)])
+    graph = bindings.graph([1, 2, 3, 4], [(1, 2)], [(2, 3), (2, 4)])
+    assert rewiring.begins_early(graph)
+    assert sorted(rewiring.make_plain(graph)) == [(1, 2), (2, 3), (2, 4)]
+    assert bindings.graphs[graph][1] == dict.fromkeys([(1, 2), (2, 3), (2, 4)], PLAIN)
+    assert not rewiring.begins_early(graph)
+    assert sorted(rewiring.make_plain(graph)) == sorted(rewiring.edges(graph))
+    assert rewiring.make_plain(bindings.graph([1])) == []
+
+
+def test_a_graph_whose_edges_cannot_be_made_plain_is_refused():
+    bindings = Bindings(status=1)
+    with pytest.raises(CaptureError, match=r"CUDA_ERROR_OF_A_TEST.*allocates memory"):
+        Rewiring(bindings).make_plain(bindings.graph([1, 2], [], [(1, 2)]))
+
+
+def test_a_copy_gets_other_edges(bindings):
+    rewiring = Rewiring(bindings)
+    graph = bindings.graph([1, 2, 3, 4], [(1, 2), (1, 3), (3, 4)])
     copied = rewiring.copy(graph)
     rewiring.rewire(copied, [(2, 3)], [(1, 3)])
     of = {number: node for node, number in bindings.copies[copied].items()}
-    assert {(of[one], of[other], plain) for one, other, plain in rewiring.edges(copied)} == {
-        (1, 2, True),
-        (2, 3, True),
-        (3, 4, False),
-    }
+    assert {(of[one], of[other]) for one, other in rewiring.edges(copied)} == {(1, 2), (2, 3), (3, 4)}
     assert len(rewiring.edges(graph)) == 3
     rewiring.rewire(copied, [], [])
-
-
-def test_a_programmatic_edge_is_not_taken_away(bindings):
-    rewiring = Rewiring(bindings)
-    copied = rewiring.copy(bindings.graph([1, 2], [], [(1, 2)]))
-    with pytest.raises(RuntimeError, match="CUDA_ERROR_OF_A_TEST"):
-        rewiring.rewire(copied, [], [(1, 2)])
 
 
 @pytest.mark.parametrize(("status", "error"), [(2, MemoryError), (801, CaptureError)])
@@ -164,22 +171,22 @@ def test_many_roots_or_leaves_are_gathered_between_two_kernels(bindings, chains,
 
 def test_events_stand_before_all_and_between_each_group_and_what_follows_it(bindings):
     rewiring = Rewiring(bindings)
-    copied = rewiring.copy(bindings.graph([1, 2, 3, 4], [(1, 3), (2, 4), (3, 4)], programmatic=[(1, 4)]))
+    copied = rewiring.copy(bindings.graph([1, 2, 3, 4], [(1, 3), (2, 4), (3, 4), (1, 4)]))
     rewiring.mark(copied, [(1,), (2, 3)], [70, 71, 72, 73])
     of = {number: node for node, number in bindings.copies[copied].items()}
     *_, first, second, one, other = bindings.graphs[copied][0]
     assert [bindings.events[each] for each in (first, second, one, other)] == [70, 71, 72, 73]
     of |= {first: "first", second: "second", one: "one", other: "other"}
-    assert {(of[a], of[b], plain) for a, b, plain in rewiring.edges(copied)} == {
-        ("first", "second", True),
-        ("second", 1, True),
-        ("second", 2, True),
-        (1, "one", True),
-        ("one", 3, True),
-        (1, 4, False),
-        (2, "other", True),
-        (3, "other", True),
-        ("other", 4, True),
+    assert {(of[a], of[b]) for a, b in rewiring.edges(copied)} == {
+        ("first", "second"),
+        ("second", 1),
+        ("second", 2),
+        (1, "one"),
+        ("one", 3),
+        ("one", 4),
+        (2, "other"),
+        (3, "other"),
+        ("other", 4),
     }
 
 

@@ -71,6 +71,7 @@ class Executable(CudaExecutable):
         self.workspace_size, self.engine, self.candidates = driver.workspace_size, "engine", 3
         self._uids = [tensor.uid for tensor in operands]
         self._copies = ()
+        self._early = False
         self._index = driver.compiled * 100 + (plan_index or 0)
         self._raw = self._enter if driver.raw else None
 

@@ -18,7 +18,7 @@ from handlepool.drivers.protocol import SavedPlan
 from handlepool.pool import plan_directory
 from handlepool.pool.plan_directory import PlanDirectory
 
-PLAN = SavedPlan("eng22_k2=5", 4096, 43, bytes(range(256)) * 12)
+PLAN = SavedPlan("eng22_k2=5", 4096, 43, bytes(range(256)) * 12, True)
 
 
 @pytest.fixture

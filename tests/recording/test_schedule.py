@@ -25,17 +25,17 @@ class Recorded:
     def __init__(self):
         self.edges, self.steps, self.ends = [], [], []
 
-    def step(self, after=(), nodes=1, shape="chain", programmatic=(), partly=None):
+    def step(self, after=(), nodes=1, shape="chain", partly=None):
         """A step behind others; its nodes in a row, or side by side; ``partly``, a step that its last node alone comes after."""
         number = len(self.steps)
         mine = [(number, index) for index in range(nodes)]
         firsts, lasts = (mine[:1], mine[-1:]) if shape == "chain" else (mine, mine)
         behind = [(end, each) for each in after for end in self.ends[each]]
-        self.edges += [(end, first, each not in programmatic) for end, each in behind for first in firsts]
+        self.edges += [(end, first) for end, _ in behind for first in firsts]
         if shape == "chain":
-            self.edges += [(one, other, True) for one, other in pairwise(mine)]
+            self.edges += pairwise(mine)
         if partly is not None and nodes > 1:
-            self.edges += [(end, mine[-1], True) for end in self.ends[partly]]
+            self.edges += [(end, mine[-1]) for end in self.ends[partly]]
         self.ends.append(lasts or [end for end, _ in behind])
         self.steps.append(Step("step", "here", number % 7, tuple(sorted(after))))
         return number
@@ -46,7 +46,7 @@ class Recorded:
 
 def rewired(recorded, arrangement):
     """The edges of a schedule."""
-    edges = [edge[:2] for edge in recorded.edges]
+    edges = [*recorded.edges]
     for edge in arrangement.remove:
         edges.remove(edge)
     assert not {*edges} & {*arrangement.add}
@@ -70,26 +70,24 @@ def order(edges):
     return known
 
 
-def random_recording(rng, programmatic=True):
+def random_recording(rng):
     recorded = Recorded()
     for number in range(rng.randint(2, 50)):
         near = range(max(0, number - 12), number)
         after = rng.sample(near, min(len(near), rng.choice([0, 1, 1, 2, 3])))
         shape = rng.choice(["chain", "side by side"])
         nodes = rng.choice([0, 1, 1, 1, 2, 3]) if after else rng.choice([1, 2])
-        known = order([edge[:2] for edge in recorded.edges])
+        known = order(recorded.edges)
         ends = {each: recorded.ends[each] for each in after}
         direct = [
             each
             for each in after  # as a recording has them, of which none implies another
             if not any(other != each and {*ends[each]} & ({*ends[other]} | known.get(ends[other][0], set())) for other in after)
         ]
-        # Whatever a step follows programmatically, it follows alone.
-        late = {direct[0]} if programmatic and len(direct) == 1 and rng.random() < 0.3 else ()
         partly = rng.choice(near) if near and rng.random() < 0.1 and shape == "chain" else None
         if partly is not None and (partly in after or not recorded.ends[partly]):
             partly = None
-        recorded.step(direct, nodes if direct else nodes or 1, shape, late, partly)
+        recorded.step(direct, nodes if direct else nodes or 1, shape, partly)
     recorded.edges = list(dict.fromkeys(recorded.edges))
     return recorded
 
@@ -97,9 +95,8 @@ def random_recording(rng, programmatic=True):
 def check(recorded, lanes, times):
     arrangement = recorded.schedule().on(lanes, times)
     edges = rewired(recorded, arrangement)
-    was, now = order([edge[:2] for edge in recorded.edges]), order(edges)
+    was, now = order(recorded.edges), order(edges)
     assert all(now[node] >= was[node] for node in was)
-    assert {(one, other) for one, other, plain in recorded.edges if not plain} <= {*edges}
     made = {number for number, _ in was}
     for lane in range(lanes):
         steps = [number for number in made if arrangement.steps[number].lane == lane]
@@ -131,7 +128,7 @@ def test_no_edge_between_steps_follows_from_others(seed, lanes):
     recorded = Recorded()
     for number in range(40):
         near = range(max(0, number - 9), number)
-        known = order([edge[:2] for edge in recorded.edges])
+        known = order(recorded.edges)
         after = rng.sample(near, min(len(near), rng.choice([0, 1, 2])))
         recorded.step([each for each in after if not any((each, 0) in known.get((other, 0), ()) for other in after)])
     _, edges, now = check(recorded, lanes, [rng.random() for _ in range(40)])
@@ -189,13 +186,13 @@ def test_a_step_of_which_parts_follow_parts_of_another_comes_after_all_of_it_on_
     recorded.step(nodes=2, shape="side by side")
     recorded.step(nodes=2, shape="side by side")
     recorded.step()
-    recorded.edges += [((0, 0), (1, 0), True), ((0, 1), (1, 1), True)]
+    recorded.edges += [((0, 0), (1, 0)), ((0, 1), (1, 1))]
     recorded.steps[1] = recorded.steps[1]._replace(after=(0,))
     schedule = recorded.schedule()
     one, two = (schedule.on(lanes, [1.0] * 3) for lanes in (1, 2))
     both = {((0, end), (1, first)) for end in (0, 1) for first in (0, 1)}
     assert both <= {*rewired(recorded, one)}
-    assert {edge[:2] for edge in recorded.edges} <= {*rewired(recorded, two)}
+    assert {*recorded.edges} <= {*rewired(recorded, two)}
     assert one.steps[1].after == two.steps[1].after == (0,)
 
 
@@ -203,10 +200,10 @@ def test_a_graph_with_more_in_it_than_steps_stays_as_it_is():
     recorded = Recorded()
     for _ in range(4):
         recorded.step()
-    recorded.edges.append((("nobody's", 0), (3, 0), True))
+    recorded.edges.append((("nobody's", 0), (3, 0)))
     schedule = recorded.schedule()
     assert schedule.on(2, [1.0] * 4) is not schedule.recorded
-    recorded.edges.append(((3, 0), ("nobody's", 1), True))
+    recorded.edges.append(((3, 0), ("nobody's", 1)))
     schedule = recorded.schedule()
     assert schedule.on(2, [1.0] * 4) is schedule.recorded
 
@@ -216,9 +213,9 @@ def test_steps_in_a_circle_stay_as_they_are():
     first = recorded.step(nodes=2)
     recorded.step([first])
     recorded.step()
-    recorded.edges += [((1, 0), (0, 1), True)]
-    recorded.edges.remove(((0, 1), (1, 0), True))
-    recorded.edges.append(((0, 0), (1, 0), True))
+    recorded.edges += [((1, 0), (0, 1))]
+    recorded.edges.remove(((0, 1), (1, 0)))
+    recorded.edges.append(((0, 0), (1, 0)))
     recorded.ends[0] = [(0, 1), (1, 0)]
     schedule = recorded.schedule()
     assert schedule.on(1, [1.0] * 3) is schedule.recorded or follows(order(rewired(recorded, schedule.on(1, [1.0] * 3))), 2, 0)
@@ -337,7 +334,7 @@ def test_control_a_schedule_without_an_edge_is_caught(scene, monkeypatch):
     former = RecordedGraph.arranged
 
     def arranged(graph, add=(), remove=()):
-        return former(graph, add, [*remove, next(edge[:2] for edge in graph.edges() if edge[:2] not in remove)])
+        return former(graph, add, [*remove, next(edge for edge in graph.edges() if edge not in remove)])
 
     monkeypatch.setattr(RecordedGraph, "arranged", arranged)
     with handlepool.record(wide, scene, scene.array(1), lanes=3) as program, pytest.raises(ContractError, match="not ordered"):
@@ -363,7 +360,7 @@ def test_edges_that_are_not_there_and_edges_in_a_circle_are_refused(scene):
         x = scene.plus(scene.array(1), 1)
         scene.plus(x, 1)
         graph = driver.end_capture(pointer)
-        ((one, other, _), *_) = graph.edges()
+        ((one, other), *_) = graph.edges()
         with pytest.raises(ContractError, match="circle"):
             graph.arranged([(other, one)])
         with pytest.raises(ContractError, match="could be taken away"):

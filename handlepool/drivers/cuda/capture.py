@@ -10,26 +10,28 @@ from cuda.bindings import driver as cu
 from cupy.cuda import runtime
 from cupy.cuda.memory import BaseMemory, MemoryPointer, OutOfMemoryError, UnownedMemory
 
+from handlepool.drivers.cuda import early
 from handlepool.drivers.cuda.rewiring import Rewiring, are_many, ends
 from handlepool.drivers.freed_blocks import FreedBlocks
 from handlepool.drivers.protocol import Edge
 
 _ALIGNMENT = 512  # CuPy's pool gives nothing smaller
 _rewiring = Rewiring(cu)
-_kernels: dict[int, Any] = {}
-"""By device, the kernel of one thread that does nothing. None is ever let go of, as the kernels of our own."""
 
 
-def _kernel() -> int:
-    device = runtime.getDevice()
-    if device not in _kernels:
-        module = cupy.RawModule(code='extern "C" __global__ void handlepool_gather() {}')
-        _kernels[device] = module.get_function("handlepool_gather").kernel
-    return int(_kernels[device].ptr)
+def begins_early(graph: int) -> bool:
+    """Whether something in a graph begins before what it is behind has ended."""
+    return _rewiring.begins_early(graph)
 
 
 class CudaGraph:
     """A captured graph and its executable, as raw pointers: no destructor of theirs can call CUDA at a bad moment.
+
+    Parameters
+    ----------
+    pointer : int
+    captured : bool
+        Whether it was captured now: programmatic edges become plain ones.
 
     Attributes
     ----------
@@ -39,7 +41,7 @@ class CudaGraph:
 
     __slots__ = ("_edges", "_executable", "launch", "nodes", "pointer")
 
-    def __init__(self, pointer: int) -> None:
+    def __init__(self, pointer: int, *, captured: bool = False) -> None:
         self.pointer = pointer
         self._edges: list[Edge] | None = None
         self._executable = 0
@@ -48,6 +50,8 @@ class CudaGraph:
             status, _, self.nodes = cu.cuGraphGetNodes(pointer)
             if status != cu.CUresult.CUDA_SUCCESS:
                 raise RuntimeError(f"CUDA driver error: {status.name}")
+            if captured:
+                self._edges = _rewiring.make_plain(pointer)
         except BaseException:
             self.destroy()
             raise
@@ -61,7 +65,7 @@ class CudaGraph:
         return _rewiring.allocations(self.pointer)
 
     def arranged(self, add: Sequence[tuple[int, int]] = (), remove: Sequence[tuple[int, int]] = ()) -> "CudaGraph":
-        pairs = {(one, other) for one, other, _ in self.edges()}.difference(remove).union(add)
+        pairs = {*self.edges()}.difference(remove).union(add)
         roots, leaves = ends(_rewiring.nodes(self.pointer), pairs)
         if not (add or remove or are_many(roots, leaves)):
             return self
@@ -69,7 +73,7 @@ class CudaGraph:
         try:
             _rewiring.rewire(copied.pointer, add, remove)
             if are_many(roots, leaves):
-                _rewiring.gather(copied.pointer, roots, leaves, _kernel())
+                _rewiring.gather(copied.pointer, roots, leaves, early.kernel())
         except BaseException:
             copied.destroy()
             raise

@@ -6,8 +6,10 @@ that a handle is used by one thread at a time; who keeps it is the pool.
 """
 
 import inspect
+from array import array as buffer
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -19,7 +21,7 @@ from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers.cuda import capture as recorded
-from handlepool.drivers.cuda import failures, planning, shared
+from handlepool.drivers.cuda import early, failures, planning, shared
 from handlepool.drivers.cuda.edges import Dependencies, libcuda, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
@@ -39,6 +41,8 @@ _dependencies = Dependencies(libcuda(), lambda status: str(cu.CUresult(status).n
 _RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _REACHED_BEFORE = 704  # cudaErrorPeerAccessAlreadyEnabled: by CuPy, say
+_ENOUGH = 1 << 20
+"""Bytes that operands are said to be in, of a launch that is captured and never runs."""
 _STICKY = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
 """Errors that a context does not survive, by their numbers, which are the same in the runtime and in the driver: memory that
 cannot be corrected, addresses and instructions that are illegal, misaligned or out of space, failed assertions and launches."""
@@ -102,7 +106,7 @@ class _ForeignStream:
 
 
 class _Capturing:
-    """Has a handle on a stream that is being captured, whose graph nobody wants.
+    """Has a handle on a stream that is being captured, whose graph nobody wants; then, whether something in that begins early.
 
     The frontend warms up a plan that it has read with a handle: it captures a launch, and allocates a megabyte for that and frees
     it, which synchronises the device. It does none of this where the handle's stream is being captured. The capture is relaxed,
@@ -111,27 +115,31 @@ class _Capturing:
 
     def __init__(self, driver: "CudaDriver", handle: Handle) -> None:
         self._driver, self._handle = driver, handle
+        self.stream, self.early = 0, True
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "_Capturing":
         self._before = self._handle.stream
-        self._stream = int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
+        self.stream = int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
         try:
-            runtime.streamBeginCapture(self._stream, runtime.streamCaptureModeRelaxed)
-            self._driver.bind_handle(self._handle, self._stream)
+            runtime.streamBeginCapture(self.stream, runtime.streamCaptureModeRelaxed)
+            self._driver.bind_handle(self._handle, self.stream)
         except BaseException:
             self.__exit__()
             raise
+        return self
 
     def __exit__(self, *_: object) -> None:
         try:
             self._driver.bind_handle(self._handle, int(self._before or 0))
         finally:
             try:
-                runtime.graphDestroy(runtime.streamEndCapture(self._stream))
+                graph = runtime.streamEndCapture(self.stream)
+                self.early = recorded.begins_early(int(graph))
+                runtime.graphDestroy(graph)
             except runtime.CUDARuntimeError:  # the capture was invalidated, or did not begin
                 pass
             finally:
-                runtime.streamDestroy(self._stream)
+                runtime.streamDestroy(self.stream)
 
 
 class CudaDriver:
@@ -307,9 +315,11 @@ class CudaDriver:
 
     def begin_capture(self, pointer: int) -> None:
         runtime.streamBeginCapture(pointer, runtime.streamCaptureModeThreadLocal)
+        early.recording(True)
 
     def end_capture(self, pointer: int) -> recorded.CudaGraph:
-        return recorded.CudaGraph(int(runtime.streamEndCapture(pointer)))
+        early.recording(False)
+        return recorded.CudaGraph(int(runtime.streamEndCapture(pointer)), captured=True)
 
     def dependencies(self, pointer: int) -> tuple[int, ...] | None:
         return _dependencies.read(pointer)
@@ -464,13 +474,37 @@ class CudaDriver:
         **settings: Any,
     ) -> CudaExecutable:
         name, titles = settings.pop("name"), settings.pop("titles")
+        handle = graph._handle  # noqa: SLF001 - the builder's
         if saved is None:
             planned = planning.plan(graph, operands, copies, **settings)
         else:
-            handle = graph._handle  # noqa: SLF001 - the builder's
             with _Capturing(self, handle):
                 planned = planning.loaded(operands, copies, saved, handle=int(handle.backend_handle))
+        if planned.early is None:
+            planned = replace(planned, early=self._begins_early(handle, planned))
+        if planned.early:
+            early.kernel()  # loaded here, and not at the first launch, which may be inside a capture
         return CudaExecutable(self, planned, copies, name=name, titles=titles)
+
+    def _begins_early(self, handle: Handle, planned: planning.Planned) -> bool:
+        """Whether a plan's launches begin before what is before them has ended: one is captured behind a kernel of our own.
+
+        Nobody reads or writes the memory. Where the capture fails, as for a plan that fills more of its operands than there is
+        memory, it is taken for one that does.
+        """
+        raw = planned.raw
+        if raw is None:
+            return True
+        try:
+            memory = cupy.get_default_memory_pool().malloc(max(planned.size, _ENOUGH))
+            addresses = buffer("Q", [memory.ptr] * len(planned.uids))
+            location, count = addresses.buffer_info()
+            with _Capturing(self, handle) as capturing:
+                early.launch(capturing.stream)
+                raw(location, count, memory.ptr if planned.size else 0, handle.backend_handle, planned.index)
+        except Exception:  # whatever cuDNN, and CUDA, have against that
+            return True
+        return capturing.early
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> KernelExecutable:
         return KernelExecutable(self, kernel, operands, name, titles)

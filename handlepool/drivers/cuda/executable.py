@@ -10,6 +10,7 @@ import numpy as np
 from cupy.cuda.memory import MemoryPointer, UnownedMemory
 
 from handlepool.drivers.cuda import fast_launch
+from handlepool.drivers.cuda.early import barrier
 from handlepool.drivers.cuda.planning import MOST_OPERANDS, Planned
 from handlepool.drivers.protocol import AliasPair, Copy, Driver, Handle, check_operands
 
@@ -40,6 +41,7 @@ class CudaExecutable:
         self._copies, self._copies_at = copies, planned.copies_at
         self.workspace_size, self.engine, self.candidates = planned.workspace_size, planned.engine, planned.candidates
         self._uids, self._raw, self._index = planned.uids, planned.raw, planned.index
+        self._early = planned.early is not False
 
     def launch(
         self,
@@ -58,6 +60,9 @@ class CudaExecutable:
             for copy in self._copies:
                 addresses[copy.operand] = workspace + self._copies_at + copy.offset
         raw = self._raw
+        if self._early:
+            assert handle.stream is not None
+            barrier(handle.stream)
         if raw is None:
             self.graph.execute(dict(zip(self._uids, addresses, strict=True)), workspace or None, handle=handle)
         else:
@@ -100,7 +105,7 @@ class CudaExecutable:
             return None
         device = self._device if self._driver.device_count() > 1 else None
         names = names | {"raw": self._raw, "index": self._index}
-        return fast_launch.shortcut(inputs, outputs, alias_pairs, single, self.workspace_size, device, names)
+        return fast_launch.shortcut(inputs, outputs, alias_pairs, single, self.workspace_size, device, names, early=self._early)
 
 
 assert ctypes.sizeof(ctypes.c_void_p) == 8  # the raw entry's array holds 64-bit pointers

@@ -10,6 +10,7 @@ from typing import Any
 
 import cupy
 
+from handlepool.drivers.cuda.early import barrier
 from handlepool.drivers.protocol import TENSOR_ALIGNMENT, AliasPair
 
 MOST_TOGETHER = 1 << 20
@@ -60,7 +61,7 @@ def launch(begin, arrays, out, fresh=None):
             workspace = {workspace}
             buffer, location = slot.buffer
             {store}
-            raw(location, {count}, workspace, handle.{bound}, index)
+            {barrier}raw(location, {count}, workspace, handle.{bound}, index)
         finally:
             slot.busy = False
     except Exception as error:
@@ -94,6 +95,7 @@ def shortcut(
     device: int | None,
     names: dict[str, Any],
     bound: str = "backend_handle",
+    early: bool = False,
 ) -> Callable[..., Any]:
     """Make the function; see `Executable.shortcut`.
 
@@ -109,6 +111,8 @@ def shortcut(
         As there, with ``raw``, the raw entry, and ``index``, its last argument.
     bound : str
         The attribute of the handle that ``raw`` takes.
+    early : bool
+        Whether what it launches begins before what is before it has ended, and is to be kept from that.
     """
     xs, ys = [f"x{i}" for i in range(len(inputs))], [f"y{i}" for i in range(len(outputs))]
     given = alias_pairs is not None
@@ -144,13 +148,15 @@ def shortcut(
         blocks=", ".join(f"{a}.data.mem" for a in operands),
         workspace=f"slot.reserve({workspace_size})" if workspace_size else 0,
         store="; ".join(f"buffer[{i}] = p{a}" for i, a in enumerate(operands)),
+        barrier="barrier(slot.pointer); " if early else "",
         count=len(operands),
         bound=bound,
         result="out" if given else ys[0] if single else f"({', '.join(ys)},)",
     )
     values: dict[str, Any] = {f"dtype_{a}": layout.dtype for a, layout in layouts.items()}
     values |= {_meet(pair): pair.meet for pair in alias_pairs or ()}
-    space: dict[str, Any] = names | values | {"ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc, "__name__": __name__}
+    own = {"ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc, "barrier": barrier, "__name__": __name__}
+    space: dict[str, Any] = names | values | own
     exec(compile(text, "<a plan's launch>", "exec"), space)
     made: Callable[..., Any] = space["launch"]
     made.allocate = space["allocate"]  # type: ignore[attr-defined]

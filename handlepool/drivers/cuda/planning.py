@@ -45,6 +45,8 @@ class Planned:
         Bytes of scratch for the graph alone.
     saved : SavedPlan or None
         What it was made of. cuDNN writes less of a plan that it has read than it wants to read.
+    early : bool or None
+        Whether its launches begin before what is before them has ended (`handlepool.drivers.cuda.early`), where that is known.
     """
 
     graph: Any
@@ -57,12 +59,14 @@ class Planned:
     index: int
     size: int
     saved: SavedPlan | None = None
+    early: bool | None = None
 
     def save(self) -> SavedPlan | None:
         """Return the plan as cuDNN writes it; None for one of the frontend's own engines."""
         if self.saved is not None or self.graph.selected_engine is not None:  # what was read has no such thing
             return self.saved
-        return SavedPlan(self.engine, self.size, self.candidates, bytes(self.graph.serialize(as_bytes=True)))
+        data = bytes(self.graph.serialize(as_bytes=True))
+        return SavedPlan(self.engine, self.size, self.candidates, data, self.early)
 
 
 def plan(
@@ -163,7 +167,7 @@ def loaded(operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, **
             raise ValueError("its operands are in another order")
     except Exception as error:  # whatever cuDNN, or the frontend, makes of what may be anything
         raise GraphNotSupportedError(f"what was saved is no plan of this graph: {error}") from error
-    return Planned(lowered, *_scratch(size, copies), saved.engine, saved.candidates, uids, raw, -1, size, saved)
+    return Planned(lowered, *_scratch(size, copies), saved.engine, saved.candidates, uids, raw, -1, size, saved, saved.early)
 
 
 def _scratch(size: int, copies: Sequence[Copy]) -> tuple[int, int]:

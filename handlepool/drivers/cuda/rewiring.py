@@ -28,13 +28,43 @@ class Rewiring:
         self._bindings = bindings
 
     def edges(self, graph: int) -> list[Edge]:
-        """Return a graph's edges. A programmatic one is said not to wait for the end of what it leads from."""
+        """Return a graph's edges."""
+        return [(int(one), int(other)) for one, other, _ in self._with_data(graph)]
+
+    def make_plain(self, graph: int) -> list[Edge]:
+        """Let a plain edge stand in the place of each programmatic one, so that what it leads to waits for the end; all edges.
+
+        A kernel behind a programmatic edge begins early, and is to wait inside. Of cuDNN 9.19, convolutions with a residual gave
+        wrong values behind one, and in each replay behind two.
+
+        Raises
+        ------
+        CaptureError
+            For a graph that allocates memory: CUDA takes no edge of such a one away.
+        """
+        edges = self._with_data(graph)
+        early = [each for each in edges if not _is_plain(each[2])]
+        if early:
+            self._replace(graph, *map(list, zip(*early, strict=True)))
+        return [(int(one), int(other)) for one, other, _ in edges]
+
+    def _replace(self, graph: int, ones: list[Any], others: list[Any], data: list[Any]) -> None:
+        status, *_ = with_edge_data(self._bindings, "cuGraphRemoveDependencies")(graph, ones, others, data, len(ones))
+        if status:
+            raise CaptureError(
+                f"a kernel was captured that begins before the one before it ends, and CUDA does not change that ({status.name}) "
+                f"in a graph that allocates memory: allocate before the recording, or from a pool that keeps what it frees"
+            )
+        self._change("cuGraphAddDependencies", graph, ones, others)
+
+    def begins_early(self, graph: int) -> bool:
+        """Whether something in a graph begins before what it is behind has ended."""
+        return not all(_is_plain(data) for *_, data in self._with_data(graph))
+
+    def _with_data(self, graph: int) -> list[tuple[Any, Any, Any]]:
         question = with_edge_data(self._bindings, "cuGraphGetEdges")
         *_, count = self._answer(question(graph))
-        if not count:
-            return []
-        ones, others, data, _ = self._answer(question(graph, count))
-        return [(int(one), int(other), _is_plain(each)) for one, other, each in zip(ones, others, data, strict=True)]
+        return [*zip(*self._answer(question(graph, count))[:3], strict=True)] if count else []
 
     def allocations(self, graph: int) -> list[int]:
         """Return the nodes that allocate memory, as `cudaMallocAsync` becomes them."""
@@ -58,8 +88,8 @@ class Rewiring:
             raise CaptureError(f"CUDA cannot copy the graph ({status.name}), as of one that allocates memory")
         return int(copied)
 
-    def rewire(self, copied: int, add: Sequence[tuple[int, int]], remove: Sequence[tuple[int, int]]) -> None:
-        """Give a copy plain edges more, and plain edges less, which are told by the nodes of the original."""
+    def rewire(self, copied: int, add: Sequence[Edge], remove: Sequence[Edge]) -> None:
+        """Give a copy edges more, and edges less, which are told by the nodes of the original."""
         found: dict[int, Any] = {}
         for node in {node for edge in (*add, *remove) for node in edge}:
             (found[node],) = self._answer(self._bindings.cuGraphNodeFindInClone(node, copied))
@@ -76,9 +106,8 @@ class Rewiring:
         edges = self.edges(copied)
         roots = [self._bindings.CUgraphNode(node) for node in ends(self.nodes(copied), edges)[0]]
         following: dict[int, list[Any]] = {}
-        for one, other, plain in edges:
-            if plain:
-                following.setdefault(one, []).append(self._bindings.CUgraphNode(other))
+        for one, other in edges:
+            following.setdefault(one, []).append(self._bindings.CUgraphNode(other))
         add: list[tuple[Any, Any]] = []
         remove: list[tuple[Any, Any]] = []
         first = self._record(copied, [], events[0])

@@ -26,7 +26,7 @@ class RecordedGraph:
 
     def edges(self) -> Sequence[Edge]:
         """Return the edges as they were captured."""
-        return [(earlier, node, True) for node in self.graph.nodes for earlier in node.after]
+        return [(earlier, node) for node in self.graph.nodes for earlier in node.after]
 
     def allocations(self) -> Sequence[Any]:
         """Nothing: what is allocated under a capture is allocated then."""

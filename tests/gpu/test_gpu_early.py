@@ -1,0 +1,132 @@
+"""Kernels that begin before what is before them has ended: nothing is read before it was written, however cuDNN launches.
+
+cuDNN 9.19 launches convolutions with a residual so, and they read that too early.
+"""
+
+import numpy as np
+import pytest
+
+import handlepool
+from handlepool import HandlePool, ParallelStates, ops
+from handlepool.drivers.cuda import capture, executable, fast_launch
+from handlepool.drivers.cuda.rewiring import Rewiring
+
+SIZES = [(8, 64, 56), (8, 256, 14), (1, 64, 56), (32, 128, 28)]
+DTYPES = ["float16", "float32"]
+TIMES = 12
+SEEN_WITH = 91900
+"""The version of cuDNN whose kernels read too early."""
+
+
+@pytest.fixture
+def trusting(monkeypatch):
+    """A pool that leaves it to cuDNN's kernels to wait."""
+    rewiring = Rewiring(capture.cu)
+    rewiring.make_plain = rewiring.edges
+    monkeypatch.setattr(capture, "_rewiring", rewiring)
+    for module in (executable, fast_launch):
+        monkeypatch.setattr(module, "barrier", lambda pointer: None)
+    with HandlePool(driver="cuda") as pool:
+        yield pool
+
+
+class Blocks:
+    """Some convolutions whose residuals are written right before they are read."""
+
+    def __init__(self, dtype, n, channels, side):
+        import cupy
+
+        self.cupy = cupy
+        rng = np.random.default_rng(n + channels)
+
+        def random(*shape):
+            values = rng.standard_normal(shape, np.float32) / np.prod(shape[1:]) ** 0.5
+            return cupy.asarray(values).astype(dtype)
+
+        def last(n, c, h, w):
+            return random(n, h, w, c).transpose(0, 3, 1, 2)
+
+        self.x = last(n, channels, side, side) * 30
+        self.w, self.one = last(channels, channels, 3, 3), last(channels, channels, 1, 1)
+        self.bias, self.matrix = random(channels), random(channels, channels)
+
+    def __call__(self, pool, after=lambda: None):
+        y = self.x
+        for _ in range(6):
+            a = ops.conv2d(y, self.w, bias=self.bias, padding=1, activation="relu", pool=pool)
+            after()
+            z = ops.conv2d(y, self.one, bias=self.bias, pool=pool)
+            after()
+            y = ops.conv2d(a, self.w, padding=1, add=z, activation="relu", pool=pool)
+            after()
+        return ops.linear(ops.mean2d(y, pool=pool), self.matrix, bias=self.bias, pool=pool)
+
+    def expected(self, pool):
+        return self(pool, self.cupy.cuda.Device().synchronize)
+
+    def wrong(self, found, expected):
+        """How many of some results are wrong."""
+        right = self.cupy.asnumpy(expected).astype(np.float64)
+        errors = [np.linalg.norm(self.cupy.asnumpy(y) - right) / np.linalg.norm(right) for y in found]
+        return sum(not error < 5e-3 for error in errors)
+
+
+def behind_a_queue(pool, latch, blocks):
+    """Results that were all queued before the first one began."""
+    blocks(pool)
+    latch.hold()
+    found = [blocks(pool) for _ in range(TIMES)]
+    latch.release()
+    return found
+
+
+def in_branches(pool, latch, blocks):
+    states = ParallelStates(3, pool=pool)
+
+    def several():
+        with states.fork() as fork:
+            return [fork.run(blocks, pool) for _ in range(3)]
+
+    several()
+    latch.hold()
+    found = [y for _ in range(TIMES // 3) for y in several()]
+    latch.release()
+    return found
+
+
+def replayed(lanes):
+    def results(pool, latch, blocks):
+        found = []
+        for _ in range(3):
+            with handlepool.record(blocks, pool, lanes=lanes, pool=pool) as program:
+                for _ in range(TIMES // 3):
+                    program.replay()
+                    found.append(program.outputs.copy())
+        return found
+
+    return results
+
+
+WAYS = {"queued": behind_a_queue, "branches": in_branches, "recorded": replayed(None), "lanes": replayed(8)}
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_g18_what_was_written_right_before_is_read(pool, stream, latch, way, dtype, size):
+    blocks = Blocks(dtype, *size)
+    assert not blocks.wrong(WAYS[way](pool, latch, blocks), blocks.expected(pool))
+
+
+def test_g18_control_kernels_that_begin_early_read_too_early(trusting, stream, latch):
+    import cudnn
+
+    wrong = 0
+    for dtype in DTYPES:
+        for size in SIZES:
+            blocks = Blocks(dtype, *size)
+            expected = blocks.expected(trusting)
+            wrong += sum(blocks.wrong(WAYS[way](trusting, latch, blocks), expected) for way in ("recorded", "lanes"))
+    if not wrong and cudnn.backend_version() != SEEN_WITH:
+        pytest.skip(f"no kernel of cuDNN {cudnn.backend_version()} was seen to read too early here")
+    assert wrong
