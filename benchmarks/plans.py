@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
-from common import Ratios, progress, publish, summary
+from common import Ratios, progress, publish, summary, write
 from options import arguments, loaded, parse, positive
 from work import Shape, graph_function
 
@@ -130,6 +130,21 @@ def in_a_process(what: str, small: bool, driver: str, directory: Path | None) ->
     return found
 
 
+def compared(samples: dict[str, list[float]], options: Any, driver: str) -> tuple[dict[str, Any], Ratios]:
+    """What was measured so far: times, and ratios with their bounds."""
+    ratios = Ratios()
+    ten, network, many = f"{TEN} plans", "plans of googlenet", f"{options.many} plans"
+    full = driver == "cuda" and not options.small
+    for name, most in ((ten, READY), (network, NETWORK)):
+        ratios.compare(samples, f"{name}, loaded", f"{name}, built", most if full else None)
+    for name in (f"{ten} and libraries", f"{ten} and first calls", f"{network} and libraries"):
+        ratios.compare(samples, f"{name}, loaded", f"{name}, built")
+    for name, unit, size, most in ((ten, "milliseconds", 1.0, TEN_MILLISECONDS), (many, "seconds", 1e3, MANY_SECONDS)):
+        name += ", loaded"
+        ratios.add(f"{name}, {unit}", [value / size for value in samples[name]], most if full else None)
+    return {"milliseconds": {name: summary(values) for name, values in samples.items()}}, ratios
+
+
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--many", type=positive, default=500, help="plans of the largest case (default: %(default)s)")
@@ -160,17 +175,9 @@ def main() -> int:
                         samples.setdefault(f"{name} and libraries, {how}", []).append(taken["plans"] + taken["libraries"])
                         if what == cases[0]:
                             samples.setdefault(f"{name} and first calls, {how}", []).append(taken["plans"] + taken["first calls"])
-    ratios = Ratios()
-    ten, network, many = f"{TEN} plans", "plans of googlenet", f"{options.many} plans"
-    full = driver == "cuda" and not options.small
-    for name, most in ((ten, READY), (network, NETWORK)):
-        ratios.compare(samples, f"{name}, loaded", f"{name}, built", most if full else None)
-    for name in (f"{ten} and libraries", f"{ten} and first calls", f"{network} and libraries"):
-        ratios.compare(samples, f"{name}, loaded", f"{name}, built")
-    for name, unit, size, most in ((ten, "milliseconds", 1.0, TEN_MILLISECONDS), (many, "seconds", 1e3, MANY_SECONDS)):
-        name += ", loaded"
-        ratios.add(f"{name}, {unit}", [value / size for value in samples[name]], most if full else None)
-    publish(options, "plans", driver, {"milliseconds": {name: summary(values) for name, values in samples.items()}}, ratios)
+            if repeat:
+                write(options, "plans", driver, *compared(samples, options, driver))
+    publish(options, "plans", driver, *compared(samples, options, driver))
     return 0
 
 

@@ -11,7 +11,7 @@ from handlepool import HandlePool, ParallelStates, ops
 from handlepool.drivers.cuda import capture, executable, fast_launch
 from handlepool.drivers.cuda.rewiring import Rewiring
 
-SIZES = [(8, 64, 56), (8, 256, 14), (1, 64, 56), (32, 128, 28)]
+SIZES = [(8, 128, 28), (8, 256, 14), (1, 128, 28), (32, 128, 28)]
 DTYPES = ["float16", "float32"]
 TIMES = 12
 SEEN_WITH = 91900
@@ -57,7 +57,7 @@ class Blocks:
             after()
             z = ops.conv2d(y, self.one, bias=self.bias, pool=pool)
             after()
-            y = ops.conv2d(a, self.w, padding=1, add=z, activation="relu", pool=pool)
+            y = ops.conv2d(a, self.w, bias=self.bias, padding=1, add=z, activation="relu", pool=pool)
             after()
         return ops.linear(ops.mean2d(y, pool=pool), self.matrix, bias=self.bias, pool=pool)
 

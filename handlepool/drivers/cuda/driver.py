@@ -487,7 +487,7 @@ class CudaDriver:
         return CudaExecutable(self, planned, copies, name=name, titles=titles)
 
     def _begins_early(self, handle: Handle, planned: planning.Planned) -> bool:
-        """Whether a plan's launches begin before what is before them has ended: one is captured behind a kernel of our own.
+        """Whether a plan's launches begin before what is before them has ended: one is captured behind another one.
 
         Nobody reads or writes the memory. Where the capture fails, as for a plan that fills more of its operands than there is
         memory, it is taken for one that does.
@@ -499,12 +499,12 @@ class CudaDriver:
             memory = cupy.get_default_memory_pool().malloc(max(planned.size, _ENOUGH))
             addresses = buffer("Q", [memory.ptr] * len(planned.uids))
             location, count = addresses.buffer_info()
-            with _Capturing(self, handle) as capturing:
-                early.launch(capturing.stream)
-                raw(location, count, memory.ptr if planned.size else 0, handle.backend_handle, planned.index)
+            with _Capturing(self, handle) as captured:
+                for _ in range(2):
+                    raw(location, count, memory.ptr if planned.size else 0, handle.backend_handle, planned.index)
         except Exception:  # whatever cuDNN, and CUDA, have against that
             return True
-        return capturing.early
+        return captured.early
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> KernelExecutable:
         return KernelExecutable(self, kernel, operands, name, titles)

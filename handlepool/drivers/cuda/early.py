@@ -5,6 +5,7 @@ Those of cuDNN 9.19 that add a residual read that before they wait: behind a lon
 stream.
 """
 
+import ctypes
 import threading
 from typing import Any
 
@@ -18,7 +19,16 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _kernels: dict[int, Any] = {}
-"""By device, the kernel of one thread that does nothing. None is ever let go of, as the kernels of our own."""
+"""By device, the kernel of one thread that does nothing."""
+
+
+def immortal(function: Any) -> Any:
+    """Keep a function of CuPy's, and its module, also where the process ends: it; graphs that were captured launch it.
+
+    CuPy's destructor would unload the module, and tell standard error where the context is lost by then, or another process's.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
+    return function
 
 
 def kernel() -> int:
@@ -26,13 +36,8 @@ def kernel() -> int:
     device = runtime.getDevice()
     if device not in _kernels:
         module = cupy.RawModule(code='extern "C" __global__ void handlepool_gather() {}')
-        _kernels[device] = module.get_function("handlepool_gather").kernel
+        _kernels[device] = immortal(module.get_function("handlepool_gather").kernel)
     return int(_kernels[device].ptr)
-
-
-def launch(pointer: int) -> None:
-    """Launch that kernel on a stream."""
-    cupy.cuda.driver.launchKernel(kernel(), 1, 1, 1, 1, 1, 1, 0, pointer, 0, 0)
 
 
 def barrier(pointer: int) -> None:
@@ -41,7 +46,7 @@ def barrier(pointer: int) -> None:
     There is none in a recording of this thread's: its graph is given plain edges when it is whole (`Rewiring.make_plain`).
     """
     if not (_thread.recording and runtime.streamIsCapturing(pointer)):
-        launch(pointer)
+        cupy.cuda.driver.launchKernel(kernel(), 1, 1, 1, 1, 1, 1, 0, pointer, 0, 0)
 
 
 def recording(begins: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import cupy
 
 from handlepool.drivers.cuda import fast_launch, kernels
+from handlepool.drivers.cuda.early import immortal
 from handlepool.drivers.cuda.executable import new_buffer
 from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.protocol import AliasPair, Driver, Handle, check_operands
@@ -14,7 +15,7 @@ from handlepool.tensors.layout import Layout
 
 _functions: dict[tuple[int, str, tuple[tuple[str, str], ...]], Any] = {}
 """CuPy's functions by device, entry and macros. None is ever let go of: a destructor would call CUDA (guarantee 10), and graphs
-that were captured launch them. Which of two threads stores one first does not matter."""
+that were captured launch them. Of two threads one stores it first, and what the other has made lives on, too."""
 
 
 def _function(device: int, launch: kernels.Launch) -> Any:
@@ -24,7 +25,7 @@ def _function(device: int, launch: kernels.Launch) -> Any:
         options = ("--std=c++17", *(f"-D{name}={value}" for name, value in launch.macros))
         module = cupy.RawModule(code=kernels.source(), options=options)
         # Compiled, and loaded, here and not at the first launch, which may be inside a capture.
-        function = _functions.setdefault(key, module.get_function(launch.entry).kernel)
+        function = _functions.setdefault(key, immortal(module.get_function(launch.entry).kernel))
     return function
 
 
