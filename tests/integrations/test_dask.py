@@ -353,6 +353,44 @@ def test_a_task_that_fails_says_where(client):
     assert "at the tile (0, 0, " in caught.value.__notes__[-1]
 
 
+def test_a_scheduler_that_goes_away_is_an_error_and_its_workers_end(tmp_path):
+    told, *pipes = tmp_path / "scheduler.json", tmp_path / "begun", tmp_path / "released"
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "2s"}
+    command = [sys.executable, "-m", "distributed.cli.dask_{}", "--no-dashboard", "--scheduler-file", str(told)]
+    started = []
+
+    def start(what, *options):
+        words = [word.format(what) for word in command]
+        started.append(subprocess.Popen([*words, *options], env=environment, stderr=subprocess.DEVNULL))
+        return started[-1]
+
+    try:
+        scheduler = start("scheduler", "--port", "0")
+        worker = start("worker", "--nthreads", "1")
+        with (
+            dask.config.set({"distributed.comm.timeouts.connect": "2s"}),
+            distributed.Client(scheduler_file=str(told), timeout=60) as client,
+        ):
+            client.wait_for_workers(1, timeout=60)
+            client.register_plugin(PoolPlugin(driver="host"))
+            ((pid, driver, _),) = client.run(tiles.state).values()
+            assert driver == "host"
+            shared = (WEIGHTS, *map(str, pipes))
+            future = client.compute(map_tiles(tiles.waits, image((1, 4, 30, 40)), **{**TILES, "shared": shared}))
+            with open(pipes[0]):  # the tile is under way
+                scheduler.kill()
+            with open(pipes[1], "w"), pytest.raises((distributed.client.FutureCancelledError, OSError)):
+                future.result(timeout=60)
+        assert worker.wait(timeout=60) is not None
+        assert not Path(f"/proc/{pid}").exists()
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
 def test_the_benchmark_runs_and_has_a_picture(tmp_path):
     pytest.importorskip("zarr", reason="zarr is not installed")
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, and it is not installed")
