@@ -1,8 +1,8 @@
 """The driver for NVIDIA GPUs: CuPy, nvidia-cudnn-frontend and, for what CuPy lacks, ``cuda.bindings.driver``.
 
 With `executable`, `kernel_executable`, `fast_launch`, `early`, `capture` and `shared`, the only module that imports CuPy or
-launches with cuDNN's binding. The runtime half of cuda-bindings is never used: it needs a driver as new as itself. cuDNN's rule for threads is
-that a handle is used by one thread at a time; who keeps it is the pool.
+launches with cuDNN's binding. The runtime half of cuda-bindings is never used: it needs a driver as new as itself. cuDNN's rule
+for threads is that a handle is used by one thread at a time; who keeps it is the pool.
 """
 
 import inspect
