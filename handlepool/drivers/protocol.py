@@ -606,7 +606,11 @@ def abort_capture(driver: Driver, pointer: int) -> None:
     """Leave no capture open that began on a stream, also where an attempt to end it failed; raises no error of CUDA's."""
     try:
         with driver.relaxed():
-            if driver.capture_id(pointer):
+            try:
+                there = driver.capture_id(pointer)
+            except Exception:  # as of a capture that was invalidated, which has to be ended, too
+                there = 1
+            if there:
                 driver.end_capture(pointer).destroy()
     except Exception:  # it was invalidated, or its branches were not joined: the first error says more
         pass

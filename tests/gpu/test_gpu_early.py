@@ -8,8 +8,11 @@ import pytest
 
 import handlepool
 from handlepool import HandlePool, ParallelStates, ops
-from handlepool.drivers.cuda import capture, executable, fast_launch
-from handlepool.drivers.cuda.rewiring import Rewiring
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+pytest.importorskip("handlepool.drivers.cuda.driver", reason="the cuda driver's packages are not installed")
+from handlepool.drivers.cuda import capture, executable, fast_launch  # noqa: E402
+from handlepool.drivers.cuda.rewiring import Rewiring  # noqa: E402
 
 SIZES = [(8, 128, 28), (8, 256, 14), (1, 128, 28), (32, 128, 28)]
 DTYPES = ["float16", "float32"]
@@ -34,9 +37,6 @@ class Blocks:
     """Some convolutions whose residuals are written right before they are read."""
 
     def __init__(self, dtype, n, channels, side):
-        import cupy
-
-        self.cupy = cupy
         rng = np.random.default_rng(n + channels)
 
         def random(*shape):
@@ -62,12 +62,12 @@ class Blocks:
         return ops.linear(ops.mean2d(y, pool=pool), self.matrix, bias=self.bias, pool=pool)
 
     def expected(self, pool):
-        return self(pool, self.cupy.cuda.Device().synchronize)
+        return self(pool, cupy.cuda.Device().synchronize)
 
     def wrong(self, found, expected):
         """How many of some results are wrong."""
-        right = self.cupy.asnumpy(expected).astype(np.float64)
-        errors = [np.linalg.norm(self.cupy.asnumpy(y) - right) / np.linalg.norm(right) for y in found]
+        right = cupy.asnumpy(expected).astype(np.float64)
+        errors = [np.linalg.norm(cupy.asnumpy(y) - right) / np.linalg.norm(right) for y in found]
         return sum(not error < 5e-3 for error in errors)
 
 

@@ -111,7 +111,7 @@ class Scheduled(Edges):
 
         def arranged(graph: Any, add: Any = (), remove: Any = ()) -> Any:
             made = former(graph, add, remove)
-            edges = [(one, other) for one, other, _ in made.edges()]
+            edges = [*made.edges()]
             self.found = len(edges)
             return made if self.left_out is None else former(made, (), [edges[self.left_out]])
 

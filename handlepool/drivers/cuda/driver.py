@@ -42,7 +42,7 @@ _RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _REACHED_BEFORE = 704  # cudaErrorPeerAccessAlreadyEnabled: by CuPy, say
 _ENOUGH = 1 << 20
-"""Bytes that operands are said to be in, of a launch that is captured and never runs."""
+"""Bytes that operands and scratch are said to be in, of a launch that is captured and never runs."""
 _STICKY = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
 """Errors that a context does not survive, by their numbers, which are the same in the runtime and in the driver: memory that
 cannot be corrected, addresses and instructions that are illegal, misaligned or out of space, failed assertions and launches."""
@@ -106,16 +106,17 @@ class _ForeignStream:
 
 
 class _Capturing:
-    """Has a handle on a stream that is being captured, whose graph nobody wants; then, whether something in that begins early.
+    """Has a handle on a stream that is being captured, whose graph nobody wants.
 
     The frontend warms up a plan that it has read with a handle: it captures a launch, and allocates a megabyte for that and frees
     it, which synchronises the device. It does none of this where the handle's stream is being captured. The capture is relaxed,
     so it forbids nothing to whoever reads the plan.
     """
 
-    def __init__(self, driver: "CudaDriver", handle: Handle) -> None:
-        self._driver, self._handle = driver, handle
-        self.stream, self.early = 0, True
+    def __init__(self, driver: "CudaDriver", handle: Handle, *, ask: bool = False) -> None:
+        self._driver, self._handle, self._ask = driver, handle, ask
+        self.stream = 0
+        self.early: bool | None = None  # whether something in the graph begins early, where that is asked
 
     def __enter__(self) -> "_Capturing":
         self._before = self._handle.stream
@@ -134,8 +135,11 @@ class _Capturing:
         finally:
             try:
                 graph = runtime.streamEndCapture(self.stream)
-                self.early = recorded.begins_early(int(graph))
-                runtime.graphDestroy(graph)
+                try:
+                    if self._ask:
+                        self.early = recorded.begins_early(int(graph))
+                finally:
+                    runtime.graphDestroy(graph)
             except runtime.CUDARuntimeError:  # the capture was invalidated, or did not begin
                 pass
             finally:
@@ -482,28 +486,28 @@ class CudaDriver:
                 planned = planning.loaded(operands, copies, saved, handle=int(handle.backend_handle))
         if planned.early is None:
             planned = replace(planned, early=self._begins_early(handle, planned))
-        if planned.early:
+        if planned.early is not False:
             early.kernel()  # loaded here, and not at the first launch, which may be inside a capture
         return CudaExecutable(self, planned, copies, name=name, titles=titles)
 
-    def _begins_early(self, handle: Handle, planned: planning.Planned) -> bool:
-        """Whether a plan's launches begin before what is before them has ended: one is captured behind another one.
+    def _begins_early(self, handle: Handle, planned: planning.Planned) -> bool | None:
+        """Whether a plan's launches begin before what is before them has ended: one is captured behind a kernel of our own.
 
-        Nobody reads or writes the memory. Where the capture fails, as for a plan that fills more of its operands than there is
-        memory, it is taken for one that does.
+        Nobody reads or writes the memory. None where the capture fails, as for a plan that fills more of its operands than there
+        is memory.
         """
         raw = planned.raw
         if raw is None:
-            return True
+            return None
         try:
-            memory = cupy.get_default_memory_pool().malloc(max(planned.size, _ENOUGH))
+            memory = cupy.get_default_memory_pool().malloc(_ENOUGH)
             addresses = buffer("Q", [memory.ptr] * len(planned.uids))
             location, count = addresses.buffer_info()
-            with _Capturing(self, handle) as captured:
-                for _ in range(2):
-                    raw(location, count, memory.ptr if planned.size else 0, handle.backend_handle, planned.index)
+            with _Capturing(self, handle, ask=True) as captured:
+                early.launch(captured.stream)
+                raw(location, count, memory.ptr if planned.size else 0, handle.backend_handle, planned.index)
         except Exception:  # whatever cuDNN, and CUDA, have against that
-            return True
+            return None
         return captured.early
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> KernelExecutable:

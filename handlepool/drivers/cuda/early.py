@@ -40,13 +40,18 @@ def kernel() -> int:
     return int(_kernels[device].ptr)
 
 
+def launch(pointer: int) -> None:
+    """Launch that kernel on a stream."""
+    cupy.cuda.driver.launchKernel(kernel(), 1, 1, 1, 1, 1, 1, 0, pointer, 0, 0)
+
+
 def barrier(pointer: int) -> None:
     """Let what comes next on a stream begin when all before it has ended, by a kernel that is launched plainly between the two.
 
     There is none in a recording of this thread's: its graph is given plain edges when it is whole (`Rewiring.make_plain`).
     """
     if not (_thread.recording and runtime.streamIsCapturing(pointer)):
-        cupy.cuda.driver.launchKernel(kernel(), 1, 1, 1, 1, 1, 1, 0, pointer, 0, 0)
+        launch(pointer)
 
 
 def recording(begins: bool) -> None:

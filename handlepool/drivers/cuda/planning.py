@@ -46,7 +46,8 @@ class Planned:
     saved : SavedPlan or None
         What it was made of. cuDNN writes less of a plan that it has read than it wants to read.
     early : bool or None
-        Whether its launches begin before what is before them has ended (`handlepool.drivers.cuda.early`), where that is known.
+        Whether its launches begin before what is before them has ended (`handlepool.drivers.cuda.early`); None, where
+        that is not known, counts as yes.
     """
 
     graph: Any
