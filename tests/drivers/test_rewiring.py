@@ -1,11 +1,13 @@
 """Copies of captured graphs with other edges, by cuda-bindings of either generation, with graphs that are sets of edges."""
 
+from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
 
 from handlepool.drivers.cuda.rewiring import MOST_ENDS, Rewiring, are_many, ends
+from handlepool.drivers.protocol import abort_capture
 from handlepool.errors import CaptureError
 
 PLAIN, PROGRAMMATIC = (0, 0, 0), (1, 0, 1)
@@ -201,3 +203,16 @@ def test_the_bindings_that_are_installed_have_the_forms_that_are_called(name):
     parameters.func = driver.CUfunction(7)
     parameters.gridDimX = 1
     assert (int(parameters.func), parameters.gridDimX, parameters.sharedMemBytes) == (7, 1, 0)
+
+
+def test_an_invalidated_capture_is_ended_too():
+    ended = []
+
+    def refuse(pointer):
+        raise RuntimeError("the capture was invalidated")
+
+    driver = SimpleNamespace(relaxed=nullcontext, capture_id=refuse, end_capture=ended.append)  # which returns no graph
+    abort_capture(driver, 7)
+    driver.capture_id = lambda pointer: 0
+    abort_capture(driver, 8)
+    assert ended == [7]
