@@ -118,6 +118,25 @@ def test_g18_what_was_written_right_before_is_read(pool, stream, latch, way, dty
     assert not blocks.wrong(WAYS[way](pool, latch, blocks), blocks.expected(pool))
 
 
+def programmatic(pool):
+    """Whether an edge of a recording is."""
+    with handlepool.record(Blocks("float16", *SIZES[0]), pool, lanes=8, pool=pool) as program:
+        return Rewiring(capture.cu).begins_early(program._recording.captured.pointer)
+
+
+def test_no_edge_of_a_recording_is_programmatic(pool, stream):
+    assert not programmatic(pool)
+
+
+def test_control_cudnn_leaves_edges_that_are(trusting, stream):
+    import cudnn
+
+    found = programmatic(trusting)
+    if not found and cudnn.backend_version() != SEEN_WITH:
+        pytest.skip(f"cuDNN {cudnn.backend_version()} was not seen to leave programmatic edges here")
+    assert found
+
+
 def test_g18_control_kernels_that_begin_early_read_too_early(trusting, stream, latch):
     import cudnn
 

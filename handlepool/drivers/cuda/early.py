@@ -23,9 +23,10 @@ _kernels: dict[int, Any] = {}
 
 
 def immortal(function: Any) -> Any:
-    """Keep a function of CuPy's, and its module, also where the process ends: it; graphs that were captured launch it.
+    """Keep a function of CuPy's for ever, and its module with it; graphs that were captured launch it.
 
-    CuPy's destructor would unload the module, and tell standard error where the context is lost by then, or another process's.
+    At the end of the process CuPy's destructor would unload the module. It writes to standard error where it cannot: in a forked
+    child, or after the context was lost.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
     return function
@@ -35,8 +36,8 @@ def kernel() -> int:
     """Return the ``CUfunction`` of the current device's kernel that does nothing."""
     device = runtime.getDevice()
     if device not in _kernels:
-        module = cupy.RawModule(code='extern "C" __global__ void handlepool_gather() {}')
-        _kernels[device] = immortal(module.get_function("handlepool_gather").kernel)
+        module = cupy.RawModule(code='extern "C" __global__ void handlepool_nothing() {}')
+        _kernels[device] = immortal(module.get_function("handlepool_nothing").kernel)
     return int(_kernels[device].ptr)
 
 

@@ -40,7 +40,7 @@ class Rewiring:
         Raises
         ------
         CaptureError
-            For a graph that allocates memory: CUDA takes no edge of such a one away.
+            Where CUDA refuses, as for a graph that allocates memory, of which it takes no edge away.
         """
         edges = self._with_data(graph)
         early = [each for each in edges if not _is_plain(each[2])]
@@ -52,8 +52,8 @@ class Rewiring:
         status, *_ = with_edge_data(self._bindings, "cuGraphRemoveDependencies")(graph, ones, others, data, len(ones))
         if status:
             raise CaptureError(
-                f"a kernel was captured that begins before the one before it ends, and CUDA does not change that ({status.name}) "
-                f"in a graph that allocates memory: allocate before the recording, or from a pool that keeps what it frees"
+                f"a kernel was captured that begins before the one before it ends, and CUDA keeps it so ({status.name}), as in a "
+                f"graph that allocates memory: allocate before the recording, or from a pool that keeps what it frees"
             )
         self._change("cuGraphAddDependencies", graph, ones, others)
 
