@@ -11,9 +11,9 @@ The ways in which items run, of which `--way` takes a selection:
 *Resident*: items lie on a device, and results stay there. *Host to host*: items and results are NumPy's; in processes by a
 `spread` of one device each, on Dask in the workers' memory. Beside these stand one device alone, and what the bus takes for the
 copies alone, from page-locked memory and to it, on all devices at once. An item of one convolution shows what `spread` costs the
-host.
+host: the time that its thread computes.
 
-All times are wall times for an item over all devices. What keeps items in flight is warm when the clock starts, and as full when
+All other times are wall times for an item over all devices. What keeps items in flight is warm when the clock starts, and as full when
 it stops. Before a way is timed its results are compared, bit for bit, with that of one device: one of each device, or all that it
 has in flight. The results are written after each length of an item, with the least of these from which on `spread` over all
 devices is quicker than one device: give short ones, as --items 0.05 0.1 0.2 2, to see where that is.
@@ -31,7 +31,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from itertools import cycle, islice
 from threading import Thread
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
@@ -44,10 +44,11 @@ import handlepool
 WAYS = ("eager", "recorded", "processes", "spread", "dask")
 ONE, ONE_HOST = "one device, recorded", "one device, spread, host to host"
 BUS = "the bus alone, host to host"
+HOST = "spread, what its thread takes of the host"
 IN_FLIGHT = 2
 MOST_CALLS = 5000
-MOST_TASKS = 200
-"""For each of Dask's workers in a sample."""
+FEWEST_TASKS, MOST_TASKS = 100, 200
+"""For each of Dask's workers in a sample. To hand a job in takes it some 30 milliseconds, which few items would have to bear."""
 MOST_HOST_MICROSECONDS = 60.0
 FROM_MILLISECONDS = {"spread": 2.0, "spread, host to host": 2.0, "dask, host to host": 20.0}
 """From which length of an item on there is a bound."""
@@ -171,14 +172,14 @@ class Spreading:
         """Take what waits."""
         return [next(self.results) for _ in range(self.full)]
 
-    def timed(self, count: int) -> float:
-        """Seconds for so many items."""
+    def timed(self, count: int, clock: Callable[[], float] = perf_counter) -> float:
+        """Seconds for so many items, by a clock."""
         self.warm()
         with no_collector():
-            start = perf_counter()
+            start = clock()
             for _ in range(count):
                 next(self.results)
-            return perf_counter() - start
+            return clock() - start
 
     def close(self) -> None:
         """End it."""
@@ -369,11 +370,11 @@ def cases_of(
     resident = stack.enter_context(closing(Resident(driver, work, calls, devices)))
     (right, *_) = resident.results(partial(resident.recorded, devices))
 
-    def add(name: str, run: Callable[[int], float], results: Sequence[Any] = (), most: int = count) -> None:
+    def add(name: str, run: Callable[[int], float], results: Sequence[Any] = (), number: int = count) -> None:
         for result in results:
             if result.tobytes() != right.tobytes():
                 raise SystemExit(f"{name}: another result than that of one device; its times would mean nothing")
-        cases[name] = run, min(most, count)
+        cases[name] = run, number
 
     def spreading(on: Sequence[int], items: Sequence[Any], to: str | None) -> tuple[Any, list[Any]]:
         made = stack.enter_context(closing(Spreading(work, calls, on, items, to)))
@@ -386,7 +387,7 @@ def cases_of(
 
     first = devices[:1]
     one = max(2, count // len(devices))
-    add(ONE, partial(resident.timed, partial(resident.recorded, first), first), most=one)
+    add(ONE, partial(resident.timed, partial(resident.recorded, first), first), number=one)
     if "eager" in options.way:
         eager = partial(resident.eager, devices)
         add("eager", partial(resident.timed, eager, devices), resident.results(eager))
@@ -396,7 +397,9 @@ def cases_of(
         add("recorded", partial(resident.timed, recorded, devices), resident.results(recorded))
     add(BUS, bus(driver, work, devices))
     if "spread" in options.way:
-        add("spread", *spreading(devices, [resident.operands[device][0] for device in devices], None))
+        run, values = spreading(devices, [resident.operands[device][0] for device in devices], None)
+        add("spread", run, values)
+        add(HOST, partial(run, clock=thread_time))
         add(ONE_HOST, *spreading(first, [work.image] * 2, "host"), one)
         add("spread, host to host", *spreading(devices, [work.image] * 2, "host"))
     if "processes" in options.way:
@@ -411,7 +414,8 @@ def cases_of(
         else:
             network, found = chain(calls), []
             cluster.timed(network, work, len(devices), found)
-            add("dask, host to host", partial(cluster.timed, network, work), found, MOST_TASKS * len(devices))
+            tasks = min(max(count, FEWEST_TASKS * len(devices)), MOST_TASKS * len(devices))
+            add("dask, host to host", partial(cluster.timed, network, work), found, tasks)
     return cases
 
 
@@ -434,7 +438,7 @@ def compare(ratios: Ratios, samples: dict[str, list[float]], milliseconds: float
         if count > 1 and milliseconds >= FROM_MILLISECONDS.get(name, math.inf):
             bound = 1 / (SCALING[name] * count)
             bound = None if "host" in name and copies > bound * one else bound
-        if name not in (ONE, BUS):
+        if name not in (ONE, BUS, HOST):
             ratios.compare(samples, name, ONE, bound, f", {milliseconds:g} ms, {count} devices")
 
 
@@ -494,8 +498,8 @@ def main() -> int:
                     wins[milliseconds] = statistics.median(samples["spread"]) < statistics.median(samples[ONE])
                     more["spread_wins_from_ms"] = wins_from(wins)
             elif "spread" in samples:
-                shares = [taken / MOST_HOST_MICROSECONDS for taken in samples["spread"]]
-                ratios.add(f"an item of one convolution, spread / {MOST_HOST_MICROSECONDS:g} microseconds", shares, 1.0)
+                shares = [taken / MOST_HOST_MICROSECONDS for taken in samples[HOST]]
+                ratios.add(f"an item of one convolution, {HOST} / {MOST_HOST_MICROSECONDS:g} microseconds", shares, 1.0)
             write(options, "devices", driver.name, times, ratios, skipped, **more)
         publish(options, "devices", driver.name, times, ratios, skipped, **more)
     return 0

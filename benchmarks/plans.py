@@ -1,10 +1,11 @@
 """How soon a process has its plans: built by cuDNN, and from a plan directory. Each sample is a process of its own, in turns.
 
-Times begin when Python's modules are imported and "libraries" are loaded, which takes as long either way and is timed by itself:
-the device's context, a handle, and what cuDNN loads and sets up when it is first asked for plans, of a graph that is none of
-those that are timed. All else counts, from the first plan on. The bounds are for that, on both sides of a ratio; with the
-libraries on both sides it is printed. Then the ten functions are called, so that what a plan puts off to its first launch is
-seen, too.
+Times begin when Python's modules are imported. Two parts take as long either way and are timed by themselves: "libraries" are
+the device's context and a handle, and "set-up" is what cuDNN loads when it is first asked for plans, of a graph that is none of
+those that are timed, or is given one. All else counts, from the first plan on. Ten plans that are loaded are compared with ten
+that are built, and with these and the set-up before them. There the bound is: it is of the time of a process that has nothing
+yet. For a network, which has many more plans, the set-up is on neither side. Then the ten functions are called, so that what a
+plan puts off to its first launch is seen, too.
 """
 
 import contextlib
@@ -18,11 +19,12 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
-from common import Ratios, progress, publish, summary, write
+from common import Ratios, no_collector, progress, publish, summary, write
 from options import arguments, loaded, parse, positive
 from work import Shape, graph_function
 
 TEN = 10
+CASES = ("ten", "network", "many")
 READY, NETWORK = 0.10, 0.15
 """What a second process may take of the first one's time: for ten graph functions, and for a network's plans."""
 TEN_MILLISECONDS, MANY_SECONDS = 20.0, 0.5
@@ -39,12 +41,13 @@ def shapes(count: int, small: bool) -> list[Shape]:
     return found
 
 
-def load_libraries(pool: Any) -> None:
-    """Have a handle, and cuDNN asked for plans of a graph; none is built."""
-    handle = pool.get_handle()
+def set_up(pool: Any) -> None:
+    """Have cuDNN asked for plans of a graph; none is built."""
     if pool.driver.name != "cuda":
         return
     import cudnn
+
+    handle = pool.get_handle()
 
     half, single = cudnn.data_type.HALF, cudnn.data_type.FLOAT
     graph = cudnn.pygraph(handle=handle, io_data_type=half, intermediate_data_type=single, compute_data_type=single)
@@ -84,15 +87,19 @@ def work(what: str, small: bool) -> dict[str, Any]:
     pool = handlepool.default_pool()
     driver = pool.driver
     with clock("libraries"):
-        load_libraries(pool)
+        pool.get_handle()
+    with clock("set-up"):
+        set_up(pool)
     if what.isdigit():
         made = []
         for shape in shapes(int(what), small):
             x = ArraySpec((shape.batch, shape.channels, shape.side, shape.side), shape.dtype, shape.layout)
             w = ArraySpec((shape.filters, shape.channels, shape.kernel, shape.kernel), shape.dtype, shape.layout)
             made.append((graph_function(shape), x, w))
-            with clock("plans"):
-                made[-1][0].compile(x, w)
+        with no_collector():
+            for f, x, w in made:
+                with clock("plans"):
+                    f.compile(x, w)
         with driver.create_stream() as stream:
             calls = [(f, *(driver.empty(s.shape, s.strides, s.dtype) for s in specs)) for f, *specs in made[:TEN]]
             driver.synchronize_stream(stream.ptr)
@@ -110,7 +117,7 @@ def work(what: str, small: bool) -> dict[str, Any]:
         function.build = timed
         side = 33 if small else 224
         images = np.random.default_rng(1).standard_normal((1, 3, side, side), np.float32).astype("float16")
-        with driver.create_stream() as stream:
+        with driver.create_stream() as stream, no_collector():
             NETWORKS[what](Parameters(driver.asarray, "float16", 32 if small else 1), driver.asarray(channels_last(images)))
             driver.synchronize_stream(stream.ptr)
     counts = pool.stats()
@@ -135,18 +142,22 @@ def compared(samples: dict[str, list[float]], options: Any, driver: str) -> tupl
     ratios = Ratios()
     ten, network, many = f"{TEN} plans", "plans of googlenet", f"{options.many} plans"
     full = driver == "cuda" and not options.small
-    for name, most in ((ten, READY), (network, NETWORK)):
+    for name, most in ((ten, None), (network, NETWORK)):
         ratios.compare(samples, f"{name}, loaded", f"{name}, built", most if full else None)
+    ratios.compare(samples, f"{ten}, loaded", f"{ten} and set-up, built", READY if full else None)
     for name in (f"{ten} and libraries", f"{ten} and first calls", f"{network} and libraries"):
         ratios.compare(samples, f"{name}, loaded", f"{name}, built")
     for name, unit, size, most in ((ten, "milliseconds", 1.0, TEN_MILLISECONDS), (many, "seconds", 1e3, MANY_SECONDS)):
         name += ", loaded"
+        if name not in samples:
+            continue
         ratios.add(f"{name}, {unit}", [value / size for value in samples[name]], most if full else None)
     return {"milliseconds": {name: summary(values) for name, values in samples.items()}}, ratios
 
 
 def main() -> int:
     parser = arguments(__doc__)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="(default: all)")
     parser.add_argument("--many", type=positive, default=500, help="plans of the largest case (default: %(default)s)")
     parser.add_argument("--only", help="run one case in this process, and print it")
     parser.add_argument("--small", action="store_true", help="small shapes")
@@ -157,23 +168,26 @@ def main() -> int:
     driver = loaded(parser, options.driver)
     samples: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        cases = (str(TEN), "googlenet", str(options.many))
+        called = dict(zip(CASES, (str(TEN), "googlenet", str(options.many)), strict=True))
+        cases = [called[case] for case in options.case]
         for repeat in progress(range(options.repeats + 1)):
             for what in cases:
                 directory = Path(folder) / what
                 # Of the large case, building is timed once: the first round fills the directories.
-                ways = [("loaded", directory)] if repeat and what == cases[-1] else [("built", None), ("loaded", directory)]
+                ways = [("loaded", directory)] if repeat and what == called["many"] else [("built", None), ("loaded", directory)]
                 for how, path in ways if repeat else [("built", directory)]:
                     found = in_a_process(what, options.small, driver, path)
                     files = found["files"]
                     if how == "loaded" and files != {"loaded": found["plans"], "missed": 0, "rejected": 0}:
                         raise RuntimeError(f"{what} was not loaded: {found}")
                     name = f"{what} plans" if what.isdigit() else f"plans of {what}"
-                    if repeat or what == cases[-1]:
+                    if repeat or what == called["many"]:
                         taken = found["taken"]
                         samples.setdefault(f"{name}, {how}", []).append(taken["plans"])
-                        samples.setdefault(f"{name} and libraries, {how}", []).append(taken["plans"] + taken["libraries"])
-                        if what == cases[0]:
+                        began = taken["plans"] + taken["set-up"]
+                        samples.setdefault(f"{name} and set-up, {how}", []).append(began)
+                        samples.setdefault(f"{name} and libraries, {how}", []).append(began + taken["libraries"])
+                        if what == called["ten"]:
                             samples.setdefault(f"{name} and first calls, {how}", []).append(taken["plans"] + taken["first calls"])
             if repeat:
                 write(options, "plans", driver, *compared(samples, options, driver))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from handlepool._util import as_integer, shown
@@ -10,7 +11,7 @@ from handlepool.errors import ArgumentError
 from handlepool.tensors.layout import Layout, meeting
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """One compiled graph on one device, ready to launch.
 
@@ -46,8 +47,6 @@ class Plan:
         What a plan directory has it by; "" where the pool has none, or nothing tells the graph from others.
     asked : object
         Equal for plans of one function, for the same arrays and options, whichever of the proposed plans they are.
-    alias_pairs : tuple of AliasPair
-        Of each output and each operand before it.
     """
 
     name: str
@@ -64,12 +63,13 @@ class Plan:
     copies: tuple[Copy, ...] = ()
     key: str = field(repr=False, compare=False, default="")
     asked: object = field(repr=False, compare=False, default=None)
-    alias_pairs: tuple[AliasPair, ...] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def alias_pairs(self) -> tuple[AliasPair, ...]:
+        """Of each output and each operand before it."""  # found when it is first launched with ``out=``
         layouts, inputs = self.inputs + self.outputs, len(self.inputs)
         pairs = [(one, other) for one in range(inputs, len(layouts)) for other in range(one)]
-        object.__setattr__(self, "alias_pairs", tuple(self._pair(layouts, one, other) for one, other in pairs))
+        return tuple(self._pair(layouts, one, other) for one, other in pairs)
 
     def _pair(self, layouts: tuple[Layout, ...], one: int, other: int) -> AliasPair:
         output, before = layouts[one], layouts[other]

@@ -7,6 +7,7 @@ for threads is that a handle is used by one thread at a time; who keeps it is th
 
 import inspect
 from array import array as buffer
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -105,6 +106,10 @@ class _ForeignStream:
         return 0, self.pointer
 
 
+_idle: dict[int, list[int]] = defaultdict(list)
+"""By device, streams on which nothing is captured any more: to make one takes as long as the rest of such a capture."""
+
+
 class _Capturing:
     """Has a handle on a stream that is being captured, whose graph nobody wants.
 
@@ -120,7 +125,11 @@ class _Capturing:
 
     def __enter__(self) -> "_Capturing":
         self._before = self._handle.stream
-        self.stream = int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
+        self._idle = _idle[runtime.getDevice()]
+        try:
+            self.stream = self._idle.pop()  # nobody else has it from here on, whichever threads come
+        except IndexError:
+            self.stream = int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
         try:
             runtime.streamBeginCapture(self.stream, runtime.streamCaptureModeRelaxed)
             self._driver.bind_handle(self._handle, self.stream)
@@ -135,14 +144,13 @@ class _Capturing:
         finally:
             try:
                 graph = runtime.streamEndCapture(self.stream)
+                self._idle.append(self.stream)
                 try:
                     if self._ask:
                         self.early = recorded.begins_early(int(graph))
                 finally:
                     runtime.graphDestroy(graph)
             except runtime.CUDARuntimeError:  # the capture was invalidated, or did not begin
-                pass
-            finally:
                 runtime.streamDestroy(self.stream)
 
 
