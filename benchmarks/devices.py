@@ -13,10 +13,10 @@ The ways in which items run, of which `--way` takes a selection:
 copies alone, from page-locked memory and to it, on all devices at once. An item of one convolution shows what `spread` costs the
 host: the time that its thread computes.
 
-All other times are wall times for an item over all devices. What keeps items in flight is warm when the clock starts, and as full when
-it stops. Before a way is timed its results are compared, bit for bit, with that of one device: one of each device, or all that it
-has in flight. The results are written after each length of an item, with the least of these from which on `spread` over all
-devices is quicker than one device: give short ones, as --items 0.05 0.1 0.2 2, to see where that is.
+All other times are wall times for an item over all devices. What keeps items in flight is warm when the clock starts, and as full
+when it stops. Before a way is timed its results are compared, bit for bit, with that of one device: one of each device, or all
+that it has in flight. The results are written after each length of an item, with the least of these from which on `spread` over
+all devices is quicker than one device: give short ones, as --items 0.05 0.1 0.2 2, to see where that is.
 """
 
 import argparse

@@ -10,6 +10,7 @@ from array import array as buffer
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from ctypes import byref, c_int
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -38,8 +39,11 @@ from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, one_run, span
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator  # noqa: SLF001
 _set_allocator: Callable[[Any], None] = cupy.cuda.memory._set_thread_local_allocator  # noqa: SLF001
 _capture_info = with_edge_data(cu, "cuStreamGetCaptureInfo")
-_dependencies = Dependencies(libcuda(), lambda status: str(cu.CUresult(status).name))
-_RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_libcuda = libcuda()
+_dependencies = Dependencies(_libcuda, lambda status: str(cu.CUresult(status).name))
+_RELAXED = int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+_exchange: Any = getattr(_libcuda, "cuThreadExchangeStreamCaptureMode", None)
+"""Called without cuda-bindings, whose two enumerations take longer than the call; it is called for every allocation."""
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _REACHED_BEFORE = 704  # cudaErrorPeerAccessAlreadyEnabled: by CuPy, say
 _ENOUGH = 1 << 20
@@ -89,10 +93,13 @@ class _Relaxed:
     __slots__ = ("_mode",)
 
     def __enter__(self) -> None:
-        self._mode = _check(cu.cuThreadExchangeStreamCaptureMode(_RELAXED))
+        self._mode = mode = c_int(_RELAXED)
+        if status := _exchange(byref(mode)):
+            raise CudaDriverError(cu.CUresult(status))
 
     def __exit__(self, *_: object) -> None:
-        _check(cu.cuThreadExchangeStreamCaptureMode(self._mode))
+        if status := _exchange(byref(self._mode)):
+            raise CudaDriverError(cu.CUresult(status))
 
 
 class _ForeignStream:
