@@ -190,7 +190,7 @@ def main() -> int:
                         if what == called["ten"]:
                             samples.setdefault(f"{name} and first calls, {how}", []).append(taken["plans"] + taken["first calls"])
             if repeat:
-                write(options, "plans", driver, *compared(samples, options, driver))
+                write(options, "plans", driver, *compared(samples, options, driver), repeats=repeat)
     publish(options, "plans", driver, *compared(samples, options, driver))
     return 0
 

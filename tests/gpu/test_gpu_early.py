@@ -40,18 +40,18 @@ class Blocks:
     def __init__(self, dtype, batch):
         rng = np.random.default_rng(batch)
 
-        def random(*shape):
-            values = rng.standard_normal(shape, np.float32) * (2 / np.prod(shape[1:])) ** 0.5  # keeps the variance through relu
-            return cupy.asarray(values).astype(dtype)
+        def random(*shape, scale=None):
+            scale = (2 / np.prod(shape[1:])) ** 0.5 if scale is None else scale  # keeps the variance through relu
+            return cupy.asarray((rng.standard_normal(shape, np.float32) * scale).astype(dtype))
 
-        def last(n, c, h, w):
-            return random(n, h, w, c).transpose(0, 3, 1, 2)
+        def last(n, c, h, w, scale=None):
+            return random(n, h, w, c, scale=scale).transpose(0, 3, 1, 2)
 
-        self.x, self.blocks, before = last(batch, 64, 56, 56) * 300, [], 64
+        self.x, self.blocks, before = last(batch, 64, 56, 56, scale=1), [], 64
         for channels in (64, 64, 128, 128, 256, 256, 512, 512):
             shortcut = None if channels == before else last(channels, before, 1, 1)
             filters = last(channels, before, 3, 3), last(channels, channels, 3, 3)
-            self.blocks.append((*filters, shortcut, random(channels) * 0.1))
+            self.blocks.append((*filters, shortcut, random(channels, scale=0.1)))
             before = channels
         self.matrix = random(1000, before)
 
@@ -123,6 +123,17 @@ WAYS = {"queued": behind_a_queue, "branches": in_branches, "recorded": replayed(
 def test_g18_what_was_written_right_before_is_read(pool, stream, latch, way, dtype, batch):
     blocks = Blocks(dtype, batch)
     assert not blocks.wrong(WAYS[way](pool, latch, blocks), blocks.expected(pool))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_residuals_are_in_the_plans_of_their_convolutions(pool, stream, dtype):
+    blocks = Blocks(dtype, 1)
+    _, second, _, bias = blocks.blocks[0]
+    options = {"bias": bias, "padding": 1, "add": blocks.x, "activation": "relu", "pool": pool}
+    plan = ops.conv2d_plan(blocks.x, second, **options)
+    assert len(plan.inputs) == 4
+    y = ops.conv2d(blocks.x, second, **options)
+    assert y.strides == blocks.x.strides  # so those of the further blocks are, too
 
 
 def programmatic(pool):
