@@ -110,8 +110,19 @@ def test_what_is_shared_is_part_of_what_a_worker_keeps(here):
 
 
 def test_what_is_done_in_place_is_done_once_to_each_tile(here):
-    got = map_tiles(tiles.in_place, image(), depth=0).compute(scheduler="synchronous")
+    x = image().persist(scheduler="synchronous")
+    got = map_tiles(tiles.in_place, x, depth=0).compute(scheduler="synchronous")
     assert (got == (IMAGE + 1) * 2).all()
+    assert (x.compute(scheduler="synchronous") == IMAGE).all()
+
+
+@pytest.mark.parametrize("depth", [0, {2: 0}, {2: (0, 0), 3: (0, 0)}, {2: 1}], ids=str)
+def test_without_margins_a_tile_is_one_task(depth):
+    x = image().persist(scheduler="synchronous")
+    y = map_tiles(tiles.in_place, x, depth=depth, boundary="none")
+    (known,) = dask.optimize(y)
+    tasks = len(known.__dask_graph__()) - x.npartitions - 1  # and what is shared
+    assert (tasks == x.npartitions) is (depth != {2: 1})
 
 
 def test_results_that_differ_have_names_that_differ():
