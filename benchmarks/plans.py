@@ -2,10 +2,9 @@
 
 Times begin when Python's modules are imported. Two parts take as long either way and are timed by themselves: "libraries" are
 the device's context and a handle, and "set-up" is what cuDNN loads when it is first asked for plans, of a graph that is none of
-those that are timed, or is given one. All else counts, from the first plan on. Ten plans that are loaded are compared with ten
-that are built, and with these and the set-up before them. There the bound is: it is of the time of a process that has nothing
-yet. For a network, which has many more plans, the set-up is on neither side. Then the ten functions are called, so that what a
-plan puts off to its first launch is seen, too.
+those that are timed, or is given one. All else counts, from the first plan on. The bounds are for that, on both sides of a ratio;
+with what comes before on both sides it is printed. Then the ten functions are called, so that what a plan puts off to its first
+launch is seen, too.
 """
 
 import contextlib
@@ -142,10 +141,9 @@ def compared(samples: dict[str, list[float]], options: Any, driver: str) -> tupl
     ratios = Ratios()
     ten, network, many = f"{TEN} plans", "plans of googlenet", f"{options.many} plans"
     full = driver == "cuda" and not options.small
-    for name, most in ((ten, None), (network, NETWORK)):
+    for name, most in ((ten, READY), (network, NETWORK)):
         ratios.compare(samples, f"{name}, loaded", f"{name}, built", most if full else None)
-    ratios.compare(samples, f"{ten}, loaded", f"{ten} and set-up, built", READY if full else None)
-    for name in (f"{ten} and libraries", f"{ten} and first calls", f"{network} and libraries"):
+    for name in (f"{each} and {what}" for each in (ten, network) for what in ("set-up", "libraries", "first calls")):
         ratios.compare(samples, f"{name}, loaded", f"{name}, built")
     for name, unit, size, most in ((ten, "milliseconds", 1.0, TEN_MILLISECONDS), (many, "seconds", 1e3, MANY_SECONDS)):
         name += ", loaded"

@@ -200,7 +200,7 @@ def map_tiles(
     # As they are now: workers know them by what was in them.
     shared = tuple([_packed(value) if isinstance(value, np.ndarray) else value for value in shared])
     depth, boundary = _margins(name, x.ndim, depth, boundary)
-    alone = not any(beyond for beyond in depth.values() if beyond != (0, 0))  # then each tile is one task
+    alone = all(beyond in (0, (0, 0)) for beyond in depth.values())  # then each tile is one task
     tiles = x if alone else overlap(x, depth=depth, boundary=boundary)
     if extents is not None and not isinstance(extents, Mapping):
         raise ArgumentError(f"map_tiles({name}): extents is of type {type(extents).__name__}; pass a dictionary, as in {{1: 8}}")
@@ -276,6 +276,7 @@ def _made(
     try:
         if not isinstance(tile, np.ndarray) or isinstance(tile, np.ma.MaskedArray):
             raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes arrays of NumPy's")
+        tile = np.ascontiguousarray(tile)  # as those are that come from other workers, so that all of a geometry are alike
         with _lock:
             recorded = _functions.pop(token, None) or _Function(function, weights, lanes)
             _functions[token] = recorded

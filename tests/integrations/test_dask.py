@@ -125,6 +125,20 @@ def test_without_margins_a_tile_is_one_task(depth):
     assert (tasks == x.npartitions) is (depth != {2: 1})
 
 
+@pytest.mark.parametrize("depth", [0, {2: 1}], ids=str)
+def test_tiles_reach_the_function_alike_however_the_array_lies(here, depth):
+    seen = []
+
+    def looking(x):
+        seen.append(x.strides)
+        return x * 2
+
+    lies_otherwise = da.from_array(np.ascontiguousarray(IMAGE.transpose(0, 2, 3, 1)), chunks=(1, 10, 16, 4)).transpose(0, 3, 1, 2)
+    got = map_tiles(looking, lies_otherwise[:, :, ::-1], depth=depth, boundary="none").compute(scheduler="synchronous")
+    assert (got == IMAGE[:, :, ::-1] * 2).all()
+    assert all(strides == tuple(sorted(strides, reverse=True)) for strides in seen), seen
+
+
 def test_results_that_differ_have_names_that_differ():
     options = [{}, {"dtype": "float64"}, {"extents": {1: 8}}, {"lanes": 2}, {"depth": 0}, {"shared": (WEIGHTS, 1)}]
     assert len({map_tiles(tiles.conv, image(), **{**TILES, **option}).name for option in options}) == len(options)

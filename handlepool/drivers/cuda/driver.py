@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from ctypes import byref, c_int
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import cudnn
 import cupy
@@ -30,7 +30,7 @@ from handlepool.drivers.cuda.kernel_executable import KernelExecutable
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, BeforePlain, Copy, Handle, SavedPlan, Stream
-from handlepool.errors import ArrayTypeError, CaptureError
+from handlepool.errors import ArrayTypeError, CaptureError, DriverNotAvailableError
 from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, one_run, span
@@ -42,8 +42,6 @@ _capture_info = with_edge_data(cu, "cuStreamGetCaptureInfo")
 _libcuda = libcuda()
 _dependencies = Dependencies(_libcuda, lambda status: str(cu.CUresult(status).name))
 _RELAXED = int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-_exchange: Any = getattr(_libcuda, "cuThreadExchangeStreamCaptureMode", None)
-"""Called without cuda-bindings, whose two enumerations take longer than the call; it is called for every allocation."""
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _REACHED_BEFORE = 704  # cudaErrorPeerAccessAlreadyEnabled: by CuPy, say
 _ENOUGH = 1 << 20
@@ -87,6 +85,14 @@ def _check(result: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
+def _no_exchange(_: object) -> NoReturn:
+    raise DriverNotAvailableError("CUDA's driver library was not found: libcuda.so.1 comes with the GPU's driver")
+
+
+_exchange: Any = getattr(_libcuda, "cuThreadExchangeStreamCaptureMode", _no_exchange)
+"""Called without cuda-bindings, whose two enumerations take longer than the call; it is called for every allocation."""
+
+
 class _Relaxed:
     """Set this thread's capture mode to *relaxed* inside: calls that are unsafe for other modes harm no capture."""
 
@@ -95,11 +101,11 @@ class _Relaxed:
     def __enter__(self) -> None:
         self._mode = mode = c_int(_RELAXED)
         if status := _exchange(byref(mode)):
-            raise CudaDriverError(cu.CUresult(status))
+            _check((cu.CUresult(status),))
 
     def __exit__(self, *_: object) -> None:
         if status := _exchange(byref(self._mode)):
-            raise CudaDriverError(cu.CUresult(status))
+            _check((cu.CUresult(status),))
 
 
 class _ForeignStream:
@@ -114,7 +120,8 @@ class _ForeignStream:
 
 
 _idle: dict[int, list[int]] = defaultdict(list)
-"""By device, streams on which nothing is captured any more: to make one takes as long as the rest of such a capture."""
+"""By context, streams on which nothing is captured any more: to make one takes as long as the rest of such a capture. They live
+as long as the process, as many as threads have planned at one time."""
 
 
 class _Capturing:
@@ -132,7 +139,7 @@ class _Capturing:
 
     def __enter__(self) -> "_Capturing":
         self._before = self._handle.stream
-        self._idle = _idle[runtime.getDevice()]
+        self._idle = _idle[cupy.cuda.driver.ctxGetCurrent()]
         try:
             self.stream = self._idle.pop()  # nobody else has it from here on, whichever threads come
         except IndexError:
@@ -151,14 +158,15 @@ class _Capturing:
         finally:
             try:
                 graph = runtime.streamEndCapture(self.stream)
+            except runtime.CUDARuntimeError:  # the capture was invalidated, or did not begin
+                runtime.streamDestroy(self.stream)
+            else:
                 self._idle.append(self.stream)
                 try:
                     if self._ask:
                         self.early = recorded.begins_early(int(graph))
                 finally:
                     runtime.graphDestroy(graph)
-            except runtime.CUDARuntimeError:  # the capture was invalidated, or did not begin
-                runtime.streamDestroy(self.stream)
 
 
 class CudaDriver:
@@ -390,7 +398,7 @@ class CudaDriver:
         # ordered on the current stream. CuPy keeps the layout of row-major and column-major arrays alone, so the axes are put
         # in the order of the memory for the copy.
         values = np.asarray(values)
-        order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
+        order = sorted(range(values.ndim), key=lambda axis: -abs(values.strides[axis]))
         return cupy.asarray(values.transpose(order), order="C").transpose(np.argsort(order).tolist())
 
     def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
