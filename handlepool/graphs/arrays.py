@@ -117,6 +117,9 @@ class _Kept:
 _IMMUTABLE = ("jax", "jaxlib")
 
 
+MASKED = "its mask would be lost; pass x.filled(...), or its data and its mask"
+
+
 class ConvertedArguments:
     """The arrays of one call in the driver's form.
 
@@ -225,6 +228,8 @@ class ConvertedArguments:
         natives = self.pool.driver.array_types
         strict = self.pool.driver.name == "host" and np.ndarray not in natives
         for place, array in enumerate(operands):
+            if isinstance(array, np.ma.MaskedArray):
+                raise ArrayTypeError(f"{self._name}: {self._called(place)} is a {kind_of(array)}: {MASKED}")
             if isinstance(array, (*natives, View)):
                 continue
             if isinstance(array, np.ndarray) or (strict and (has(array, "__dlpack__") or has(array, "__array_interface__"))):

@@ -5,11 +5,13 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from handlepool._util import leads_to
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, RecordedGraph, Stream
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.graphs.tuning import Tuning
@@ -554,3 +556,6 @@ def capturing(pointer: int) -> CaptureError:
         f"stream {pointer:#x} is being captured: a program can be neither used in a capture, nor be ordered after the last use "
         f"there. Use it before the capture, or after"
     )
+
+
+leads_to[Program] = attrgetter("_outputs")  # whoever is given a program may read them

@@ -5,9 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from handlepool._util import as_integer, check_ran, flag, leaves, shown
+import numpy as np
+
+from handlepool._util import as_integer, check_ran, flag, holds_values, kind_of, leaves, shown
 from handlepool.drivers.protocol import LEGACY_STREAM
-from handlepool.errors import ArgumentError, CaptureError
+from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
 from handlepool.pool.context import run_on, thread
 from handlepool.pool.default import chosen_pool
@@ -19,9 +21,10 @@ from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording import drawing, tensors
 from handlepool.recording.capture import Recording
 from handlepool.recording.program import Program
-from handlepool.recording.rehearsal import Launches, Rehearsal
+from handlepool.recording.rehearsal import Launches, Rehearsal, check_same
 from handlepool.recording.tuning import shown_progress
 from handlepool.recording.update import Inputs
+from handlepool.regions.data_order import open_order
 from handlepool.regions.states import ParallelStates
 from handlepool.regions.stream_order import in_torch, torch_among, torch_in_use
 
@@ -87,13 +90,16 @@ def record(
     ------
     CaptureError
         For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded; inside
-        ``torch.cuda.use_mem_pool``, where torch keeps to that pool; and where torch uses the GPU and is older than 2.8. With
-        ``lanes`` for calls that were others at the second call, and for an operation that wrote and gave no work to the stream.
+        ``torch.cuda.use_mem_pool``, where torch keeps to that pool; and where torch uses the GPU and is older than 2.8. For calls
+        of graph functions and operations, and for results, that were others at the second call. With ``lanes`` in the body of a
+        fork, and for an operation that wrote and gave no work to the stream.
     DriverNotAvailableError
         With ``plans`` on the host driver.
     ArgumentError
         For ``lanes`` that are no integer from 1 to 32, for ``plans`` that are neither True nor False, for a function that returns
         nothing, a generator or a coroutine, and for iterators as arguments, which the first call would use up.
+    ArrayTypeError
+        For arrays of objects.
     OutOfMemoryError
         When there is no memory for the graph.
     StateBusyError
@@ -111,30 +117,40 @@ def record(
         check_gpu(chosen.driver, TUNED)
     names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None)]
     name = next((name for name in names if isinstance(name, str)), type(function).__name__)
-    home = _check(chosen, name, function, args, kwargs)
+    home = _check(chosen, name, lanes, function, args, kwargs)
     picture = None if lanes is None else drawing.asked_for(name)
     driver = chosen.driver
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
     inputs = Inputs(driver, args, kwargs)
     rehearsal = Rehearsal(chosen, home.pointer)
-    launches = Launches(chosen)
+    launches, again = Launches(chosen), Launches(chosen)
     first: Callable[..., Any] = partial(run_on, chosen, stream, home.device, None)
     if lanes is not None:
         first = partial(_rehearsed, rehearsal, chosen, home, first)
-    if measured:
+    if measured or lanes is None:
         first = partial(launches.around, first)
     returned = first(function, args, kwargs)
     if returned is None:
         raise _nothing(name)
     check_ran(function, returned)
+    likeness = _likeness(returned)
     del returned
     tunings = _tuned(chosen, name, launches, home) if measured else ()
     recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)
     try:
         recording.kept.add(function, args, kwargs)
-        outputs = recording.capture(function, args, kwargs)
+        if lanes is None:
+            outputs = again.around(recording.capture, function, args, kwargs)
+            check_same(name, launches.calls, again.calls)
+        else:
+            outputs = recording.capture(function, args, kwargs)
         if outputs is None:
             raise _nothing(name)
+        if (found := _likeness(outputs)) != likeness:
+            raise CaptureError(
+                f"{name} returned something else when it was called again to be recorded: {likeness} the first time, and {found} "
+                f"the second. Take decisions, and prepare what is made once, before it is recorded"
+            )
         memory = recording.memory(function, args, kwargs, outputs)
         return _drawn(Program(name, recording, inputs, outputs, home, memory, tunings), picture)
     except BaseException:
@@ -145,6 +161,11 @@ def record(
             if not done:
                 defer(recording.settle)
         raise
+
+
+def _likeness(returned: object) -> str:
+    """Return, as text, the shapes and types of what a function returned."""
+    return ", ".join([shown(value) if holds_values(value) else kind_of(value) for value in leaves(returned)])
 
 
 def _rehearsed(rehearsal: Rehearsal, pool: PoolInternals, home: StreamReference, run: Callable[..., T], *call: Any) -> T:
@@ -172,7 +193,9 @@ def _drawn(program: Program, picture: Path | None) -> Program:
     return program
 
 
-def _check(pool: PoolInternals, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamReference:
+def _check(
+    pool: PoolInternals, name: str, lanes: int | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> StreamReference:
     """Check what can be checked before anything runs, and return the caller's stream."""
     if not callable(function):
         raise ArgumentError(f"record({shown(function)}): pass a function, and its arguments after it")
@@ -180,9 +203,15 @@ def _check(pool: PoolInternals, name: str, function: Any, args: tuple[Any, ...],
         raise CaptureError(f"{name} cannot be recorded inside a recording: call it there, and it becomes a part of that")
     if thread.region is not None:
         raise CaptureError(f"{name} cannot be recorded inside a branch or a task: record it outside, and replay it there")
+    if lanes is not None and open_order(pool.driver, pool.current_device()) is not None:
+        raise CaptureError(
+            f"{name} cannot be recorded with lanes in the body of a fork: record it before the fork, or without lanes"
+        )
     for value in leaves(args, kwargs):
         if isinstance(value, Iterator):
             raise ArgumentError(f"{name} was given the iterator {shown(value)}, which its first call would use up; pass a list")
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            raise ArrayTypeError(f"{name} was given an array of objects, {shown(value)}; pass a list of arrays")
     if deferred:
         settle()
     driver = pool.driver

@@ -132,15 +132,21 @@ def _told(watcher: object, name: str, told: object, function: Callable[..., T], 
 
 
 class Launches:
-    """How often each plan is launched, in a call that is made for real.
+    """The plans that a call of a function launches, and how often each.
 
     Parameters
     ----------
     pool : PoolInternals
         Whose plans count.
+
+    Attributes
+    ----------
+    calls : list of Made
+        In order.
     """
 
     def __init__(self, pool: PoolInternals) -> None:
+        self.calls: list[Made] = []
         self._pool = pool
         self._found: dict[int, tuple[Plan, int]] = {}
 
@@ -150,6 +156,7 @@ class Launches:
 
     def _count(self, pool: PoolInternals, plan: Plan) -> None:
         if pool is self._pool:
+            self.calls.append(Made(plan.name, (), place_of_call(), (plan,)))
             self._found[id(plan)] = plan, self._found.get(id(plan), (plan, 0))[1] + 1
 
     def plans(self, device: int) -> list[tuple[Plan, int]]:
@@ -186,7 +193,16 @@ def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
 
 
 def _asked(what: object) -> object:
-    return what.asked if isinstance(what, Plan) else what
+    """Return what two calls have in common that ask for the same: of a function that is defined anew each time, its code."""
+    asked = what.asked if isinstance(what, Plan) else what
+    if isinstance(asked, tuple):
+        return tuple([_code(each) for each in asked])
+    return _code(asked)
+
+
+def _code(what: object) -> object:
+    function = getattr(what, "__wrapped__", what)  # of an operation
+    return getattr(function, "__code__", what)
 
 
 def _options(what: tuple[object, ...], otherwise: str) -> str:

@@ -81,11 +81,13 @@ class Timed(ABC):
     ) -> LanesTuning:
         """Measure on how many lanes it runs best, and run it on so many from now on.
 
-        Other lanes are another schedule of the same recording, by the times of its nodes, which are measured first: the function
-        is not called again, and arrays that were handed out stay valid. The program is replayed for that, on the current stream,
-        and this waits for the GPU. What replays write outside of the program's own memory is saved before, and restored. Of plain
-        code, whose writes nobody sees, that is all that the function was given: what it writes elsewhere (globals) is changed.
-        Other threads' uses of the program wait. On the host driver the times are NumPy's, and say nothing of a GPU.
+        Other lanes are another schedule of the same recording, by the times of its nodes, which are measured first: the
+        function is not called again, and arrays that were handed out stay valid. The program is replayed for that, on the
+        current stream, and this waits for the GPU. So outputs hold what the last of these replays gave, which is another thing
+        where the function changes what it reads: replay it again. What replays write outside of the program's own memory is
+        saved before, and restored. Of plain code, whose writes nobody sees, that is all that the function was given: what it
+        writes elsewhere (globals) is changed. Other threads' uses of the program wait. On the host driver the times are
+        NumPy's, and say nothing of a GPU.
 
         A pool with a plan directory keeps there what was found. For the same recording, with the same arguments and on such a
         device, it is taken from there, and nothing is replayed.

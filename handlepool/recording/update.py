@@ -8,7 +8,7 @@ import numpy as np
 from handlepool._util import kind_of, leaves, shown
 from handlepool.drivers.protocol import ASARRAY, Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
-from handlepool.graphs.arrays import is_array
+from handlepool.graphs.arrays import MASKED, is_array
 from handlepool.recording import tensors
 from handlepool.regions.stream_order import integration
 from handlepool.tensors.inference import dense_strides
@@ -75,6 +75,7 @@ class Inputs:
             raise ArgumentError(
                 f"{name} was recorded with {len(self._positional)} positional arguments that hold arrays (or lists, tuples and "
                 f"dictionaries of them), and was given {len(args)}; leave arguments without arrays out"
+                + (f", and give {', '.join(self._named)} by keyword, as when it was recorded" if self._named else "")
             )
         if len(args) < len(self._positional) and not kwargs:
             raise ArgumentError(
@@ -202,6 +203,8 @@ def keys_of(place: str, old: Any, new: Any) -> Sequence[Any]:
 def _check_alike(driver: Driver, place: str, device: int, target: Any, source: Any) -> None:
     if isinstance(source, (list, tuple, dict)):
         raise ArgumentError(f"{place} was recorded as an array, and is now a {kind_of(source)}")
+    if isinstance(source, np.ma.MaskedArray):
+        raise ArrayTypeError(f"{place} is a {kind_of(source)}: {MASKED}")
     if not isinstance(source, driver.array_types):
         advice = f"; convert it, as by {_converters(driver)}" if is_foreign(source) else ""
         raise ArrayTypeError(f"{place} is a {kind_of(source)}; the {driver.name} driver takes {taken(driver)}{advice}")

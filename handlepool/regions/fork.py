@@ -14,7 +14,7 @@ from threading import get_ident
 from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
-from handlepool._util import check_ran
+from handlepool._util import check_no_iterators, check_ran, leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, OwnershipError, PoolClosedError
 from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, launchers, on_device, recordings, run_on, thread
@@ -135,9 +135,9 @@ class Fork:
 
         The branch starts after everything that the caller's stream has been given by now, after the branches whose outputs it
         reads, and after those that read or write what it overwrites. Memory decides, so views count. A plain function reads the
-        arrays in its arguments, defaults and closure, and in the attributes of objects among these, ``self`` too; globals, deeper
-        attributes and raw pointers are not seen. What it writes in place is said by `handlepool.operation`, or guessed from what
-        it returns.
+        arrays in its arguments, defaults and closure, and in the attributes of objects among these, ``self`` too, and a
+        program's outputs; globals, deeper attributes and raw pointers are not seen. What it writes in place is said by
+        `handlepool.operation`, or guessed from what it returns.
 
         A branch that follows the last one of a state runs there. The others take the states in turn, and two on one state run one
         after the other. Where every side slot of the device is out, the branch runs on the caller's
@@ -159,7 +159,8 @@ class Fork:
         Raises
         ------
         ArgumentError
-            For a function that returns a generator or a coroutine, of which nothing has run.
+            For a function that returns a generator or a coroutine, of which nothing has run, and for an iterator as an argument,
+            whose arrays cannot be seen before they are taken.
         OwnershipError
             In another thread than the fork's.
         PoolClosedError
@@ -267,7 +268,8 @@ class Fork:
         Parameters
         ----------
         *arrays : array
-            Of any library; lists, tuples and dictionaries of arrays are taken, too. What no branch wrote costs nothing.
+            Of any library, or what leads to arrays as an argument of `run` does: lists, objects, a program for its outputs. What
+            no branch wrote costs nothing.
 
         Returns
         -------
@@ -294,7 +296,9 @@ class Fork:
             raise OwnershipError("fork.wait was called inside a branch: it is for the body of the fork")
         if order is not None:
             home = order.tracks.get(self._pointer) or Track(self._pointer)
-            pieces = pieces_of(driver, *arrays)
+            reached = [*leaves(*arrays, calls=True)]
+            check_no_iterators("fork.wait", reached, arrays)
+            pieces = pieces_of(driver, reached)
             with order:
                 order.follow(home, order.conflicts(pieces, ()))
             current = driver.current_stream(self._ordinal).ptr

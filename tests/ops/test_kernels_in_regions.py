@@ -1,5 +1,6 @@
 """Kernels of our own in forks, maps, recordings and as arguments of other libraries: what data orders, each with its control."""
 
+import sys
 from functools import partial
 
 import numpy as np
@@ -131,7 +132,10 @@ def test_a_recorded_network_gives_the_same_at_each_replay(each_pool):
             assert worst(arrays, program.outputs) < 2e-3
 
 
-def test_g9_a_kernel_that_is_new_in_a_recording_harms_no_capture(each_pool):
+def test_g9_a_kernel_that_is_new_in_a_recording_harms_no_capture(each_pool, monkeypatch):
+    # As where its plan was dropped between the two calls. That these give the same work is not looked at here.
+    monkeypatch.setattr(sys.modules["handlepool.recording.record"], "check_same", lambda *_: None)
+    monkeypatch.setattr(sys.modules["handlepool.recording.record"], "_likeness", lambda _: "")
     arrays = Arrays(each_pool)
     x, calls = arrays.random(1, 4, 8, 8), []
 

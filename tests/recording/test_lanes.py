@@ -797,6 +797,93 @@ def test_other_options_at_the_second_call_are_refused(scene, what, lanes):
     handlepool.record(lambda: function(1), lanes=lanes).close()
 
 
+def by_a_cache(scene):
+    made = {}
+
+    def cached(x):
+        if "y" not in made:
+            made["y"] = handlepool.add(x, x)
+        return handlepool.add(made["y"], x)
+
+    return cached
+
+
+def by_a_list(scene):
+    left = [1, 2]
+
+    def emptying(x):
+        while left:
+            x = handlepool.add(x, x, activation="relu" if left.pop() == 1 else None)
+        return np.add(x, 1)
+
+    return emptying
+
+
+def by_a_fork(scene):
+    counts = iter([1, 3])
+
+    def forking(x):
+        return scene.states.map(double, [x] * next(counts))[0]
+
+    return forking
+
+
+@pytest.mark.parametrize("lanes", [None, 1, 4])
+@pytest.mark.parametrize("make", [by_a_cache, by_a_list])
+def test_what_is_made_at_the_first_call_alone_is_refused(scene, make, lanes):
+    x = scene.driver.asarray(np.ones((1, 4, 6, 6), np.float32))
+    with pytest.raises(CaptureError, match="gave other work when it was called again"):
+        handlepool.record(make(scene), x, lanes=lanes)
+    assert leased(scene) == 0
+    assert works(scene)
+
+
+def test_other_branches_at_the_second_call_are_refused_without_lanes(scene):
+    x = scene.driver.asarray(np.ones((1, 4, 6, 6), np.float32))
+    with pytest.raises(CaptureError, match="Call 2 was none the first time, and double at"):
+        handlepool.record(by_a_fork(scene), x)
+    assert works(scene)
+
+
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_another_result_at_the_second_call_is_refused(scene, lanes):
+    sizes = iter([8, 16])
+    with pytest.raises(CaptureError, match=r"returned something else .*\(8,\).* the first time, and .*\(16,\).* the second"):
+        handlepool.record(lambda: scene.array(1, size=next(sizes)), lanes=lanes)
+    assert works(scene)
+
+
+@pytest.mark.parametrize("lanes", [None, 1, 4])
+def test_an_operation_and_a_graph_function_that_are_defined_anew_at_each_call_are_the_same(scene, lanes):
+    def function(x):
+        @handlepool.operation
+        def adding(x, value):
+            return scene.plus(x, value)
+
+        @handlepool.graph
+        def twice(g, x):
+            return g.add(x, x)
+
+        return adding(twice(x), 1)
+
+    x = scene.driver.asarray(np.ones((8,), np.float32))
+    with handlepool.record(function, x, lanes=lanes) as program:
+        program.replay()
+        assert scene.read(program.outputs) == 3
+
+
+def test_lanes_in_the_body_of_a_fork_are_refused(scene):
+    x = scene.array(1)
+    with scene.states.fork() as fork:
+        y = fork.run(scene.plus, x, 1)
+        with pytest.raises(CaptureError, match="with lanes in the body of a fork: record it before the fork, or without lanes"):
+            handlepool.record(double, x, lanes=2)
+    assert scene.read(y) == 2
+    with handlepool.record(double, x, lanes=2) as program:
+        program.replay()
+        assert scene.read(program.outputs) == 2
+
+
 def test_a_plan_that_was_built_anew_and_arrays_of_the_functions_own_are_the_same_call(scene):
     x = scene.driver.asarray(np.ones((1, 4, 6, 6), np.float32))
 

@@ -13,6 +13,7 @@ from harness.uses import ON_A_SIDE_STREAM, in_a_branch
 
 import handlepool
 from handlepool import ParallelStates
+from handlepool._util import leads_to
 from handlepool.pool import deferred as leftovers
 from handlepool.pool.deferred import deferred, settle
 from handlepool.recording import program as recorded
@@ -106,6 +107,45 @@ def test_what_waits_for_the_join_replays_after_the_readers_in_the_branch():
 
 def test_control_without_the_join_readers_in_the_branch_are_overtaken():
     assert set(over_seeds(readers_in_the_branch, make=without_joins, seeds=range(40))) != {(11, 12)}
+
+
+READERS = {
+    "closure": lambda scene, program, fork: fork.run(lambda: scene.plus(program.outputs, 0)),
+    "argument": lambda scene, program, fork: fork.run(lambda given: scene.plus(given.outputs, 0), program),
+    "attribute": lambda scene, program, fork: fork.run(partial(reading_attribute, scene, Holding(program))),
+    "operation": lambda scene, program, fork: fork.run(handlepool.operation(lambda it: scene.plus(it.outputs, 0)), program),
+    "wait": lambda scene, program, fork: scene.plus(fork.wait(program).outputs, 0),
+}
+
+
+class Holding:
+    def __init__(self, program):
+        self.program = program
+
+
+def reading_attribute(scene, holding):
+    return scene.plus(holding.program.outputs, 0)
+
+
+def outputs_of_what_was_given(scene, way):
+    """What a branch that was given a program read of its outputs, behind a branch that replays it."""
+    with handlepool.record(lambda x: scene.plus(x, 10), scene.array(1), pool=scene.pool) as program:
+        with scene.states.fork() as fork:
+            fork.run(program.update, scene.array(2))
+            fork.run(program.replay)
+            read = READERS[way](scene, program, fork)
+        return scene.read(read)
+
+
+@pytest.mark.parametrize("way", READERS)
+def test_g17_who_is_given_a_program_reads_its_outputs(way):
+    assert set(over_seeds(lambda scene: outputs_of_what_was_given(scene, way))) == {12}
+
+
+@pytest.mark.parametrize("way", READERS)
+def test_g17_control_where_programs_lead_nowhere(way, monkeypatch):
+    monkeypatch.delitem(leads_to, Program)
+    assert set(over_seeds(lambda scene: outputs_of_what_was_given(scene, way), control=True)) != {12}
 
 
 def replayed_beside_the_last_use(scene):

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import pickle
+import sys
 import threading
 
 import numpy as np
@@ -197,7 +198,10 @@ def test_what_was_never_warm_is_warmed_by_the_recording_itself(make_driver, sche
         in_order(scene)
 
 
-def test_what_is_met_under_the_capture_for_the_first_time_is_recorded_and_harms_nothing(scene):
+def test_what_is_met_under_the_capture_for_the_first_time_is_recorded_and_harms_nothing(scene, monkeypatch):
+    # As where plans and slots were dropped between the two calls. That these give the same work is not looked at here.
+    monkeypatch.setattr(sys.modules["handlepool.recording.record"], "check_same", lambda *_: None)
+    monkeypatch.setattr(sys.modules["handlepool.recording.record"], "_likeness", lambda _: "")
     states = handlepool.ParallelStates(3)
     made = []
 
@@ -227,6 +231,37 @@ def test_a_plan_that_is_refused_under_the_capture_is_the_functions_own_error(sce
         handlepool.record(body, scene.array(1))
     assert not isinstance(error.value, CaptureError)
     assert len(calls) == 2
+
+
+def test_arrays_of_objects_and_arrays_with_a_mask_are_refused(scene):
+    x = np.ones((1, 4, 6, 6), np.float32)
+    masked = np.ma.array(x, mask=x > 0)
+    objects = np.empty(1, object)
+    objects[0] = x
+    with pytest.raises(ArrayTypeError, match=r"was given an array of objects, .*; pass a list of arrays"):
+        handlepool.record(lambda given: double(given[0]), objects, pool=scene.pool)
+    for use in (double, lambda x: handlepool.record(double, x, pool=scene.pool)):
+        with pytest.raises(ArrayTypeError, match=r"double: .* is a numpy.ma.*MaskedArray: its mask would be lost; pass x.filled"):
+            use(masked)
+    with handlepool.record(double, x, pool=scene.pool) as program:
+        for use in (program, program.update):
+            with pytest.raises(ArrayTypeError, match=r"argument 0 is a numpy.ma.*MaskedArray: its mask would be lost"):
+                use(masked)
+
+
+def test_numpys_memory_may_be_filled_anew_once_a_call_has_returned(scene):
+    filled, results = np.zeros(8), []
+    with handlepool.record(lambda x: scene.plus(x, 1), scene.array(0), pool=scene.pool) as program:
+        for value in range(5):
+            filled[...] = value
+            results.append(program(filled))
+        assert [scene.read(each) for each in results] == [1, 2, 3, 4, 5]
+
+
+def test_arguments_that_were_given_by_keyword_are_named(scene):
+    program = handlepool.record(lambda x: scene.plus(x, 1), x=scene.array(1), pool=scene.pool)
+    with program, pytest.raises(ArgumentError, match="leave arguments without arrays out, and give x by keyword"):
+        program(scene.array(2))
 
 
 @pytest.mark.parametrize("lanes", [None, 2])

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from types import MappingProxyType
 from unittest import mock
 
 import numpy as np
@@ -242,6 +243,23 @@ class AList(list):
         self.scene, self.h = scene, h
 
 
+class InAView(InADeque):
+    def __init__(self, scene, h):
+        self.scene, self.parts = scene, {0: {"h": (h,)}}.values()
+
+    h = property(lambda self: next(iter(self.parts))["h"][0])
+
+
+class InAProxy(InADeque):
+    def __init__(self, scene, h):
+        self.scene, self.parts = scene, MappingProxyType({0: {"h": (h,)}})
+
+
+class InAnArray(InADeque):
+    def __init__(self, scene, h):
+        self.scene, self.parts = scene, np.array([{"h": (h,)}], object)
+
+
 class Exporting(Holder):
     def __dlpack__(self):
         raise NotImplementedError
@@ -262,7 +280,7 @@ space = {}
 exec("class Executed:\n    def __init__(self, scene, h):\n        self.scene, self.h = scene, h", space)
 
 WAYS = ["by_closure", "by_default", "by_argument", "in_a_list", "by_method"]
-KINDS = [Holder, Slotted, without_field, InADeque, AList, Exporting, Generating, space["Executed"]]
+KINDS = [Holder, Slotted, without_field, InADeque, InAView, InAProxy, InAnArray, AList, Exporting, Generating, space["Executed"]]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -279,6 +297,48 @@ def test_g17_whatever_kind_of_object_it_is(kind):
 def test_g17_control_where_objects_are_not_looked_into(way, monkeypatch):
     monkeypatch.setattr(plain_calls, "attributes", lambda *_: [])
     assert {*over_seeds(lambda scene: reads_an_attribute(scene, way), control=True)} != {11}
+
+
+ITERATORS = {
+    "generator": lambda ys: (y for y in ys),
+    "map": lambda ys: map(np.asarray, ys),
+    "zip": zip,
+    "list": iter,
+    "values": lambda ys: iter(dict(enumerate(ys)).values()),
+    "chain": itertools.chain,
+    "inside": lambda ys: {"parts": [iter(ys)]},
+}
+
+
+def total(scene, ys):
+    return scene.plus(next(iter(ys)), 1)
+
+
+@pytest.mark.parametrize("form", ITERATORS)
+def test_iterators_whose_arrays_nobody_can_see_are_refused(scene, form):
+    give = ITERATORS[form]
+    with scene.states.fork() as fork, ParallelStateExecutor(1, pool=scene.pool) as executor:
+        y = fork.run(scene.plus, scene.array(1), 1)
+        uses = {
+            "a branch": lambda: fork.run(total, scene, give([y])),
+            "an operation": lambda: fork.run(handlepool.operation(total), scene, give([y])),
+            "an operation in the body": lambda: handlepool.operation(total)(scene, give([y])),
+            "wait": lambda: fork.wait(give([y])),
+            "a task": lambda: executor.submit(total, scene, give([y])),
+        }
+        for use in uses.values():
+            with pytest.raises(ArgumentError, match=r"was given a .*, whose arrays nobody can see .*: pass a list"):
+                use()
+        z = fork.run(total, scene, [y])
+    assert scene.read(z) == 3
+
+
+def test_iterators_in_a_closure_are_the_functions_own_matter(scene):
+    numbers = itertools.count(1)
+    steps = iter([10])
+    with scene.states.fork() as fork:
+        y = fork.run(lambda: scene.plus(scene.array(1), next(steps) + next(numbers)))
+    assert scene.read(y) == 12
 
 
 class Odd:

@@ -418,8 +418,9 @@ class HostDriver(Controls):
         self._note("copy")
         queue = self._current_queue()
         self._enqueue(queue, np.copyto, (target,), (source,), "copy")
-        if raw_view(target)[1] is None and queue.capture is None:  # nobody else waits for who reads it
-            self._streams.wait_on_host(queue.tail, "a copy to NumPy's memory")
+        numpys = raw_view(target)[1] is None or raw_view(source)[1] is None
+        if numpys and queue.capture is None:  # whoever reads it next, or fills it anew, waits for nothing
+            self._streams.wait_on_host(queue.tail, "a copy from NumPy's memory, or to it")
 
     def copy_run(self, target: Array, source: Array, pointer: int) -> None:
         self._note("copy_run")
