@@ -1,5 +1,6 @@
 """Small helpers below everything: protocols of other libraries, values in messages, integers, and clean-up after errors."""
 
+import gc
 import itertools
 import reprlib
 import sys
@@ -54,23 +55,14 @@ _PROXIES = (ProxyType, CallableProxyType)
 """Of objects that may be gone."""
 _DICTS: tuple[dict[object, object], ...] = ({}, OrderedDict())
 _VIEWS = frozenset([type(view) for each in _DICTS for view in (each.values(), each.items())])
-_EMPTY: tuple[Any, ...] = (
-    [],
-    (),
-    set(),
-    deque(),
-    range(0),
-    "",
-    *[view for each in _DICTS for view in (each, each.values(), each.items())],
-)
-_USED_UP = frozenset(
+_EMPTY: tuple[Any, ...] = ([], (), set(), deque(), *[view for each in _DICTS for view in (each.values(), each.items())])
+_ITERATORS = frozenset(
     [type(iter(each)) for each in _EMPTY]
-    + [GeneratorType, map, filter, zip, enumerate, reversed, type(reversed([]))]
-    + [kind for kind in vars(itertools).values() if isinstance(kind, type) and kind is not itertools.count]
+    + [type(reversed(each)) for each in _EMPTY if isinstance(each, (list, deque))]
+    + [GeneratorType, map, filter, zip, enumerate, reversed]
+    + [kind for kind in vars(itertools).values() if isinstance(kind, type)]
 )
-"""Iterators, which cannot be looked into without taking what they give."""
-leads_to: dict[type, Callable[[Any], object]] = {}
-"""By the type of an object of the library's own, what leads to the arrays that it stands for."""
+"""Which are looked into without taking what they give."""
 _NO_ARRAY = (int, float, complex, str, bytes)
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HEAP_TYPE = 1 << 9
@@ -92,7 +84,7 @@ def holds_values(value: object) -> bool:
     return any(has(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))
 
 
-_TO_RUN = frozenset([GeneratorType, CoroutineType, AsyncGeneratorType, map, filter, zip, enumerate])
+_TO_RUN = frozenset([GeneratorType, CoroutineType, AsyncGeneratorType, map, filter])
 
 
 def name_of(function: Any) -> str:
@@ -238,9 +230,9 @@ def content(cell: CellType) -> Any:
 def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None) -> Iterator[Any]:
     """Yield what is reached from values through lists, tuples and dictionaries, in order; each container is entered once.
 
-    With ``calls`` also through sets, deques, dataclasses, views of dictionaries and arrays of objects, to a program's outputs,
-    and through what a call of a function reads beside its arguments: defaults, closures, what partial functions and methods are
-    bound to, and the parameters and buffers of a ``torch.nn.Module``.
+    With ``calls`` also through sets, deques, dataclasses, views of dictionaries, arrays of objects, and iterators and generators
+    to what they have, of which nothing is taken; and through what a call of a function reads beside its arguments: defaults,
+    closures, what partial functions and methods are bound to, and the parameters and buffers of a ``torch.nn.Module``.
     After all these come the attributes of the objects among them; with ``owners`` these objects are put there instead. Globals
     and deeper attributes are not reached. A container of more than `MOST_PLAIN` entries that begins with numbers or text, or with
     lists and tuples of these, is taken to hold nothing else.
@@ -294,12 +286,12 @@ def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None
             inside = [*value]
         elif type(value) is MappingProxyType:
             inside = [*value.values()]
-        elif type(value) in leads_to:
+        elif type(value) in _ITERATORS:
+            inside = gc.get_referents(value)
+        elif type(value) is np.ndarray and value.dtype.hasobject:
             yield value
-            inside = (leads_to[type(value)](value),)
-        elif isinstance(value, np.ndarray) and value.dtype.hasobject:
-            yield value
-            inside = value.ravel().tolist()
+            flat = value.ravel()
+            inside = flat.tolist() if len(flat) <= MOST_PLAIN or not _begins_plain(flat[:16].tolist()) else ()
         else:
             yield value
             continue
@@ -307,31 +299,6 @@ def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None
             entered[id(value)] = value
             if not calls or len(inside) <= MOST_PLAIN or not _begins_plain(inside):
                 left += reversed([*inside])
-
-
-def check_no_iterators(name: str, reached: Iterable[object], *given: object) -> None:
-    """Refuse iterators among what a call was given, and what it holds: nobody can see their arrays before they are taken.
-
-    Parameters
-    ----------
-    name : str
-        Of the function, for the message.
-    reached : iterable
-        What `leaves` found. Iterators that are not among ``given`` itself, as in a closure, are the function's own matter.
-    *given
-        Its arguments.
-
-    Raises
-    ------
-    ArgumentError
-    """
-    if not any(type(value) in _USED_UP for value in reached):
-        return
-    for value in leaves(*given):
-        if type(value) in _USED_UP:
-            raise ArgumentError(
-                f"{name} was given a {kind_of(value)}, whose arrays nobody can see before they are taken: pass a list"
-            )
 
 
 def _begins_plain(values: Iterable[Any]) -> bool:

@@ -228,7 +228,7 @@ class ConvertedArguments:
         natives = self.pool.driver.array_types
         strict = self.pool.driver.name == "host" and np.ndarray not in natives
         for place, array in enumerate(operands):
-            if isinstance(array, np.ma.MaskedArray):
+            if isinstance(array, np.ma.MaskedArray) and array.mask is not np.ma.nomask:
                 raise ArrayTypeError(f"{self._name}: {self._called(place)} is a {kind_of(array)}: {MASKED}")
             if isinstance(array, (*natives, View)):
                 continue

@@ -11,7 +11,6 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from handlepool._util import leads_to
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, RecordedGraph, Stream
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.graphs.tuning import Tuning
@@ -26,6 +25,7 @@ from handlepool.recording.timing import Timed
 from handlepool.recording.update import Copy, Inputs, copy_all
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import before, opened
+from handlepool.regions.fork import waited_for
 from handlepool.regions.memory import branch_regions
 from handlepool.regions.plain_calls import exact, pieces_of
 from handlepool.tensors.layout import Piece, Token
@@ -115,9 +115,15 @@ class Program(Timed):
 
     @property
     def outputs(self) -> Any:
-        """What the function returned while it was recorded: each replay writes its arrays, in the order of its stream."""
+        """What the function returned while it was recorded: each replay writes its arrays, in the order of its stream.
+
+        A branch that asks for them here reads them, and waits for the branches that replay. In the body of a fork nothing waits
+        for that: hand them to a branch, or to `Fork.wait`.
+        """
         if self._recording is None:
             self._refuse()
+        if opened and thread.region is not None:
+            self._after_branches(pieces_of(self._driver, self._outputs), (), None)
         return self._outputs
 
     @property
@@ -558,4 +564,4 @@ def capturing(pointer: int) -> CaptureError:
     )
 
 
-leads_to[Program] = attrgetter("_outputs")  # whoever is given a program may read them
+waited_for[Program] = attrgetter("_outputs")

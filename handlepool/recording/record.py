@@ -1,13 +1,14 @@
 """`record`: a function is called once for real, and once with all that it gives to streams captured."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MappingView
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from handlepool._util import as_integer, check_ran, flag, holds_values, kind_of, leaves, shown
+from handlepool._util import as_integer, check_ran, flag, holds_values, leaves, shown
 from handlepool.drivers.protocol import LEGACY_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
@@ -90,9 +91,9 @@ def record(
     ------
     CaptureError
         For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded; inside
-        ``torch.cuda.use_mem_pool``, where torch keeps to that pool; and where torch uses the GPU and is older than 2.8. For calls
-        of graph functions and operations, and for results, that were others at the second call. With ``lanes`` in the body of a
-        fork, and for an operation that wrote and gave no work to the stream.
+        ``torch.cuda.use_mem_pool``, where torch keeps to that pool; and where torch uses the GPU and is older than 2.8. For graph
+        functions that were others at the second call, and results of other shapes or types. With ``lanes`` also for operations
+        that were others, in the body of a fork, and for an operation that wrote and gave no work to the stream.
     DriverNotAvailableError
         With ``plans`` on the host driver.
     ArgumentError
@@ -146,11 +147,12 @@ def record(
             outputs = recording.capture(function, args, kwargs)
         if outputs is None:
             raise _nothing(name)
-        if (found := _likeness(outputs)) != likeness:
-            raise CaptureError(
-                f"{name} returned something else when it was called again to be recorded: {likeness} the first time, and {found} "
-                f"the second. Take decisions, and prepare what is made once, before it is recorded"
-            )
+        for one, other in zip_longest(likeness, _likeness(outputs), fillvalue="nothing"):
+            if one != other:
+                raise CaptureError(
+                    f"{name} returned something else when it was called again to be recorded: {one} the first time, and {other} "
+                    f"the second. Take decisions, and prepare what is made once, before it is recorded"
+                )
         memory = recording.memory(function, args, kwargs, outputs)
         return _drawn(Program(name, recording, inputs, outputs, home, memory, tunings), picture)
     except BaseException:
@@ -163,9 +165,9 @@ def record(
         raise
 
 
-def _likeness(returned: object) -> str:
-    """Return, as text, the shapes and types of what a function returned."""
-    return ", ".join([shown(value) if holds_values(value) else kind_of(value) for value in leaves(returned)])
+def _likeness(returned: object) -> list[str]:
+    """Return, as text, the shapes and types of the arrays that a function returned."""
+    return [shown(value) for value in leaves(returned) if holds_values(value)]
 
 
 def _rehearsed(rehearsal: Rehearsal, pool: PoolInternals, home: StreamReference, run: Callable[..., T], *call: Any) -> T:
@@ -208,9 +210,11 @@ def _check(
             f"{name} cannot be recorded with lanes in the body of a fork: record it before the fork, or without lanes"
         )
     for value in leaves(args, kwargs):
+        if isinstance(value, MappingView):
+            raise ArgumentError(f"{name} was given {shown(value)}, a view of a dictionary; pass the dictionary, or a list")
         if isinstance(value, Iterator):
             raise ArgumentError(f"{name} was given the iterator {shown(value)}, which its first call would use up; pass a list")
-        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        if isinstance(value, np.ndarray) and value.dtype.hasobject and any(map(holds_values, value.ravel())):
             raise ArrayTypeError(f"{name} was given an array of objects, {shown(value)}; pass a list of arrays")
     if deferred:
         settle()

@@ -1,12 +1,15 @@
 """The first call of a function that is recorded: its nodes, to be compared with the second's, and the plans that it launches."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from itertools import zip_longest
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
-from handlepool._util import shown
+from handlepool._util import content, shown
 from handlepool.errors import CaptureError
 from handlepool.graphs.plan import Plan
+from handlepool.graphs.trace import Request
 from handlepool.pool.context import NOT_CACHED, place_of_call, recordings, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
@@ -193,16 +196,36 @@ def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
 
 
 def _asked(what: object) -> object:
-    """Return what two calls have in common that ask for the same: of a function that is defined anew each time, its code."""
-    asked = what.asked if isinstance(what, Plan) else what
-    if isinstance(asked, tuple):
-        return tuple([_code(each) for each in asked])
-    return _code(asked)
+    return _likeness(what.asked if isinstance(what, Plan) else what)
 
 
-def _code(what: object) -> object:
-    function = getattr(what, "__wrapped__", what)  # of an operation
-    return getattr(function, "__code__", what)
+def _likeness(value: object) -> object:
+    """Return what two values have in common where they ask for the same work: a function may be defined anew at each call."""
+    value = getattr(value, "__wrapped__", value)  # of an operation, a graph function
+    if isinstance(value, Request):
+        return tuple([_likeness(getattr(value, each.name)) for each in fields(value)])
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_likeness, value)
+    if isinstance(value, Mapping):
+        return {key: _likeness(each) for key, each in value.items()}
+    return _telling(value) if isinstance(value, FunctionType) else value
+
+
+def _telling(value: object, depth: int = 4) -> object:
+    """Return what tells a function from others: its code, and numbers, text and functions in its defaults and closure.
+
+    Of all else, as arrays, it is the type: those are what the function is given.
+    """
+    if isinstance(value, (int, float, complex, str, bytes)):
+        return value
+    inside: Iterable[object] = ()
+    if depth and isinstance(value, FunctionType):
+        inside = (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()))
+    elif depth and isinstance(value, (tuple, list)):
+        inside = value
+    elif depth and isinstance(value, dict):
+        inside = value.values()
+    return getattr(value, "__code__", type(value)), *[_telling(each, depth - 1) for each in inside]
 
 
 def _options(what: tuple[object, ...], otherwise: str) -> str:

@@ -203,7 +203,7 @@ def keys_of(place: str, old: Any, new: Any) -> Sequence[Any]:
 def _check_alike(driver: Driver, place: str, device: int, target: Any, source: Any) -> None:
     if isinstance(source, (list, tuple, dict)):
         raise ArgumentError(f"{place} was recorded as an array, and is now a {kind_of(source)}")
-    if isinstance(source, np.ma.MaskedArray):
+    if isinstance(source, np.ma.MaskedArray) and source.mask is not np.ma.nomask:
         raise ArrayTypeError(f"{place} is a {kind_of(source)}: {MASKED}")
     if not isinstance(source, driver.array_types):
         advice = f"; convert it, as by {_converters(driver)}" if is_foreign(source) else ""

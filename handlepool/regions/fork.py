@@ -14,7 +14,7 @@ from threading import get_ident
 from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
-from handlepool._util import check_no_iterators, check_ran, leaves
+from handlepool._util import check_ran
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, OwnershipError, PoolClosedError
 from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, launchers, on_device, recordings, run_on, thread
@@ -39,6 +39,10 @@ _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
 
 _NOT_ENTERED, _LEFT = 0, -1
 """What stands for the thread of a fork that is not open."""
+
+
+waited_for: dict[type, Callable[[Any], object]] = {}
+"""By the type of what has arrays of its own, what leads to them: `Fork.wait` waits for these."""
 
 
 class Fork:
@@ -135,8 +139,8 @@ class Fork:
 
         The branch starts after everything that the caller's stream has been given by now, after the branches whose outputs it
         reads, and after those that read or write what it overwrites. Memory decides, so views count. A plain function reads the
-        arrays in its arguments, defaults and closure, and in the attributes of objects among these, ``self`` too, and a
-        program's outputs; globals, deeper attributes and raw pointers are not seen. What it writes in place is said by
+        arrays in its arguments, defaults and closure, and in the attributes of objects among these, ``self`` too; globals, deeper
+        attributes and raw pointers are not seen. What it writes in place is said by
         `handlepool.operation`, or guessed from what it returns.
 
         A branch that follows the last one of a state runs there. The others take the states in turn, and two on one state run one
@@ -159,8 +163,7 @@ class Fork:
         Raises
         ------
         ArgumentError
-            For a function that returns a generator or a coroutine, of which nothing has run, and for an iterator as an argument,
-            whose arrays cannot be seen before they are taken.
+            For a function that returns a generator or a coroutine, of which nothing has run.
         OwnershipError
             In another thread than the fork's.
         PoolClosedError
@@ -268,8 +271,8 @@ class Fork:
         Parameters
         ----------
         *arrays : array
-            Of any library, or what leads to arrays as an argument of `run` does: lists, objects, a program for its outputs. What
-            no branch wrote costs nothing.
+            Of any library, or what leads to arrays as an argument of `run` does; a program stands for its outputs. What no branch
+            wrote costs nothing.
 
         Returns
         -------
@@ -296,9 +299,8 @@ class Fork:
             raise OwnershipError("fork.wait was called inside a branch: it is for the body of the fork")
         if order is not None:
             home = order.tracks.get(self._pointer) or Track(self._pointer)
-            reached = [*leaves(*arrays, calls=True)]
-            check_no_iterators("fork.wait", reached, arrays)
-            pieces = pieces_of(driver, reached)
+            found = [waited_for[type(each)](each) if type(each) in waited_for else each for each in arrays]
+            pieces = pieces_of(driver, *found, calls=True)
             with order:
                 order.follow(home, order.conflicts(pieces, ()))
             current = driver.current_stream(self._ordinal).ptr

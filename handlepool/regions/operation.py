@@ -7,7 +7,7 @@ from sys import modules
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
-from handlepool._util import bound_call, check_no_iterators, leaves, name_of, shown
+from handlepool._util import bound_call, leaves, name_of, shown
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ContractError
 from handlepool.pool.context import recordings, run_on, thread
@@ -168,11 +168,9 @@ class Operation(Generic[P, R_co]):
         Raises
         ------
         ArgumentError
-            For an entry that these arguments do not have, and for an iterator among them.
+            For an entry that these arguments do not have.
         """
-        reached = [*leaves(self._call(args, kwargs), calls=True)]
-        check_no_iterators(self._name, reached, args, kwargs)
-        reads = pieces_of(driver, reached)
+        reads = pieces_of(driver, self._call(args, kwargs), calls=True)
         return reads + pieces_or_tokens(driver, [find(args, kwargs) for find in self._reads]), self._writes(driver, args, kwargs)
 
     def _writes(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pieces:
@@ -437,9 +435,7 @@ def follow_branches(pool: PoolInternals, function: Callable[..., Any], args: tup
         return
     declared = operation_of(function, args)
     if declared is None:
-        reached = [*leaves(bound_call(function), args, kwargs, calls=True)]
-        check_no_iterators(name_of(function), reached, args, kwargs)
-        reads: Pieces = [*pieces_of(driver, reached)]
+        reads: Pieces = [*pieces_of(driver, bound_call(function), args, kwargs, calls=True)]
         writes = reads
     else:
         reads, writes = declared[0].accesses(driver, declared[1], kwargs)

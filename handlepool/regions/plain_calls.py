@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import attributes, bound_call, check_no_iterators, content, frames_inside, has, kind_of, leaves
+from handlepool._util import attributes, bound_call, content, frames_inside, has, kind_of, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import DataOrder
@@ -57,11 +57,7 @@ def piece_of(driver: Driver, value: Any) -> Piece | None:
 
 def arrays_in(driver: Driver, *values: object, calls: bool = False, owners: list[Any] | None = None) -> list[tuple[Any, Piece]]:
     """Return the arrays that are reached from values, each with its memory; ``owners`` as in `leaves`."""
-    return _with_memory(driver, leaves(*values, calls=calls, owners=owners))
-
-
-def _with_memory(driver: Driver, values: Iterable[Any]) -> list[tuple[Any, Piece]]:
-    found = [(value, piece_of(driver, value)) for value in values]
+    found = [(value, piece_of(driver, value)) for value in leaves(*values, calls=calls, owners=owners)]
     return [(value, memory) for value, memory in found if memory is not None]
 
 
@@ -96,9 +92,7 @@ class PlainCall(Memory):
         found: list[tuple[Any, Piece]] = []
         if not self._exact:
             owners: list[Any] = []
-            reached = [*leaves(args, kwargs, calls=True, owners=owners)]
-            check_no_iterators(name, reached, args, kwargs)
-            given = _with_memory(driver, reached)
+            given = arrays_in(driver, args, kwargs, calls=True, owners=owners)
             found = [*given, *arrays_in(driver, function, calls=True, owners=owners)]
             if owners:
                 found += arrays_in(driver, *attributes(*owners), calls=True, owners=[])

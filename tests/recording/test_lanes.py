@@ -872,6 +872,66 @@ def test_an_operation_and_a_graph_function_that_are_defined_anew_at_each_call_ar
         assert scene.read(program.outputs) == 3
 
 
+def of_a_factory(scene):
+    """Functions that share their code, and compute other things."""
+
+    def graphs(number):
+        @handlepool.graph
+        def layer(g, x):
+            return g.add(x, x) if number == 1 else g.mul(x, x)
+
+        return layer
+
+    def operations(number):
+        @handlepool.operation
+        def layer(x):
+            return scene.plus(x, number)
+
+        return layer
+
+    def options(number):
+        return partial(by_option, how=lambda g, x: g.add(x, x) if number == 1 else g.mul(x, x))
+
+    return {"graph functions": graphs, "operations": operations, "options": options}
+
+
+@handlepool.graph
+def by_option(g, x, *, how):
+    return how(g, x)
+
+
+@pytest.mark.parametrize("kind", ["graph functions", "operations", "options"])
+def test_other_functions_of_one_factory_at_the_second_call_are_refused(scene, kind):
+    factory, x = of_a_factory(scene)[kind], scene.driver.asarray(np.ones(8, np.float32))
+    layers, calls = [factory(1), factory(2)], iter((0, 1))
+    with pytest.raises(CaptureError, match="gave other work when it was called again"):
+        handlepool.record(lambda x: layers[next(calls)](x), x, lanes=2)
+    assert works(scene)
+    handlepool.record(lambda x: factory(1)(x), x, lanes=2).close()  # made anew each time, and the same
+    if kind != "operations":  # which are not compared without lanes
+        calls = iter((0, 1))
+        with pytest.raises(CaptureError, match="gave other work when it was called again"):
+            handlepool.record(lambda x: layers[next(calls)](x), x)
+    handlepool.record(lambda x: factory(1)(x), x).close()
+
+
+def test_what_is_returned_beside_arrays_may_differ(scene):
+    log = []
+
+    def function(x):
+        log.append(len(log))
+        return scene.plus(x, 1), log[-1], None if log[-1] else "first"
+
+    with handlepool.record(function, scene.array(1)) as program:
+        program.replay()
+        assert scene.read(program.outputs[0]) == 2
+
+
+def test_views_of_dictionaries_are_refused(scene):
+    with pytest.raises(ArgumentError, match=r"a view of a dictionary; pass the dictionary, or a list"):
+        handlepool.record(lambda xs: [scene.plus(x, 1) for x in xs], {"a": scene.array(1)}.values())
+
+
 def test_lanes_in_the_body_of_a_fork_are_refused(scene):
     x = scene.array(1)
     with scene.states.fork() as fork:

@@ -13,11 +13,11 @@ from harness.uses import ON_A_SIDE_STREAM, in_a_branch
 
 import handlepool
 from handlepool import ParallelStates
-from handlepool._util import leads_to
 from handlepool.pool import deferred as leftovers
 from handlepool.pool.deferred import deferred, settle
 from handlepool.recording import program as recorded
 from handlepool.recording.program import Program
+from handlepool.regions import fork as fork_module
 
 NOTHING = {"handles": 0, "events": 0, "scratch_bytes": 0}
 
@@ -114,6 +114,7 @@ READERS = {
     "argument": lambda scene, program, fork: fork.run(lambda given: scene.plus(given.outputs, 0), program),
     "attribute": lambda scene, program, fork: fork.run(partial(reading_attribute, scene, Holding(program))),
     "operation": lambda scene, program, fork: fork.run(handlepool.operation(lambda it: scene.plus(it.outputs, 0)), program),
+    "deep": lambda scene, program, fork: fork.run(partial(reading_deeply, scene, Holding(Holding(program)))),
     "wait": lambda scene, program, fork: scene.plus(fork.wait(program).outputs, 0),
 }
 
@@ -127,6 +128,10 @@ def reading_attribute(scene, holding):
     return scene.plus(holding.program.outputs, 0)
 
 
+def reading_deeply(scene, holding):
+    return scene.plus(holding.program.program.outputs, 0)
+
+
 def outputs_of_what_was_given(scene, way):
     """What a branch that was given a program read of its outputs, behind a branch that replays it."""
     with handlepool.record(lambda x: scene.plus(x, 10), scene.array(1), pool=scene.pool) as program:
@@ -138,14 +143,39 @@ def outputs_of_what_was_given(scene, way):
 
 
 @pytest.mark.parametrize("way", READERS)
-def test_g17_who_is_given_a_program_reads_its_outputs(way):
+def test_g17_who_asks_a_program_for_its_outputs_in_a_branch_reads_them(way):
     assert set(over_seeds(lambda scene: outputs_of_what_was_given(scene, way))) == {12}
 
 
 @pytest.mark.parametrize("way", READERS)
-def test_g17_control_where_programs_lead_nowhere(way, monkeypatch):
-    monkeypatch.delitem(leads_to, Program)
+def test_g17_control_where_outputs_are_merely_handed_out(way, monkeypatch):
+    monkeypatch.setattr(Program, "outputs", property(lambda program: program._outputs))
+    monkeypatch.setattr(fork_module, "waited_for", {})
     assert set(over_seeds(lambda scene: outputs_of_what_was_given(scene, way), control=True)) != {12}
+
+
+def test_g7_branches_do_not_wait_for_other_programs_of_an_object(scene):
+    programs = [handlepool.record(lambda x: scene.plus(x, 10), scene.array(1), pool=scene.pool) for _ in range(3)]
+    holding = Holding(programs)
+
+    def of_the_object(number):
+        holding.program[number].replay()
+        return scene.plus(holding.program[number].outputs, 0)
+
+    def alone(program):
+        program.replay()
+        return scene.plus(program.outputs, 0)
+
+    waits = []
+    for function, given in ((of_the_object, range(3)), (alone, programs)) * 2:  # the first time nobody knows what it writes
+        scene.driver.calls.clear()
+        with scene.states.fork() as fork:
+            results = [fork.run(function, each) for each in given]
+        waits.append(scene.driver.calls["wait_event"])
+        assert [scene.read(y) for y in results] == [11, 11, 11]
+    assert waits[2] == waits[3]
+    for program in programs:
+        program.close()
 
 
 def replayed_beside_the_last_use(scene):

@@ -16,7 +16,7 @@ import pytest
 from harness.scenes import BranchError, Scene, over_seeds
 
 import handlepool
-from handlepool import ArgumentError, HandlePool, ParallelStateExecutor, ParallelStates
+from handlepool import ArgumentError, HandlePool, ParallelStateExecutor, ParallelStates, _util
 from handlepool._util import _has_attributes, leaves
 from handlepool.regions import plain_calls
 from handlepool.regions.data_order import DataOrder
@@ -301,44 +301,68 @@ def test_g17_control_where_objects_are_not_looked_into(way, monkeypatch):
 
 ITERATORS = {
     "generator": lambda ys: (y for y in ys),
-    "map": lambda ys: map(np.asarray, ys),
-    "zip": zip,
+    "map": lambda ys: map(same, ys),
+    "enumerate": lambda ys: (y for _, y in enumerate(ys)),
     "list": iter,
     "values": lambda ys: iter(dict(enumerate(ys)).values()),
     "chain": itertools.chain,
     "inside": lambda ys: {"parts": [iter(ys)]},
+    "function": lambda ys: generating(ys),
 }
 
 
-def total(scene, ys):
+def same(y):
+    return y
+
+
+def generating(ys):
+    yield from ys
+
+
+def first_of(scene, ys):
     return scene.plus(next(iter(ys)), 1)
 
 
-@pytest.mark.parametrize("form", ITERATORS)
-def test_iterators_whose_arrays_nobody_can_see_are_refused(scene, form):
-    give = ITERATORS[form]
-    with scene.states.fork() as fork, ParallelStateExecutor(1, pool=scene.pool) as executor:
-        y = fork.run(scene.plus, scene.array(1), 1)
-        uses = {
-            "a branch": lambda: fork.run(total, scene, give([y])),
-            "an operation": lambda: fork.run(handlepool.operation(total), scene, give([y])),
-            "an operation in the body": lambda: handlepool.operation(total)(scene, give([y])),
-            "wait": lambda: fork.wait(give([y])),
-            "a task": lambda: executor.submit(total, scene, give([y])),
-        }
-        for use in uses.values():
-            with pytest.raises(ArgumentError, match=r"was given a .*, whose arrays nobody can see .*: pass a list"):
-                use()
-        z = fork.run(total, scene, [y])
-    assert scene.read(z) == 3
+def found_inside(given):
+    while isinstance(given, (dict, list)):
+        (given,) = given.values() if isinstance(given, dict) else given
+    return given
 
 
-def test_iterators_in_a_closure_are_the_functions_own_matter(scene):
-    numbers = itertools.count(1)
-    steps = iter([10])
+def reads_of_an_iterator(scene, form, way):
+    h = scene.array(1)
+    given = ITERATORS[form]([h])
+    call = handlepool.operation(first_of) if way == "operation" else first_of
     with scene.states.fork() as fork:
-        y = fork.run(lambda: scene.plus(scene.array(1), next(steps) + next(numbers)))
-    assert scene.read(y) == 12
+        fork.run(tenfold, scene, h)
+        if way == "wait":
+            z = call(scene, found_inside(fork.wait(given)))
+        elif way == "closure":
+            z = fork.run(lambda: call(scene, found_inside(given)))
+        else:
+            z = fork.run(lambda scene, given: call(scene, found_inside(given)), scene, given)
+    return scene.read(z)
+
+
+@pytest.mark.parametrize("way", ["argument", "closure", "wait"])
+@pytest.mark.parametrize("form", ITERATORS)
+def test_g17_iterators_and_generators_are_looked_into_and_nothing_is_taken(form, way):
+    assert {*over_seeds(lambda scene: reads_of_an_iterator(scene, form, way))} == {11}
+
+
+@pytest.mark.parametrize("form", ITERATORS)
+def test_g17_control_iterators_that_are_not_looked_into(form, monkeypatch):
+    monkeypatch.setattr(_util, "_ITERATORS", frozenset())
+    assert {*over_seeds(lambda scene: reads_of_an_iterator(scene, form, "argument"), control=True)} != {11}
+
+
+def test_large_arrays_of_text_are_not_looked_through(scene):
+    labels = np.array(["a"] * 2000, object)
+    with mock.patch.object(_util, "_begins_plain", wraps=_util._begins_plain) as asked, scene.states.fork() as fork:
+        y = fork.run(lambda x, names: scene.plus(x, len(names)), scene.array(1), labels)
+    assert asked.called
+    assert scene.read(y) == 2001
+    assert len([*leaves(labels, calls=True)]) == 1
 
 
 class Odd:

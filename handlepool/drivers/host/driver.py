@@ -417,10 +417,13 @@ class HostDriver(Controls):
     def copy(self, target: Array, source: Array) -> None:
         self._note("copy")
         queue = self._current_queue()
+        if isinstance(source, np.ndarray) and not isinstance(source, HostArray) and queue.capture is None:
+            source = np.array(
+                source, order="K"
+            )  # NumPy's memory has its values now, and may be filled anew as soon as this returns
         self._enqueue(queue, np.copyto, (target,), (source,), "copy")
-        numpys = raw_view(target)[1] is None or raw_view(source)[1] is None
-        if numpys and queue.capture is None:  # whoever reads it next, or fills it anew, waits for nothing
-            self._streams.wait_on_host(queue.tail, "a copy from NumPy's memory, or to it")
+        if raw_view(target)[1] is None and queue.capture is None:  # nobody else waits for who reads it
+            self._streams.wait_on_host(queue.tail, "a copy to NumPy's memory")
 
     def copy_run(self, target: Array, source: Array, pointer: int) -> None:
         self._note("copy_run")
