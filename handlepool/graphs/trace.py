@@ -4,6 +4,7 @@ Which parameter an array given by reference belongs to is known only once the fu
 tensors have a geometry. So it runs with the arrays assigned by guess, and once more where the references say otherwise.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,27 @@ def match(tensor: Any, layout: Layout, title: str) -> None:
         tensor.set_data_type(kind)
     elif tensor.data_type != kind:
         raise ArrayTypeError(f"{title} is {layout.dtype}; tensor {tensor.name!r} was declared as {tensor.data_type.name}")
+
+
+def check_redeclared(tensor: Any, layout: Layout, title: str) -> None:
+    """Check what the function may have made of an array's tensor: other axes over the same elements, as of a vector, and no more.
+
+    Raises
+    ------
+    ArgumentError, ArrayTypeError
+        For another number of elements, for more memory than the array's, and for another type.
+    """
+    if tensor.data_type != frontend.data_type(layout.dtype):
+        raise ArrayTypeError(f"{title} is {layout.dtype}, and the function set its tensor's type to {tensor.data_type.name}")
+    shape, strides = tuple(tensor.dim), tuple(tensor.stride)
+    if shape == layout.shape and strides == tuple(element_strides(title, layout)):
+        return
+    end = layout.dtype.itemsize * (1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)))
+    if math.prod(shape) != layout.size or min(strides) < 0 or end > max(layout.reach, layout.dtype.itemsize):
+        raise ArgumentError(
+            f"{title} is of shape {layout.shape}, and the function declared its tensor with shape {shape} and strides {strides} "
+            f"(in elements), which are other elements; give it other axes over the same ones, or pass another array"
+        )
 
 
 def check_out(name: str, layout: Layout, out: Layout) -> None:
@@ -335,6 +357,8 @@ class Draft:
         for place, tensor in self._inputs():
             if id(tensor) not in own:
                 match(tensor, request.layouts[place], self._title(place))
+            else:
+                check_redeclared(tensor, request.layouts[place], self._title(place))
             inputs.append(tensor)
         if not inputs:
             raise ArgumentError(f"{self._recipe.name} has no inputs; a graph without any cannot be run")

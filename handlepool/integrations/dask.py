@@ -38,8 +38,8 @@ _BOUNDARIES = ("reflect", "periodic", "nearest", "none")
 _MOST_LANES = 32
 MOST_FUNCTIONS = 16
 """Of a worker: what `map_tiles` keeps of the one that was used least recently makes way."""
-MOST_PROGRAMS = 8
-"""Of a function, each for one geometry of a tile: the same."""
+MOST_PROGRAMS = 16
+"""Of a function, each for one geometry of a tile: the same. An image's middle, edges and corners are up to nine."""
 _CLOSING = 30.0
 """Seconds that a task waits at most for its worker to close, before it reports its error."""
 _STEP = 3.0
@@ -131,7 +131,7 @@ def map_tiles(
     *,
     depth: Any,
     shared: Sequence[Any] = (),
-    boundary: Any = "reflect",
+    boundary: Any = "none",
     extents: Mapping[int, int] | None = None,
     dtype: Any = None,
     lanes: int | None = 8,
@@ -150,7 +150,8 @@ def map_tiles(
     x : dask.array.Array
         Of NumPy's arrays.
     depth, boundary
-        As for `dask.array.map_overlap`: how far beyond its chunk the function looks, and what is beyond the array.
+        As for `dask.array.map_overlap`: how far beyond its chunk the function looks, and what is beyond the array. By default
+        there is nothing, and the function pads at the array's edges, as it does with the array in one piece.
     shared : sequence
         Further arguments, weights say: arrays of NumPy's as they are now, numbers and strings. They are copied to each worker's
         device once, in the layout that they have.
@@ -276,7 +277,7 @@ def _made(
     try:
         if not isinstance(tile, np.ndarray) or isinstance(tile, np.ma.MaskedArray):
             raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes arrays of NumPy's")
-        tile = np.ascontiguousarray(tile)  # as those are that come from other workers, so that all of a geometry are alike
+        tile = np.asarray(tile, order="C")  # as those are that come from other workers, so that all of a geometry are alike
         with _lock:
             recorded = _functions.pop(token, None) or _Function(function, weights, lanes)
             _functions[token] = recorded

@@ -278,13 +278,13 @@ def _new_beside(driver: Driver, known: Sequence[Piece | Token], result: object) 
 def pieces_or_tokens(driver: Driver, value: object) -> Pieces:
     """Return the memory of what is reached from a value; a token for what is no array, or one that does not say where it lies.
 
-    None is nothing, and so is an array without elements.
+    None is nothing, and so is an array without elements. An object counts with the arrays in its attributes, too.
     """
     found: Pieces = []
     for leaf in leaves(value):
         memory = piece_of(driver, leaf)
         if memory is None and leaf is not None:
-            found.append(Token(leaf))
+            found += [Token(leaf), *pieces_of(driver, leaf, calls=True)]
         elif memory is not None and memory[1] > memory[0]:
             found.append(memory)
     return found
@@ -310,8 +310,8 @@ def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | 
     mutates : str, callable, or a tuple of these, optional
         What it writes in place. An entry is a parameter's name, an attribute of one as ``"self.state"``, or a function of the
         call's arguments. What an entry gives counts with its memory if it is an array; lists, tuples and dictionaries are walked;
-        None is nothing. Any other object, as a plan, a generator or a file, is a token: two operations that mutate one token run
-        one after the other. ``()`` says that nothing is written.
+        None is nothing. Any other object, as a model, a plan, a generator or a file, is a token: two operations that mutate one
+        token run one after the other. The arrays in its attributes count, too. ``()`` says that nothing is written.
     reads : str, callable, or a tuple of these, optional
         What it reads beside the above.
 

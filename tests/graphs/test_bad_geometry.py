@@ -7,7 +7,7 @@ from harness.arrays import Arrays
 from harness.graphs import double
 
 import handlepool
-from handlepool import ArgumentError, ArraySpec, GraphNotSupportedError, HandlePool, ParallelStates, ops
+from handlepool import ArgumentError, ArraySpec, ArrayTypeError, GraphNotSupportedError, HandlePool, ParallelStates, ops
 from handlepool.testing import reference
 
 
@@ -29,6 +29,46 @@ def arrays(each_pool):
 @pytest.fixture
 def host(make_pool):
     return Arrays(make_pool())
+
+
+# What a function makes of its tensors
+
+
+CHANGES = {
+    "strides beyond the array": lambda x: x.set_stride([5000, 25, 5, 1]),
+    "strides far beyond it": lambda x: x.set_stride([500_000_000, 25, 5, 1]),
+    "fewer elements": lambda x: x.set_dim([1, 3, 5, 5]),
+    "more elements": lambda x: x.set_dim([4, 3, 5, 5]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_was_made_one_of_other_elements_is_refused(arrays, change):
+    @handlepool.graph
+    def changed(g, x):
+        return g.relu(CHANGES[change](x))
+
+    with pytest.raises(ArgumentError, match=r"changed argument 0 is of shape \(2, 3, 5, 5\), .* which are other elements"):
+        changed(arrays.random(2, 3, 5, 5))
+
+
+def test_a_tensor_that_was_given_another_type_is_refused(arrays):
+    @handlepool.graph
+    def changed(g, x):
+        return g.relu(x.set_data_type(cudnn.data_type.HALF))
+
+    x = arrays.random(2, 3, 5, 5)
+    with pytest.raises(ArrayTypeError, match=r"is float32, and the function set its tensor's type to HALF"):
+        changed(x)
+
+
+def test_a_tensor_may_be_given_other_axes_over_the_same_elements(arrays):
+    @handlepool.graph
+    def turned(g, x):
+        return g.relu(x.set_dim([2, 5, 5, 3]).set_stride([75, 5, 1, 25]))
+
+    x = arrays.random(2, 3, 5, 5)
+    assert arrays.error(turned(x), np.maximum(arrays.take(x).transpose(0, 2, 3, 1), 0)) < 1e-5
 
 
 # Axes and extents

@@ -11,6 +11,15 @@ def conv(x, w):
     return handlepool.conv2d(x, w, padding=1, activation="relu", deterministic=True)
 
 
+def network(x, w):
+    """Two convolutions that pad, and what they began with."""
+    return handlepool.add(handlepool.conv2d(conv(x, w), w, padding=1), x)
+
+
+def twofold(x):
+    return x * 2
+
+
 def wide(x, w):
     return handlepool.concat([conv(x, w), x], 1)
 

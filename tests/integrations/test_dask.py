@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 WORKERS = 2
 IMAGE = np.random.default_rng(1).standard_normal((1, 4, 30, 40)).astype("float32")
 WEIGHTS = np.random.default_rng(2).standard_normal((4, 4, 3, 3)).astype("float32")
-TILES = {"depth": {2: 1, 3: 1}, "shared": (WEIGHTS,)}
+TILES = {"depth": {2: 1, 3: 1}, "boundary": "reflect", "shared": (WEIGHTS,)}
 
 
 def image(chunks=(1, 4, 10, 10)):
@@ -72,6 +72,19 @@ def test_tiles_are_the_image_in_one_piece(here, scheduler):
     np.testing.assert_allclose(got, in_one_piece(here), rtol=1e-5, atol=1e-5)
 
 
+def test_a_network_that_pads_gives_by_default_what_it_gives_of_the_image_in_one_piece(here):
+    got = map_tiles(tiles.network, image(), depth={2: 2, 3: 2}, shared=(WEIGHTS,)).compute(scheduler="synchronous")
+    right = here.driver.asnumpy(tiles.network(here.driver.asarray(IMAGE), here.driver.asarray(WEIGHTS)))
+    np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
+    (kept,) = [each for each in integration._functions.values() if each._function is tiles.network]
+    assert len(kept._programs) == 4  # of the middle, the corners, and the edges above and beside it
+
+
+def test_an_array_without_axes_keeps_its_shape(here):
+    x = da.from_array(np.float32(3))
+    assert map_tiles(tiles.twofold, x, depth=0).compute(scheduler="synchronous").shape == x.shape == ()
+
+
 def test_the_function_is_recorded_once_for_each_geometry(here):
     called = []
 
@@ -105,7 +118,7 @@ def test_what_cannot_be_recorded_runs_eagerly_which_is_said_once(here):
 
 def test_what_is_shared_is_part_of_what_a_worker_keeps(here):
     for w in (WEIGHTS, WEIGHTS * 2, WEIGHTS):
-        got = map_tiles(tiles.conv, image(), depth={2: 1, 3: 1}, shared=(w,)).compute(scheduler="synchronous")
+        got = map_tiles(tiles.conv, image(), depth={2: 1, 3: 1}, boundary="reflect", shared=(w,)).compute(scheduler="synchronous")
         np.testing.assert_allclose(got, in_one_piece(here) * (w is not WEIGHTS) + in_one_piece(here), rtol=1e-5, atol=1e-5)
 
 
@@ -200,7 +213,7 @@ def test_what_is_shared_goes_to_workers_as_it_is(value, kind):
 def test_what_is_shared_is_as_it_was_when_it_was_given(here):
     """What a worker keeps is found by what was in it then: another call with the same weights finds it, too."""
     w = WEIGHTS.copy()
-    first = map_tiles(tiles.conv, image(), depth={2: 1, 3: 1}, shared=(w,))
+    first = map_tiles(tiles.conv, image(), depth={2: 1, 3: 1}, boundary="reflect", shared=(w,))
     w *= 2
     right = in_one_piece(here)
     for y in (first, map_tiles(tiles.conv, image(), **TILES)):

@@ -11,6 +11,7 @@ import handlepool
 from handlepool import CaptureError, ContractError, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
+from handlepool.regions import operation as operation_module
 
 HELD = {}
 """What nobody sees in a call: it is global."""
@@ -79,6 +80,31 @@ def test_g17_a_method_that_writes_its_objects_state_is_ordered_bound_or_not():
     assert {*over_seeds(lambda scene: methods(scene, Total.add))} == {(36, 36)}
     assert {*over_seeds(lambda scene: methods(scene, lambda total, array: total.add(array)))} == {(36, 36)}
     assert {*over_seeds(lambda scene: methods(scene, Total.add.__get__(None)))} == {(36, 36)}
+
+
+class Whole(Total):
+    @handlepool.operation(mutates="self")
+    def add(self, x):
+        self.scene.put(self.state, lambda state, x: state + x, self.state, x)
+
+
+def in_turn(scene, kind):
+    total = kind(scene)
+    with scene.states.fork() as fork:
+        for value in range(1, 5):
+            fork.run(total.add, scene.array(value))
+        read = fork.run(lambda: scene.plus(total.state, 0))
+        fork.run(total.add, scene.array(100))
+    return scene.read(read), scene.read(total.state)
+
+
+def test_g17_who_mutates_an_object_mutates_the_arrays_in_its_attributes():
+    assert {*over_seeds(lambda scene: in_turn(scene, Whole))} == {(10, 110)}
+
+
+def test_g17_control_where_the_object_is_a_token_alone(monkeypatch):
+    monkeypatch.setattr(operation_module, "pieces_of", lambda driver, *values, calls=False: [])
+    assert {*over_seeds(lambda scene: in_turn(scene, Whole), control=True)} != {(10, 110)}
 
 
 def bound(scene):
