@@ -418,9 +418,8 @@ class HostDriver(Controls):
         self._note("copy")
         queue = self._current_queue()
         if isinstance(source, np.ndarray) and not isinstance(source, HostArray) and queue.capture is None:
-            source = np.array(
-                source, order="K"
-            )  # NumPy's memory has its values now, and may be filled anew as soon as this returns
+            # NumPy's memory has its values now, and may be filled anew as soon as this returns.
+            source = np.array(source, order="K")
         self._enqueue(queue, np.copyto, (target,), (source,), "copy")
         if raw_view(target)[1] is None and queue.capture is None:  # nobody else waits for who reads it
             self._streams.wait_on_host(queue.tail, "a copy to NumPy's memory")
