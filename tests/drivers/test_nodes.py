@@ -82,7 +82,10 @@ def test_a_pointwise_operation_is_its_reference_in_any_shape_type_and_layout(nam
         its = [data.draw(st.sampled_from([1, extent])) if place != whole else extent for extent in shape]
         arrays.append(draw_array(data, its, dtype, reference.values))
     result = compiled_and_run(lambda g, *x: getattr(g, name)(*x, **parameters), *(array for array, _ in arrays))
-    assert_close(result, np.broadcast_to(reference.compute(*(x for _, x in arrays), **parameters), shape), dtype)
+    # A gradient's terms are as large as what it is made of, and may cancel each other.
+    largest = np.max([np.broadcast_to(np.abs(x), shape) for _, x in arrays], axis=0) if name.endswith("_backward") else None
+    expected = np.broadcast_to(reference.compute(*(x for _, x in arrays), **parameters), shape)
+    assert_close(result, expected, dtype, largest)
 
 
 def test_every_pointwise_operation_of_the_frontend_has_a_reference_and_is_evaluated():
