@@ -100,7 +100,7 @@ def record(
         For ``lanes`` that are no integer from 1 to 32, for ``plans`` that are neither True nor False, for a function that returns
         nothing, a generator or a coroutine, and for iterators as arguments, which the first call would use up.
     ArrayTypeError
-        For arrays of objects.
+        For an array of objects that holds arrays.
     OutOfMemoryError
         When there is no memory for the graph.
     StateBusyError
@@ -134,7 +134,7 @@ def record(
     if returned is None:
         raise _nothing(name)
     check_ran(function, returned)
-    likeness = _likeness(returned)
+    shapes = _shapes(returned)
     del returned
     tunings = _tuned(chosen, name, launches, home) if measured else ()
     recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)
@@ -147,7 +147,7 @@ def record(
             outputs = recording.capture(function, args, kwargs)
         if outputs is None:
             raise _nothing(name)
-        for one, other in zip_longest(likeness, _likeness(outputs), fillvalue="nothing"):
+        for one, other in zip_longest(shapes, _shapes(outputs), fillvalue="nothing"):
             if one != other:
                 raise CaptureError(
                     f"{name} returned something else when it was called again to be recorded: {one} the first time, and {other} "
@@ -165,7 +165,7 @@ def record(
         raise
 
 
-def _likeness(returned: object) -> list[str]:
+def _shapes(returned: object) -> list[str]:
     """Return, as text, the shapes and types of the arrays that a function returned."""
     return [shown(value) for value in leaves(returned) if holds_values(value)]
 
