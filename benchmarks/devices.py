@@ -47,8 +47,8 @@ BUS = "the bus alone, host to host"
 HOST = "spread, what its thread takes of the host"
 IN_FLIGHT = 2
 MOST_CALLS = 5000
-FEWEST_TASKS, MOST_TASKS = 100, 200
-"""For each of Dask's workers in a sample, however short that is to be: few items would bear all that a job takes beside them."""
+TASKS = 200
+"""For each of Dask's workers in a sample: few items would bear all that a job takes beside them."""
 MOST_HOST_MICROSECONDS = 60.0
 FROM_MILLISECONDS = {"spread": 2.0, "spread, host to host": 2.0, "dask, host to host": 20.0}
 """From which length of an item on there is a bound."""
@@ -174,8 +174,8 @@ class Spreading:
 
     def timed(self, count: int, clock: Callable[[], float] = perf_counter) -> float:
         """Seconds for so many items, by a clock."""
-        self.warm()
-        with no_collector():
+        with no_collector():  # it collects first, and the devices would go on meanwhile
+            self.warm()
             start = clock()
             for _ in range(count):
                 next(self.results)
@@ -415,8 +415,7 @@ def cases_of(
         else:
             network, found = chain(calls), []
             cluster.timed(network, work, len(devices), found)
-            tasks = min(max(count, FEWEST_TASKS * len(devices)), MOST_TASKS * len(devices))
-            add("dask, host to host", partial(cluster.timed, network, work), found, tasks)
+            add("dask, host to host", partial(cluster.timed, network, work), found, TASKS * len(devices))
     return cases
 
 

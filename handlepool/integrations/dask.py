@@ -327,6 +327,8 @@ class _Function:
             y = self._function(x, *shared) if program is None else program(x)
             if not isinstance(y, driver.array_types):
                 raise ArgumentError(f"the function returned what is of type {type(y).__name__}; it must be one array")
+            # A copy to pageable memory waits within CUDA, where it keeps other threads from giving their items meanwhile.
+            driver.synchronize_stream(_threads.stream.ptr)
             return driver.asnumpy(y)
 
     def _program(self, x: Any, tile: np.ndarray[Any, Any]) -> Program | None:

@@ -1085,16 +1085,19 @@ def test_control_what_an_item_needs_is_held_until_it_is_done(monkeypatch):
 # Faults
 
 
-def test_nothing_is_left_running_whichever_call_of_the_driver_fails(make_driver, monkeypatch):
+@pytest.mark.parametrize("resident", [False, True])
+def test_nothing_is_left_running_whichever_call_of_the_driver_fails(make_driver, monkeypatch, resident):
     """And what comes out before is right."""
     driver = make_driver(scheduler="adversarial", devices=2)
     with current(driver, monkeypatch) as pool:
         list(handlepool.spread(add, ARRAYS, shared=(SHIFT,), to="host"))
+        items = [driver.asarray(each) for each in ARRAYS[:5]] if resident else ARRAYS[:5]
+        options = {"devices": [0], "to": None} if resident else {"to": "host"}
         before, failed, k = streams(pool), True, 0
         while failed:
             k += 1
             got, error = [], RuntimeError(f"injected failure of call {k}")
-            results = handlepool.spread(add, ARRAYS[:5], shared=(SHIFT,), to="host", lanes=None)
+            results = handlepool.spread(add, items, shared=(SHIFT,), lanes=None, **options)
             driver.fail_at(k, None, error, spared=("push_stream", "pop_stream", "set_device"))
             try:
                 got.extend(results)
@@ -1102,7 +1105,7 @@ def test_nothing_is_left_running_whichever_call_of_the_driver_fails(make_driver,
                 pass
             failed = error.__traceback__ is not None
             driver.fail_at(0)
-            assert [np.unique(y).tolist() for y in got] == [[value] for value in RIGHT[: len(got)]]
+            assert [np.unique(driver.asnumpy(y)).tolist() for y in got] == [[value] for value in RIGHT[: len(got)]]
             assert next(results, "ended") == "ended"
             del results
             error.__traceback__ = None
