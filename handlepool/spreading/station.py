@@ -13,8 +13,8 @@ to the host. What orders them, and what each order serves:
 - All else that is allocated is held until the host has seen that the item is done, so nothing of it is used again too early.
 
 The first item of a geometry goes the general way, by the means that programs have for all callers. Further ones that hold plain
-arrays alone go a short one, with the same copies in the same order, and as few calls as there can be: see `Way`. There an item of this
-device is copied on the caller's stream itself, which spares three calls.
+arrays alone go a short one, with the same copies in the same order, and as few calls as there can be: see `Way`. There an item of
+this device is copied on the caller's stream itself, which spares three calls.
 """
 
 import warnings
