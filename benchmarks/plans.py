@@ -3,8 +3,9 @@
 Times begin when Python's modules are imported. Two parts take as long either way and are timed by themselves: "libraries" are
 the device's context and a handle, and "set-up" is what cuDNN loads when it is first asked for plans, of a graph that is none of
 those that are timed, or is given one. All else counts, from the first plan on. The bounds are for that, on both sides of a ratio;
-with what comes before on both sides it is printed. Then the ten functions are called, so that what a plan puts off to its first
-launch is seen, too.
+with what comes before on both sides it is printed. "10 plans" are of one convolution in as many geometries, "10 functions" are
+convolutions with and without an epilogue, their gradients, and products. Then they are called, so that what a plan puts off to
+its first launch is seen, too.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ from options import arguments, loaded, parse, positive
 from work import Shape, graph_function
 
 TEN = 10
-CASES = ("ten", "network", "many")
+FUNCTIONS = "functions"
+CASES = ("ten", FUNCTIONS, "network", "many")
 READY, NETWORK = 0.10, 0.15
 """What a second process may take of the first one's time: for ten graph functions, and for a network's plans."""
 TEN_MILLISECONDS, MANY_SECONDS = 20.0, 0.5
@@ -38,6 +40,32 @@ def shapes(count: int, small: bool) -> list[Shape]:
         batch = 1 + number // 32
         found.append(Shape(batch, channels, 5 if small else side, 8 if small else channels, 3, "float16", "NHWC"))
     return found
+
+
+def ten_functions(small: bool) -> list[tuple[Any, ...]]:
+    """Ten graph functions as a user writes them, each with what it is compiled for."""
+    from handlepool import ArraySpec, graph
+
+    half, same = "float16", {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
+    wide, side, rows = (8, 6, 8) if small else (64, 28, 512)
+    x = ArraySpec((2, wide, side, side), half, "NHWC")
+    w, bias = ArraySpec((wide, wide, 3, 3), half, "NHWC"), ArraySpec((1, wide, 1, 1), half, "NHWC")
+    narrow = ArraySpec((wide, wide, 1, 1), half, "NHWC")
+    point = {"padding": [0, 0], "stride": [2, 2], "dilation": [1, 1]}
+    matrix, batch = ArraySpec((rows, rows), half), ArraySpec((4, rows, rows), half)
+    row = ArraySpec((1, rows), half)
+    return [
+        (graph(lambda g, x, w: g.conv_fprop(x, w, **same)), x, w),
+        (graph(lambda g, x, w, b: g.bias(g.conv_fprop(x, w, **same), b)), x, w, bias),
+        (graph(lambda g, x, w, b: g.relu(g.bias(g.conv_fprop(x, w, **same), b))), x, w, bias),
+        (graph(lambda g, x, w, b, z: g.relu(g.add(g.bias(g.conv_fprop(x, w, **same), b), z))), x, w, bias, x),
+        (graph(lambda g, x, w, b: g.gelu(g.bias(g.conv_fprop(x, w, **same), b))), x, w, bias),
+        (graph(lambda g, x, w, b: g.swish(g.bias(g.conv_fprop(x, w, **point), b))), x, narrow, bias),
+        (graph(lambda g, dy, w: g.conv_dgrad(dy, w, **same).set_dim([2, wide, side, side])), x, w),
+        (graph(lambda g, x, dy: g.conv_wgrad(x, dy, **same).set_dim([wide, wide, 3, 3])), x, x),
+        (graph(lambda g, a, b: g.matmul(a, b)), batch, batch),
+        (graph(lambda g, a, b, c: g.gelu(g.add(g.matmul(a, b), c))), matrix, matrix, row),
+    ]
 
 
 def set_up(pool: Any) -> None:
@@ -89,16 +117,16 @@ def work(what: str, small: bool) -> dict[str, Any]:
         pool.get_handle()
     with clock("set-up"):
         set_up(pool)
-    if what.isdigit():
-        made = []
-        for shape in shapes(int(what), small):
+    if what == FUNCTIONS or what.isdigit():
+        made = ten_functions(small) if what == FUNCTIONS else []
+        for shape in shapes(int(what) if what.isdigit() else 0, small):
             x = ArraySpec((shape.batch, shape.channels, shape.side, shape.side), shape.dtype, shape.layout)
             w = ArraySpec((shape.filters, shape.channels, shape.kernel, shape.kernel), shape.dtype, shape.layout)
             made.append((graph_function(shape), x, w))
         with no_collector():
-            for f, x, w in made:
+            for f, *specs in made:
                 with clock("plans"):
-                    f.compile(x, w)
+                    f.compile(*specs)
         with driver.create_stream() as stream:
             calls = [(f, *(driver.empty(s.shape, s.strides, s.dtype) for s in specs)) for f, *specs in made[:TEN]]
             driver.synchronize_stream(stream.ptr)
@@ -139,13 +167,14 @@ def in_a_process(what: str, small: bool, driver: str, directory: Path | None) ->
 def compared(samples: dict[str, list[float]], options: Any, driver: str) -> tuple[dict[str, Any], Ratios]:
     """What was measured so far: times, and ratios with their bounds."""
     ratios = Ratios()
-    ten, network, many = f"{TEN} plans", "plans of googlenet", f"{options.many} plans"
+    ten, functions, network, many = f"{TEN} plans", f"{TEN} {FUNCTIONS}", "plans of googlenet", f"{options.many} plans"
     full = driver == "cuda" and not options.small
-    for name, most in ((ten, READY), (network, NETWORK)):
+    for name, most in ((ten, READY), (functions, READY), (network, NETWORK)):
         ratios.compare(samples, f"{name}, loaded", f"{name}, built", most if full else None)
-    for name in (f"{each} and {what}" for each in (ten, network) for what in ("set-up", "libraries", "first calls")):
+    for name in (f"{each} and {what}" for each in (ten, functions, network) for what in ("set-up", "libraries", "first calls")):
         ratios.compare(samples, f"{name}, loaded", f"{name}, built")
-    for name, unit, size, most in ((ten, "milliseconds", 1.0, TEN_MILLISECONDS), (many, "seconds", 1e3, MANY_SECONDS)):
+    few, lots = ("milliseconds", 1.0, TEN_MILLISECONDS), ("seconds", 1e3, MANY_SECONDS)
+    for name, (unit, size, most) in ((ten, few), (functions, few), (many, lots)):
         name += ", loaded"
         if name not in samples:
             continue
@@ -166,7 +195,7 @@ def main() -> int:
     driver = loaded(parser, options.driver)
     samples: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        called = dict(zip(CASES, (str(TEN), "googlenet", str(options.many)), strict=True))
+        called = dict(zip(CASES, (str(TEN), FUNCTIONS, "googlenet", str(options.many)), strict=True))
         cases = [called[case] for case in options.case]
         for repeat in progress(range(options.repeats + 1)):
             for what in cases:
@@ -178,14 +207,14 @@ def main() -> int:
                     files = found["files"]
                     if how == "loaded" and files != {"loaded": found["plans"], "missed": 0, "rejected": 0}:
                         raise RuntimeError(f"{what} was not loaded: {found}")
-                    name = f"{what} plans" if what.isdigit() else f"plans of {what}"
+                    name = f"{what} plans" if what.isdigit() else f"{TEN} {what}" if what == FUNCTIONS else f"plans of {what}"
                     if repeat or what == called["many"]:
                         taken = found["taken"]
                         samples.setdefault(f"{name}, {how}", []).append(taken["plans"])
                         began = taken["plans"] + taken["set-up"]
                         samples.setdefault(f"{name} and set-up, {how}", []).append(began)
                         samples.setdefault(f"{name} and libraries, {how}", []).append(began + taken["libraries"])
-                        if what == called["ten"]:
+                        if what in (called["ten"], FUNCTIONS):
                             samples.setdefault(f"{name} and first calls, {how}", []).append(taken["plans"] + taken["first calls"])
             if repeat:
                 write(options, "plans", driver, *compared(samples, options, driver), repeats=repeat)
