@@ -345,6 +345,27 @@ def attributes(*owners: object) -> list[Any]:
     return [each for each in found if type(each) not in _PROXIES]
 
 
+def telling(value: object, depth: int = 4, *, names: bool = False) -> object:
+    """Return what tells a function from others: its code, and numbers, text and functions in its defaults and closure.
+
+    With ``names`` also those among the globals that it names. Of all else, as arrays, it is the type: those are what the function
+    is given.
+    """
+    if isinstance(value, (int, float, complex, str, bytes)):
+        return value
+    inside: Iterable[object] = ()
+    if depth and isinstance(value, FunctionType):
+        known = [value.__globals__.get(name) for name in value.__code__.co_names] if names else []
+        inside = (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()), *known)
+    elif depth and isinstance(value, partial):
+        inside = (value.func, value.args, value.keywords)
+    elif depth and isinstance(value, (tuple, list)):
+        inside = value
+    elif depth and isinstance(value, dict):
+        inside = value.values()
+    return getattr(value, "__code__", type(value)), *[telling(each, depth - 1, names=names) for each in inside]
+
+
 def frames_inside() -> int:
     """Return how many frames of this package the caller is deep in, for a warning's ``stacklevel``: whoever called into it."""
     frame, depth = sys._getframe(1), 1  # noqa: SLF001 - public in all but its name

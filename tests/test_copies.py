@@ -4,9 +4,10 @@ import copy
 import gc
 import pickle
 
+import numpy as np
 import pytest
 
-from handlepool import ParallelStateExecutor, ParallelStates
+from handlepool import ParallelStateExecutor, ParallelStates, graph
 
 WAYS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps, "of old": lambda value: pickle.dumps(value, 0)}
 
@@ -27,6 +28,11 @@ def test_g1_a_fork_is_not_copied_and_no_two_forks_share_a_slot(scene, way):
         handles = [fork.run(scene.pool.get_handle) for fork in (one, other, one, other)]
     assert len(set(map(id, handles))) == 4
     refuse(way, one)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_plan_is_not_copied(pool, way):
+    refuse(way, graph(lambda g, x: g.relu(x)).plan_for(pool.driver.asarray(np.ones((2, 3), np.float32))))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

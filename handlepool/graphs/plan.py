@@ -167,6 +167,13 @@ class Plan:
         """
         self._chooser()(self, True)
 
+    def __reduce__(self) -> Any:
+        """Refuse to be copied: what cuDNN built is of this process."""
+        raise TypeError(
+            f"a plan of {self.name} cannot be copied or pickled; call the graph function in the other process, and give both a "
+            f"plan directory"
+        )
+
     def _other(self, index: int, keep: bool) -> "Plan":
         number = as_integer(index, -1)
         if not 0 <= number < self.candidates:

@@ -134,6 +134,11 @@ class Signature:
         variadic = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), None)
         if not positional and variadic is None:
             raise ArgumentError(f"{shown(function)} takes no graph; its first parameter is the graph, as in f(g, x, w)")
+        if positional and positional[0].name == "self":
+            raise ArgumentError(
+                f"{shown(function)} takes self, and is to take the graph first, as in f(g, x, w): a graph function is no method. "
+                f"Define it outside of the class, or under @staticmethod"
+            )
         tensors, named = positional[1:], [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
         return cls(
             tuple(p.name for p in tensors if p.default is p.empty),

@@ -33,6 +33,7 @@ from handlepool import (
     PoisonedContextError,
     Program,
 )
+from handlepool._util import telling
 
 _BOUNDARIES = ("reflect", "periodic", "nearest", "none")
 _MOST_LANES = 32
@@ -278,9 +279,11 @@ def _made(
         if not isinstance(tile, np.ndarray) or isinstance(tile, np.ma.MaskedArray):
             raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes arrays of NumPy's")
         tile = np.asarray(tile, order="C")  # as those are that come from other workers, so that all of a geometry are alike
+        # By what the function is now, too: a token is its name alone where it is a module's, and of when map_tiles was called.
+        key = token, telling(function, names=True)
         with _lock:
-            recorded = _functions.pop(token, None) or _Function(function, weights, lanes)
-            _functions[token] = recorded
+            recorded = _functions.pop(key, None) or _Function(function, weights, lanes)
+            _functions[key] = recorded
             while len(_functions) > MOST_FUNCTIONS:
                 _functions.popitem(last=False)
         value = recorded(tile)
@@ -361,7 +364,7 @@ class _Function:
         return program
 
 
-_functions: OrderedDict[str, _Function] = OrderedDict()
+_functions: OrderedDict[Hashable, _Function] = OrderedDict()
 _lock = threading.Lock()  # guards that
 _threads = threading.local()  # each has its stream, of a driver
 

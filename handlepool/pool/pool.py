@@ -64,6 +64,7 @@ class HandlePool:
         strict: bool = False,
         plan_directory: str | os.PathLike[str] | None = None,
     ) -> None:
+        driver = getattr(driver, "__dict__", {}).get("checked_driver", driver)  # of a pool that checks
         made = hasattr(type(driver), "current_device")
         if not (driver is None or isinstance(driver, str) or made):
             raise ArgumentError(f"HandlePool(driver={shown(driver)}): pass 'cuda', 'host', a driver object, or None")

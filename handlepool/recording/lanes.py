@@ -412,7 +412,7 @@ class Lanes:
             if made or written:
                 changed += map(self._uses.piece, [*made, *written])
             if self._called:
-                self._take_in_called(node, {*reads, *writes}, met, changed)
+                self._take_in_called(node, {*reads}, {*writes}, met, changed)
             write_down(lane.track, node.call, met, changed)
             self.used[node.step] = reads, [*writes, *made, *written]
             if self._asked:
@@ -428,10 +428,12 @@ class Lanes:
         if not got:
             self._check_nothing(name, place, reads, writes, result)
 
-    def _take_in_called(self, node: _Node, declared: set[Piece | Token], met: list[Use], changed: list[Use]) -> None:
+    def _take_in_called(
+        self, node: _Node, reads: set[Piece | Token], writes: set[Piece | Token], met: list[Use], changed: list[Use]
+    ) -> None:
         """Have a node use what calls inside it do, also where it does not say so itself; refused where it came after less."""
-        read = [piece for reads, _ in self._called for piece in reads if piece not in declared]
-        written = [piece for _, writes in self._called for piece in writes if piece not in declared]
+        read = [piece for inner, _ in self._called for piece in inner if piece not in reads and piece not in writes]
+        written = [piece for _, inner in self._called for piece in inner if piece not in writes]
         inner = [*map(self._uses.piece, read)], [*map(self._uses.piece, written)]
         for track, call in needs_of(*inner).items():
             if node.known.get(track, 0) < call:

@@ -61,7 +61,7 @@ def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: i
 
 
 def check_strides(place: str, shape: Sequence[int], recorded: Sequence[int], given: Sequence[int], itemsize: int = 1) -> None:
-    """Refuse what lies otherwise than what was recorded; strides of axes of extent 1 say nothing.
+    """Refuse what lies otherwise than what was recorded; strides of axes of extent 1 say nothing, nor those of no element.
 
     ``itemsize`` is how much an element counts in the strides: its bytes in those of an array, 1 in a tensor's.
 
@@ -82,7 +82,7 @@ def check_strides(place: str, shape: Sequence[int], recorded: Sequence[int], giv
 
 
 def _same(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    return all(a == b for extent, a, b in zip(shape, one, other, strict=True) if extent != 1)
+    return 0 in shape or all(a == b for extent, a, b in zip(shape, one, other, strict=True) if extent != 1)
 
 
 def in_order(pool: PoolInternals, device: int, pointer: int, step: Callable[[], object]) -> None:

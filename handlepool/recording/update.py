@@ -7,7 +7,7 @@ import numpy as np
 
 from handlepool._util import kind_of, leaves, shown
 from handlepool.drivers.protocol import ASARRAY, Driver, taken
-from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, DeviceMismatchError
 from handlepool.graphs.arrays import MASKED, is_array
 from handlepool.recording import tensors
 from handlepool.regions.stream_order import integration
@@ -91,10 +91,13 @@ class Inputs:
         copies = [copy for place, old, new in places for copy in _copies(driver, f"{name}: {place}", device, old, new)]
         _check_values(driver, name, copies)
         for copy in copies if self._replaced else ():
-            if not copy.shift and driver.array_pointer(copy.target) in self._replaced:
+            if driver.array_pointer(copy.target) not in self._replaced:
+                continue
+            if not copy.shift or share(piece_of(driver, copy.target), piece_of(driver, copy.source)):
+                meets = "shares memory with" if copy.shift else "is"
                 raise ArgumentError(
-                    f"{copy.place} is the array that {name} was recorded with, and holds the values of another one since a "
-                    f"call or an update: record with a copy, x.copy(order='K'), to keep x; or pass None for what it holds now"
+                    f"{copy.place} {meets} the array that {name} was recorded with, which was overwritten by a call or an update "
+                    f"since: record with a copy, x.copy(order='K'), to keep x; or pass None for what it holds now"
                 )
         return [copy for copy in copies if copy.shift]
 
@@ -106,6 +109,37 @@ class Inputs:
         """Be told that outputs were copied where the caller said: who passes an input of these again means what it holds."""
         if self._replaced:
             self._replaced.difference_update([driver.array_pointer(copy.target) for copy in copies])
+
+
+def entries(driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arrays among arguments, of any library, and in their lists, tuples and dictionaries, by their places."""
+    kind = driver.array_types
+    named = [*((f"argument {place}", value) for place, value in enumerate(args)), *kwargs.items()]
+    found = [pair for place, value in named if _has_array(value, kind) for pair in _arrays(place, _fixed(value))]
+    return {place: leaf for place, leaf in found if isinstance(leaf, kind) or is_foreign(leaf)}
+
+
+def check_entries(name: str, before: dict[str, Any], first: dict[str, Any], second: dict[str, Any] | None = None) -> None:
+    """Refuse a function that changed a list or dictionary that it was given: no replay does that.
+
+    ``first`` and ``second`` are the `entries` after each of its two calls. New entries of a dictionary may be made by both.
+
+    Raises
+    ------
+    CaptureError
+        Naming the entry.
+    """
+    now = first if second is None else second
+    changed = next((place for place, array in before.items() if now.get(place) is not array), None)
+    what = "gone" if changed not in now else "another array now"
+    if changed is None and second is not None:
+        what = "what its first call put there"
+        changed = next((place for place, array in first.items() if place not in before and second.get(place) is array), None)
+    if changed is not None:
+        raise CaptureError(
+            f"{name} changed a list or dictionary that it was given, which no replay does: {changed} is {what}. Have it change "
+            f"one of its own, as dict(d) or list(d) makes one"
+        )
 
 
 def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:

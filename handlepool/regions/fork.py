@@ -14,7 +14,7 @@ from threading import get_ident
 from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
-from handlepool._util import check_ran
+from handlepool._util import check_ran, name_of
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, OwnershipError, PoolClosedError
 from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, launchers, on_device, recordings, run_on, thread
@@ -165,7 +165,7 @@ class Fork:
         ArgumentError
             For a function that returns a generator or a coroutine, of which nothing has run.
         OwnershipError
-            In another thread than the fork's.
+            In another thread than the fork's; and inside a branch: open another fork there.
         PoolClosedError
             After the fork was left, or the pool closed.
         """
@@ -188,6 +188,11 @@ class Fork:
             result: T = hit(function, pool, self._begin if self._ordered else self._begin_unordered, args, kwargs)
             if result is not NOT_CACHED:
                 return result
+        if (order := self._order) is not None and order.running is not self._within:
+            raise OwnershipError(
+                f"fork.run({name_of(function)}) was called inside a branch: it is for the body of the fork. Inside a branch open "
+                f"another one, with states.fork() as inner"
+            )
         if recordings and thread.recording is not None:
             thread.recording.check("a fork", self._pointer, driver, self._mark)
         if prepare is None:

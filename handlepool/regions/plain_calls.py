@@ -79,11 +79,12 @@ class PlainCall(Memory):
         What it reads. A list may be emptied meanwhile, and an attribute or a closure's name be given anew.
     """
 
-    __slots__ = ("_driver", "_exact", "_form", "_given", "_guess", "_out", "held")
+    __slots__ = ("_call", "_driver", "_exact", "_form", "_given", "_guess", "_out", "held")
 
     def __init__(self, driver: Driver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = getattr(function, "__qualname__", None) or kind_of(function)
         function = bound_call(function)
+        self._call = function, args, kwargs
         self._driver = driver
         codes = tuple(_codes((function, args, kwargs)))
         self._guess = name, codes[:1]
@@ -106,12 +107,13 @@ class PlainCall(Memory):
     def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, result: object) -> None:
         """Write down what the function wrote, now that it has returned; None where nobody saw what it allocated."""
         new = [self._driver.block_range(block) for block in allocated or ()]
-        found = arrays_in(self._driver, result)
+        found = arrays_in(self._driver, result, calls=True)
         made: list[Piece] = [(start, stop, None) for start, stop in new]
         others: list[Piece] = []
         for _, memory in found:
             inside = any(start <= memory[0] and memory[1] <= stop for start, stop in new)
             (made if inside else others).append(memory)
+        others += self._put_elsewhere()
         pure = self._exact or self._are_new(found, new)
         if not pure:
             in_place = not found or any(share(memory, known) for _, memory in found for known in self._given)
@@ -125,6 +127,14 @@ class PlainCall(Memory):
             if not pure:
                 self._tell(order, track)
         order.note_found(track, made, others if pure else others + self._given)
+
+    def _put_elsewhere(self) -> list[Piece]:
+        """Return the memory of torch's tensors that the call put into what it was given: whose allocator nobody sees."""
+        if "torch" not in sys.modules:
+            return []
+        known, kind = {*map(id, self.held)}, self._driver.array_types
+        found = arrays_in(self._driver, *self._call, calls=True)
+        return [memory for value, memory in found if id(value) not in known and not isinstance(value, kind)]
 
     def failed(self, order: DataOrder, track: Track, allocated: Sequence[Any]) -> None:
         """Write down what the function may have written before it raised an error."""

@@ -524,7 +524,7 @@ class Station:
             function, shared = self._function, self._shared
 
             def call(item: Any) -> Any:
-                return function(item, *shared)
+                return function(rebuilt(item, _itself), *shared)  # it may change the lists and dictionaries of its item
 
             call.__qualname__ = self._name
             try:
@@ -555,6 +555,10 @@ def rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
         return entries
     named: Any = type(value)
     return named(*entries) if hasattr(named, "_fields") else tuple(entries)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def geometry(value: Any) -> Hashable:

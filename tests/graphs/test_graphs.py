@@ -84,6 +84,14 @@ def test_what_is_no_function_of_a_graph(function):
         GraphFunction(function)
 
 
+def test_a_method_is_no_graph_function():
+    def relu(self, g, x):
+        return g.relu(x)
+
+    with pytest.raises(ArgumentError, match=r"takes self, and is to take the graph first, .* under @staticmethod"):
+        GraphFunction(relu)
+
+
 @pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype(np.float16), "bfloat16", "float32", None])
 def test_every_way_of_naming_a_type(pool, x, dtype):
     fn = handlepool.graph(twice, io_dtype=dtype)

@@ -301,6 +301,30 @@ def test_calls_inside_a_call_that_use_more_than_it_says_are_refused_where_it_com
     assert works(scene)
 
 
+@pytest.mark.parametrize("writes_first", [True, False])
+def test_what_a_call_reads_and_a_call_inside_it_writes_is_written(scene, writes_first):
+    @handlepool.operation
+    def tripling(scene, x, y):  # says that it reads both
+        times(scene, y, 3)
+        return scene.plus(x, 0)
+
+    def function(scene, x, y):
+        if writes_first:
+            return tripling(scene, x, y), plus(scene, y, 0)
+        return plus(scene, y, 0), tripling(scene, x, y)
+
+    args = scene, scene.array(1), scene.array(1)
+    if not writes_first:
+        with pytest.raises(CaptureError, match=r"tripling at \S+ calls what uses memory that plus at \S+ uses, too"):
+            handlepool.record(function, *args, lanes=4)
+        assert works(scene)
+        return
+    with handlepool.record(function, *args, lanes=4) as program:
+        program.replay()
+        assert [scene.read(y) for y in program.outputs] == [1, 9]
+        assert program.explain().steps[1].after == (0,)
+
+
 def test_g17_what_calls_inside_a_call_use_is_known_to_those_that_follow(scene):
     @handlepool.operation
     def reading(scene, x, deep):

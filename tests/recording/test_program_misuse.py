@@ -921,3 +921,65 @@ def test_a_program_cannot_be_copied(scene, duplicate):
         with pytest.raises(TypeError, match="owns a graph and memory and cannot be copied or pickled"):
             duplicate(program)
         program.replay()
+
+
+def doubled(scene, given):
+    """Give back what it was given otherwise, and the sum of that."""
+    given["x"] = scene.plus(given["x"], 10)
+    return scene.plus(given["x"], 1)
+
+
+def turned(scene, given):
+    """Turn a list around."""
+    given.reverse()
+    return scene.plus(given[0], 1)
+
+
+def longer(scene, given):
+    """Put something into a list."""
+    given.append(scene.plus(given[0], 1))
+    return given[-1]
+
+
+def taken(scene, given):
+    """Take something out of a dictionary."""
+    return scene.plus(given.pop("x"), 1)
+
+
+def cached(scene, given):
+    """Make something that is made once."""
+    return given.setdefault("made", scene.plus(given["x"], 1))
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (doubled, r"argument 1\['x'\] is another array now"),
+        (turned, r"argument 1\[0\] is another array now"),
+        (longer, r"argument 1\[2\] is what its first call put there"),
+        (taken, r"argument 1\['x'\] is gone"),
+        (cached, r"argument 1\['made'\] is what its first call put there"),
+    ],
+)
+def test_a_function_that_changes_a_list_or_dictionary_that_it_is_given_is_refused(scene, function, what, lanes):
+    x, y = scene.array(1), scene.array(2)
+    given = [x, y] if function in (turned, longer) else {"x": x, "y": y}
+    with pytest.raises(CaptureError, match=f"{function.__name__} changed a list or dictionary .*: {what}. Have it change one of"):
+        handlepool.record(function, scene, given, lanes=lanes)
+    given = [x, y] if function in (turned, longer) else {"x": x, "y": y}
+    with handlepool.record(lambda given: function(scene, given.copy()), given, lanes=lanes) as program:
+        program.replay()
+        assert scene.read(program.outputs) == {doubled: 12, turned: 3}.get(function, 2)
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+def test_a_dictionary_may_be_given_new_entries(scene, lanes):
+    def function(scene, given):
+        given["y"] = scene.plus(given["x"], 10)
+        given["z"] = scene.plus(given["y"], 100)
+        return given["z"]
+
+    x = scene.array(1)
+    with handlepool.record(function, scene, {"x": x}, lanes=lanes) as program:
+        assert scene.read(program({"x": scene.array(2)})) == 112

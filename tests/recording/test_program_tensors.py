@@ -96,7 +96,7 @@ def test_an_update_writes_into_tensors(scene, program):
     assert read(scene, program.outputs["sum"][0]) == 30
     assert read(scene, x) == 10
     assert (x.written, named["y"].written) == (1, 1)
-    with pytest.raises(ArgumentError, match=r"argument 0 is the array that .* was recorded with, and holds"):
+    with pytest.raises(ArgumentError, match=r"argument 0 is the array that .* was recorded with, which was overwritten"):
         program.update(x, None, None)
     program.update(named["y"], {"y": x}, None)  # swapped
     assert (read(scene, x), read(scene, named["y"])) == (20, 10)

@@ -1116,6 +1116,22 @@ def test_nothing_is_left_running_whichever_call_of_the_driver_fails(make_driver,
         assert len(got) == 5
 
 
+def test_a_function_may_change_the_dictionary_of_its_item(pool):
+    def function(item):
+        item["x"] = item["x"] + 10
+        return item.pop("x") + item["y"]
+
+    items = [{"x": np.full(4, value, np.float32), "y": np.ones(4, np.float32)} for value in range(6)]
+    got = [*handlepool.spread(function, items, to="host")]
+    assert [np.unique(y).tolist() for y in got] == [[value + 11] for value in range(6)]
+    assert all(item.keys() == {"x", "y"} for item in items)
+
+
+def test_an_item_may_have_no_elements(pool):
+    got = [*handlepool.spread(lambda x: x + 1, [np.zeros((3, 0), np.float32)] * 3, to="host")]
+    assert [y.shape for y in got] == [(3, 0)] * 3
+
+
 def test_an_object_in_the_closure_may_hold_an_array_for_each_device(pool):
     driver = pool.driver
     each = SimpleNamespace(arrays={})
