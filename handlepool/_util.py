@@ -348,20 +348,21 @@ def attributes(*owners: object) -> list[Any]:
 def telling(value: object, depth: int = 4, *, names: bool = False) -> object:
     """Return what tells a function from others: its code, and numbers, text and functions in its defaults and closure.
 
-    With ``names`` also those among the globals that it names. Of all else, as arrays, it is the type: those are what the function
-    is given.
+    With ``names`` also those among the globals that it names, and none in lists and dictionaries, where it may keep what it did.
+    Of all else, as arrays, it is the type: those are what the function is given.
     """
     if isinstance(value, (int, float, complex, str, bytes)):
         return value
     inside: Iterable[object] = ()
     if depth and isinstance(value, FunctionType):
         known = [value.__globals__.get(name) for name in value.__code__.co_names] if names else []
-        inside = (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()), *known)
+        named = (value.__kwdefaults__ or {}).items()
+        inside = (value.__defaults__, *named, *map(content, value.__closure__ or ()), *known)
     elif depth and isinstance(value, partial):
-        inside = (value.func, value.args, value.keywords)
-    elif depth and isinstance(value, (tuple, list)):
+        inside = (value.func, value.args, *value.keywords.items())
+    elif depth and (isinstance(value, tuple) or (isinstance(value, list) and not names)):
         inside = value
-    elif depth and isinstance(value, dict):
+    elif depth and isinstance(value, dict) and not names:
         inside = value.values()
     return getattr(value, "__code__", type(value)), *[telling(each, depth - 1, names=names) for each in inside]
 

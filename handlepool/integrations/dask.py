@@ -155,7 +155,7 @@ def map_tiles(
         there is nothing, and the function pads at the array's edges, as it does with the array in one piece.
     shared : sequence
         Further arguments, weights say: arrays of NumPy's as they are now, numbers and strings. They are copied to each worker's
-        device once, in the layout that they have.
+        device once, in the layout that they have. The function must not write to them.
     extents : mapping, optional
         For axes whose extent the function changes, channels say, how large they are then. They have one chunk, and no depth.
     dtype : optional

@@ -107,13 +107,14 @@ class PlainCall(Memory):
     def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, result: object) -> None:
         """Write down what the function wrote, now that it has returned; None where nobody saw what it allocated."""
         new = [self._driver.block_range(block) for block in allocated or ()]
-        found = arrays_in(self._driver, result, calls=True)
+        found = arrays_in(self._driver, result, calls=type(result) not in (self._driver.array_types[0], type(None)))
         made: list[Piece] = [(start, stop, None) for start, stop in new]
         others: list[Piece] = []
         for _, memory in found:
             inside = any(start <= memory[0] and memory[1] <= stop for start, stop in new)
             (made if inside else others).append(memory)
-        others += self._put_elsewhere()
+        if "torch" in sys.modules:
+            others += self._put_elsewhere()
         pure = self._exact or self._are_new(found, new)
         if not pure:
             in_place = not found or any(share(memory, known) for _, memory in found for known in self._given)
@@ -130,8 +131,6 @@ class PlainCall(Memory):
 
     def _put_elsewhere(self) -> list[Piece]:
         """Return the memory of torch's tensors that the call put into what it was given: whose allocator nobody sees."""
-        if "torch" not in sys.modules:
-            return []
         known, kind = {*map(id, self.held)}, self._driver.array_types
         found = arrays_in(self._driver, *self._call, calls=True)
         return [memory for value, memory in found if id(value) not in known and not isinstance(value, kind)]

@@ -65,9 +65,9 @@ def spread(
         must not copy from the host: what it needs of there belongs in ``shared``.
     items : iterable
         Arrays of NumPy's or of the driver's, on any device, also in lists, tuples and dictionaries; a tuple stays one argument.
-        They are taken as devices come to be free, and may be overwritten when the next one is taken, page-locked ones, too. An
-        item that holds anything else runs eagerly; arrays of the driver's are not looked for in there to be copied, but refused.
-        One of another device has no gaps between its elements.
+        They are taken as devices come to be free, and may be overwritten when the next one is taken, page-locked ones, too, and
+        those on a device by the stream that was current there. An item that holds anything else runs eagerly; arrays of the
+        driver's are not looked for in there to be copied, but refused. One of another device has no gaps between its elements.
     shared : sequence
         Further arguments, weights say: read by all calls, and written by none. Their arrays are copied to each device once, and
         used as they are where they lie.

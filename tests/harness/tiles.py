@@ -35,6 +35,13 @@ def order_of_axes(x, w):
     return x * 0 + int("".join(map(str, order)))
 
 
+SCALE = 2
+
+
+def scaled(x):
+    return x * SCALE
+
+
 def in_place(x):
     x += 1
     return x * 2

@@ -122,6 +122,25 @@ def test_what_is_shared_is_part_of_what_a_worker_keeps(here):
         np.testing.assert_allclose(got, in_one_piece(here) * (w is not WEIGHTS) + in_one_piece(here), rtol=1e-5, atol=1e-5)
 
 
+def test_a_function_is_what_it_is_when_a_tile_is_computed(here, monkeypatch):
+    def got(function):
+        return map_tiles(function, image(), depth=0).compute(scheduler="synchronous").ravel()[0] / IMAGE.ravel()[0]
+
+    assert got(tiles.scaled) == 2
+    monkeypatch.setattr(tiles, "SCALE", 5)
+    assert got(tiles.scaled) == 5
+    factor = 3
+
+    def by_factor(x):
+        return x * factor
+
+    late = map_tiles(by_factor, image(), depth=0)
+    factor = 4
+    assert late.compute(scheduler="synchronous").ravel()[0] / IMAGE.ravel()[0] == 4
+    factor = 3
+    assert got(by_factor) == 3
+
+
 def test_what_is_done_in_place_is_done_once_to_each_tile(here):
     x = image().persist(scheduler="synchronous")
     got = map_tiles(tiles.in_place, x, depth=0).compute(scheduler="synchronous")

@@ -131,6 +131,12 @@ def test_prewarm_refuses_negative_numbers(make_pool, options):
     assert_usable(pool)
 
 
+def test_the_driver_of_a_pool_that_checks_is_a_driver(make_pool):
+    pool = make_pool(check=True)
+    with HandlePool(driver=pool.driver) as other:
+        assert other.get_handle() is not pool.get_handle()
+
+
 @pytest.mark.parametrize("driver", [HostDriver, object(), 5, b"host", True])
 def test_what_is_no_driver_is_refused(driver):
     with pytest.raises(ArgumentError, match=r"HandlePool\(driver=.*\): pass 'cuda', 'host', a driver object, or None"):

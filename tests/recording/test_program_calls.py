@@ -9,7 +9,16 @@ from harness.scenes import TIMEOUT, Scene, Thread, over_seeds, without_waits_of_
 from harness.uses import ON_A_SIDE_STREAM, STREAMS
 
 import handlepool
-from handlepool import ArgumentError, ArrayTypeError, ContractError, DeviceMismatchError, OwnershipError, PoolClosedError
+from handlepool import (
+    ArgumentError,
+    ArrayTypeError,
+    ContractError,
+    DeviceMismatchError,
+    HandlePool,
+    OwnershipError,
+    PoolClosedError,
+    ops,
+)
 from handlepool.recording.update import Inputs
 
 Pair = namedtuple("Pair", "first second")
@@ -128,6 +137,31 @@ def test_outputs_may_be_carried_into_the_inputs(scene):
         for before in (1, 11, 21):  # every output is read before the first array is written
             program(None, out=(state, last))
             assert (scene.read(last), scene.read(state)) == (before, before + 10)
+
+
+def test_a_window_over_memory_that_was_overwritten_is_refused(scene):
+    series = scene.driver.asarray(np.arange(8, dtype=np.float32))
+
+    def function(x):
+        return ops.add(x, x, pool=scene.pool)
+
+    with handlepool.record(function, series[0:4]) as program:
+        program(series[4:8])
+        with pytest.raises(
+            ArgumentError, match=r"argument 0 shares memory with the array that .* which was overwritten by a call"
+        ):
+            program(series[1:5])
+    series = scene.driver.asarray(np.arange(8, dtype=np.float32))
+    with handlepool.record(function, series[0:4].copy()) as program:
+        assert [program(series[i : i + 4]).get()[0] for i in (1, 2, 1)] == [2, 4, 2]
+
+
+def test_what_is_recorded_with_an_array_of_numpys_reads_it_at_each_call(make_driver):
+    with HandlePool(driver=make_driver(check_order=True)) as pool, pool.driver.create_stream():
+        program = handlepool.record(lambda x: ops.add(x, x, pool=pool), np.ones((1, 1, 4, 4), np.float32), pool=pool)
+        for value in (2, 3):
+            assert np.unique(program(np.full((1, 1, 4, 4), value, np.float32)).get()).tolist() == [2 * value]
+        program.close()
 
 
 def test_a_recorded_array_is_refused_where_it_holds_another_ones_values_by_now(scene):

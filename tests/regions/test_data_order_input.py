@@ -85,6 +85,28 @@ def test_g17_wait_outside_of_the_body_is_refused(world):
         fork.wait(x)
 
 
+def test_g17_run_inside_a_branch_is_refused_and_a_fork_inside_it_is_not(world):
+    def own(x, depth):
+        if depth == 0:
+            return x + 1
+        with world.states.fork() as inner:
+            one, other = inner.run(own, x, depth - 1), inner.run(own, x, depth - 1)
+            return inner.run(np.add, one, other)
+
+    def same(x):
+        for run in (fork.run, lambda function, x: fork.map(function, [x, x])):
+            with pytest.raises(
+                OwnershipError, match=r"was called inside a branch: it is for the body of the fork.* open another one"
+            ):
+                run(lambda x: x * 2, x)
+        return x + 1
+
+    with world.states.fork() as fork:
+        y, z = fork.run(same, world.array()), fork.run(own, world.array(), 2)
+    assert (y.get() == 2).all()
+    assert (z.get() == 8).all()
+
+
 def test_g17_wait_inside_a_branch_is_refused(world):
     x = world.array()
 

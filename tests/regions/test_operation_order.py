@@ -1,6 +1,7 @@
 """Operations in forks: data orders them as branches, in branches and in the fork's body, and nothing else does (guarantee 17)."""
 
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -553,6 +554,49 @@ def beside_a_reader(scene, function, t, *args):
     with scene.states.fork() as fork:
         fork.run(look, t)
         fork.run(function, t, *args)
+
+
+@dataclass
+class Wrapped:
+    """As what a function returns."""
+
+    value: object
+
+
+def put_into_an_attribute(box, value):
+    box.value = value
+
+
+def put_into_a_list(box, value):
+    box.found.append(value)
+
+
+def put_into_a_global(box, value):
+    HIDDEN[:] = [value]
+
+
+HIDDEN = []
+
+
+@pytest.mark.parametrize(("put", "waits"), [(None, 2), (put_into_an_attribute, 2), (put_into_a_list, 2), (put_into_a_global, 1)])
+def test_g17_a_branch_waits_for_who_made_a_tensor_however_that_left_its_branch(scene, ones, put, waits):
+    """For the caller, and for the maker; not where it is put into a global, so the other waits are for the maker indeed."""
+
+    def making(box, t):
+        made = ones(4)
+        return Wrapped(made) if put is None else put(box, made)
+
+    for _ in range(2):  # the second time the function is known
+        box, t = SimpleNamespace(value=None, found=[]), ones(4)
+        with scene.states.fork() as fork:
+            fork.run(look, t)
+            returned = fork.run(making, box, t)
+            (made,) = [returned.value] if put is None else box.found or HIDDEN or [box.value]
+            HIDDEN.clear()
+            fork.run(look, made)  # may go on behind its maker, on that stream
+            before = scene.driver.calls["wait_event"]
+            fork.run(look, made)
+            assert scene.driver.calls["wait_event"] - before == waits
 
 
 def test_g17_a_tensor_that_was_written_beside_its_reader_and_not_declared_is_an_error(scene, ones):
