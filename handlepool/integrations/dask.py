@@ -279,14 +279,9 @@ def _made(
         if not isinstance(tile, np.ndarray) or isinstance(tile, np.ma.MaskedArray):
             raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes arrays of NumPy's")
         tile = np.asarray(tile, order="C")  # as those are that come from other workers, so that all of a geometry are alike
-        # By what the function is now, too: a token is its name alone where it is a module's, and of when map_tiles was called.
-        key = token, telling(function, names=True)
-        with _lock:
-            recorded = _functions.pop(key, None) or _Function(function, weights, lanes)
-            _functions[key] = recorded
-            while len(_functions) > MOST_FUNCTIONS:
-                _functions.popitem(last=False)
+        recorded = _keep(function, token, partial(_Function, function, weights, lanes))
         value = recorded(tile)
+        _keep(function, token, lambda: recorded)  # also where it counts its calls in what tells it from others
         shape = tuple([extents.get(axis, extent) for axis, extent in enumerate(tile.shape)])
         if (value.shape, value.dtype) != (shape, kind):
             raise ArgumentError(
@@ -306,6 +301,22 @@ def _made(
         raise
 
 
+def _keep(function: Callable[..., Any], token: str, make: "Callable[[], _Function]") -> "_Function":
+    """Return what there is of a function, or is made, as the one that was used last.
+
+    It is found by what the function is now, too: a token is a function's name alone where it is a module's, and that of when
+    `map_tiles` was called.
+    """
+    key = token, telling(function, names=True)
+    with _lock:
+        recorded = _functions.pop(key) if key in _functions else make()
+        _functions.pop(recorded.key, None)
+        recorded.key, _functions[key] = key, recorded
+        while len(_functions) > MOST_FUNCTIONS:
+            _functions.popitem(last=False)
+    return recorded
+
+
 class _Function:
     """What a worker keeps of a function: its programs, and copies of what is shared. Any thread calls it."""
 
@@ -314,6 +325,7 @@ class _Function:
         self._shared: tuple[Any, ...] | None = None
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._eager = False
+        self.key: Hashable = None  # what it is found by
         # A function is recorded by one thread for all. It is held while the function runs: a tile's function has no other to wait
         # for. A program that makes way is only dropped here, so that a thread which still has it may call it.
         self._lock = threading.Lock()

@@ -134,8 +134,8 @@ def record(
     if returned is None:
         raise _nothing(name)
     check_ran(function, returned)
-    shapes, put = _shapes(returned), entries(driver, args, kwargs)
-    check_entries(name, given, put)
+    check_entries(name, given, entries(driver, args, kwargs))
+    shapes = _shapes(returned)
     del returned
     tunings = _tuned(chosen, name, launches, home) if measured else ()
     recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)
@@ -148,7 +148,6 @@ def record(
             outputs = recording.capture(function, args, kwargs)
         if outputs is None:
             raise _nothing(name)
-        check_entries(name, given, put, entries(driver, args, kwargs))
         for one, other in zip_longest(shapes, _shapes(outputs), fillvalue="nothing"):
             if one != other:
                 raise CaptureError(

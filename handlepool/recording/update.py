@@ -49,6 +49,7 @@ class Inputs:
         kind = driver.array_types
         self._positional = [_fixed(argument) for argument in args if _has_array(argument, kind)]
         self._named = {name: _fixed(argument) for name, argument in kwargs.items() if _has_array(argument, kind)}
+        self._others = {*kwargs} - {*self._named}
         self._replaced: set[int] = set()  # where those begin that another array was copied into
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -73,8 +74,8 @@ class Inputs:
         """
         if len(args) > len(self._positional):
             raise ArgumentError(
-                f"{name} was recorded with {len(self._positional)} positional arguments that hold arrays (or lists, tuples and "
-                f"dictionaries of them), and was given {len(args)}; leave arguments without arrays out"
+                f"{name} was recorded with {len(self._positional)} positional arguments that are arrays, or lists, tuples and "
+                f"dictionaries with arrays, and was given {len(args)}; leave all others out, which stay as they were"
                 + (f", and give {', '.join(self._named)} by keyword, as when it was recorded" if self._named else "")
             )
         if len(args) < len(self._positional) and not kwargs:
@@ -83,6 +84,11 @@ class Inputs:
                 f"{len(args)}; pass None for what is to stay as it is"
             )
         unknown = [key for key in kwargs if key not in self._named]
+        if unknown and unknown[0] in self._others:
+            raise ArgumentError(
+                f"{name} was recorded with {unknown[0]}, which is no array, nor a list or dictionary with one, and stays as it "
+                f"was: leave it out, or record again"
+            )
         if unknown:
             there = ", ".join(self._named) or "none by keyword, so pass what was positional by position"
             raise ArgumentError(f"{name} was not recorded with an array for {unknown[0]!r}; there is: {there}")
@@ -111,35 +117,39 @@ class Inputs:
             self._replaced.difference_update([driver.array_pointer(copy.target) for copy in copies])
 
 
-def entries(driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arrays among arguments, of any library, and in their lists, tuples and dictionaries, by their places."""
-    kind = driver.array_types
-    named = [*((f"argument {place}", value) for place, value in enumerate(args)), *kwargs.items()]
-    found = [pair for place, value in named if _has_array(value, kind) for pair in _arrays(place, _fixed(value))]
-    return {place: leaf for place, leaf in found if isinstance(leaf, kind) or is_foreign(leaf)}
+def entries(driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[tuple[Any, ...], Any]:
+    """Return the arrays among arguments and in their lists, tuples and dictionaries, by where they are; of any library."""
+    found: dict[tuple[Any, ...], Any] = {}
+    entered: set[int] = set()
+    left: list[tuple[tuple[Any, ...], Any]] = [((place,), value) for place, value in (*enumerate(args), *kwargs.items())]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, (list, tuple, dict)):
+            if id(value) not in entered:  # which nobody lets go of meanwhile
+                entered.add(id(value))
+                left += [((*path, key), each) for key, each in (value.items() if isinstance(value, dict) else enumerate(value))]
+        elif not isinstance(value, PLAIN) and (isinstance(value, driver.array_types) or is_foreign(value)):
+            found[path] = value
+    return found
 
 
-def check_entries(name: str, before: dict[str, Any], first: dict[str, Any], second: dict[str, Any] | None = None) -> None:
-    """Refuse a function that changed a list or dictionary that it was given: no replay does that.
-
-    ``first`` and ``second`` are the `entries` after each of its two calls. New entries of a dictionary may be made by both.
+def check_entries(name: str, before: dict[tuple[Any, ...], Any], now: dict[tuple[Any, ...], Any]) -> None:
+    """Refuse a function that took an array out of a list or dictionary that it was given, or gave it anew: no replay does that.
 
     Raises
     ------
     CaptureError
         Naming the entry.
     """
-    now = first if second is None else second
-    changed = next((place for place, array in before.items() if now.get(place) is not array), None)
-    what = "gone" if changed not in now else "another array now"
-    if changed is None and second is not None:
-        what = "what its first call put there"
-        changed = next((place for place, array in first.items() if place not in before and second.get(place) is array), None)
-    if changed is not None:
-        raise CaptureError(
-            f"{name} changed a list or dictionary that it was given, which no replay does: {changed} is {what}. Have it change "
-            f"one of its own, as dict(d) or list(d) makes one"
-        )
+    for path, array in before.items():
+        if now.get(path) is not array:
+            place = path[0] if isinstance(path[0], str) else f"argument {path[0]}"
+            place += "".join([f"[{shown(key)}]" for key in path[1:]])
+            what = "another array now" if path in now else "gone"
+            raise CaptureError(
+                f"{name} changed a list or dictionary that it was given, which no replay does: {place} is {what}. Have it change "
+                f"one of its own, as dict(d) or list(d) makes one"
+            )
 
 
 def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:

@@ -188,7 +188,8 @@ class Fork:
             result: T = hit(function, pool, self._begin if self._ordered else self._begin_unordered, args, kwargs)
             if result is not NOT_CACHED:
                 return result
-        if (order := self._order) is not None and order.running is not self._within:
+        order = self._order or (open_order(driver, ordinal) if opened and self._ordered else None)
+        if order is not None and order.running is not self._within:
             raise OwnershipError(
                 f"fork.run({name_of(function)}) was called inside a branch: it is for the body of the fork. Inside a branch open "
                 f"another one, with states.fork() as inner"

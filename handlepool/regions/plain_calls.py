@@ -107,14 +107,14 @@ class PlainCall(Memory):
     def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, result: object) -> None:
         """Write down what the function wrote, now that it has returned; None where nobody saw what it allocated."""
         new = [self._driver.block_range(block) for block in allocated or ()]
-        found = arrays_in(self._driver, result, calls=type(result) not in (self._driver.array_types[0], type(None)))
+        found = arrays_in(self._driver, result)
         made: list[Piece] = [(start, stop, None) for start, stop in new]
         others: list[Piece] = []
         for _, memory in found:
             inside = any(start <= memory[0] and memory[1] <= stop for start, stop in new)
             (made if inside else others).append(memory)
-        if "torch" in sys.modules:
-            others += self._put_elsewhere()
+        if "torch" in sys.modules and not self._exact:
+            others += self._made_unseen(result)
         pure = self._exact or self._are_new(found, new)
         if not pure:
             in_place = not found or any(share(memory, known) for _, memory in found for known in self._given)
@@ -129,11 +129,15 @@ class PlainCall(Memory):
                 self._tell(order, track)
         order.note_found(track, made, others if pure else others + self._given)
 
-    def _put_elsewhere(self) -> list[Piece]:
-        """Return the memory of torch's tensors that the call put into what it was given: whose allocator nobody sees."""
-        known, kind = {*map(id, self.held)}, self._driver.array_types
-        found = arrays_in(self._driver, *self._call, calls=True)
-        return [memory for value, memory in found if id(value) not in known and not isinstance(value, kind)]
+    def _made_unseen(self, result: object) -> list[Piece]:
+        """Return the memory of what the call may have made with torch's allocator, which nobody sees, wherever it put that."""
+        known, kind, found = {*map(id, self.held)}, self._driver.array_types, []
+        for value in leaves(result, *self._call, calls=True):
+            if id(value) not in known and not isinstance(value, kind):
+                memory = piece_of(self._driver, value)
+                if memory is not None and not any(share(memory, given) for given in self._given):
+                    found.append(memory)
+        return found
 
     def failed(self, order: DataOrder, track: Track, allocated: Sequence[Any]) -> None:
         """Write down what the function may have written before it raised an error."""

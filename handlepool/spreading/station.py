@@ -491,7 +491,7 @@ class Station:
         driver, device = self._driver, self.device
         program = self._program(staged)
         if program is None:
-            returned = self._function(staged, *self._shared)
+            returned = self._function(rebuilt(staged, _itself), *self._shared)  # what is kept stays whole
         else:
             program.update(staged)
             program.replay()

@@ -141,6 +141,25 @@ def test_a_function_is_what_it_is_when_a_tile_is_computed(here, monkeypatch):
     assert got(by_factor) == 3
 
 
+class Attributes(dict):
+    """As configurations have it."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_function_that_counts_its_calls_or_names_odd_objects_is_recorded_once(here):
+    calls, odd, nan = 0, Attributes(a=2), float("nan")
+
+    def function(x):
+        nonlocal calls
+        calls += 1
+        return x * odd["a"] if nan != nan else x
+
+    got = map_tiles(function, image(), depth=0).compute(scheduler="synchronous")
+    assert (got == IMAGE * 2).all()
+    assert calls == 2
+
+
 def test_what_is_done_in_place_is_done_once_to_each_tile(here):
     x = image().persist(scheduler="synchronous")
     got = map_tiles(tiles.in_place, x, depth=0).compute(scheduler="synchronous")

@@ -139,6 +139,15 @@ def test_outputs_may_be_carried_into_the_inputs(scene):
             assert (scene.read(last), scene.read(state)) == (before, before + 10)
 
 
+def test_what_was_recorded_without_an_array_stays_and_is_said_to(scene):
+    with handlepool.record(lambda x, factor: scene.plus(x, factor), scene.array(1), factor=2) as program:
+        with pytest.raises(
+            ArgumentError, match=r"was recorded with factor, which is no array, .* and stays as it was: leave it out"
+        ):
+            program(scene.array(2), factor=3)
+        assert scene.read(program(scene.array(2))) == 4
+
+
 def test_a_window_over_memory_that_was_overwritten_is_refused(scene):
     series = scene.driver.asarray(np.arange(8, dtype=np.float32))
 

@@ -1127,6 +1127,22 @@ def test_a_function_may_change_the_dictionary_of_its_item(pool):
     assert all(item.keys() == {"x", "y"} for item in items)
 
 
+def test_an_item_that_runs_eagerly_and_is_taken_out_of_its_dictionary_is_held(make_driver, monkeypatch):
+    def function(item):
+        x = item.pop("x")
+        y = x + 10
+        del x
+        return y + item["n"]
+
+    for seed in range(5):
+        driver = make_driver(scheduler="adversarial", seed=seed)
+        with current(driver, monkeypatch):
+            items = ({"x": np.full(64, value, np.float32), "n": 1} for value in range(8))
+            with pytest.warns(RuntimeWarning, match="run eagerly"):
+                got = [*handlepool.spread(function, items, to="host", in_flight=4)]
+        assert [np.unique(y).tolist() for y in got] == [[value + 11] for value in range(8)]
+
+
 def test_an_item_may_have_no_elements(pool):
     got = [*handlepool.spread(lambda x: x + 1, [np.zeros((3, 0), np.float32)] * 3, to="host")]
     assert [y.shape for y in got] == [(3, 0)] * 3
