@@ -5,7 +5,7 @@ import itertools
 import reprlib
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
@@ -68,8 +68,6 @@ _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HEAP_TYPE = 1 << 9
 """The bit of ``__flags__`` that classes written in Python have, `exec`'s among them, whose module is "builtins"."""
 MOST_PLAIN = 1000
-_MOST_TOLD = 64
-"""Entries of a container that tell a function from another one."""
 _PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFunctionType)
 
 
@@ -345,40 +343,6 @@ def attributes(*owners: object) -> list[Any]:
         except Exception:  # whatever a user's class does there
             continue
     return [each for each in found if type(each) not in _PROXIES]
-
-
-def telling(value: object, depth: int = 4, *, names: bool = False) -> Hashable:
-    """Return what tells a function from others: its code, and numbers, text and functions in its defaults and closure.
-
-    With ``names`` also those among the globals that it names, and none in lists and dictionaries, where it may keep what it did.
-    Of all else, as arrays, it is the type: those are what the function is given. Of many entries the first are looked at.
-    """
-    told: list[Any] = []
-    entered: set[int] = set()
-    left: list[tuple[Any, int]] = [(value, depth)]
-    while left:
-        value, depth = left.pop()
-        inside: Iterable[object] = ()
-        if isinstance(value, _SCALARS):
-            told.append((type(value), repr(value) if isinstance(value, (float, complex, np.generic)) else value))  # NaN, too
-            continue
-        if isinstance(value, FunctionType):
-            told.append(value.__code__)
-            known = [value.__globals__.get(name) for name in value.__code__.co_names] if names else []
-            named = (value.__kwdefaults__ or {}).values()
-            inside = (value.__defaults__, *named, *map(content, value.__closure__ or ()), *known)
-        else:
-            told.append(type(value))
-            if isinstance(value, partial):
-                inside = (value.func, value.args, *value.keywords, *value.keywords.values())
-            elif isinstance(value, tuple) or (isinstance(value, list) and not names):
-                inside = islice(value, _MOST_TOLD)
-            elif isinstance(value, dict) and not names:
-                inside = islice(value.values(), _MOST_TOLD)
-        if depth and id(value) not in entered:  # each once
-            entered.add(id(value))
-            left += [(each, depth - 1) for each in inside]
-    return tuple(told)
 
 
 def frames_inside() -> int:

@@ -10,9 +10,11 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from enum import Enum
 from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,6 @@ from handlepool import (
     PoisonedContextError,
     Program,
 )
-from handlepool._util import telling
 
 _BOUNDARIES = ("reflect", "periodic", "nearest", "none")
 _MOST_LANES = 32
@@ -41,6 +42,10 @@ MOST_FUNCTIONS = 16
 """Of a worker: what `map_tiles` keeps of the one that was used least recently makes way."""
 MOST_PROGRAMS = 16
 """Of a function, each for one geometry of a tile: the same. An image's middle, edges and corners are up to nine."""
+_MOST_TOLD = 64
+"""Entries of a tuple that tell a function from another one."""
+_NO_VALUE = CellType()
+"""A name of the enclosing function that has none yet."""
 _CLOSING = 30.0
 """Seconds that a task waits at most for its worker to close, before it reports its error."""
 _STEP = 3.0
@@ -307,7 +312,7 @@ def _keep(function: Callable[..., Any], token: str, make: "Callable[[], _Functio
     It is found by what the function is now, too: a token is a function's name alone where it is a module's, and that of when
     `map_tiles` was called.
     """
-    key = token, telling(function, names=True)
+    key = token, _telling(function)
     with _lock:
         recorded = _functions.pop(key) if key in _functions else make()
         _functions.pop(recorded.key, None)
@@ -315,6 +320,39 @@ def _keep(function: Callable[..., Any], token: str, make: "Callable[[], _Functio
         while len(_functions) > MOST_FUNCTIONS:
             _functions.popitem(last=False)
     return recorded
+
+
+def _telling(function: object, depth: int = 4) -> Hashable:
+    """Return what tells a function from others: its code, and what its defaults, its closure and the globals that it names are.
+
+    Of these the numbers, text and functions. Not what lists and dictionaries hold, where it may keep what it did; of all else, as
+    arrays, it is the type.
+    """
+    told: list[Any] = []
+    entered: set[int] = set()
+    left: list[tuple[Any, int]] = [(function, depth)]
+    while left:
+        value, depth = left.pop()
+        inside: Iterable[Any] = ()
+        if isinstance(value, (str, bytes, int, Enum)):
+            told.append((type(value), value))
+        elif isinstance(value, (float, complex, np.generic)):
+            told.append((type(value), repr(value)))  # NaN, too
+        elif isinstance(value, FunctionType):
+            told.append(value.__code__)
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _NO_VALUE]
+            named = (value.__kwdefaults__ or {}).values()
+            inside = (value.__defaults__, *named, *cells, *map(value.__globals__.get, value.__code__.co_names))
+        else:
+            told.append(type(value))
+            if isinstance(value, partial):
+                inside = (value.func, value.args, *value.keywords, *value.keywords.values())
+            elif isinstance(value, tuple):
+                inside = value[:_MOST_TOLD]
+        if depth and id(value) not in entered:  # each once
+            entered.add(id(value))
+            left += [(each, depth - 1) for each in inside]
+    return tuple(told)
 
 
 class _Function:

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
-from handlepool._util import shown, telling
+from handlepool._util import content, shown
 from handlepool.errors import CaptureError
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.trace import Request
@@ -208,7 +208,24 @@ def _likeness(value: object) -> object:
         return type(value), *map(_likeness, value)
     if isinstance(value, Mapping):
         return {key: _likeness(each) for key, each in value.items()}
-    return telling(value) if isinstance(value, FunctionType) else value
+    return _telling(value) if isinstance(value, FunctionType) else value
+
+
+def _telling(value: object, depth: int = 4) -> object:
+    """Return what tells a function from others: its code, and numbers, text and functions in its defaults and closure.
+
+    Of all else, as arrays, it is the type: those are what the function is given.
+    """
+    if isinstance(value, (int, float, complex, str, bytes)):
+        return value
+    inside: Iterable[object] = ()
+    if depth and isinstance(value, FunctionType):
+        inside = (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()))
+    elif depth and isinstance(value, (tuple, list)):
+        inside = value
+    elif depth and isinstance(value, dict):
+        inside = value.values()
+    return getattr(value, "__code__", type(value)), *[_telling(each, depth - 1) for each in inside]
 
 
 def _options(what: tuple[object, ...], otherwise: str) -> str:

@@ -97,12 +97,9 @@ class Inputs:
         copies = [copy for place, old, new in places for copy in _copies(driver, f"{name}: {place}", device, old, new)]
         _check_values(driver, name, copies)
         for copy in copies if self._replaced else ():
-            if driver.array_pointer(copy.target) not in self._replaced:
-                continue
-            if not copy.shift or share(piece_of(driver, copy.target), piece_of(driver, copy.source)):
-                meets = "shares memory with" if copy.shift else "is"
+            if not copy.shift and driver.array_pointer(copy.target) in self._replaced:
                 raise ArgumentError(
-                    f"{copy.place} {meets} the array that {name} was recorded with, which was overwritten by a call or an update "
+                    f"{copy.place} is the array that {name} was recorded with, which was overwritten by a call or an update "
                     f"since: record with a copy, x.copy(order='K'), to keep x; or pass None for what it holds now"
                 )
         return [copy for copy in copies if copy.shift]
