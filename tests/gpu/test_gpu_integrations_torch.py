@@ -302,6 +302,7 @@ def test_g17_modules_that_share_a_normalization_in_training_run_one_after_the_ot
     assert norm.num_batches_tracked == 3
 
 
+@pytest.mark.alone  # it takes times
 def test_g7_modules_overlap(torch, late, warm):
     states, x = warm
     modules = [late(seed) for seed in range(4)]

@@ -202,10 +202,12 @@ def wrong_with_late_readers(torch, programs=60):
     return sum(different(torch, random_program(seed, ops), arrays, 32, replays=3) > 0 for seed in range(programs))
 
 
+@pytest.mark.alone  # sixty programs on 32 lanes, after each of which torch keeps cuBLAS's scratch for each lane: 40 GiB
 def test_g8_random_programs_of_torch_with_late_readers_give_what_one_stream_gives_bit_for_bit(default, torch):
     assert wrong_with_late_readers(torch) == 0
 
 
+@pytest.mark.alone
 def test_g8_control_random_programs_of_torch_without_what_is_held_give_something_else(default, torch, monkeypatch):
     monkeypatch.setattr(Held, "read", lambda *call: None)
     assert wrong_with_late_readers(torch) >= 1
