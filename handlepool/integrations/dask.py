@@ -9,12 +9,13 @@ import logging
 import os
 import threading
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from enum import Enum
-from functools import partial
-from types import CellType, FunctionType
+from functools import lru_cache, partial
+from inspect import getattr_static
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -284,9 +285,10 @@ def _made(
         if not isinstance(tile, np.ndarray) or isinstance(tile, np.ma.MaskedArray):
             raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes arrays of NumPy's")
         tile = np.asarray(tile, order="C")  # as those are that come from other workers, so that all of a geometry are alike
-        recorded = _keep(function, token, partial(_Function, function, weights, lanes))
-        value = recorded(tile)
-        _keep(function, token, lambda: recorded)  # also where it counts its calls in what tells it from others
+        recorded = _kept(token, function, partial(_Function, weights, lanes))
+        value, ran = recorded(tile, function)
+        if ran:  # it may have counted that in what tells it from others
+            _kept(token, function, lambda: recorded)
         shape = tuple([extents.get(axis, extent) for axis, extent in enumerate(tile.shape)])
         if (value.shape, value.dtype) != (shape, kind):
             raise ArgumentError(
@@ -306,96 +308,117 @@ def _made(
         raise
 
 
-def _keep(function: Callable[..., Any], token: str, make: "Callable[[], _Function]") -> "_Function":
+def _kept(token: str, function: Callable[..., Any], make: "Callable[[], _Function]") -> "_Function":
     """Return what there is of a function, or is made, as the one that was used last.
 
     It is found by what the function is now, too: a token is a function's name alone where it is a module's, and that of when
-    `map_tiles` was called.
+    `map_tiles` was called. One that runs eagerly is what it is at each tile.
     """
-    key = token, _telling(function)
+    key: Hashable = token, _telling(function)
     with _lock:
-        recorded = _functions.pop(key) if key in _functions else make()
+        recorded = _functions.pop((token, None), None) or (_functions.pop(key) if key in _functions else make())
         _functions.pop(recorded.key, None)
-        recorded.key, _functions[key] = key, recorded
+        recorded.key = (token, None) if recorded.eager else key
+        _functions[recorded.key] = recorded
         while len(_functions) > MOST_FUNCTIONS:
             _functions.popitem(last=False)
     return recorded
 
 
+_PLAIN = (str, bytes, int, bool, type(None))
+
+
 def _telling(function: object, depth: int = 4) -> Hashable:
     """Return what tells a function from others: its code, and what its defaults, its closure and the globals that it names are.
 
-    Of these the numbers, text and functions. Not what lists and dictionaries hold, where it may keep what it did; of all else, as
-    arrays, it is the type.
+    Of these the numbers, text and functions, also in modules that it names. Not what lists, dictionaries and objects hold, where
+    it may keep what it did; of all else, as arrays, it is the type.
     """
     told: list[Any] = []
     entered: set[int] = set()
-    left: list[tuple[Any, int]] = [(function, depth)]
+    left = deque([(function, depth)])  # the nearest first, so that each is looked into from as near as it is
     while left:
-        value, depth = left.pop()
+        value, depth = left.popleft()
         inside: Iterable[Any] = ()
-        if isinstance(value, (str, bytes, int, Enum)):
+        if type(value) in _PLAIN:
             told.append((type(value), value))
-        elif isinstance(value, (float, complex, np.generic)):
+        elif isinstance(value, (float, complex, np.generic, Enum)):
             told.append((type(value), repr(value)))  # NaN, too
         elif isinstance(value, FunctionType):
-            told.append(value.__code__)
+            names = _names(value.__code__)
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _NO_VALUE]
-            named = (value.__kwdefaults__ or {}).values()
-            inside = (value.__defaults__, *named, *cells, *map(value.__globals__.get, value.__code__.co_names))
+            named = [value.__globals__.get(name) for name in names]
+            named += [vars(each).get(name) for each in named if isinstance(each, ModuleType) for name in names]
+            inside = (value.__defaults__, *(value.__kwdefaults__ or {}).values(), *cells, *named)
+            told.append((value.__code__, len(cells)))
+        elif isinstance(value, MethodType):
+            inside = (value.__func__,)
+        elif isinstance(value, partial):
+            inside = (value.func, value.args, *value.keywords, *value.keywords.values())
+        elif isinstance(value, tuple):
+            inside = value[:_MOST_TOLD]
+            told.append((tuple, len(value)))
         else:
+            called = getattr_static(type(value), "__call__", None) if value is function else None
+            inside = (called,) if isinstance(called, FunctionType) else ()
             told.append(type(value))
-            if isinstance(value, partial):
-                inside = (value.func, value.args, *value.keywords, *value.keywords.values())
-            elif isinstance(value, tuple):
-                inside = value[:_MOST_TOLD]
         if depth and id(value) not in entered:  # each once
             entered.add(id(value))
             left += [(each, depth - 1) for each in inside]
     return tuple(told)
 
 
+@lru_cache(maxsize=256)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Return the names that code asks for, its inner functions' and comprehensions', too."""
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
+
+
 class _Function:
     """What a worker keeps of a function: its programs, and copies of what is shared. Any thread calls it."""
 
-    def __init__(self, function: Callable[..., Any], shared: tuple[Any, ...], lanes: int | None) -> None:
-        self._function, self._given, self._lanes = function, shared, lanes
+    def __init__(self, shared: tuple[Any, ...], lanes: int | None) -> None:
+        self._given, self._lanes = shared, lanes
         self._shared: tuple[Any, ...] | None = None
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
-        self._eager = False
+        self.eager = False
         self.key: Hashable = None  # what it is found by
         # A function is recorded by one thread for all. It is held while the function runs: a tile's function has no other to wait
         # for. A program that makes way is only dropped here, so that a thread which still has it may call it.
         self._lock = threading.Lock()
 
-    def __call__(self, tile: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def __call__(self, tile: np.ndarray[Any, Any], function: Callable[..., Any]) -> tuple[np.ndarray[Any, Any], bool]:
+        """Return what the function makes of a tile, and whether it ran for that, itself or to be recorded."""
         driver = handlepool.default_pool().driver
         if getattr(_threads, "driver", None) is not driver:
             _threads.driver, _threads.stream = driver, driver.create_stream()
         with _threads.stream:
             x = driver.asarray(tile)
             with self._lock:
-                program = self._program(x, tile)
+                known = len(self._programs)
+                program = self._program(x, tile, function)
+                ran = program is None or len(self._programs) > known
                 shared = self._shared or ()
-            y = self._function(x, *shared) if program is None else program(x)
+            y = function(x, *shared) if program is None else program(x)
             if not isinstance(y, driver.array_types):
                 raise ArgumentError(f"the function returned what is of type {type(y).__name__}; it must be one array")
             # A copy to pageable memory waits within CUDA, where it keeps other threads from giving their items meanwhile.
             driver.synchronize_stream(_threads.stream.ptr)
-            return driver.asnumpy(y)
+            return driver.asnumpy(y), ran
 
-    def _program(self, x: Any, tile: np.ndarray[Any, Any]) -> Program | None:
+    def _program(self, x: Any, tile: np.ndarray[Any, Any], function: Callable[..., Any]) -> Program | None:
         driver = handlepool.default_pool().driver
         if self._shared is None:
             put = [driver.asarray(value[0].transpose(value[1])) if isinstance(value, tuple) else value for value in self._given]
             driver.synchronize_stream(driver.current_stream().ptr)  # threads with other streams read them
             self._shared = tuple(put)
-        if self._eager:
+        if self.eager:
             return None
         key = x.shape, x.strides, x.dtype
         program = self._programs.pop(key, None)
         if program is None:
-            function, shared = self._function, self._shared
+            shared = self._shared
 
             def call(own: Any) -> Any:
                 return function(own, *shared)
@@ -404,7 +427,7 @@ class _Function:
             try:
                 program = handlepool.record(call, driver.asarray(tile), lanes=self._lanes)
             except CaptureError as error:
-                self._eager = True
+                self.eager = True
                 text = f"map_tiles({_name(function)}): it cannot be recorded and runs eagerly, which is slower"
                 warnings.warn(f"{text}: {error}", RuntimeWarning, stacklevel=2)
                 return None

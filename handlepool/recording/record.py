@@ -24,7 +24,7 @@ from handlepool.recording.capture import Recording
 from handlepool.recording.program import Program
 from handlepool.recording.rehearsal import Launches, Rehearsal, check_same
 from handlepool.recording.tuning import shown_progress
-from handlepool.recording.update import Inputs, check_entries, entries
+from handlepool.recording.update import Entries, Inputs
 from handlepool.regions.data_order import open_order
 from handlepool.regions.states import ParallelStates
 from handlepool.regions.stream_order import in_torch, torch_among, torch_in_use
@@ -122,7 +122,7 @@ def record(
     picture = None if lanes is None else drawing.asked_for(name)
     driver = chosen.driver
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
-    inputs, given = Inputs(driver, args, kwargs), entries(driver, args, kwargs)
+    inputs, given = Inputs(driver, args, kwargs), Entries(args, kwargs)
     rehearsal = Rehearsal(chosen, home.pointer)
     launches, again = Launches(chosen), Launches(chosen)
     first: Callable[..., Any] = partial(run_on, chosen, stream, home.device, None)
@@ -134,7 +134,7 @@ def record(
     if returned is None:
         raise _nothing(name)
     check_ran(function, returned)
-    check_entries(name, given, entries(driver, args, kwargs))
+    given.check(name)
     shapes = _shapes(returned)
     del returned
     tunings = _tuned(chosen, name, launches, home) if measured else ()

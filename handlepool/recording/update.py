@@ -114,39 +114,45 @@ class Inputs:
             self._replaced.difference_update([driver.array_pointer(copy.target) for copy in copies])
 
 
-def entries(driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[tuple[Any, ...], Any]:
-    """Return the arrays among arguments and in their lists, tuples and dictionaries, by where they are; of any library."""
-    found: dict[tuple[Any, ...], Any] = {}
-    entered: set[int] = set()
-    left: list[tuple[tuple[Any, ...], Any]] = [((place,), value) for place, value in (*enumerate(args), *kwargs.items())]
-    while left:
-        path, value = left.pop()
-        if isinstance(value, (list, tuple, dict)):
-            if id(value) not in entered:  # which nobody lets go of meanwhile
-                entered.add(id(value))
-                left += [((*path, key), each) for key, each in (value.items() if isinstance(value, dict) else enumerate(value))]
-        elif not isinstance(value, PLAIN) and (isinstance(value, driver.array_types) or is_foreign(value)):
-            found[path] = value
-    return found
+class Entries:
+    """What the lists and dictionaries among a function's arguments hold, as they were when it was called.
 
-
-def check_entries(name: str, before: dict[tuple[Any, ...], Any], now: dict[tuple[Any, ...], Any]) -> None:
-    """Refuse a function that took an array out of a list or dictionary that it was given, or gave it anew: no replay does that.
-
-    Raises
-    ------
-    CaptureError
-        Naming the entry.
+    Each is looked at as it is itself, whichever way leads to it, and past what a class of its own makes of that.
     """
-    for path, array in before.items():
-        if now.get(path) is not array:
-            place = path[0] if isinstance(path[0], str) else f"argument {path[0]}"
-            place += "".join([f"[{shown(key)}]" for key in path[1:]])
-            what = "another array now" if path in now else "gone"
-            raise CaptureError(
-                f"{name} changed a list or dictionary that it was given, which no replay does: {place} is {what}. Have it change "
-                f"one of its own, as dict(d) or list(d) makes one"
-            )
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._found: list[tuple[str, Any, list[tuple[Any, Any]]]] = []
+        entered: set[int] = set()
+        left = [(f"argument {place}", value) for place, value in enumerate(args)] + [*kwargs.items()]
+        while left:
+            place, value = left.pop()
+            if not isinstance(value, (list, tuple, dict)) or id(value) in entered:  # which is held, here or by a tuple
+                continue
+            entered.add(id(value))
+            inside = [*dict.items(value)] if isinstance(value, dict) else [*enumerate(tuple(value))]
+            if not isinstance(value, tuple):
+                self._found.append((place, value, inside))
+            left += [(f"{place}[{shown(key)}]", each) for key, each in inside if isinstance(each, (list, tuple, dict))]
+
+    def check(self, name: str) -> None:
+        """Refuse a function that took an entry out, or gave one anew: no replay does that. New entries are none of these.
+
+        Raises
+        ------
+        CaptureError
+            Naming the entry.
+        """
+        for place, value, inside in self._found:
+            there = value if isinstance(value, dict) else dict(enumerate(value))
+            for key, entry in inside:
+                now = dict.get(there, key, self)
+                if now is entry or (type(now) is type(entry) and isinstance(now, PLAIN) and now == entry):
+                    continue
+                where = f"{place}[{shown(key)}] is {'gone' if now is self else 'another object now'}"
+                raise CaptureError(
+                    f"{name} changed a list or dictionary that it was given, which no replay does: {where}. Have it change one of "
+                    f"its own, as dict(d) or list(d) makes one"
+                )
 
 
 def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:

@@ -42,6 +42,10 @@ def scaled(x):
     return x * SCALE
 
 
+def scaled_inside(x):
+    return sum((lambda each: each * SCALE)(x) for _ in range(1))
+
+
 def in_place(x):
     x += 1
     return x * 2

@@ -76,7 +76,7 @@ def test_a_network_that_pads_gives_by_default_what_it_gives_of_the_image_in_one_
     got = map_tiles(tiles.network, image(), depth={2: 2, 3: 2}, shared=(WEIGHTS,)).compute(scheduler="synchronous")
     right = here.driver.asnumpy(tiles.network(here.driver.asarray(IMAGE), here.driver.asarray(WEIGHTS)))
     np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
-    (kept,) = [each for each in integration._functions.values() if each._function is tiles.network]
+    (kept,) = integration._functions.values()
     assert len(kept._programs) == 4  # of the middle, the corners, and the edges above and beside it
 
 
@@ -126,9 +126,10 @@ def test_a_function_is_what_it_is_when_a_tile_is_computed(here, monkeypatch):
     def got(function):
         return map_tiles(function, image(), depth=0).compute(scheduler="synchronous").ravel()[0] / IMAGE.ravel()[0]
 
-    assert got(tiles.scaled) == 2
+    functions = tiles.scaled, tiles.scaled_inside, lambda x: tiles.scaled(x) + x * tiles.SCALE - x * tiles.SCALE
+    assert [got(function) for function in functions] == [2] * 3
     monkeypatch.setattr(tiles, "SCALE", 5)
-    assert got(tiles.scaled) == 5
+    assert [got(function) for function in functions] == [5] * 3
     factor = 3
 
     def by_factor(x):
@@ -145,6 +146,21 @@ class Attributes(dict):
     """As configurations have it."""
 
     __getattr__ = dict.__getitem__
+
+
+def test_a_function_that_runs_eagerly_and_counts_its_calls_is_kept_once(here):
+    calls = 0
+
+    def function(x):
+        nonlocal calls
+        calls += 1
+        return here.driver.asarray(here.driver.asnumpy(x) * 2)
+
+    with pytest.warns(RuntimeWarning, match="runs eagerly") as warned:
+        got = map_tiles(function, image((1, 2, 8, 8)), depth=0).compute(scheduler="threads", num_workers=4)
+    assert (got == IMAGE * 2).all()
+    assert len(integration._functions) <= 2
+    assert len(warned) <= 4
 
 
 def test_a_function_that_counts_its_calls_or_names_odd_objects_is_recorded_once(here):

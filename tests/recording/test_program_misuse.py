@@ -944,8 +944,8 @@ def taken(scene, given):
 @pytest.mark.parametrize(
     ("function", "what"),
     [
-        (doubled, r"argument 1\['x'\] is another array now"),
-        (turned, r"argument 1\[[01]\] is another array now"),
+        (doubled, r"argument 1\['x'\] is another object now"),
+        (turned, r"argument 1\[0\] is another object now"),
         (taken, r"argument 1\['x'\] is gone"),
     ],
 )
@@ -976,8 +976,32 @@ def test_entries_of_keys_that_look_alike_are_told_apart(scene, lanes):
     with handlepool.record(moved, given, lanes=lanes) as program:
         program.replay()
         assert scene.read(program.outputs) == 2
-    with pytest.raises(CaptureError, match=r"argument 0\[\(0, 0, .* is another array now"):
+    with pytest.raises(CaptureError, match=r"argument 0\[\(0, 0, .* is another object now"):
         handlepool.record(changed, given, lanes=lanes)
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+def test_a_container_that_two_ways_lead_to_is_looked_at_as_it_is(scene, lanes):
+    def aliased(given, context):
+        context["all"], given["last"] = given, given["both"]
+        return scene.plus(given["both"][0], 1)
+
+    def changed(given, context):
+        given["both"] = [scene.plus(given["both"][0], 1)]
+        return given["both"][0]
+
+    def none(given, context):
+        context["made"] = scene.plus(given["x"], 1)
+        return context["made"]
+
+    both = [scene.array(2)]
+    given = {"both": both, "again": both, "x": scene.array(1)}
+    with handlepool.record(aliased, given, {}, lanes=lanes) as program:
+        program.replay()
+        assert scene.read(program.outputs) == 3
+    for function, context, what in ((changed, {}, r"0\['both'\]"), (none, {"made": None}, r"1\['made'\]")):
+        with pytest.raises(CaptureError, match=rf"argument {what} is another object now"):
+            handlepool.record(function, given, context, lanes=lanes)
 
 
 @pytest.mark.parametrize("lanes", [None, 4])

@@ -311,13 +311,8 @@ def forked_over(scene, mine, own, x):
         fork.run(temporaries, scene, x)
 
 
-def in_a_branch_of_its(scene, mine, own, x):
-    with mine:
-        own.run(temporaries, scene, x)
-
-
 @pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize("work", [made_current, forked_over, in_a_branch_of_its])
+@pytest.mark.parametrize("work", [made_current, forked_over])
 def test_g8_a_branch_inside_that_goes_back_to_the_outer_ones_stream_has_memory_of_the_outer_region(work, short):
     def scenario(scene):
         sides = scene.pool.internals.device(0).sides
