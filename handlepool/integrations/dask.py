@@ -285,10 +285,10 @@ def _made(
         if not isinstance(tile, np.ndarray) or isinstance(tile, np.ma.MaskedArray):
             raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes arrays of NumPy's")
         tile = np.asarray(tile, order="C")  # as those are that come from other workers, so that all of a geometry are alike
-        recorded = _kept(token, function, partial(_Function, weights, lanes))
+        recorded = _kept(token, function, _Function(weights, lanes))
         value, ran = recorded(tile, function)
         if ran:  # it may have counted that in what tells it from others
-            _kept(token, function, lambda: recorded)
+            _kept(token, function, recorded)
         shape = tuple([extents.get(axis, extent) for axis, extent in enumerate(tile.shape)])
         if (value.shape, value.dtype) != (shape, kind):
             raise ArgumentError(
@@ -308,16 +308,17 @@ def _made(
         raise
 
 
-def _kept(token: str, function: Callable[..., Any], make: "Callable[[], _Function]") -> "_Function":
-    """Return what there is of a function, or is made, as the one that was used last.
+def _kept(token: str, function: Callable[..., Any], own: "_Function") -> "_Function":
+    """Return what there is of a function, as the one that was used last; where there is none, it is ``own`` from now on.
 
     It is found by what the function is now, too: a token is a function's name alone where it is a module's, and that of when
     `map_tiles` was called. One that runs eagerly is what it is at each tile.
     """
     key: Hashable = token, _telling(function)
     with _lock:
-        recorded = _functions.pop((token, None), None) or (_functions.pop(key) if key in _functions else make())
-        _functions.pop(recorded.key, None)
+        if _functions.get(own.key) is own:  # by what the function was
+            del _functions[own.key]
+        recorded = _functions.pop((token, None), None) or _functions.pop(key, own)
         recorded.key = (token, None) if recorded.eager else key
         _functions[recorded.key] = recorded
         while len(_functions) > MOST_FUNCTIONS:

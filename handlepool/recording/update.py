@@ -148,9 +148,9 @@ class Entries:
                 now = dict.get(there, key, self)
                 if now is entry or (type(now) is type(entry) and isinstance(now, PLAIN) and now == entry):
                     continue
-                where = f"{place}[{shown(key)}] is {'gone' if now is self else 'another object now'}"
+                what = f"{place}[{shown(key)}] is {'gone' if now is self else 'another object now'}"
                 raise CaptureError(
-                    f"{name} changed a list or dictionary that it was given, which no replay does: {where}. Have it change one of "
+                    f"{name} changed a list or dictionary that it was given, which no replay does: {what}. Have it change one of "
                     f"its own, as dict(d) or list(d) makes one"
                 )
 

@@ -159,8 +159,8 @@ def test_a_function_that_runs_eagerly_and_counts_its_calls_is_kept_once(here):
     with pytest.warns(RuntimeWarning, match="runs eagerly") as warned:
         got = map_tiles(function, image((1, 2, 8, 8)), depth=0).compute(scheduler="threads", num_workers=4)
     assert (got == IMAGE * 2).all()
-    assert len(integration._functions) <= 2
-    assert len(warned) <= 4
+    assert len(integration._functions) == 1
+    assert len(warned) <= 4  # threads, each of which may have begun before the first was done
 
 
 def test_a_function_that_counts_its_calls_or_names_odd_objects_is_recorded_once(here):
