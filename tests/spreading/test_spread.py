@@ -4,7 +4,7 @@ import contextlib
 import gc
 import signal
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -1146,6 +1146,36 @@ def test_an_item_that_runs_eagerly_and_is_taken_out_of_its_dictionary_is_held(ma
 def test_an_item_may_have_no_elements(pool):
     got = [*handlepool.spread(lambda x: x + 1, [np.zeros((3, 0), np.float32)] * 3, to="host")]
     assert [y.shape for y in got] == [(3, 0)] * 3
+
+
+def test_what_an_item_was_copied_into_is_free_once_the_callers_stream_is_done_with_it(make_driver, monkeypatch):
+    """An item that fails while it is given leaves a copy on that stream, and others get the memory when the spread has ended.
+
+    A wait on the host that fails is a lost context, after which nothing runs any more.
+    """
+    spared = ("push_stream", "pop_stream", "set_device", "synchronize_event", "synchronize_stream")
+    failed, k = True, 0
+    while failed:
+        k += 1
+        driver = make_driver(scheduler="adversarial", seed=k)
+        with current(driver, monkeypatch):
+            items = [driver.asarray(np.full(4, value, np.float32)) for value in range(4)]
+            error = RuntimeError(f"injected failure of call {k}")
+            results = handlepool.spread(lambda x: x + 1, items, lanes=None, devices=[0])
+            next(results)
+            driver.fail_at(k, None, error, spared=spared)
+            with suppress(RuntimeError, handlepool.HandlePoolError):
+                list(results)
+            driver.fail_at(0)
+            failed, error.__traceback__ = error.__traceback__ is not None, None
+            del results
+            gc.collect()
+            deferred.settle(most=100)
+            with driver.create_stream() as other:
+                held = [driver.asarray(np.zeros(4, np.float32)) for _ in range(8)]
+                driver.synchronize_stream(other.ptr)
+                del held
+    assert k > 20
 
 
 def test_an_object_in_the_closure_may_hold_an_array_for_each_device(pool):
