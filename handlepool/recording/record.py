@@ -22,9 +22,9 @@ from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording import drawing, tensors
 from handlepool.recording.capture import Recording
 from handlepool.recording.program import Program
-from handlepool.recording.rehearsal import Launches, Rehearsal, check_same
+from handlepool.recording.rehearsal import Entries, Launches, Rehearsal, check_same
 from handlepool.recording.tuning import shown_progress
-from handlepool.recording.update import Entries, Inputs
+from handlepool.recording.update import Inputs
 from handlepool.regions.data_order import open_order
 from handlepool.regions.states import ParallelStates
 from handlepool.regions.stream_order import in_torch, torch_among, torch_in_use

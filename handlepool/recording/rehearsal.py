@@ -1,4 +1,4 @@
-"""The first call of a function that is recorded: its nodes, to be compared with the second's, and the plans that it launches."""
+"""The first call of a function that is recorded: its nodes and plans, to be compared with the second's, and what it changes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -13,6 +13,7 @@ from handlepool.graphs.trace import Request
 from handlepool.pool.context import NOT_CACHED, place_of_call, recordings, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
+from handlepool.recording.update import PLAIN
 from handlepool.tensors.layout import Piece, Token
 
 T = TypeVar("T")
@@ -165,6 +166,47 @@ class Launches:
     def plans(self, device: int) -> list[tuple[Plan, int]]:
         """Return a device's plans, each with its launches."""
         return [(plan, count) for plan, count in self._found.values() if plan.device == device]
+
+
+class Entries:
+    """What the lists and dictionaries among a function's arguments hold, as they were when it was called.
+
+    Each is looked at as it is itself, whichever way leads to it, and past what a class of its own makes of that.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._found: list[tuple[str, Any, list[tuple[Any, Any]]]] = []
+        entered: set[int] = set()
+        left = [(f"argument {place}", value) for place, value in enumerate(args)] + [*kwargs.items()]
+        while left:
+            place, value = left.pop()
+            if not isinstance(value, (list, tuple, dict)) or id(value) in entered:  # which is held, here or by a tuple
+                continue
+            entered.add(id(value))
+            inside = [*dict.items(value)] if isinstance(value, dict) else [*enumerate(tuple(value))]
+            if not isinstance(value, tuple):
+                self._found.append((place, value, inside))
+            left += [(f"{place}[{shown(key)}]", each) for key, each in inside if isinstance(each, (list, tuple, dict))]
+
+    def check(self, name: str) -> None:
+        """Refuse a function that took an entry out, or gave one anew: no replay does that. New entries are none of these.
+
+        Raises
+        ------
+        CaptureError
+            Naming the entry.
+        """
+        for place, value, inside in self._found:
+            there = value if isinstance(value, dict) else dict(enumerate(value))
+            for key, entry in inside:
+                now = dict.get(there, key, self)
+                if now is entry or (type(now) is type(entry) and isinstance(now, PLAIN) and now == entry):
+                    continue
+                what = f"{place}[{shown(key)}] is {'gone' if now is self else 'another object now'}"
+                raise CaptureError(
+                    f"{name} changed a list or dictionary that it was given, which no replay does: {what}. Have it change one of "
+                    f"its own, as dict(d) or list(d) makes one"
+                )
 
 
 def check_same(name: str, first: Sequence[Made], second: Sequence[Made]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from handlepool._util import kind_of, leaves, shown
 from handlepool.drivers.protocol import ASARRAY, Driver, taken
-from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, DeviceMismatchError
+from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import MASKED, is_array
 from handlepool.recording import tensors
 from handlepool.regions.stream_order import integration
@@ -112,47 +112,6 @@ class Inputs:
         """Be told that outputs were copied where the caller said: who passes an input of these again means what it holds."""
         if self._replaced:
             self._replaced.difference_update([driver.array_pointer(copy.target) for copy in copies])
-
-
-class Entries:
-    """What the lists and dictionaries among a function's arguments hold, as they were when it was called.
-
-    Each is looked at as it is itself, whichever way leads to it, and past what a class of its own makes of that.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._found: list[tuple[str, Any, list[tuple[Any, Any]]]] = []
-        entered: set[int] = set()
-        left = [(f"argument {place}", value) for place, value in enumerate(args)] + [*kwargs.items()]
-        while left:
-            place, value = left.pop()
-            if not isinstance(value, (list, tuple, dict)) or id(value) in entered:  # which is held, here or by a tuple
-                continue
-            entered.add(id(value))
-            inside = [*dict.items(value)] if isinstance(value, dict) else [*enumerate(tuple(value))]
-            if not isinstance(value, tuple):
-                self._found.append((place, value, inside))
-            left += [(f"{place}[{shown(key)}]", each) for key, each in inside if isinstance(each, (list, tuple, dict))]
-
-    def check(self, name: str) -> None:
-        """Refuse a function that took an entry out, or gave one anew: no replay does that. New entries are none of these.
-
-        Raises
-        ------
-        CaptureError
-            Naming the entry.
-        """
-        for place, value, inside in self._found:
-            there = value if isinstance(value, dict) else dict(enumerate(value))
-            for key, entry in inside:
-                now = dict.get(there, key, self)
-                if now is entry or (type(now) is type(entry) and isinstance(now, PLAIN) and now == entry):
-                    continue
-                what = f"{place}[{shown(key)}] is {'gone' if now is self else 'another object now'}"
-                raise CaptureError(
-                    f"{name} changed a list or dictionary that it was given, which no replay does: {what}. Have it change one of "
-                    f"its own, as dict(d) or list(d) makes one"
-                )
 
 
 def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:

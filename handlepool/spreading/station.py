@@ -269,8 +269,8 @@ class Station:
         flight.done, flight.kept, flight.way = True, None, None
         self._events.put(flight.event)
 
-    def _drain(self, *more: int) -> None:
-        pointers = [*[stream.ptr for stream in self._streams], *more]
+    def _drain(self, *others: int) -> None:
+        pointers = {*[stream.ptr for stream in self._streams], *others}
         with self._driver.relaxed():
             do_all([partial(self._driver.synchronize_stream, pointer) for pointer in pointers])
 
@@ -367,7 +367,7 @@ class Station:
             driver.record_event(event, takes if self._host else computes)
             return Flight(index, device, way.value(results), kept, event, way)
         except BaseException:
-            self._drain(*[caller] if source == device else [])  # `kept` is used no more after that
+            self._drain(brings)  # `kept` is used no more after that
             self._events.put(event)
             raise
 
