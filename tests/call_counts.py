@@ -169,7 +169,7 @@ def count_all() -> dict[str, tuple[int, int]]:
         x, w = (driver.asarray(np.ones(shape, np.float32)) for shape in SHAPES)
         with driver.create_stream():
             program = handlepool.record(ParallelStates(4, pool=pool).map, conv, [x] * 4, [w] * 4, pool=pool)
-            driver.event_done = lambda event: driver.synchronize_event(event) is None  # or counts depend on the threads' luck
+            driver.event_done = lambda event, **_: driver.synchronize_event(event) is None  # or counts depend on luck
             return count_recorded(pool, x, w, program)
 
 

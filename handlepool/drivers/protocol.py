@@ -375,8 +375,8 @@ class Driver(Protocol):
     def destroy_event(self, event: Any) -> None:
         """Give an event back; its pending work goes on."""
 
-    def event_done(self, event: Any) -> bool:
-        """Whether the work that an event, of any device, stands for has run."""
+    def event_done(self, event: Any, failures: bool = False) -> bool:
+        """Whether the work that an event, of any device, stands for has run; with ``failures``, raise as a wait does."""
 
     def synchronize_event(self, event: Any) -> None:
         """Wait on the host for an event of any device."""

@@ -13,8 +13,9 @@ to the host. What orders them, and what each order serves:
 - All else that is allocated is held until the host has seen that the item is done, so nothing of it is used again too early.
 
 The first item of a geometry goes the general way, by the means that programs have for all callers. Further ones that hold plain
-arrays alone go a short one, with the same copies in the same order, and as few calls as there can be: see `Way`. There an item of
-this device is copied on the caller's stream itself, which spares three calls.
+arrays alone go a short one, in the same order and with as few calls as there can be: see `Way`. There an item of this device is
+copied once, by the caller's stream, right into the program's input: that stream waits for the item before, which may still be
+read there. With two items in flight that one is done before the caller is asked for the next.
 """
 
 import warnings
@@ -234,14 +235,22 @@ class Station:
 
     def land(self) -> None:
         """Take note of the items that it is done with; called inside `relaxed`."""
-        while self.running and self._driver.event_done(self.running[0].event):
-            self._land()  # it waits for nothing, and hears of work that failed
+        while self.running:
+            flight = self.running[0]
+            try:
+                if not self._driver.event_done(flight.event, failures=True):
+                    return
+            except Exception as error:
+                flight.error = error
+                self._wait_for(flight)  # the question may have failed, and not the work
+            self._landed(flight)
 
     def finish(self, flight: Flight) -> None:
         """Wait on the host until it is done with an item, and so with those before it."""
         with self._driver.relaxed():
             while not flight.done:
-                self._land()
+                self._wait_for(self.running[0])
+                self._landed(self.running[0])
 
     def close(self) -> None:
         """Wait for what it has in flight, and give back all that it has."""
@@ -256,13 +265,14 @@ class Station:
             with self._driver.relaxed():  # the streams go with their last references
                 self._streams.clear()
 
-    def _land(self) -> None:
-        """Wait for the first item in flight; called inside `relaxed`."""
-        flight = self.running[0]
+    def _wait_for(self, flight: Flight) -> None:
         try:
             self._driver.synchronize_event(flight.event)
         except Exception as error:
             flight.error = error
+
+    def _landed(self, flight: Flight) -> None:
+        """Take note that it is done with the first item in flight."""
         self.running.popleft()
         if flight.way is not None and flight.kept is not None:
             flight.way.spare.append(flight.kept[0])
@@ -324,9 +334,11 @@ class Station:
         if len(self._programs) > 1:  # it was used last
             self._programs[way.key] = self._programs.pop(way.key)
         source = None if type(arrays[0]) is np.ndarray else driver.array_device(arrays[0])
+        event = self._events.take()  # each wait holds on to the record that it was given
+        if source == device and not self._host:
+            return self._enqueued_here(way, index, arrays, caller, event)
         fresh = not way.spare
         copies, results = spare = self._spare(way) if fresh else way.spare.pop()
-        event = self._events.take()  # each wait holds on to the record that it was given
         kept: list[Any] = [spare, arrays]
         try:
             if not self._host:
@@ -354,7 +366,7 @@ class Station:
             for target, copy in zip(way.inputs, copies, strict=True):
                 driver.copy_run(target, copy, computes)
             way.program.replay(self._streams[1])
-            if source != device and not self._host:
+            if not self._host:
                 driver.record_event(event, caller)
                 driver.wait_event(computes, event)
             for result, output in zip(results, way.outputs, strict=True):
@@ -368,6 +380,27 @@ class Station:
             return Flight(index, device, way.value(results), kept, event, way)
         except BaseException:
             self._drain(brings)  # `kept` is used no more after that
+            self._events.put(event)
+            raise
+
+    def _enqueued_here(self, way: Way, index: int, arrays: list[Any], caller: int, event: Any) -> Flight:
+        """As `_enqueued`, for an item and results of this device."""
+        driver, computes = self._driver, self._pointers[1]
+        try:
+            results = [driver.empty(*each) for each in way.results]
+            if self.running:
+                driver.wait_event(caller, self.running[-1].event)  # it stands for the end of the item before
+            for target, each in zip(way.inputs, arrays, strict=True):
+                driver.copy_run(target, each, caller)
+            driver.record_event(event, caller)
+            driver.wait_event(computes, event)
+            way.program.replay(self._streams[1])
+            for result, output in zip(results, way.outputs, strict=True):
+                driver.copy_run(result, output, computes)
+            driver.record_event(event, computes)
+            return Flight(index, self.device, way.value(results), arrays, event)
+        except BaseException:
+            self._drain(caller)  # what was allocated is used no more after that
             self._events.put(event)
             raise
 

@@ -1,6 +1,10 @@
 """`spread` on a GPU, and on two: results bit for bit, in order with the caller's streams, and nothing left behind."""
 
 import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -164,6 +168,21 @@ def test_captures_of_other_threads_survive(pool, stream, images, weights, captur
 
 
 # Two devices
+
+
+def test_contexts_lost_on_every_device_end_a_spread_and_the_process():
+    """Nobody waits for an event that no device will pass."""
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, str(folder / "poisoned_spread.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HANDLEPOOL_DRIVER": "cuda"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["refused: ItemError True True"], done
+    assert (done.returncode, done.stderr) == (9, "")
 
 
 @pytest.mark.two_gpus

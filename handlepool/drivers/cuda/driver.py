@@ -43,6 +43,7 @@ _libcuda = libcuda()
 _dependencies = Dependencies(_libcuda, lambda status: str(cu.CUresult(status).name))
 _RELAXED = int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_NOT_READY = 600  # cudaErrorNotReady: the work has not run
 _REACHED_BEFORE = 704  # cudaErrorPeerAccessAlreadyEnabled: by CuPy, say
 _ENOUGH = 1 << 20
 """Bytes that operands and scratch are said to be in, of a launch that is captured and never runs."""
@@ -249,8 +250,11 @@ class CudaDriver:
     def create_event(self, *, timing: bool = False) -> int:
         return int(runtime.eventCreateWithFlags(0 if timing else runtime.eventDisableTiming))
 
-    def event_done(self, event: int) -> bool:
-        return bool(runtime.eventQuery(event) == 0)
+    def event_done(self, event: int, failures: bool = False) -> bool:
+        status = runtime.eventQuery(event)
+        if failures and status not in (0, _NOT_READY):
+            raise runtime.CUDARuntimeError(status)
+        return bool(status == 0)
 
     def synchronize_event(self, event: int) -> None:
         runtime.eventSynchronize(event)

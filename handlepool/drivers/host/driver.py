@@ -221,11 +221,15 @@ class HostDriver(Controls):
         event.destroyed = True
         self._events_alive.discard(event)
 
-    def event_done(self, event: Event) -> bool:
+    def event_done(self, event: Event, failures: bool = False) -> bool:
         """Whether what the event stands for has run; true of an event that was never recorded."""
         self._note("event_done")
         self._forbid("event_done")
-        return self._streams.is_done(self._streams.operation_of(event, "event_done"))
+        operation = self._streams.operation_of(event, "event_done")
+        done = self._streams.is_done(operation)
+        if done and failures:
+            self._streams.wait_on_host(operation, repr(event))  # it raises what failed
+        return done
 
     def synchronize_event(self, event: Event) -> None:
         self._note("synchronize_event")
