@@ -26,17 +26,18 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import attributes, do_all, frames_inside, kind_of, leaves, shown
-from handlepool.drivers.protocol import ASARRAY, LEGACY_STREAM, Driver, Stream
-from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
+from handlepool._util import do_all, frames_inside, kind_of, leaves
+from handlepool.drivers.protocol import LEGACY_STREAM, Driver, Stream
+from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.context import on_device, run_on
 from handlepool.pool.pool import HandlePool
 from handlepool.recording.outputs import Results, new_like, steps_without_gaps
 from handlepool.recording.program import Program
 from handlepool.recording.record import record
-from handlepool.recording.update import PLAIN, copy_all, is_foreign
+from handlepool.recording.update import copy_all, is_foreign
 from handlepool.regions.data_order import before, opened
 from handlepool.regions.plain_calls import pieces_of
+from handlepool.spreading.items import check_copied, geometry, itself, rebuilt, steps
 from handlepool.tensors.layout import one_run
 
 MOST_PROGRAMS = 8
@@ -107,8 +108,6 @@ class Way:
 
     def value(self, results: list[Any]) -> Any:
         """Return results in the places of the outputs."""
-        if self.returned is self.outputs[0]:
-            return results[0]
         places = {id(output): result for output, result in zip(self.outputs, results, strict=True)}
         return rebuilt(self.returned, lambda output: places.get(id(output), output))
 
@@ -169,7 +168,8 @@ class Station:
         self.last = -1  # the item that was given last
         self._pool, self._internals, self._driver = pool, pool.internals, pool.driver
         self._name, self._function, self._lanes, self._host, self._eager = name, function, lanes, host, eager
-        self._kinds = [{self._driver.array_types[0]}, {np.ndarray}]
+        self._kind: Any = self._driver.array_types[0]
+        self._kinds = [{self._kind}, {np.ndarray}]
         self._given = shared
         self._shared: Any = None
         self._streams: list[Stream] = []  # brings, computes, takes
@@ -199,10 +199,16 @@ class Station:
 
     def give(self, index: int, item: Any) -> Flight:
         """Enqueue all that is to be done with an item; raises what its function does, when nothing of it runs any more."""
-        arrays = self._plain(item)
-        key = None if arrays is None else (type(arrays[0]), geometry(item))
+        arrays: list[Any] | None
+        key: Hashable
+        if type(item) is self._kind:  # as for any other, in a third of the time
+            arrays, key, near = [item], (self._kind, (item.shape, item.strides, item.dtype)), True
+        else:
+            arrays = self._plain(item)
+            key = None if arrays is None else (type(arrays[0]), geometry(item))
+            near = arrays is not None and self._near(arrays)
         way = self._ways.get(key)
-        if way is None or arrays is None or opened or self._eager.always or not self._near(arrays):
+        if way is None or arrays is None or not near or opened or self._eager.always:
             flight = self._give(index, item, arrays, key)
         else:
             flight = self._give_by(way, index, arrays)
@@ -321,24 +327,24 @@ class Station:
         try:
             caller = self._caller().ptr
             self.last = index
+            if len(self._programs) > 1:  # it was used last
+                self._programs[way.key] = self._programs.pop(way.key)
+            source = None if type(arrays[0]) is np.ndarray else driver.array_device(arrays[0])
             with driver.relaxed():
-                return self._enqueued(way, index, arrays, caller)
+                if source == device and not self._host:
+                    return self._enqueued_here(way, index, arrays, caller)
+                return self._enqueued(way, index, arrays, source, caller)
         finally:
             if before != device:
                 driver.set_device(before)
 
-    def _enqueued(self, way: Way, index: int, arrays: list[Any], caller: int) -> Flight:
-        """Enqueue what `_give` does for an item of a known geometry: the same copies, in the same order."""
+    def _enqueued(self, way: Way, index: int, arrays: list[Any], source: int | None, caller: int) -> Flight:
+        """Enqueue what `_give` does for an item of a known geometry, and of one device; None is the host."""
         driver, device = self._driver, self.device
         brings, computes, takes = self._pointers
-        if len(self._programs) > 1:  # it was used last
-            self._programs[way.key] = self._programs.pop(way.key)
-        source = None if type(arrays[0]) is np.ndarray else driver.array_device(arrays[0])
-        event = self._events.take()  # each wait holds on to the record that it was given
-        if source == device and not self._host:
-            return self._enqueued_here(way, index, arrays, caller, event)
         fresh = not way.spare
         copies, results = spare = self._spare(way) if fresh else way.spare.pop()
+        event = self._events.take()  # each wait holds on to the record that it was given
         kept: list[Any] = [spare, arrays]
         try:
             if not self._host:
@@ -377,15 +383,16 @@ class Station:
                 kept.extend(driver.copy_to_host(result, takes) for result in results)  # at once: the next one may fail
                 results = kept[-len(results) :]
             driver.record_event(event, takes if self._host else computes)
-            return Flight(index, device, way.value(results), kept, event, way)
+            value = results[0] if way.returned is way.outputs[0] else way.value(results)
+            return Flight(index, device, value, kept, event, way)
         except BaseException:
             self._drain(brings)  # `kept` is used no more after that
             self._events.put(event)
             raise
 
-    def _enqueued_here(self, way: Way, index: int, arrays: list[Any], caller: int, event: Any) -> Flight:
+    def _enqueued_here(self, way: Way, index: int, arrays: list[Any], caller: int) -> Flight:
         """As `_enqueued`, for an item and results of this device."""
-        driver, computes = self._driver, self._pointers[1]
+        driver, computes, event = self._driver, self._pointers[1], self._events.take()
         try:
             results = [driver.empty(*each) for each in way.results]
             if self.running:
@@ -398,7 +405,8 @@ class Station:
             for result, output in zip(results, way.outputs, strict=True):
                 driver.copy_run(result, output, computes)
             driver.record_event(event, computes)
-            return Flight(index, self.device, way.value(results), arrays, event)
+            value = results[0] if way.returned is way.outputs[0] else way.value(results)
+            return Flight(index, self.device, value, arrays, event)
         except BaseException:
             self._drain(caller)  # what was allocated is used no more after that
             self._events.put(event)
@@ -499,7 +507,7 @@ class Station:
         target = new_like(driver, array)
         if source == self.device:
             driver.copy(target, array)
-        elif _steps(target) == _steps(array):
+        elif steps(target) == steps(array):
             with driver.relaxed():
                 driver.copy_from_device(target, array, brings)
         else:
@@ -524,7 +532,7 @@ class Station:
         driver, device = self._driver, self.device
         program = self._program(staged)
         if program is None:
-            returned = self._function(rebuilt(staged, _itself), *self._shared)  # what is kept stays whole
+            returned = self._function(rebuilt(staged, itself), *self._shared)  # what is kept stays whole
         else:
             program.update(staged)
             program.replay()
@@ -557,7 +565,7 @@ class Station:
             function, shared = self._function, self._shared
 
             def call(item: Any) -> Any:
-                return function(rebuilt(item, _itself), *shared)  # it may change the lists and dictionaries of its item
+                return function(rebuilt(item, itself), *shared)  # it may change the lists and dictionaries of its item
 
             call.__qualname__ = self._name
             try:
@@ -575,58 +583,3 @@ class Station:
         copy = new_like(self._driver, array)
         self._driver.copy(copy, array)
         return copy
-
-
-def rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
-    """Return lists, tuples and dictionaries anew, with what a function makes of all else that they hold."""
-    if isinstance(value, dict):
-        return {key: rebuilt(entry, of) for key, entry in value.items()}
-    if not isinstance(value, (list, tuple)):
-        return of(value)
-    entries = [rebuilt(entry, of) for entry in value]
-    if isinstance(value, list):
-        return entries
-    named: Any = type(value)
-    return named(*entries) if hasattr(named, "_fields") else tuple(entries)
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def geometry(value: Any) -> Hashable:
-    """Return what two items have in common that one program is for."""
-    if isinstance(value, dict):
-        return dict, tuple([(key, geometry(entry)) for key, entry in value.items()])
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple([geometry(entry) for entry in value])
-    return value.shape, value.strides, value.dtype
-
-
-def check_copied(place: str, value: Any, driver: Driver, *, inside: bool) -> None:
-    """Raise for an array that is not copied to devices: of another library, with a mask, which would be lost.
-
-    With ``inside`` also for one of the driver's inside an object: nothing would order its use after whoever writes it.
-    """
-    for leaf in leaves(value):
-        if isinstance(leaf, np.ma.MaskedArray):
-            raise ArrayTypeError(f"{place} holds {shown(leaf)}, whose mask is not copied to devices: pass its data and its mask")
-        if isinstance(leaf, (np.ndarray, *driver.array_types, *PLAIN)):
-            continue
-        if is_foreign(leaf):
-            converter = "cupy.from_dlpack" if driver.name == "cuda" else ASARRAY
-            raise ArrayTypeError(
-                f"{place} holds {shown(leaf)}, which is not copied to devices: pass what {converter} makes of it, or an array of "
-                f"NumPy's"
-            )
-        for array in leaves(leaf, attributes(leaf), calls=True) if inside else ():
-            if isinstance(array, driver.array_types) and not isinstance(array, np.ndarray):
-                raise ArrayTypeError(
-                    f"{place} holds a {kind_of(leaf)} with {shown(array)} in it, which is not copied to devices: pass arrays in "
-                    f"lists, tuples and dictionaries"
-                )
-
-
-def _steps(array: Any) -> tuple[int, ...]:
-    """Strides of the axes that have any: those of extent 1 say nothing."""
-    return tuple([step for extent, step in zip(array.shape, array.strides, strict=True) if extent != 1])

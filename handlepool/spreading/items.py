@@ -1,0 +1,67 @@
+"""What the items of a spread may hold, and what of them a program is for."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from handlepool._util import attributes, kind_of, leaves, shown
+from handlepool.drivers.protocol import ASARRAY, Driver
+from handlepool.errors import ArrayTypeError
+from handlepool.recording.update import PLAIN, is_foreign
+
+
+def rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
+    """Return lists, tuples and dictionaries anew, with what a function makes of all else that they hold."""
+    if isinstance(value, dict):
+        return {key: rebuilt(entry, of) for key, entry in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return of(value)
+    entries = [rebuilt(entry, of) for entry in value]
+    if isinstance(value, list):
+        return entries
+    named: Any = type(value)
+    return named(*entries) if hasattr(named, "_fields") else tuple(entries)
+
+
+def itself(value: Any) -> Any:
+    """Return it."""
+    return value
+
+
+def geometry(value: Any) -> Hashable:
+    """Return what two items have in common that one program is for."""
+    if isinstance(value, dict):
+        return dict, tuple([(key, geometry(entry)) for key, entry in value.items()])
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple([geometry(entry) for entry in value])
+    return value.shape, value.strides, value.dtype
+
+
+def check_copied(place: str, value: Any, driver: Driver, *, inside: bool) -> None:
+    """Raise for an array that is not copied to devices: of another library, with a mask, which would be lost.
+
+    With ``inside`` also for one of the driver's inside an object: nothing would order its use after whoever writes it.
+    """
+    for leaf in leaves(value):
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise ArrayTypeError(f"{place} holds {shown(leaf)}, whose mask is not copied to devices: pass its data and its mask")
+        if isinstance(leaf, (np.ndarray, *driver.array_types, *PLAIN)):
+            continue
+        if is_foreign(leaf):
+            converter = "cupy.from_dlpack" if driver.name == "cuda" else ASARRAY
+            raise ArrayTypeError(
+                f"{place} holds {shown(leaf)}, which is not copied to devices: pass what {converter} makes of it, or an array of "
+                f"NumPy's"
+            )
+        for array in leaves(leaf, attributes(leaf), calls=True) if inside else ():
+            if isinstance(array, driver.array_types) and not isinstance(array, np.ndarray):
+                raise ArrayTypeError(
+                    f"{place} holds a {kind_of(leaf)} with {shown(array)} in it, which is not copied to devices: pass arrays in "
+                    f"lists, tuples and dictionaries"
+                )
+
+
+def steps(array: Any) -> tuple[int, ...]:
+    """Strides of the axes that have any: those of extent 1 say nothing."""
+    return tuple([step for extent, step in zip(array.shape, array.strides, strict=True) if extent != 1])
