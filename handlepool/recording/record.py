@@ -228,6 +228,4 @@ def _check(
 
 
 def _nothing(name: str) -> ArgumentError:
-    return ArgumentError(
-        f"{name} returned None, and a program's outputs are what its function returns: return the arrays that it writes"
-    )
+    return ArgumentError(f"{name} returned None, so nobody could have its results: return the arrays that it writes")

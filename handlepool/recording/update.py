@@ -90,8 +90,8 @@ class Inputs:
                 f"was: leave it out, or record again"
             )
         if unknown:
-            there = ", ".join(self._named) or "none by keyword, so pass what was positional by position"
-            raise ArgumentError(f"{name} was not recorded with an array for {unknown[0]!r}; there is: {there}")
+            there = f"those are {', '.join(self._named)}" if self._named else "it was recorded with positional arguments alone"
+            raise ArgumentError(f"{name} was not recorded with an array by the keyword {unknown[0]!r}: {there}")
         places = [(f"argument {place}", old, new) for place, (old, new) in enumerate(zip(self._positional, args, strict=False))]
         places += [(key, self._named[key], new) for key, new in kwargs.items()]
         copies = [copy for place, old, new in places for copy in _copies(driver, f"{name}: {place}", device, old, new)]

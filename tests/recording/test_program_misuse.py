@@ -911,7 +911,7 @@ def test_an_update_of_an_array_that_cannot_be_written_is_refused(make_driver, ma
 
 def test_an_update_by_a_keyword_that_was_positional_says_so(scene):
     program = handlepool.record(work(scene), scene.array(1))
-    with program, pytest.raises(ArgumentError, match="not recorded with an array for 'x'; there is: none by keyword, so pass"):
+    with program, pytest.raises(ArgumentError, match="keyword 'x': it was recorded with positional arguments alone"):
         program.update(x=scene.array(2))
 
 
