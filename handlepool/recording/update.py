@@ -90,7 +90,7 @@ class Inputs:
                 f"was: leave it out, or record again"
             )
         if unknown:
-            there = f"those are {', '.join(self._named)}" if self._named else "it was recorded with positional arguments alone"
+            there = f"its keywords are {', '.join(self._named)}" if self._named else "all of its arrays were positional"
             raise ArgumentError(f"{name} was not recorded with an array by the keyword {unknown[0]!r}: {there}")
         places = [(f"argument {place}", old, new) for place, (old, new) in enumerate(zip(self._positional, args, strict=False))]
         places += [(key, self._named[key], new) for key, new in kwargs.items()]
