@@ -8,14 +8,13 @@ to the host. What orders them, and what each order serves:
 - The stream that computes waits at first for the caller's, which may have made what the function's closure holds.
 - The stream that computes waits for the copies of the item, and the one that takes results to the host for what computes them.
 - Arrays for results come from the arena of the caller's stream, to which they go back when they are freed. The stream that
-  computes waits for that one before it writes them: their memory may be read there until then. Where it waits for the stream that
-  brings an item of this device, which waits for the caller's, and they were allocated before, that is enough.
+  computes waits for that one before it writes them: their memory may be read there until then.
 - All else that is allocated is held until the host has seen that the item is done, so nothing of it is used again too early.
 
 The first item of a geometry goes the general way, by the means that programs have for all callers. Further ones that hold plain
 arrays alone go a short one, in the same order and with as few calls as there can be: see `Way`. There an item of this device is
-copied once, by the caller's stream, right into the program's input: that stream waits for the item before, which may still be
-read there. With two items in flight that one is done before the caller is asked for the next.
+copied on the caller's stream itself, which spares three calls; right into the program's input where the host has seen that nothing
+is in flight, so that nobody reads that any more.
 """
 
 import warnings
@@ -57,7 +56,7 @@ class Flight:
     event
         Stands for the end of it.
     way : Way or None
-        That it went; the first that is kept is the way's then.
+        Whose copies the first that is kept is.
     error : Exception or None
         Why there is no result.
     done : bool
@@ -248,7 +247,7 @@ class Station:
                     return
             except Exception as error:
                 flight.error = error
-                self._wait_for(flight)  # the question may have failed, and not the work
+                self._wait_for(flight)  # the question may have failed alone, before the work has run
             self._landed(flight)
 
     def finish(self, flight: Flight) -> None:
@@ -331,7 +330,7 @@ class Station:
                 self._programs[way.key] = self._programs.pop(way.key)
             source = None if type(arrays[0]) is np.ndarray else driver.array_device(arrays[0])
             with driver.relaxed():
-                if source == device and not self._host:
+                if source == device and not self._host and not self.running:
                     return self._enqueued_here(way, index, arrays, caller)
                 return self._enqueued(way, index, arrays, source, caller)
         finally:
@@ -391,12 +390,10 @@ class Station:
             raise
 
     def _enqueued_here(self, way: Way, index: int, arrays: list[Any], caller: int) -> Flight:
-        """As `_enqueued`, for an item and results of this device."""
+        """As `_enqueued`, for an item and results of this device, where nothing is in flight."""
         driver, computes, event = self._driver, self._pointers[1], self._events.take()
         try:
             results = [driver.empty(*each) for each in way.results]
-            if self.running:
-                driver.wait_event(caller, self.running[-1].event)  # it stands for the end of the item before
             for target, each in zip(way.inputs, arrays, strict=True):
                 driver.copy_run(target, each, caller)
             driver.record_event(event, caller)
@@ -507,7 +504,7 @@ class Station:
         target = new_like(driver, array)
         if source == self.device:
             driver.copy(target, array)
-        elif steps(target) == steps(array):
+        elif not array.size or steps(target) == steps(array):
             with driver.relaxed():
                 driver.copy_from_device(target, array, brings)
         else:
