@@ -11,7 +11,7 @@ from handlepool.drivers.protocol import TENSOR_ALIGNMENT, Driver, check_operands
 from handlepool.errors import ArgumentError, HandlePoolError, OwnershipError, SignatureError
 from handlepool.graphs.plan import Plan
 from handlepool.pool.context import NOT_CACHED, recordings, thread
-from handlepool.pool.default import chosen_pool
+from handlepool.pool.default import FromFork, chosen_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_cache import Entry, Shortcut
 from handlepool.pool.slot import Slot
@@ -90,7 +90,7 @@ def hit_branch(
         kwargs = dict(kwargs)
         given = kwargs.pop("pool")
         pool = pool if given is None else chosen_pool(function.__name__, given)
-    return function(*args, pool=(pool, begin), **kwargs)
+    return function(*args, pool=FromFork((pool, begin)), **kwargs)
 
 
 def prepare_branch(function: Callable[..., Any], pool: PoolInternals, args: Any, kwargs: dict[str, Any]) -> "GraphCall":
@@ -225,7 +225,7 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
         check = plan.check_aliases if given else None
         executable.launch(handle, operands, slot.reserve(size) if size else 0, check)
         if recordings and thread.launched is not None:
-            thread.launched(pool, plan)
+            thread.launched(pool, plan, () if given else operands[len(plan.inputs) :])
         executable.untried = False
         if plan.copies:
             pool.plans.count_copies(plan)
@@ -297,7 +297,10 @@ class GraphCall:
         if recordings and (lanes := lanes_for(self._pool, slot.pointer)) is not None:
             what = self.plan, *[call.plan for call in self._more]
             reads, writes = self.pieces()
-            return lanes.run(self.plan.name, reads, writes, self.operands, lambda lane: self.enqueue(lane or slot), what=what)
+            result = lanes.run(self.plan.name, reads, writes, self.operands, lambda lane: self.enqueue(lane or slot), what=what)
+            if not self._given:
+                lanes.made(result)
+            return result
         if opened:
             before(self._pool, *self.pieces(), self.operands, slot.pointer)
         return self.enqueue(slot)

@@ -69,6 +69,9 @@ class NodesByData(Protocol):
     def expect(self, reads: Callable[[], Sequence[Any]] | None) -> None:
         """Be told what gives the memory that the next node reads, before its outputs are allocated, and nothing afterwards."""
 
+    def made(self, arrays: object) -> None:
+        """Be told of new arrays that a node has made."""
+
     def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: Any) -> Any:
         """Record what a shortcut launches at once as a node; what that returns."""
 
@@ -126,7 +129,7 @@ class _Thread(threading.local):
     region: BranchRegion | None = None  # of the branch or task that this thread runs
     recording: UnderWay | None = None  # of `handlepool.record`, while it captures what this thread does
     rehearsal: NodesByData | None = None  # of the first call of a function that is recorded with lanes
-    launched: Callable[[Any, Any], None] | None = None  # told pools and their plans, while what is to be recorded is called first
+    launched: Callable[[Any, Any, Any], None] | None = None  # told pools, plans and new arrays, in the first call of what is recorded
     states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
 
 

@@ -19,7 +19,7 @@ from handlepool.pool.side_streams import SideSlots
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.workspace import DeviceScratch
 from handlepool.recording.lanes import Lanes
-from handlepool.recording.rehearsal import Made, check_same
+from handlepool.recording.rehearsal import Made, New, check_same
 from handlepool.recording.schedule import Arrangement, Schedule, estimated
 from handlepool.regions.accesses import Memory
 from handlepool.regions.memory import underneath
@@ -168,15 +168,20 @@ class Recording:
         if self.lanes is not None:
             self.lanes.lack(fork, states, wanted)
 
-    def memory(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Memory:
+    def memory(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, *before: New
+    ) -> Memory:
         """Return what a replay reads and writes. A function that returned new arrays alone wrote what it is known to.
 
-        Any other may have written whatever it was given, as in a branch.
+        Any other may have written whatever it was given, as in a branch. Raises CaptureError where it reads what the first call
+        made, ``before``.
         """
         driver = self.pool.driver
         given = pieces_of(driver, function, args, kwargs, calls=True)
         used = () if self.lanes is None else self.lanes.used  # of operations, too, which launch what nobody knows
         reads, writes = self.reads.union(*[each for each, _ in used]), self.writes.union(*[each for _, each in used])
+        for new in before:
+            new.check(self._name, reads, writes)
         own = all(self._memory.holds(value) for value in leaves(outputs) if piece_of(driver, value) is not None)
         return Memory([*reads, *given], [*writes, *pieces_of(driver, outputs), *(() if own else given)])
 

@@ -178,6 +178,8 @@ class Explanation:
             f"{len(self.nodes)} nodes, {self.edges} edges, {self.got} of {self.limit} lanes; the longest way has {self.longest} "
             f"steps of {len(self.steps)}{least}"
         )
+        if not self.nodes:
+            lines.append("No call of a graph function or an operation is in it, and lanes are for those alone")
         if not self.exact:
             lines.append("The driver cannot put a node behind others by choice, so all run one after the other")
         elif self.wanted > self.recorded and self.recorded < self.limit:

@@ -234,6 +234,9 @@ class Lanes:
         if self._inside:
             self._called.append((reads, writes))
 
+    def made(self, arrays: object) -> None:
+        """Be told of new arrays that a node has made."""
+
     def expect(self, reads: Callable[[], Pieces] | None) -> None:
         """Be told what gives the memory that the next node reads, before its outputs are allocated, and nothing afterwards."""
         self._expected, self._expected_known = reads, None

@@ -261,7 +261,7 @@ class Program(Timed):
         array, or list, tuple or dictionary
             Copies of the outputs in the structure of `outputs`, ready in the order of the current stream, tensors in that of
             torch's, too; of one that was returned in several places there is one. Numbers, strings and None are as they were
-            recorded.
+            recorded. Of classes that are made of lists, tuples and dictionaries, named tuples alone are kept.
 
         Raises
         ------
@@ -558,6 +558,8 @@ exact.update((Program.replay, Program.update, Program.__call__))
 
 def capturing(pointer: int) -> CaptureError:
     """Return the error for a stream that is being captured."""
+    if thread.recording is not None:
+        return CaptureError("a program cannot be a part of another recording: call the function there that it was recorded from")
     return CaptureError(
         f"stream {pointer:#x} is being captured: a program can be neither used in a capture, nor be ordered after the last use "
         f"there. Use it before the capture, or after"

@@ -93,7 +93,8 @@ def record(
         For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded; inside
         ``torch.cuda.use_mem_pool``, where torch keeps to that pool; and where torch uses the GPU and is older than 2.8. For graph
         functions that were others at the second call, and results of other shapes or types. With ``lanes`` also for operations
-        that were others, in the body of a fork, and for an operation that wrote and gave no work to the stream.
+        that were others, in the body of a fork, and for an operation that wrote and gave no work to the stream. For state that is
+        kept in a new array each time, ``self.h = conv2d(self.h, w)``, where a call of handlepool's reads it: write it in place.
     DriverNotAvailableError
         With ``plans`` on the host driver.
     ArgumentError
@@ -137,6 +138,8 @@ def record(
     given.check(name)
     shapes = _shapes(returned)
     del returned
+    for new in (rehearsal.new, launches.new):
+        new.end()
     tunings = _tuned(chosen, name, launches, home) if measured else ()
     recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)
     try:
@@ -154,7 +157,7 @@ def record(
                     f"{name} returned something else when it was called again to be recorded: {one} the first time, and {other} "
                     f"the second. Take decisions, and prepare what is made once, before it is recorded"
                 )
-        memory = recording.memory(function, args, kwargs, outputs)
+        memory = recording.memory(function, args, kwargs, outputs, rehearsal.new, launches.new)
         return _drawn(Program(name, recording, inputs, outputs, home, memory, tunings), picture)
     except BaseException:
         outputs, done = None, False

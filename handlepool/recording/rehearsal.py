@@ -1,19 +1,21 @@
 """The first call of a function that is recorded: its nodes and plans, to be compared with the second's, and what it changes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import fields
 from itertools import zip_longest
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
+from weakref import ReferenceType, ref
 
-from handlepool._util import content, shown
+from handlepool._util import content, leaves, shown
+from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.trace import Request
 from handlepool.pool.context import NOT_CACHED, place_of_call, recordings, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
-from handlepool.recording.update import PLAIN
+from handlepool.recording.update import PLAIN, piece_of
 from handlepool.tensors.layout import Piece, Token
 
 T = TypeVar("T")
@@ -61,10 +63,12 @@ class Rehearsal:
     Attributes
     ----------
     calls : list of Made
+    new : New
     """
 
     def __init__(self, pool: PoolInternals, pointer: int) -> None:
         self.calls: list[Made] = []
+        self.new = New(pool.driver)
         self._pool = pool
         self._pointer = pointer
         self._inside = False
@@ -95,7 +99,13 @@ class Rehearsal:
             self._inside = False
         if result is NOT_CACHED:
             del self.calls[known:]
+        elif out is None:
+            self.made(result)
         return result
+
+    def made(self, arrays: object) -> None:
+        """Be told of new arrays that a node has made."""
+        self.new.add(arrays, self.calls[-1])
 
     def _begin(self, operands: object, launch: Any, *_: object) -> Slot:
         self.calls.append(Made.at_once(launch))
@@ -117,9 +127,12 @@ class Rehearsal:
         self.calls.append(Made.of(name, writes, what))
         self._inside = True
         try:
-            return call(None)
+            result = call(None)
         finally:
             self._inside = False
+        if new is not None:
+            self.new.add(result, self.calls[-1], among={*new(result)})
+        return result
 
 
 def _told(watcher: object, name: str, told: object, function: Callable[..., T], args: tuple[Any, ...]) -> T:
@@ -135,6 +148,53 @@ def _told(watcher: object, name: str, told: object, function: Callable[..., T], 
             recordings.remove(watcher)
 
 
+class New:
+    """The arrays that the first call makes and somebody holds when it has ended: caches, or state.
+
+    Parameters
+    ----------
+    driver : Driver
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._made: list[tuple[ReferenceType[Any], Made]] = []  # weak: the first call takes no more memory for being looked at
+        self._held: list[tuple[Any, Piece, Made]] = []
+
+    def add(self, arrays: object, call: Made, among: Set[object] | None = None) -> None:
+        """Take note of the arrays that a call made; with ``among`` of those whose memory is there."""
+        for array in leaves(arrays):
+            if isinstance(array, self._driver.array_types) and (among is None or piece_of(self._driver, array) in among):
+                self._made.append((ref(array), call))
+
+    def end(self) -> None:
+        """Be told that the first call has ended. What is left is held from here on, so that nothing else comes to lie there."""
+        left = [(made(), call) for made, call in self._made]
+        self._held = [(array, piece_of(self._driver, array), call) for array, call in left if array is not None]
+        self._made.clear()
+
+    def check(self, name: str, reads: Set[object], writes: Set[object]) -> None:
+        """Refuse a function whose second call read, and did not write, what its first one made: each replay reads the same.
+
+        Raises
+        ------
+        CaptureError
+            Naming the call that made it.
+        """
+        for _, memory, call in self._held:
+            if any(overlap(memory, each) for each in reads) and not any(overlap(memory, each) for each in writes):
+                raise CaptureError(
+                    f"{name} keeps state in a new array each time: its second call read what its first one had made by {call}, "
+                    f"and every replay would read just that. Write state into one array, by out= or state[...] = new, or take it "
+                    f"as an argument and return the new one"
+                )
+
+
+def overlap(one: Piece, other: object) -> bool:
+    """Whether two pieces of memory overlap, from their first byte to their last."""
+    return isinstance(other, tuple) and one[0] < other[1] and other[0] < one[1]
+
+
 class Launches:
     """The plans that a call of a function launches, and how often each.
 
@@ -147,10 +207,12 @@ class Launches:
     ----------
     calls : list of Made
         In order.
+    new : New
     """
 
     def __init__(self, pool: PoolInternals) -> None:
         self.calls: list[Made] = []
+        self.new = New(pool.driver)
         self._pool = pool
         self._found: dict[int, tuple[Plan, int]] = {}
 
@@ -158,9 +220,10 @@ class Launches:
         """Call a function, and count the plans that this thread launches meanwhile."""
         return _told(self, "launched", self._count, function, args)
 
-    def _count(self, pool: PoolInternals, plan: Plan) -> None:
+    def _count(self, pool: PoolInternals, plan: Plan, made: Sequence[Any]) -> None:
         if pool is self._pool:
             self.calls.append(Made(plan.name, (), place_of_call(), (plan,)))
+            self.new.add(made, self.calls[-1])
             self._found[id(plan)] = plan, self._found.get(id(plan), (plan, 0))[1] + 1
 
     def plans(self, device: int) -> list[tuple[Plan, int]]:

@@ -321,7 +321,8 @@ class LanesRig:
             arrangement = self._schedule.on(count, times)
             same = next((each for each in found if each.arrangement is arrangement), None)
             if same is not None:
-                why = f"as on {same.asked}: the data allows no more than {arrangement.lanes}"
+                more = f"the data allows no more than {arrangement.lanes}" if arrangement.lanes else "nothing in it is a node"
+                why = f"as on {same.asked}: {more}"
                 skipped[count] = LanesTrial(count, skipped=why)
                 continue
             if found and monotonic() > until:

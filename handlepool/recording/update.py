@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -39,6 +40,10 @@ class Copy(NamedTuple):
     tensor: Any = None
 
 
+_overwritten: "WeakValueDictionary[int, Inputs]" = WeakValueDictionary()
+"""Where the inputs of programs begin that another array was copied into, while the programs are there, which hold the inputs."""
+
+
 class Inputs:
     """The arguments that a function was recorded with, as they were then. Those without an array cannot be updated.
 
@@ -50,7 +55,7 @@ class Inputs:
         self._positional = [_fixed(argument) for argument in args if _has_array(argument, kind)]
         self._named = {name: _fixed(argument) for name, argument in kwargs.items() if _has_array(argument, kind)}
         self._others = {*kwargs} - {*self._named}
-        self._replaced: set[int] = set()  # where those begin that another array was copied into
+        self._replaced: dict[int, Piece] = {}  # of those that another array was copied into, by where they begin
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield the arguments' arrays, of any library, each with its place."""
@@ -75,7 +80,8 @@ class Inputs:
         if len(args) > len(self._positional):
             raise ArgumentError(
                 f"{name} was recorded with {len(self._positional)} positional arguments that are arrays, or lists, tuples and "
-                f"dictionaries with arrays, and was given {len(args)}; leave all others out, which stay as they were"
+                f"dictionaries with arrays (what an object holds is none), and was given {len(args)}; leave all others out, "
+                f"which stay as they were"
                 + (f", and give {', '.join(self._named)} by keyword, as when it was recorded" if self._named else "")
             )
         if len(args) < len(self._positional) and not kwargs:
@@ -96,22 +102,42 @@ class Inputs:
         places += [(key, self._named[key], new) for key, new in kwargs.items()]
         copies = [copy for place, old, new in places for copy in _copies(driver, f"{name}: {place}", device, old, new)]
         _check_values(driver, name, copies)
-        for copy in copies if self._replaced else ():
-            if not copy.shift and driver.array_pointer(copy.target) in self._replaced:
-                raise ArgumentError(
-                    f"{copy.place} is the array that {name} was recorded with, which was overwritten by a call or an update "
-                    f"since: record with a copy, x.copy(order='K'), to keep x; or pass None for what it holds now"
-                )
+        for copy in copies if _overwritten else ():
+            self._check_kept(driver, name, copy)
         return [copy for copy in copies if copy.shift]
+
+    def _check_kept(self, driver: Driver, name: str, copy: Copy) -> None:
+        """Refuse an input that was overwritten, by any program, and a part of one: who passes it may mean what it held before.
+
+        Another input in its place is taken with what it holds: inputs may be swapped.
+        """
+        begin = driver.array_pointer(copy.source)
+        what = ""
+        if not copy.shift:
+            what = "is the array" if _overwritten.get(begin) is not None else ""
+        elif begin not in self._replaced and (target := self._replaced.get(begin - copy.shift)) is not None:
+            first, last = target[0] + copy.shift, target[1] + copy.shift  # what lies as the target does reaches as far
+            if any(first < end and start < last for start, end, *_ in self._replaced.values()):
+                what = "overlaps an array"
+        if what:
+            raise ArgumentError(
+                f"{copy.place} {what} that {name} was recorded with, which was overwritten by a call or an update since: record "
+                f"with a copy, x.copy(order='K'), to keep x; or pass None for what it holds now"
+            )
 
     def copied(self, driver: Driver, copies: Sequence[Copy]) -> None:
         """Be told that copies are made: who passes such an input again may mean the values that it had."""
-        self._replaced.update([driver.array_pointer(copy.target) for copy in copies])
+        for copy in copies:
+            begin = driver.array_pointer(copy.target)
+            if _overwritten.get(begin) is not self:
+                self._replaced[begin], _overwritten[begin] = piece_of(driver, copy.target), self
 
     def written(self, driver: Driver, copies: Sequence[Copy]) -> None:
         """Be told that outputs were copied where the caller said: who passes an input of these again means what it holds."""
-        if self._replaced:
-            self._replaced.difference_update([driver.array_pointer(copy.target) for copy in copies])
+        for copy in copies if _overwritten else ():
+            begin = driver.array_pointer(copy.target)
+            _overwritten.pop(begin, None)
+            self._replaced.pop(begin, None)
 
 
 def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:

@@ -13,8 +13,8 @@ to the host. What orders them, and what each order serves:
 
 The first item of a geometry goes the general way, by the means that programs have for all callers. Further ones that hold plain
 arrays alone go a short one, in the same order and with as few calls as there can be: see `Way`. There an item of this device is
-copied on the caller's stream itself, which spares three calls; right into the program's input where the host has seen that nothing
-is in flight, so that nobody reads that any more.
+copied on the caller's stream itself, which spares three calls; right into the program's input where the host has seen that
+nothing is in flight, so that nobody reads that any more.
 """
 
 import warnings

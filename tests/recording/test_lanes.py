@@ -862,6 +862,73 @@ def test_what_is_made_at_the_first_call_alone_is_refused(scene, make, lanes):
     assert works(scene)
 
 
+class Cell:
+    """Keeps state from call to call: in a new array each time, or in one."""
+
+    def __init__(self, scene):
+        self.h = scene.driver.asarray(np.ones((2, 8), np.float32))
+        self.kept = {"h": self.h}
+        self.seen = None
+
+    def attribute(self, x):
+        self.h = handlepool.add(self.h, x)
+        return self.h
+
+    def container(self, x):
+        self.kept["h"] = handlepool.add(self.kept["h"], x)
+        return self.kept["h"] + 1
+
+    def in_place(self, x):
+        return handlepool.add(self.h, x, out=self.h) + 1
+
+    def looked_at(self, x):
+        self.seen = handlepool.add(x, x)
+        return handlepool.add(self.seen, x)
+
+
+def by_a_name(scene):
+    h = scene.driver.asarray(np.ones((2, 8), np.float32))
+
+    def step(x):
+        nonlocal h
+        h = handlepool.add(h, x)
+        return h + 1
+
+    return step
+
+
+@pytest.mark.parametrize("lanes", [None, 1, 4])
+@pytest.mark.parametrize("make", [by_a_name, lambda s: Cell(s).attribute, lambda s: Cell(s).container])
+def test_state_in_a_new_array_each_time_is_refused(scene, make, lanes):
+    """Each replay would begin with the same."""
+    x = scene.driver.asarray(np.ones((2, 8), np.float32))
+    with pytest.raises(CaptureError, match=r"keeps state in a new array each time: .*had made by add at .*test_lanes"):
+        handlepool.record(make(scene), x, lanes=lanes)
+    assert leased(scene) == 0
+    assert works(scene)
+
+
+@pytest.mark.parametrize("lanes", [None, 1, 4])
+@pytest.mark.parametrize("name", ["in_place", "looked_at"])
+def test_state_in_one_array_and_arrays_that_are_looked_at_are_recorded(scene, name, lanes):
+    x, cell = scene.driver.asarray(np.ones((2, 8), np.float32)), Cell(scene)
+    with handlepool.record(getattr(cell, name), x, lanes=lanes) as program:
+        before = scene.driver.asnumpy(cell.h)
+        found = [scene.driver.asnumpy(program(None))[0, 0] for _ in range(3)]
+    assert found == ([before[0, 0] + k for k in (2, 3, 4)] if name == "in_place" else [3, 3, 3])
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+def test_a_program_inside_a_recording_is_refused_with_what_to_do(scene, lanes):
+    x = scene.driver.asarray(np.ones((2, 8), np.float32))
+    with (
+        handlepool.record(lambda x: handlepool.add(x, x), x) as inner,
+        pytest.raises(CaptureError, match="a program cannot be a part of another recording: call the function there"),
+    ):
+        handlepool.record(lambda x: inner(x), scene.driver.asarray(np.ones((2, 8), np.float32)), lanes=lanes)
+    assert works(scene)
+
+
 def test_other_branches_at_the_second_call_are_refused_without_lanes(scene):
     x = scene.driver.asarray(np.ones((1, 4, 6, 6), np.float32))
     with pytest.raises(CaptureError, match="Call 2 was none the first time, and double at"):

@@ -174,6 +174,37 @@ def test_a_recorded_array_is_refused_where_it_holds_another_ones_values_by_now(s
         assert [scene.read(program(x)) for _ in range(2) for x in images[1:]] == [111, 112] * 2
 
 
+def test_windows_of_a_signal_whose_first_one_was_recorded_are_refused_where_it_was_overwritten(scene):
+    right = np.arange(20.0)
+    signal = scene.driver.asarray(right)
+
+    def is_right(program, first):
+        return (scene.driver.asnumpy(program(signal[first : first + 8])) == right[first : first + 8]).all()
+
+    with handlepool.record(lambda x: scene.plus(x, 0), signal[:8]) as program:
+        assert is_right(program, 0)
+        assert is_right(program, 1)
+        for use in (program, program.update):
+            with pytest.raises(ArgumentError, match=r"argument 0 overlaps an array that .* was recorded with, which was over"):
+                use(signal[2:10])
+        assert is_right(program, 9)
+    signal = scene.driver.asarray(right)
+    with handlepool.record(lambda x: scene.plus(x, 0), signal[:8].copy()) as program:
+        assert all(is_right(program, first) for first in range(12))
+
+
+def test_an_array_that_another_program_has_overwritten_is_refused(scene):
+    x = scene.array(1)
+    with handlepool.record(body(scene), x) as one, handlepool.record(body(scene), x) as other:
+        assert scene.read(one(scene.array(2))) == 112
+        with pytest.raises(ArgumentError, match=r"argument 0 is the array that .* was recorded with, which was overwritten"):
+            other(x)
+        assert scene.read(other(None)) == 112
+        assert scene.read(other(scene.array(3))) == 113
+        one(None, out=x)
+        assert scene.read(other(x)) == 223
+
+
 def test_control_where_nobody_tells_a_call_gives_another_ones_result(scene, monkeypatch):
     monkeypatch.setattr(Inputs, "copied", lambda *_: None)
     images = [scene.array(value) for value in range(3)]

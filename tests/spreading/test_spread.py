@@ -417,8 +417,8 @@ def test_a_device_on_which_all_items_fail_gets_its_share_and_no_more(pool, in_fl
 
     def given():
         for x in ARRAYS * 4:
-            for station in results._stations.all:  # whoever brings the items takes as long as they do
-                for stream in station._streams:
+            for each in results._stations.all:  # whoever brings the items takes as long as they do
+                for stream in each._streams:
                     driver.synchronize_stream(stream.ptr)
             yield x
 
