@@ -75,15 +75,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run() -> int:
-    """Run the command of this process. A reader of standard output that has had enough, as ``head``, is no error."""
+    """Run the command of this process: an error of the system is a line, and a reader that has had enough, as ``head``, none."""
     try:
         status = main()
         if sys.stdout is not None:  # closed by whoever started us
             sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains as it flushes at its end
-        return 0
+    except OSError as error:
+        enough = isinstance(error, BrokenPipeError)
+        if not enough:
+            print(f"handlepool: {error}", file=sys.stderr)
+        if sys.stdout is not None:  # or the interpreter complains as it flushes at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0 if enough else 2
 
 
 if __name__ == "__main__":

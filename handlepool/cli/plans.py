@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from handlepool._util import shown
-from handlepool.errors import ArgumentError, GraphNotSupportedError, HandlePoolError
-from handlepool.pool.plan_directory import VARIABLE, PlanDirectory, PlanFile
+from handlepool.errors import ArgumentError, DriverNotAvailableError, HandlePoolError
+from handlepool.pool.plan_directory import VARIABLE, PlanDirectory, PlanFile, absolute
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
@@ -25,10 +25,13 @@ def main(options: argparse.Namespace) -> int:
             raise ArgumentError(f"no plan directory was named: pass --directory, or set {VARIABLE}")
         if options.action == "build":
             return _build(options.module, options.device_properties, path)
-        if not Path(path).expanduser().is_dir():
+        found = absolute(path)
+        if not (found.exists() or found.is_symlink()):  # else `PlanDirectory` says what is there
             raise ArgumentError(f"there is no plan directory {path}")
         actions = {"list": _list, "verify": _verify, "clear": _clear}
         return actions[options.action](PlanDirectory(path))
+    except BrokenPipeError:
+        raise
     except (HandlePoolError, OSError) as error:
         print(f"handlepool plans: {error}", file=sys.stderr)
         return 2
@@ -90,7 +93,12 @@ def _build(name: str, properties: Path, path: str) -> int:
             before = sum(met.refused for met in planner.met)
             try:
                 function(*planner.arrays_of(specs), **planner.arrays_of(options))
-            except (GraphNotSupportedError, MemoryError) as error:
+            except DriverNotAvailableError:  # whatever the entry
+                raise
+            except (HandlePoolError, MemoryError, TypeError) as error:
+                trace = error.__traceback__
+                if type(error) is TypeError and trace is not None and trace.tb_next is not None:
+                    raise  # from inside the function; else it does not take these arguments
                 why = f"its arrays are more than the memory of this machine: {error}" if isinstance(error, MemoryError) else error
                 failed.append(f"{getattr(function, '__name__', function)} cannot be planned: {why}")
                 early += before == sum(met.refused for met in planner.met)  # cuDNN was not asked

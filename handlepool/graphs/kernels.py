@@ -9,11 +9,11 @@ from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel
 from handlepool.drivers.protocol import operand_name
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import check_arrays, hit, launch_new, told_apart
+from handlepool.graphs.launch import GraphCall, check_arrays, hit, launch_new, told_apart
 from handlepool.graphs.plan import Plan, at_their_places
 from handlepool.graphs.trace import check_out
 from handlepool.pool.context import NOT_CACHED
-from handlepool.pool.default import chosen_pool, current_pool
+from handlepool.pool.default import FromFork, chosen_pool, current_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.inference import axis_order, dense_strides
@@ -34,17 +34,17 @@ class KernelFunction(GraphFunction[..., Any]):
         ``describe(layouts, **options)`` checks the inputs and returns a `Described`.
     name : str
         For messages.
-    options : sequence of str
-        The names of the values that `call` is given.
+    options : callable, optional
+        Checks the values that `call` is given, and returns them by name, as they key a plan.
     """
 
-    def __init__(self, describe: Callable[..., Described], name: str, options: Sequence[str] = ()) -> None:
+    def __init__(self, describe: Callable[..., Described], name: str, options: Callable[..., dict[str, Any]] = dict) -> None:
         super().__init__(describe, name=name)
         self._describe = describe
-        self._names = options
+        self._options = options
 
     def call(self, arrays: tuple[Any, ...], out: Any, pool: HandlePool | None, values: tuple[Any, ...]) -> Any:
-        """Launch for the public function that these are the arguments of; ``values`` are those of ``options``.
+        """Launch for the public function that these are the arguments of; ``values`` are what ``options`` takes.
 
         In a fork, ``pool`` is as `hit_branch` says.
         """
@@ -52,19 +52,20 @@ class KernelFunction(GraphFunction[..., Any]):
         key = told_apart(values) if tuple in types or list in types else (values, types)
         if pool is None:
             chosen = current_pool()
-        elif type(pool) is tuple:  # type: ignore[comparison-overlap]
+        elif type(pool) is FromFork:  # type: ignore[comparison-overlap]
             chosen, begin = pool
             if begin is None:
-                return self.prepare(chosen, arrays, out, self._options(values), key=key)  # what the fork launches
+                return self._prepared(chosen, arrays, out, values, key)  # what the fork launches
         else:
             chosen = chosen_pool(self._name, pool)
         result = hit(self, chosen, begin, arrays, out, key)
         if result is NOT_CACHED and begin is None:
-            return launch_new(chosen, self.prepare(chosen, arrays, out, self._options(values), key=key))
+            return launch_new(chosen, self._prepared(chosen, arrays, out, values, key))
         return result
 
-    def _options(self, values: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip(self._names, map(_hashable, values), strict=True))
+    def _prepared(self, pool: PoolInternals, arrays: tuple[Any, ...], out: Any, values: tuple[Any, ...], key: Any) -> GraphCall:
+        told = all(type(value) is tuple or not isinstance(value, tuple) for value in values)  # else the key may be another one's
+        return self.prepare(pool, arrays, out, self._options(*values), key=key if told else None)
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
         name, driver, misaligned = self._name, pool.driver, key[-1]
@@ -93,13 +94,6 @@ class KernelFunction(GraphFunction[..., Any]):
             return Plan(name, device, executable, inputs, (output,), True, _in_place(kernel, inputs, output), asked=key)
 
         return cast("Plan", pool.plans.get_or_build(device, key, build))
-
-
-def _hashable(value: Any) -> Any:
-    """Return a list, or NumPy's array of one number or two as windows have them, as what can be a part of a plan's key."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.shape in ((), (2,)) and value.min() >= 0:
-        value = value.tolist()  # of no other array, whose values a message would show
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _in_place(kernel: Kernel, inputs: tuple[Layout, ...], output: Layout) -> tuple[int | None, ...]:

@@ -154,7 +154,11 @@ class Signature:
         takes = [*self.optional, *sorted(self.keywords)]
         unknown = [option for option in options if option not in (*self.required, *takes)]
         if unknown and not self.open:
-            raise ArgumentError(f"{name} has no option {', '.join(sorted(unknown))}; it has {', '.join(takes) or 'none'}")
+            chosen = ". Its pool is the default one, which set_default_pool sets, or that of the branch it is called in"
+            raise ArgumentError(
+                f"{name} has no option {', '.join(sorted(unknown))}; it has {', '.join(takes) or 'none'}"
+                f"{chosen if 'pool' in unknown else ''}"
+            )
         missing = self.needed - set(options)
         if missing:
             raise ArgumentError(f"{name} needs the option {', '.join(sorted(missing))}")

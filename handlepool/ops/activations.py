@@ -9,7 +9,7 @@ from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import GraphCall, by_keyword, launch_new, misplaced, prepare_branch
 from handlepool.pool.context import launchers
-from handlepool.pool.default import chosen_pool
+from handlepool.pool.default import FromFork, chosen_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
@@ -25,9 +25,10 @@ def check_activation(name: str, activation: Any) -> None:
     ------
     ArgumentError
     """
-    if activation is None or activation in ACTIVATIONS:
+    text = activation if isinstance(activation, str) else ""
+    if activation is None or text in ACTIVATIONS:
         return
-    meant = ", which is torch's silu" if activation == "silu" else ""
+    meant = ", which is torch's silu" if text == "silu" else ""
     raise ArgumentError(f"{name}: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)}{meant}, or None")
 
 
@@ -94,7 +95,7 @@ def swish(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = N
 def _apply(function: Callable[..., Any], x: Any, extra: tuple[Any, ...], out: Any, pool: HandlePool | None) -> Any:
     if extra:
         raise misplaced(function, extra)
-    if isinstance(pool, tuple):  # from a fork: see `hit_branch`
+    if isinstance(pool, FromFork):  # from a fork: see `hit_branch`
         return activation_call(pool[0], function.__name__, x, out)
     chosen = chosen_pool(function.__name__, pool)
     return launch_new(chosen, activation_call(chosen, function.__name__, x, out))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Never
 
-from handlepool._util import as_integer, shown
+from handlepool._util import as_integer, holds_values, shown
 from handlepool.drivers.kernel import Add, Concat
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
@@ -104,7 +104,6 @@ def _describe_add(layouts: tuple[Layout, ...], *, activation: str | None) -> Des
             raise ArgumentError(
                 f"add: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they must be of one shape"
             )
-    check_activation("add", activation)
     return Add(activation), lying_as(first, first.shape)
 
 
@@ -113,13 +112,10 @@ def _describe_concat(layouts: tuple[Layout, ...], *, axis: int) -> Described:
     first = layouts[0]
     rank = first.ndim
     if rank == 0:
-        raise ArgumentError(
-            f"concat: argument 0 has no axes, and axis={shown(axis)} is to be one; pass arrays of one axis or more"
-        )
-    number = as_integer(axis, rank)
-    if not -rank <= number < rank:
-        raise ArgumentError(f"concat: axis={shown(axis)}; it must be an integer from {-rank} to {rank - 1} for {rank} axes")
-    number %= rank
+        raise ArgumentError(f"concat: argument 0 has no axes, and axis={axis} is to be one; pass arrays of one axis or more")
+    if not -rank <= axis < rank:
+        raise ArgumentError(f"concat: axis={axis}; it must be an integer from {-rank} to {rank - 1} for {rank} axes")
+    number = axis % rank
     for place, layout in enumerate(layouts):
         if layout.ndim != rank or _beside(layout, number) != _beside(first, number):
             raise ArgumentError(
@@ -134,7 +130,21 @@ def _beside(layout: Layout, axis: int) -> tuple[int, ...]:
     return layout.shape[:axis] + layout.shape[axis + 1 :]
 
 
-_add = KernelFunction(_describe_add, "add", ("activation",))
-_concat = KernelFunction(_describe_concat, "concat", ("axis",))
+def _options_of_add(activation: Any) -> dict[str, Any]:
+    check_activation("add", activation)
+    return {"activation": activation}
+
+
+def _options_of_concat(axis: Any) -> dict[str, Any]:
+    try:
+        if not holds_values(axis):  # which a message would show
+            return {"axis": as_integer(axis)}
+    except TypeError:
+        pass
+    raise ArgumentError(f"concat: axis={shown(axis)}; it must be an integer, as 1 for the channels")
+
+
+_add = KernelFunction(_describe_add, "add", _options_of_add)
+_concat = KernelFunction(_describe_concat, "concat", _options_of_concat)
 # In a fork the output is allocated before the branch starts, as for any graph function.
 launchers |= dict.fromkeys((add, concat), (hit_branch, prepare_branch))

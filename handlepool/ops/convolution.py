@@ -30,7 +30,7 @@ from handlepool.graphs.signature import Settings, normalise
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, check_activation
 from handlepool.ops.epilogue import Stages, along, finisher, parts_of
 from handlepool.pool.context import NOT_CACHED, launchers
-from handlepool.pool.default import chosen_pool, current_pool
+from handlepool.pool.default import FromFork, chosen_pool, current_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors import frontend
@@ -41,6 +41,8 @@ Pair = int | Sequence[int]
 Padding = Pair | Sequence[Sequence[int]]
 Shape = tuple[int, ...]
 Sides = tuple[tuple[int, int], ...]
+_BYTES = bytes, bytearray, memoryview
+"""Which are sequences of integers to Python."""
 
 
 def pair(function: str, name: str, value: Any, least: int = 1) -> tuple[int, int]:
@@ -79,12 +81,20 @@ def _two(value: Any) -> tuple[int, int]:
 
 
 def _is_sequence(value: Any) -> bool:
+    if isinstance(value, _BYTES):
+        return False
     return isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
 def geometry(function: str, pairs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return stride, padding and dilation as they key a plan, however they were given."""
-    return {name: sides(function, value) if name == "padding" else pair(function, name, value) for name, value in pairs.items()}
+    """Return stride, padding, dilation and groups as they key a plan, however they were given."""
+    how: dict[str, Any] = {}
+    for name, value in pairs.items():
+        if name == "groups":
+            how[name] = at_least(1, f"{function}: groups", value)
+        else:
+            how[name] = sides(function, value) if name == "padding" else pair(function, name, value)
+    return how
 
 
 def settings_of(workspace_limit: Any, allow_tf32: Any, deterministic: Any) -> Settings:
@@ -102,7 +112,7 @@ def parameters(*, stride: tuple[int, int], padding: Sides, dilation: tuple[int, 
 def as_shape(function: str, shape: Any) -> Shape:
     """Return the shape of what a gradient is taken with respect to."""
     try:
-        extents = tuple(map(as_integer, shape))
+        extents = () if isinstance(shape, _BYTES) else tuple(map(as_integer, shape))
     except TypeError:
         extents = ()
     if len(extents) != 4 or min(extents) < 1:
@@ -157,8 +167,7 @@ def check_vector(function: str, bias: Layout, extent: int, of: str, like: tuple[
 
 
 def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, Shape], groups: int) -> None:
-    """Raise for groups that are none, and for channels of images and filters (K, C / groups, R, S) that do not fit."""
-    groups = at_least(1, f"{function}: groups", groups)
+    """Raise for channels of images and filters (K, C / groups, R, S) that do not fit."""
     (x, x_shape), (w, w_shape) = image, weight
     if w_shape[1] * groups != x_shape[1]:
         raise ArgumentError(
@@ -273,7 +282,7 @@ def conv2d(
         raise misplaced(conv2d, extra)
     arrays = (x, w) if bias is None else (x, w, bias)
     function, copying = _plain
-    deep = groups != 1 and add is None
+    deep = (type(groups) is not int or groups != 1) and add is None
     if add is not None:  # of functions of its own: by position it might be taken for a bias
         arrays, (function, copying) = (*arrays, add), _summed
     key = values = (stride, padding, dilation, groups, mode, activation, workspace_limit, allow_tf32, deterministic)
@@ -290,7 +299,7 @@ def conv2d(
     begin = None
     if pool is None:
         chosen = current_pool()
-    elif type(pool) is tuple:  # type: ignore[comparison-overlap]  # from a fork: see `hit_branch`
+    elif type(pool) is FromFork:  # type: ignore[comparison-overlap]  # from a fork: see `hit_branch`
         chosen, begin = pool
         if begin is None:
             return _prepare(chosen, arrays, parts_of(bias, add, activation), out, values, key)  # what the fork launches
@@ -343,9 +352,11 @@ def _prepare(
 ) -> GraphCall:
     """Return the call for values of the options of `conv2d`, which ``key`` tells from all others."""
     stride, padding, dilation, groups, mode, activation, *limits = values
-    how = geometry("conv2d", {"stride": stride, "padding": padding, "dilation": dilation})
-    options = {**how, "groups": groups}
-    if not isinstance(mode, str) or mode != "cross_correlation":  # a part of the plan's key where it says something
+    options = geometry("conv2d", {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups})
+    check_activation("conv2d", activation)
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ArgumentError(f"conv2d: mode={shown(mode)}; it can be {' or '.join(MODES)}")
+    if mode != "cross_correlation":  # a part of the plan's key where it says something
         options["mode"] = mode
     settings = settings_of(*limits)
 
@@ -360,12 +371,12 @@ def _prepare(
         known = key if some == parts else None
         return function.prepare(pool, arrays, out, own, settings, converted, known)
 
-    if groups != 1 and "add" not in parts:
+    if options["groups"] != 1 and "add" not in parts:
         try:
             return _depthwise.prepare(pool, arrays, out, options | {"activation": activation}, settings, None, key)
         except GraphNotSupportedError:  # for cuDNN
             pass
-    uneven = any(one != other for one, other in how["padding"])
+    uneven = any(one != other for one, other in options["padding"])
     return Stages("conv2d", pool, parts, activation, fused, _finish, key, uneven).call(arrays, out)
 
 
@@ -421,9 +432,6 @@ def _check(
         if add.shape != shape and min(shape) > 0:  # else nothing comes out, which is said elsewhere
             raise ArgumentError(f"conv2d: add of shape {add.shape} for a result of {shape}; it must be of that shape")
         check_type("conv2d", "add", add, like)
-    check_activation("conv2d", activation)
-    if mode not in MODES:
-        raise ArgumentError(f"conv2d: mode={shown(mode)}; it can be {' or '.join(MODES)}")
 
 
 def _describe_depthwise(

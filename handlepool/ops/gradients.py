@@ -20,7 +20,7 @@ from handlepool.ops.convolution import (
     settings_of,
 )
 from handlepool.pool.context import launchers
-from handlepool.pool.default import chosen_pool
+from handlepool.pool.default import FromFork, chosen_pool
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
@@ -131,9 +131,8 @@ def _run(
 ) -> Any:
     if extra:
         raise misplaced(function, extra)
-    groups = options.pop("groups")
-    options = {"shape": as_shape(function.__name__, shape), "groups": groups, **geometry(function.__name__, options)}
-    if isinstance(pool, tuple):  # from a fork: see `hit_branch`
+    options = {"shape": as_shape(function.__name__, shape), **geometry(function.__name__, options)}
+    if isinstance(pool, FromFork):  # from a fork: see `hit_branch`
         return graph.prepare(pool[0], arrays, out, options, settings)
     chosen = chosen_pool(function.__name__, pool)
     return launch_new(chosen, graph.prepare(chosen, arrays, out, options, settings))

@@ -1,5 +1,6 @@
 """The largest element or the mean of windows of images, and of whole images, by kernels of our own."""
 
+from functools import partial
 from typing import Any, Literal, Never
 
 from handlepool._util import flag, shown
@@ -149,31 +150,24 @@ def _describe(
     name: str,
     kind: Literal["max", "mean"],
     layouts: tuple[Layout, ...],
-    window: Any,
-    stride: Any,
-    padding: Any,
-    ceil_mode: Any,
-    counted: bool = True,
+    window: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    ceil_mode: bool,
+    count_include_pad: bool = True,
 ) -> Described:
     x = _check(name, layouts)
-    rows, columns = pair(name, "window", window)
-    steps = (rows, columns) if stride is None else pair(name, "stride", stride)
-    margins = pair(name, "padding", padding, 0)
-    if margins[0] * 2 > rows or margins[1] * 2 > columns:
+    if padding[0] > x.shape[2] or padding[1] > x.shape[3]:
         raise ArgumentError(
-            f"{name}: padding={shown(padding)} is more than half of a window of {rows} x {columns} pixels, so that some windows "
-            f"would lie outside of the image; pad less, or pad the image itself"
+            f"{name}: a padding of {padding[0]} and {padding[1]} is more than images of {x.shape[2]} x {x.shape[3]} have pixels; "
+            f"pad less"
         )
-    if margins[0] > x.shape[2] or margins[1] > x.shape[3]:
-        raise ArgumentError(
-            f"{name}: padding={shown(padding)} is more than images of {x.shape[2]} x {x.shape[3]} have pixels; pad less"
-        )
-    kernel = Windows(kind, (rows, columns), steps, margins, counted, flag(f"{name}: ceil_mode", ceil_mode))
+    kernel = Windows(kind, window, stride, padding, count_include_pad, ceil_mode)
     count = kernel.count(*x.shape[2:])
     if min(count) < 1:
         raise ArgumentError(
-            f"{name}: a window of {rows} x {columns} pixels exceeds images of {x.shape[2]} x {x.shape[3]} with a padding of "
-            f"{margins[0]} and {margins[1]} on both sides; take a smaller one"
+            f"{name}: a window of {window[0]} x {window[1]} pixels exceeds images of {x.shape[2]} x {x.shape[3]} with a padding "
+            f"of {padding[0]} and {padding[1]} on both sides; take a smaller one"
         )
     return kernel, lying_as(x, (*x.shape[:2], *count))
 
@@ -182,20 +176,41 @@ def _describe_max(layouts: tuple[Layout, ...], **how: Any) -> Described:
     return _describe("max_pool2d", "max", layouts, **how)
 
 
-def _describe_mean(layouts: tuple[Layout, ...], *, count_include_pad: bool, **how: Any) -> Described:
-    return _describe("avg_pool2d", "mean", layouts, **how, counted=flag("avg_pool2d: count_include_pad", count_include_pad))
+def _describe_mean(layouts: tuple[Layout, ...], **how: Any) -> Described:
+    return _describe("avg_pool2d", "mean", layouts, **how)
 
 
 def _describe_whole(layouts: tuple[Layout, ...], *, keepdims: bool) -> Described:
     x = _check("mean2d", layouts)
     images, channels, height, width = x.shape
-    shape = (images, channels, 1, 1) if flag("mean2d: keepdims", keepdims) else (images, channels)
+    shape = (images, channels, 1, 1) if keepdims else (images, channels)
     return Windows("mean", (height, width)), dense(shape, x.dtype)
 
 
-_WINDOWS = ("window", "stride", "padding", "ceil_mode")
-_max = KernelFunction(_describe_max, "max_pool2d", _WINDOWS)
-_mean_of_windows = KernelFunction(_describe_mean, "avg_pool2d", (*_WINDOWS, "count_include_pad"))
-_mean = KernelFunction(_describe_whole, "mean2d", ("keepdims",))
+def _options(name: str, window: Any, stride: Any, padding: Any, ceil_mode: Any) -> dict[str, Any]:
+    rows, columns = size = pair(name, "window", window)
+    margins = pair(name, "padding", padding, 0)
+    if margins[0] * 2 > rows or margins[1] * 2 > columns:
+        raise ArgumentError(
+            f"{name}: padding={shown(padding)} is more than half of a window of {rows} x {columns} pixels, so that some windows "
+            f"would lie outside of the image; pad less, or pad the image itself"
+        )
+    steps = size if stride is None else pair(name, "stride", stride)
+    return {"window": size, "stride": steps, "padding": margins, "ceil_mode": flag(f"{name}: ceil_mode", ceil_mode)}
+
+
+def _options_of_mean(*how: Any) -> dict[str, Any]:
+    *windows, counted = how
+    options = _options("avg_pool2d", *windows)
+    return {**options, "count_include_pad": flag("avg_pool2d: count_include_pad", counted)}
+
+
+def _options_of_whole(keepdims: Any) -> dict[str, Any]:
+    return {"keepdims": flag("mean2d: keepdims", keepdims)}
+
+
+_max = KernelFunction(_describe_max, "max_pool2d", partial(_options, "max_pool2d"))
+_mean_of_windows = KernelFunction(_describe_mean, "avg_pool2d", _options_of_mean)
+_mean = KernelFunction(_describe_whole, "mean2d", _options_of_whole)
 # In a fork the output is allocated before the branch starts, as for any graph function.
 launchers |= dict.fromkeys((max_pool2d, avg_pool2d, mean2d), (hit_branch, prepare_branch))

@@ -14,7 +14,7 @@ from handlepool.ops.activations import ACTIVATIONS, activate, check_activation
 from handlepool.ops.convolution import check_type, check_vector, settings_of
 from handlepool.ops.epilogue import Stages, along, finisher, parts_of
 from handlepool.pool.context import NOT_CACHED, launchers
-from handlepool.pool.default import chosen_pool, current_pool
+from handlepool.pool.default import FromFork, chosen_pool, current_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
@@ -143,7 +143,7 @@ class _Product:
         begin = None
         if pool is None:
             chosen = current_pool()
-        elif type(pool) is tuple:  # from a fork: see `hit_branch`
+        elif type(pool) is FromFork:  # from a fork: see `hit_branch`
             chosen, begin = pool
             if begin is None:
                 return self.prepare(chosen, arrays, out, values, key)  # what the fork launches
@@ -158,6 +158,7 @@ class _Product:
         self, pool: PoolInternals, arrays: tuple[Any, ...], out: Any, values: tuple[Any, ...], key: tuple[Any, ...]
     ) -> GraphCall:
         activation, *limits = values
+        check_activation(self.name, activation)
         settings = settings_of(*limits)
         parts = parts_of(arrays[2] if len(arrays) > 2 else None, None, activation)
 
@@ -223,7 +224,6 @@ def _checker(name: str, names: tuple[str, str], transposed: bool) -> Callable[..
                 )
         for bias in rest:
             check_vector(name, bias, columns, "columns", (one, a.dtype))
-        check_activation(name, activation)
 
     return check
 

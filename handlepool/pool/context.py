@@ -129,7 +129,7 @@ class _Thread(threading.local):
     region: BranchRegion | None = None  # of the branch or task that this thread runs
     recording: UnderWay | None = None  # of `handlepool.record`, while it captures what this thread does
     rehearsal: NodesByData | None = None  # of the first call of a function that is recorded with lanes
-    launched: Callable[[Any, Any, Any], None] | None = None  # told pools, plans and new arrays, in the first call of what is recorded
+    launched: Callable[[Any, Any, Any], None] | None = None  # told plans and new arrays in the first call
     states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
 
 

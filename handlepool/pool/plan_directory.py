@@ -83,7 +83,7 @@ class PlanDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str], most: int = MOST_BYTES) -> None:
-        self.path = _absolute(path)
+        self.path = absolute(path)
         self._most = most
         self._written: int | None = None  # bytes since the size was last seen to; None before the first time
         self._counts: Counter[str] = Counter()
@@ -94,7 +94,10 @@ class PlanDirectory:
                 path.mkdir(0o700, exist_ok=True)
             os.close(self._open())
         except OSError as error:
-            why = "it is no directory" if error.errno in (EEXIST, ENOTDIR) else error.strerror or error
+            why = error.strerror or error
+            if error.errno in (EEXIST, ENOTDIR):
+                it = "it" if path == self.path else path
+                why = f"{it} is {'a symbolic link to no directory' if Path(path).is_symlink() else 'a file'}"
             raise ArgumentError(f"plan directory {shown(str(self.path))} cannot be used: {why}; pass another one") from error
 
     def load(self, key: str) -> SavedPlan | None:
@@ -237,7 +240,7 @@ class PlanDirectory:
             total -= nbytes
 
 
-def _absolute(path: str | os.PathLike[str]) -> Path:
+def absolute(path: str | os.PathLike[str]) -> Path:
     """Return where a directory is."""
     text = path if isinstance(path, str) else os.fspath(path) if isinstance(path, os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text or not _encodable(text):

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from handlepool._util import shown
+from handlepool._util import as_integer, shown
 from handlepool.errors import ArgumentError, DriverNotAvailableError
 
 VERSION = "cudnnVersion"
@@ -93,16 +93,21 @@ class DeviceProperties:
 
         Raises
         ------
+        ArgumentError
+            For what is no ordinal.
         DriverNotAvailableError
             Where there is no such GPU, or no libcudnn.
         """
         import cudnn
 
+        number = as_integer(ordinal, -1)
+        if not 0 <= number < 1 << 31:
+            raise ArgumentError(f"ordinal={shown(ordinal)}; it must be an integer from 0 to {(1 << 31) - 1}")
         try:
-            found = json.loads(cudnn.create_device_properties(ordinal).serialize())
+            found = json.loads(cudnn.create_device_properties(number).serialize())
             return cls(json.dumps(found | {VERSION: cudnn.backend_version()}))
         except RuntimeError as error:
-            raise DriverNotAvailableError(f"cuDNN cannot describe device {shown(ordinal)}: {error}") from error
+            raise DriverNotAvailableError(f"cuDNN cannot describe device {number}: {error}") from error
 
     @property
     def name(self) -> str:

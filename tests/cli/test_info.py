@@ -119,6 +119,20 @@ def test_bad_commands_are_one_line_and_exit_status_2(arguments):
     assert "--help" in done.stderr
 
 
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_full_standard_output_is_one_line(more):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "handlepool", "info", *more],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (2, "handlepool: [Errno 28] No space left on device\n")
+
+
 @pytest.mark.parametrize("more", ["", "--json"])
 def test_a_closed_standard_output_is_no_error(more):
     done = subprocess.run(

@@ -1,14 +1,22 @@
 """``python -m handlepool plans``: what is in a plan directory; what is planned for a device elsewhere is in tests/planning."""
 
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
 from harness.graphs import double, plus
 from harness.planning import h200
 from harness.scenes import Scene
 
+import handlepool
 from handlepool.__main__ import main
 from handlepool.drivers.protocol import SavedPlan
 from handlepool.pool import plan_directory
 from handlepool.pool.plan_directory import PlanDirectory
+
+X = handlepool.ArraySpec((1, 2, 8, 8), "float16")
 
 
 @pytest.fixture
@@ -82,6 +90,66 @@ def test_a_directory_that_is_not_there_is_not_made(action, tmp_path, capsys):
     assert main(["plans", action, "--directory", str(tmp_path / "none")]) == 2
     assert "there is no plan directory" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "clear"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("file", "it is a file"),
+        ("link", "it is a symbolic link to no directory"),
+        ("~nobody-is-called-so/plans", "cannot be found: .*home.*; pass a path from the root"),
+    ],
+)
+def test_what_is_no_directory_is_told_so(action, name, why, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "none")
+    assert main(["plans", action, "--directory", name if name.startswith("~") else str(tmp_path / name)]) == 2
+    assert re.search(why, capsys.readouterr().err)
+
+
+def test_a_reader_that_has_had_enough_is_no_error(path):
+    command = [sys.executable, "-u", "-m", "handlepool", "plans", "list", "--directory", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def within(x):
+    return x + None
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ((handlepool.conv2d, (X,)), "missing 1 required positional argument: 'w'"),
+        ((handlepool.conv2d, (X, X), {"nope": 1}), "unexpected keyword argument 'nope'"),
+        ((handlepool.conv2d, (X, X), {3: 1}), "keywords must be strings"),
+        ((handlepool.conv2d, (X, X), {"stride": 0}), "stride=0; it must be an integer"),
+        ((handlepool.conv2d, (X, 3)), "is a int"),
+    ],
+)
+def test_an_entry_that_cannot_be_called_is_one_line_and_the_next_one_is_tried(entry, why, tmp_path, capsys, monkeypatch):
+    (tmp_path / "device.json").write_text(h200().text)
+    monkeypatch.setitem(sys.modules, "given", SimpleNamespace(PLANS=[entry, entry]))
+    build = [
+        "plans",
+        "build",
+        "given",
+        "--device-properties",
+        str(tmp_path / "device.json"),
+        "--directory",
+        str(tmp_path / "plans"),
+    ]
+    assert main(build) == 1
+    *lines, total = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("conv2d cannot be planned: ") and why in line for line in lines)
+    assert total == "0 plans for NVIDIA H200, 2 refused"
+    monkeypatch.setitem(sys.modules, "given", SimpleNamespace(PLANS=[(within, (X,))]))
+    with pytest.raises(TypeError, match="unsupported operand"):  # of the module's own function
+        main(build)
 
 
 def test_without_a_directory_it_says_where_one_is_named(capsys, monkeypatch):

@@ -359,7 +359,8 @@ def test_bad_input_is_a_typed_error(pool, given, what):
     ("options", "match"),
     [
         ({"sizes": [1, 2]}, r"sizes=\[1, 2\], which cannot be hashed.*pass a tuple"),
-        ({"size": 1}, "has no option size; it has sizes"),
+        ({"size": 1}, "has no option size; it has sizes$"),
+        ({"pool": None}, "has no option pool; it has sizes. Its pool is the default one, which set_default_pool sets"),
     ],
 )
 def test_a_bad_option(pool, x, options, match):

@@ -160,13 +160,15 @@ def test_what_does_not_fit_is_refused(scene, what):
     refused(scene, error, match, **(changed(scene) if callable(changed) else changed))
 
 
-@pytest.mark.parametrize("groups", [0, -1, 1.0, "1", None, True, np.True_, (1, True)])
+@pytest.mark.parametrize("groups", [0, -1, 1.0, "1", None, True, np.True_, (1, True), [2], {}, np.array([2, 2])], ids=repr)
 def test_groups_that_are_no_number(scene, groups):
-    refused(scene, ArgumentError, "groups|channels", groups=groups)
+    refused(scene, ArgumentError, "groups=.*; it must be an integer, 1 or more", groups=groups)
 
 
 @pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
-@pytest.mark.parametrize("value", [-1, (1,), (1, 2, 3), 1.5, (1, 0.5), "ab", None, [1, 1, 1], True, np.True_, (1, True), "11"])
+@pytest.mark.parametrize(
+    "value", [-1, (1,), (1, 2, 3), 1.5, (1, 0.5), "ab", None, [1, 1, 1], True, np.True_, (1, True), "11", b"11"]
+)
 def test_a_geometry_that_is_none(scene, name, value):
     refused(scene, ArgumentError, name, **{name: value})
 
@@ -243,7 +245,30 @@ def test_a_setting_that_is_none_is_named(scene, operation, name, value, known):
 @pytest.mark.parametrize("name", ["mode", "activation"])
 def test_an_option_that_is_none_is_named(scene, name, value):
     if name != "activation" or value is not None:
-        refused(scene, ArgumentError, f"{name}=", **{name: value})
+        refused(scene, ArgumentError, f"{name}=.*; it can be", **{name: value})
+
+
+@pytest.mark.parametrize("value", [[], {}, np.ones(2), ["relu"], 1], ids=repr)
+@pytest.mark.parametrize("function", [ops.matmul, ops.linear])
+def test_an_activation_of_a_product_that_is_none(scene, function, value):
+    x = given(scene, "w", (4, 4))
+    with pytest.raises(ArgumentError, match=r"activation=.*; it can be .*, or None"):
+        function(x, x, activation=value, pool=scene.pool)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["at first", "known"])
+@pytest.mark.parametrize("wrong", [lambda pool: (pool, True), lambda pool: (pool, None), lambda pool: ()])
+@pytest.mark.parametrize(
+    "function", [ops.add, ops.matmul, ops.relu, ops.mean2d, conv2d, conv2d_input_grad], ids=lambda f: f.__name__
+)
+def test_a_tuple_is_no_pool(scene, function, wrong, known):
+    arrays = {ops.relu: ("x",), ops.mean2d: ("x",), conv2d: ("x", "w"), conv2d_input_grad: ("out", "w")}.get(function, ("m", "m"))
+    arrays = [given(scene, each, (4, 4) if each == "m" else None) for each in arrays]
+    options = {"shape": GOOD["x"]} if function is conv2d_input_grad else {}
+    if known:
+        function(*arrays, **options, pool=scene.pool)
+    with pytest.raises(ArgumentError, match=f"{function.__name__} was given pool=.*; pass a HandlePool"):
+        function(*arrays, **options, pool=wrong(scene.pool))
 
 
 # Operands of a known geometry, which are looked at when they are launched

@@ -61,9 +61,15 @@ def test_a_home_that_nobody_knows_and_a_file_are_errors_of_the_argument(tmp_path
     with pytest.raises(ArgumentError, match=r"home directory.*; pass a path from the root"):
         PlanDirectory("~nobody-is-called-so/plans")
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "file" / "plans"):
-        with pytest.raises(ArgumentError, match="cannot be used: it is no directory; pass another one"):
-            PlanDirectory(path)
+    (tmp_path / "link").symlink_to(tmp_path / "none")
+    for name, why in (
+        ("file", "it is a file"),
+        ("file/plans", ".*/file is a file"),
+        ("link", "it is a symbolic link to no directory"),
+    ):
+        with pytest.raises(ArgumentError, match=f"cannot be used: {why}; pass another one"):
+            PlanDirectory(tmp_path / name)
+    assert not (tmp_path / "none").exists()
 
 
 def test_what_is_made_is_for_this_user_alone(files):

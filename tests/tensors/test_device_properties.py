@@ -36,6 +36,12 @@ def test_what_is_no_description_is_refused(text):
         DeviceProperties(text)
 
 
+@pytest.mark.parametrize("ordinal", [-1, 2**31, 10**20, None, 1.5, True, "0"])
+def test_what_is_no_ordinal_is_refused(ordinal):
+    with pytest.raises(ArgumentError, match=f"ordinal={ordinal!r}; it must be an integer from 0 to"):
+        DeviceProperties.of(ordinal)
+
+
 def test_where_there_is_no_gpu_none_is_described():
     with pytest.raises(DriverNotAvailableError, match="cuDNN cannot describe device 99: "):
         DeviceProperties.of(99)
