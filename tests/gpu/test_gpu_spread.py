@@ -181,7 +181,8 @@ def test_contexts_lost_on_every_device_end_a_spread_and_the_process():
         timeout=120,
         check=False,
     )
-    assert done.stdout.splitlines() == ["refused: ItemError True True"], done
+    said = [f"refused: {error} True True" for error in ("ItemError", "PoisonedContextError")]  # by who met it first
+    assert done.stdout.splitlines() in ([said[0]], [said[1]]), done
     assert (done.returncode, done.stderr) == (9, "")
 
 
