@@ -181,7 +181,7 @@ class Recording:
         used = () if self.lanes is None else self.lanes.used  # of operations, too, which launch what nobody knows
         reads, writes = self.reads.union(*[each for each, _ in used]), self.writes.union(*[each for _, each in used])
         for new in before:
-            new.check(self._name, reads, writes)
+            new.check(self._name, self.reads, writes)  # of operations it is not known: all that they could read counts
         own = all(self._memory.holds(value) for value in leaves(outputs) if piece_of(driver, value) is not None)
         return Memory([*reads, *given], [*writes, *pieces_of(driver, outputs), *(() if own else given)])
 

@@ -1,6 +1,6 @@
 """The first call of a function that is recorded: its nodes and plans, to be compared with the second's, and what it changes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import fields
 from itertools import zip_longest
 from types import FunctionType
@@ -19,7 +19,7 @@ from handlepool.recording.update import PLAIN, piece_of
 from handlepool.tensors.layout import Piece, Token
 
 T = TypeVar("T")
-Pieces = Sequence[Piece | Token]
+Pieces = Collection[Piece | Token]
 
 
 class Made(NamedTuple):
@@ -158,12 +158,13 @@ class New:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self._kind = driver.array_types[0]
         self._made: list[tuple[ReferenceType[Any], Made]] = []  # weak: the first call takes no more memory for being looked at
         self._held: list[tuple[Any, Piece, Made]] = []
 
     def add(self, arrays: object, call: Made, among: Set[object] | None = None) -> None:
         """Take note of the arrays that a call made; with ``among`` of those whose memory is there."""
-        for array in leaves(arrays):
+        for array in (arrays,) if type(arrays) is self._kind else leaves(arrays):
             if isinstance(array, self._driver.array_types) and (among is None or piece_of(self._driver, array) in among):
                 self._made.append((ref(array), call))
 
@@ -173,7 +174,7 @@ class New:
         self._held = [(array, piece_of(self._driver, array), call) for array, call in left if array is not None]
         self._made.clear()
 
-    def check(self, name: str, reads: Set[object], writes: Set[object]) -> None:
+    def check(self, name: str, reads: Pieces, writes: Pieces) -> None:
         """Refuse a function whose second call read, and did not write, what its first one made: each replay reads the same.
 
         Raises
@@ -181,18 +182,16 @@ class New:
         CaptureError
             Naming the call that made it.
         """
-        for _, memory, call in self._held:
-            if any(overlap(memory, each) for each in reads) and not any(overlap(memory, each) for each in writes):
+        if not self._held:
+            return
+        read, written = ({each[0] for each in pieces if not isinstance(each, Token)} for pieces in (reads, writes))
+        for _, (begin, *_), call in self._held:
+            if begin in read and begin not in written:
                 raise CaptureError(
                     f"{name} keeps state in a new array each time: its second call read what its first one had made by {call}, "
                     f"and every replay would read just that. Write state into one array, by out= or state[...] = new, or take it "
                     f"as an argument and return the new one"
                 )
-
-
-def overlap(one: Piece, other: object) -> bool:
-    """Whether two pieces of memory overlap, from their first byte to their last."""
-    return isinstance(other, tuple) and one[0] < other[1] and other[0] < one[1]
 
 
 class Launches:

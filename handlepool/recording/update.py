@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -38,10 +37,6 @@ class Copy(NamedTuple):
     source: Any
     shift: int
     tensor: Any = None
-
-
-_overwritten: "WeakValueDictionary[int, Inputs]" = WeakValueDictionary()
-"""Where the inputs of programs begin that another array was copied into, while the programs are there, which hold the inputs."""
 
 
 class Inputs:
@@ -102,42 +97,45 @@ class Inputs:
         places += [(key, self._named[key], new) for key, new in kwargs.items()]
         copies = [copy for place, old, new in places for copy in _copies(driver, f"{name}: {place}", device, old, new)]
         _check_values(driver, name, copies)
-        for copy in copies if _overwritten else ():
+        for copy in copies if self._replaced else ():
             self._check_kept(driver, name, copy)
         return [copy for copy in copies if copy.shift]
 
     def _check_kept(self, driver: Driver, name: str, copy: Copy) -> None:
-        """Refuse an input that was overwritten, by any program, and a part of one: who passes it may mean what it held before.
+        """Refuse an input that was overwritten, and a part of one: who passes it may mean the values that it had.
 
         Another input in its place is taken with what it holds: inputs may be swapped.
         """
         begin = driver.array_pointer(copy.source)
-        what = ""
         if not copy.shift:
-            what = "is the array" if _overwritten.get(begin) is not None else ""
-        elif begin not in self._replaced and (target := self._replaced.get(begin - copy.shift)) is not None:
+            if begin not in self._replaced:
+                return
+            what, now = "is the array", "pass None for what it holds now"
+        else:
+            target = self._replaced.get(begin - copy.shift)
+            if begin in self._replaced or target is None:
+                return
             first, last = target[0] + copy.shift, target[1] + copy.shift  # what lies as the target does reaches as far
-            if any(first < end and start < last for start, end, *_ in self._replaced.values()):
-                what = "overlaps an array"
-        if what:
-            raise ArgumentError(
-                f"{copy.place} {what} that {name} was recorded with, which was overwritten by a call or an update since: record "
-                f"with a copy, x.copy(order='K'), to keep x; or pass None for what it holds now"
-            )
+            near = [each for each in self._replaced.values() if first < each[1] and each[0] < last]
+            if not near or not any(share(piece_of(driver, copy.source), each) for each in near):
+                return
+            what, now = "overlaps an array", "pass a copy of what is meant now"
+        raise ArgumentError(
+            f"{copy.place} {what} that {name} was recorded with, which was overwritten by a call or an update since: record with "
+            f"a copy, x.copy(order='K'), to keep x; or {now}"
+        )
 
     def copied(self, driver: Driver, copies: Sequence[Copy]) -> None:
         """Be told that copies are made: who passes such an input again may mean the values that it had."""
         for copy in copies:
             begin = driver.array_pointer(copy.target)
-            if _overwritten.get(begin) is not self:
-                self._replaced[begin], _overwritten[begin] = piece_of(driver, copy.target), self
+            if begin not in self._replaced:
+                self._replaced[begin] = piece_of(driver, copy.target)
 
     def written(self, driver: Driver, copies: Sequence[Copy]) -> None:
         """Be told that outputs were copied where the caller said: who passes an input of these again means what it holds."""
-        for copy in copies if _overwritten else ():
-            begin = driver.array_pointer(copy.target)
-            _overwritten.pop(begin, None)
-            self._replaced.pop(begin, None)
+        for copy in copies if self._replaced else ():
+            self._replaced.pop(driver.array_pointer(copy.target), None)
 
 
 def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:

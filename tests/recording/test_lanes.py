@@ -885,6 +885,11 @@ class Cell:
         self.seen = handlepool.add(x, x)
         return handlepool.add(self.seen, x)
 
+    @handlepool.operation
+    def operation(self, x):
+        self.seen = handlepool.add(x, x)
+        return handlepool.add(self.seen, x)
+
 
 def by_a_name(scene):
     h = scene.driver.asarray(np.ones((2, 8), np.float32))
@@ -909,7 +914,7 @@ def test_state_in_a_new_array_each_time_is_refused(scene, make, lanes):
 
 
 @pytest.mark.parametrize("lanes", [None, 1, 4])
-@pytest.mark.parametrize("name", ["in_place", "looked_at"])
+@pytest.mark.parametrize("name", ["in_place", "looked_at", "operation"])
 def test_state_in_one_array_and_arrays_that_are_looked_at_are_recorded(scene, name, lanes):
     x, cell = scene.driver.asarray(np.ones((2, 8), np.float32)), Cell(scene)
     with handlepool.record(getattr(cell, name), x, lanes=lanes) as program:
