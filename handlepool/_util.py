@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
-from operator import index
+from operator import index, methodcaller
 from types import (
     AsyncGeneratorType,
     BuiltinFunctionType,
@@ -26,7 +26,15 @@ from types import (
     ModuleType,
 )
 from typing import Any, TypeVar
-from weakref import CallableProxyType, ProxyType
+from weakref import (
+    CallableProxyType,
+    ProxyType,
+    ReferenceType,
+    WeakKeyDictionary,
+    WeakMethod,
+    WeakSet,
+    WeakValueDictionary,
+)
 
 import numpy as np
 
@@ -49,8 +57,6 @@ _SCALARS = (str, bytes, int, float, complex, Enum, np.bool_, np.number)
 _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _WITHOUT_ARRAYS = ("builtins", "numpy", "cupy", "handlepool")
 """Packages whose objects are arrays, hold them as containers do, or have no attribute that is an array."""
-_without_attributes: set[type] = set()
-"""Types of these packages that were met."""
 _PROXIES = (ProxyType, CallableProxyType)
 """Of objects that may be gone."""
 _DICTS: tuple[dict[object, object], ...] = ({}, OrderedDict())
@@ -63,6 +69,12 @@ _ITERATORS = frozenset(
     + [kind for kind in vars(itertools).values() if isinstance(kind, type)]
 )
 """Which are looked into without taking what they give."""
+CACHE = type(lru_cache(len))
+_HOLDERS = _ITERATORS | {CACHE, methodcaller}
+_WEAK = (ReferenceType, WeakMethod)
+_WEAK_CONTAINERS = (WeakSet, WeakValueDictionary, WeakKeyDictionary)
+_without_attributes: set[type] = {CACHE, methodcaller, *_WEAK, *_WEAK_CONTAINERS}
+"""What is looked into otherwise, and types of these packages that were met."""
 _NO_ARRAY = (int, float, complex, str, bytes)
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HEAP_TYPE = 1 << 9
@@ -230,9 +242,10 @@ def content(cell: CellType) -> Any:
 def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None) -> Iterator[Any]:
     """Yield what is reached from values through lists, tuples and dictionaries, in order; each container is entered once.
 
-    With ``calls`` also through sets, deques, dataclasses, views of dictionaries, arrays of objects, and iterators and generators
-    to what they have, of which nothing is taken; and through what a call of a function reads beside its arguments: defaults,
-    closures, what partial functions and methods are bound to, and the parameters and buffers of a ``torch.nn.Module``.
+    With ``calls`` also through sets, deques, dataclasses, views of dictionaries, arrays of objects, weak references, and
+    iterators and generators to what they have, of which nothing is taken; and through what a call of a function reads beside its
+    arguments: defaults, closures, attributes, the results that a `functools.lru_cache` has, what partial functions and methods
+    are bound to, and the parameters and buffers of a ``torch.nn.Module``.
     After all these come the attributes of the objects among them; with ``owners`` these objects are put there instead. Globals
     and deeper attributes are not reached. A container of more than `MOST_PLAIN` entries that begins with numbers or text, or with
     lists and tuples of these, is taken to hold nothing else.
@@ -272,6 +285,8 @@ def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None
             inside = (bound_call(value.func), value.args, value.keywords)
         elif isinstance(value, FunctionType):
             inside = (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()))
+            if value.__dict__:
+                inside += (value.__dict__,)
         elif isinstance(value, _BOUND):
             bound = value.__self__
             inside = (getattr(value, "__func__", None), None if isinstance(bound, (ModuleType, type)) else bound)
@@ -286,8 +301,12 @@ def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None
             inside = [*value]
         elif type(value) is MappingProxyType:
             inside = [*value.values()]
-        elif type(value) in _ITERATORS:
+        elif type(value) in _HOLDERS:
             inside = gc.get_referents(value)
+        elif type(value) in _WEAK:
+            inside = (value(),)
+        elif type(value) in _WEAK_CONTAINERS:
+            inside = [*value] if type(value) is WeakSet else [*value.values()]
         elif type(value) is np.ndarray and value.dtype.hasobject:
             yield value
             flat = value.ravel()

@@ -57,6 +57,13 @@ def test_an_executor_is_not_copied_and_works_on(scene, way):
         refuse(way, executor)
 
 
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_stream_of_the_host_driver_is_not_copied_and_works_on(scene, way):
+    with scene.driver.create_stream() as stream:
+        refuse(way, stream)
+        assert scene.read(scene.plus(scene.array(1), 1)) == 2
+
+
 def test_an_executor_that_was_never_made_ends_without_a_word():
     ParallelStateExecutor.__new__(ParallelStateExecutor)
     gc.collect()

@@ -134,7 +134,8 @@ class HandlePool:
         -------
         array, shape (nbytes,), uint8
             The caller's until the next `get_workspace` of the same thread, device and stream; 256-byte aligned, never shared
-            with another stream, nor with the scratch of our own launches. Contents are not kept.
+            with another stream, nor with the scratch of our own launches. Contents are not kept. A branch for which no side
+            stream is left runs on its caller's stream, and asks for the caller's.
 
         Raises
         ------

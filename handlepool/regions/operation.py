@@ -323,7 +323,7 @@ def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | 
     Raises
     ------
     ArgumentError
-        For an entry that names no parameter, and at a call for an attribute that is not there.
+        For an entry that names no parameter; and for an attribute that is not there, at a call in a fork or a recording.
     ContractError
         At the first call, where nothing is declared, nothing returned, and no ``out`` given. And for what was written and not
         declared, as far as that is found: a torch tensor, by its version, where a branch that was given it may still read it; and

@@ -10,12 +10,15 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
+from gc import get_referents
+from operator import methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import numpy as np
 
-from handlepool._util import attributes, bound_call, content, frames_inside, has, kind_of, leaves
+from handlepool._util import CACHE, attributes, bound_call, content, frames_inside, has, kind_of, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import DataOrder
@@ -198,17 +201,25 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
                 yield from _codes_of_owner(value.__self__, depth)
         elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
             owner = value.__self__
-            if value.__name__ == "__call__":
+            if value.__name__ == "__call__" and type(owner) is CACHE:
+                yield from _codes((owner,), depth)
+            elif value.__name__ == "__call__":
                 yield Token(owner)
             elif owner is None or isinstance(owner, ModuleType):
                 yield Token(value)
             else:  # an array's method, say: the array is not to be kept, and others of its kind do the same
                 yield owner if isinstance(owner, type) else type(owner), value.__name__
+        elif type(value) is CACHE:  # of a function or a method; what it holds is not to be kept
+            yield from _codes((value.__wrapped__,), depth - 1) if depth else ()
+        elif type(value) is methodcaller:
+            yield methodcaller, *[each for each in get_referents(value) if isinstance(each, str)]
         elif callable(value) and depth and isinstance(getattr(value, "__wrapped__", None), FunctionType):
-            yield from _codes((value.__wrapped__,), depth - 1)  # a cache of a function, which is not to be kept
+            yield from _codes((value.__wrapped__,), depth - 1)  # another cache of a function
         elif callable(value):
             called = bound_call(value)
-            if called is value:
+            if isinstance(value, ReferenceType):
+                yield ReferenceType
+            elif called is value:
                 yield Token(value)
             elif depth:
                 yield from _codes((called,), depth - 1)

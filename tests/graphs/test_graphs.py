@@ -319,6 +319,12 @@ BAD = {
     ),
     "a value from the host": (host_value, ArgumentError, r"scale.0::IN_1 is passed by value.*tensor_scalar", lambda a: (a["x"],)),
     "an array for a graph without parameters": (without_inputs, ArgumentError, "takes no arrays", lambda a: (a["x"],)),
+    "a graph that was forgotten": (
+        lambda x: x.shape,
+        ArgumentError,
+        "raised .* Its one parameter is the graph",
+        lambda a: (a["x"],),
+    ),
     "an array turned around": (twice, ArgumentError, "negative", lambda a: (a["x"][:, :, ::-1],)),
 }
 

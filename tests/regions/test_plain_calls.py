@@ -352,7 +352,7 @@ def test_g17_iterators_and_generators_are_looked_into_and_nothing_is_taken(form,
 
 @pytest.mark.parametrize("form", ITERATORS)
 def test_g17_control_iterators_that_are_not_looked_into(form, monkeypatch):
-    monkeypatch.setattr(_util, "_ITERATORS", frozenset())
+    monkeypatch.setattr(_util, "_HOLDERS", frozenset())
     assert {*over_seeds(lambda scene: reads_of_an_iterator(scene, form, "argument"), control=True)} != {11}
 
 
@@ -363,6 +363,104 @@ def test_large_arrays_of_text_are_not_looked_through(scene):
     assert asked.called
     assert scene.read(y) == 2001
     assert len([*leaves(labels, calls=True)]) == 1
+
+
+class Held:
+    def __init__(self, y):
+        self.y = y
+
+    def get(self):
+        return self.y
+
+    def same(self, y):
+        return y
+
+
+def with_attribute(y):
+    def read():
+        return read.y
+
+    read.y = y
+    return read
+
+
+HOLDERS = {
+    "cache": lambda held: cached(held.y),
+    "weakref": lambda held: functools.partial(lambda each: each().y, weakref.ref(held)),
+    "weak method": lambda held: functools.partial(lambda get: get()(), weakref.WeakMethod(held.get)),
+    "weak set": lambda held: functools.partial(lambda all: next(iter(all)).y, weakref.WeakSet([held])),
+    "weak values": lambda held: functools.partial(lambda all: all["a"].y, weakref.WeakValueDictionary(a=held)),
+    "attribute": lambda held: with_attribute(held.y),
+    "methodcaller": lambda held: functools.partial(operator.methodcaller("same", held.y), Held(None)),
+}
+
+
+def cached(y):
+    @functools.lru_cache
+    def read():
+        return y
+
+    made = functools.lru_cache(lambda: read())
+    made()
+    return made
+
+
+def reads_of_a_holder(scene, form):
+    held = Held(scene.array(1))
+    read = HOLDERS[form](held)
+    with scene.states.fork() as fork:
+        fork.run(tenfold, scene, held.y)
+        z = fork.run(lambda: scene.plus(read(), 1))
+    return scene.read(z)
+
+
+@pytest.mark.parametrize("form", HOLDERS)
+def test_g17_caches_weak_references_and_attributes_of_functions_are_looked_into(form):
+    assert {*over_seeds(lambda scene: reads_of_a_holder(scene, form))} == {11}
+
+
+def filled_by_a_branch(scene):
+    x = scene.array(2)
+
+    @functools.lru_cache
+    def factor(k):
+        return scene.plus(x, k)
+
+    with scene.states.fork() as fork:
+        made = [fork.run(lambda k: scene.plus(factor(1), k), k) for k in range(4)]
+    return tuple(scene.read(each) for each in made)
+
+
+def test_g17_what_one_branch_puts_into_a_cache_is_read_by_the_next_ones():
+    assert {*over_seeds(filled_by_a_branch)} == {(3, 4, 5, 6)}
+
+
+def test_g17_control_caches_that_are_not_looked_into(monkeypatch):
+    monkeypatch.setattr(_util, "_HOLDERS", frozenset())
+    assert {*over_seeds(filled_by_a_branch, control=True)} != {(3, 4, 5, 6)}
+
+
+def test_an_object_with_a_cache_of_its_own_method_is_not_kept(scene):
+    """By what is known of functions that were called."""
+
+    class Net:
+        def __init__(self):
+            self.x = scene.array(1)
+            self.cached = functools.lru_cache(self.get)
+
+        def get(self, k):
+            return scene.plus(self.x, k)
+
+    kept = []
+    for _ in range(3):
+        net = Net()
+        kept.append(weakref.ref(net))
+        for function in (net.cached, net.get, functools.lru_cache(net.get)):
+            with scene.states.fork() as fork:
+                fork.run(function, 1)
+        del net, function
+    gc.collect()
+    assert [each() for each in kept] == [None] * 3
 
 
 class Odd:

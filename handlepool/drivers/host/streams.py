@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from handlepool.drivers.host.captures import Capture, Captures, HostGraph, Mark, Node
 from handlepool.drivers.host.race_checker import Access
@@ -44,6 +44,10 @@ class Stream:
         queue = self._queue
         if queue is not None and not is_finalizing():
             self._table.retire(queue)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied."""
+        raise TypeError(f"{self!r} cannot be copied or pickled; the end of the copy would be its own")
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.ptr
