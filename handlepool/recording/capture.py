@@ -332,6 +332,8 @@ class Recording:
                 raise CaptureError(lanes.refused)
             check_same(self._name, self._rehearsed, lanes.calls)
             lanes.join(self._name, value)
+            self._rehearsed = ()  # both hold plans, which `release_plans` is to let go of
+            lanes.calls.clear()
             return value
         finally:
             end()

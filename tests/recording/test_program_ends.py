@@ -3,10 +3,12 @@
 import gc
 import itertools
 import threading
+import weakref
 from functools import partial
 from time import monotonic
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from harness.lines import at_line, interrupt, line_of
 from harness.scenes import TIMEOUT, Scene, Thread
@@ -182,6 +184,19 @@ def test_an_interrupt_of_one_end_at_exit_spares_none_of_the_others(monkeypatch):
 
 def recorded(scene):
     return handlepool.record(lambda x: scene.plus(x, 1), scene.array(1), pool=scene.pool)
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+def test_after_the_end_nothing_holds_a_plan(scene, lanes):
+    """Or cuDNN's binding would print what is left, once the interpreter ends."""
+    x = scene.driver.asarray(np.ones((2, 8), np.float32))
+    program = handlepool.record(lambda x: handlepool.add(handlepool.add(x, x), x), x, pool=scene.pool, lanes=lanes)
+    plans = [weakref.ref(plan) for plan in program._recording._plans.values()]
+    assert plans
+    scene.pool.internals.plans.drop()
+    program._end_at_exit(monotonic() + TIMEOUT)
+    gc.collect()
+    assert [plan() for plan in plans] == [None] * len(plans)
 
 
 def test_after_the_end_other_threads_are_told_late_and_the_one_that_ends_at_once(monkeypatch):
