@@ -186,6 +186,10 @@ def map_tiles(
 
     Notes
     -----
+    A function that was mapped before is another one where its code, its defaults or its closure changed, or a number, a text or a
+    function among the globals that it names; so with the functions that it calls by these, four deep, and with operations. Not
+    where an object, a class or a container did: give such a function what it reads in ``shared``.
+
     A task that finds the context of its device lost closes its worker, so that its tiles are computed by others, and those whose
     results it had.
     """
@@ -201,7 +205,8 @@ def map_tiles(
     for value in shared:
         if not isinstance(value, (np.ndarray, np.generic, int, float, str)) or isinstance(value, np.ma.MaskedArray):
             raise ArrayTypeError(
-                f"map_tiles({name}): shared holds what is of type {type(value).__name__}; pass arrays, numbers, strings"
+                f"map_tiles({name}): shared holds what is of type {type(value).__name__}; pass arrays of NumPy's, real numbers, "
+                f"strings"
             )
     if lanes is not None and not (type(lanes) is int and 1 <= lanes <= _MOST_LANES):
         raise ArgumentError(f"map_tiles({name}, lanes={lanes!r}); it must be an integer from 1 to {_MOST_LANES}, or None")
@@ -332,8 +337,8 @@ _PLAIN = (str, bytes, int, bool, type(None))
 def _telling(function: object, depth: int = 4) -> Hashable:
     """Return what tells a function from others: its code, and what its defaults, its closure and the globals that it names are.
 
-    Of these the numbers, text and functions, also in modules that it names. Not what lists, dictionaries and objects hold, where
-    it may keep what it did; of all else, as arrays, it is the type.
+    Of these the numbers, text and functions, also in modules that it names, and so with these functions, four deep. Not what
+    lists, dictionaries and objects hold, where it may keep what it did; of all else, as arrays, it is the type.
     """
     told: list[Any] = []
     entered: set[int] = set()
@@ -349,7 +354,11 @@ def _telling(function: object, depth: int = 4) -> Hashable:
             names = _names(value.__code__)
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _NO_VALUE]
             named = [value.__globals__.get(name) for name in names]
-            named += [vars(each).get(name) for each in named if isinstance(each, ModuleType) for name in names]
+            modules: list[ModuleType] = []
+            for each in named:  # it grows by what is named of modules, and of modules in these
+                if isinstance(each, ModuleType) and each not in modules:
+                    modules.append(each)
+                    named += [vars(each).get(name) for name in names]
             inside = (value.__defaults__, *(value.__kwdefaults__ or {}).values(), *cells, *named)
             told.append((value.__code__, len(cells)))
         elif isinstance(value, MethodType):
@@ -361,7 +370,8 @@ def _telling(function: object, depth: int = 4) -> Hashable:
             told.append((tuple, len(value)))
         else:
             called = getattr_static(type(value), "__call__", None) if value is function else None
-            inside = (called,) if isinstance(called, FunctionType) else ()
+            wrapped = getattr(value, "__wrapped__", None) if callable(value) else None  # an operation's, a cache's
+            inside = (each for each in (called, wrapped) if isinstance(each, (FunctionType, MethodType)))
             told.append(type(value))
         if depth and id(value) not in entered:  # each once
             entered.add(id(value))

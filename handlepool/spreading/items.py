@@ -46,6 +46,10 @@ def check_copied(place: str, value: Any, driver: Driver, *, inside: bool) -> Non
     for leaf in leaves(value):
         if isinstance(leaf, np.ma.MaskedArray):
             raise ArrayTypeError(f"{place} holds {shown(leaf)}, whose mask is not copied to devices: pass its data and its mask")
+        if isinstance(leaf, np.ndarray) and type(leaf) not in (np.ndarray, np.memmap, *driver.array_types):
+            raise ArrayTypeError(
+                f"{place} holds {shown(leaf)}, of which its elements alone would be copied to devices: pass numpy.asarray(...)"
+            )
         if isinstance(leaf, (np.ndarray, *driver.array_types, *PLAIN)):
             continue
         if is_foreign(leaf):

@@ -46,6 +46,11 @@ def scaled_inside(x):
     return sum((lambda each: each * SCALE)(x) for _ in range(1))
 
 
+@handlepool.operation
+def scaled_by_operation(x):
+    return x * SCALE
+
+
 def in_place(x):
     x += 1
     return x * 2

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
+import harness.tiles
 import numpy as np
 import pytest
 from harness import tiles
@@ -126,10 +127,11 @@ def test_a_function_is_what_it_is_when_a_tile_is_computed(here, monkeypatch):
     def got(function):
         return map_tiles(function, image(), depth=0).compute(scheduler="synchronous").ravel()[0] / IMAGE.ravel()[0]
 
-    functions = tiles.scaled, tiles.scaled_inside, lambda x: tiles.scaled(x) + x * tiles.SCALE - x * tiles.SCALE
-    assert [got(function) for function in functions] == [2] * 3
+    functions = [tiles.scaled, tiles.scaled_inside, lambda x: tiles.scaled(x) + x * tiles.SCALE - x * tiles.SCALE]
+    functions += [tiles.scaled_by_operation, lambda x: tiles.scaled_by_operation(x), lambda x: x * harness.tiles.SCALE]
+    assert [got(function) for function in functions] == [2] * 6
     monkeypatch.setattr(tiles, "SCALE", 5)
-    assert [got(function) for function in functions] == [5] * 3
+    assert [got(function) for function in functions] == [5] * 6
     factor = 3
 
     def by_factor(x):

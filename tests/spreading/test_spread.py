@@ -912,6 +912,19 @@ def test_masks_are_not_lost_but_refused(pool):
         [*handlepool.spread(conv, [masked], shared=(WEIGHTS,))]
 
 
+def test_a_subclass_of_numpys_array_is_not_taken_for_one_but_refused(pool):
+    """It may multiply otherwise, as numpy.matrix does."""
+
+    class Matrix(np.ndarray):
+        pass
+
+    x = np.ones((2, 2)).view(Matrix)
+    with pytest.raises(ItemError, match=r"item 0 holds .*Matrix.*, of which its elements alone"):
+        [*handlepool.spread(lambda x: x * x, [x])]
+    with pytest.raises(ArrayTypeError, match=r"shared holds .*Matrix"):
+        handlepool.spread(conv, images(), shared=(x,))
+
+
 class Sample:
     def __init__(self, x):
         self.x = x
