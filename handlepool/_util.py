@@ -62,19 +62,19 @@ _PROXIES = (ProxyType, CallableProxyType)
 _DICTS: tuple[dict[object, object], ...] = ({}, OrderedDict())
 _VIEWS = frozenset([type(view) for each in _DICTS for view in (each.values(), each.items())])
 _EMPTY: tuple[Any, ...] = ([], (), set(), deque(), *[view for each in _DICTS for view in (each.values(), each.items())])
-_ITERATORS = frozenset(
+CACHE = type(lru_cache(len))
+_HOLDERS = frozenset(
     [type(iter(each)) for each in _EMPTY]
     + [type(reversed(each)) for each in _EMPTY if isinstance(each, (list, deque))]
     + [GeneratorType, map, filter, zip, enumerate, reversed]
     + [kind for kind in vars(itertools).values() if isinstance(kind, type)]
+    + [CACHE, methodcaller]
 )
-"""Which are looked into without taking what they give."""
-CACHE = type(lru_cache(len))
-_HOLDERS = _ITERATORS | {CACHE, methodcaller}
+"""Which are looked into without taking what they give, and without a call."""
 _WEAK = (ReferenceType, WeakMethod)
 _WEAK_CONTAINERS = (WeakSet, WeakValueDictionary, WeakKeyDictionary)
 _without_attributes: set[type] = {CACHE, methodcaller, *_WEAK, *_WEAK_CONTAINERS}
-"""What is looked into otherwise, and types of these packages that were met."""
+"""Types that are looked into in another way, and those of these packages that were met."""
 _NO_ARRAY = (int, float, complex, str, bytes)
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HEAP_TYPE = 1 << 9

@@ -201,10 +201,8 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
                 yield from _codes_of_owner(value.__self__, depth)
         elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
             owner = value.__self__
-            if value.__name__ == "__call__" and type(owner) is CACHE:
-                yield from _codes((owner,), depth)
-            elif value.__name__ == "__call__":
-                yield Token(owner)
+            if value.__name__ == "__call__":
+                yield from _codes((owner,), depth) if type(owner) is CACHE else (Token(owner),)
             elif owner is None or isinstance(owner, ModuleType):
                 yield Token(value)
             else:  # an array's method, say: the array is not to be kept, and others of its kind do the same
@@ -218,7 +216,7 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
         elif callable(value):
             called = bound_call(value)
             if isinstance(value, ReferenceType):
-                yield ReferenceType
+                yield ReferenceType  # itself would be kept, and called when what it leads to ends
             elif called is value:
                 yield Token(value)
             elif depth:
