@@ -27,10 +27,10 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from itertools import cycle, islice
-from threading import Thread
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -136,11 +136,9 @@ class Resident:
         def run(device: int) -> None:
             _until_done(self.driver, [device], partial(self.eager, [device], each), collects=True)
 
-        threads = [Thread(target=run, args=(device,)) for device in self.devices]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(self.devices)) as threads:
+            for _ in threads.map(run, self.devices):  # raises what a thread raised
+                pass
 
     def recorded(self, devices: Sequence[int], count: int) -> None:
         """Replay the program of each device in turn."""

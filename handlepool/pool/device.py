@@ -127,6 +127,7 @@ class DeviceSlots:
         slot = self.make_slot() if idle is None else idle
         try:
             if idle is not None:
+                self.driver.set_device(self.device)  # a new thread has no context yet, which a launch by the driver needs
                 slot = idle.successor()
                 self.slots ^= {idle, slot}  # in one step
                 if slot.scratch_bytes and not _is_still_on(idle, reference):

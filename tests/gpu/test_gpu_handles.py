@@ -370,3 +370,58 @@ def test_what_is_no_stream_is_an_error_and_the_pool_goes_on(pool, stream, wrong)
     with pytest.raises(ArgumentError):
         pool.get_workspace(-1)
     assert pool.get_handle().stream == stream.ptr
+
+
+# 3. The right device: a thread that takes over another one's handle has it current
+
+
+FIRST_CALLS = {
+    "convolution": lambda x, w, **options: handlepool.conv2d(x, w, padding=1, **options),
+    "residual": lambda x, w, **options: handlepool.conv2d(x, w, padding=1, add=x, activation="relu", **options),
+    "sum": lambda x, w, **options: handlepool.ops.add(x, x, **options),
+    "pooling": lambda x, w, **options: handlepool.ops.max_pool2d(x, 3, **options),
+    "concatenation": lambda x, w, **options: handlepool.ops.concat([x, x], **options),
+    "branch": lambda x, w, **options: in_a_branch(x, w, **options),
+}
+
+
+def in_a_branch(x, w, pool, **options):
+    with ParallelStates(2, pool=pool).fork() as fork:
+        return fork.run(handlepool.conv2d, x, w, padding=1, add=x, pool=pool, **options)
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["allocated", "out"])
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_g3_the_first_call_of_a_new_thread_may_be_any_operation(pool, random_array, in_threads, name, into):
+    x, w = random_array((2, 16, 14, 14), "float16", "nhwc"), random_array((16, 16, 3, 3), "float16", "nhwc", 1)
+    call = FIRST_CALLS[name]
+    right = call(x, w, pool=pool)
+    options = {"out": cupy.empty_like(right)} if into else {}
+    cupy.cuda.Device().synchronize()
+    for _ in range(3):  # the first thread makes a slot, and the others take it over
+        (y,) = in_threads(1, lambda _: call(x, w, pool=pool, **options))
+        cupy.cuda.Device().synchronize()
+        assert (y == right).all()
+    assert pool.stats()["handles_reused"] >= 2
+
+
+def test_g3_the_first_call_of_a_new_thread_may_be_a_replay(pool, random_array, in_threads):
+    x, w = random_array((2, 16, 14, 14), "float16", "nhwc"), random_array((16, 16, 3, 3), "float16", "nhwc", 1)
+    for lanes in (None, 4):
+        with handlepool.record(FIRST_CALLS["residual"], x, w, lanes=lanes, pool=pool) as program:
+            right = program.outputs.copy()
+            for call in (program.replay, program):
+                program.outputs.fill(0)
+                cupy.cuda.Device().synchronize()
+                in_threads(1, lambda _, call=call: call())
+                cupy.cuda.Device().synchronize()
+                assert (program.outputs == right).all()
+
+
+def test_g3_control_a_new_thread_has_no_context_by_itself(in_threads):
+    from handlepool.drivers.cuda import early
+
+    early.kernel()
+    with pytest.raises(cupy.cuda.driver.CUDADriverError, match="INVALID_CONTEXT"):
+        in_threads(1, lambda _: cupy.cuda.driver.launchKernel(early.kernel(), 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
+    cupy.cuda.Device().synchronize()

@@ -399,3 +399,13 @@ def test_g14_a_create_that_fails_leaves_the_way_free(make_pool, in_thread):
         with pytest.raises(KeyboardInterrupt):
             pool.get_handle()
     assert in_thread(pool.get_handle) is not None
+
+
+def test_g3_a_thread_that_takes_over_a_handle_makes_the_device_current(make_pool, in_thread):
+    """A new thread has no context until a call of the runtime's gives it one, and a kernel that the driver launches needs it."""
+    pool = make_pool()
+    in_thread(pool.get_handle)
+    pool.driver.calls.clear()
+    in_thread(pool.get_handle)
+    assert pool.stats()["handles_reused"] == 1
+    assert pool.driver.calls["set_device"] == 1
