@@ -69,11 +69,13 @@ def ten_functions(small: bool) -> list[tuple[Any, ...]]:
 
 
 def set_up(pool: Any) -> None:
-    """Have cuDNN asked for plans of a graph; none is built."""
+    """Have cuDNN asked for plans of a graph, of which none is built, and NVRTC loaded, as cuDNN does to read a compiled plan."""
     if pool.driver.name != "cuda":
         return
     import cudnn
+    from cupy.cuda import nvrtc
 
+    nvrtc.getVersion()
     handle = pool.get_handle()
 
     half, single = cudnn.data_type.HALF, cudnn.data_type.FLOAT

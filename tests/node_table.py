@@ -52,7 +52,7 @@ def makers():
     for name, method in vars(Graph).items():
         if not inspect.isfunction(method) or name.startswith(("_", "tensor", "get_", "find_")):
             continue
-        graph = frontend.new_graph(None, io_dtype=np.float32)
+        graph = frontend.new_graph(io_dtype=np.float32)
 
         def given(parameter, graph=graph):
             kind = parameter.annotation

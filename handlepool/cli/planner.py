@@ -86,7 +86,7 @@ class Planner(HostDriver):
             return type(value)(*arrays) if hasattr(value, "_fields") else type(value)(arrays)  # a namedtuple
         return value
 
-    def new_graph(self, handle: Any, **settings: Any) -> Any:
+    def new_graph(self, **settings: Any) -> Any:
         """As `Driver.new_graph`."""
         return self._described.new_graph(**settings)
 
@@ -94,7 +94,9 @@ class Planner(HostDriver):
         """As `Driver.made_for`, where the device is."""
         return self._described.made_for()
 
-    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Any:
+    def compile(
+        self, graph: Any, operands: Sequence[Any], *, handle: Any = None, copies: Sequence[Copy] = (), **settings: Any
+    ) -> Any:
         """As `Driver.compile`."""
         try:
             made = self._described.compile(graph, operands, copies=copies, **settings)

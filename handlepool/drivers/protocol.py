@@ -559,13 +559,15 @@ class Driver(Protocol):
     def launch_buffer(self) -> Any:
         """Storage that one launch at a time by a `shortcut` needs, made for each slot."""
 
-    def new_graph(self, handle: Handle, **settings: Any) -> Any:
-        """Return an empty `cudnn.pygraph`. ``handle`` is the device's builder handle and must outlive the graph."""
+    def new_graph(self, **settings: Any) -> Any:
+        """Return an empty `cudnn.pygraph`."""
 
     def made_for(self) -> str:
         """Return what plans of the current device depend on beside their graph, as JSON: versions, and the device."""
 
-    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
+    def compile(
+        self, graph: Any, operands: Sequence[Any], *, handle: Handle, copies: Sequence[Copy] = (), **settings: Any
+    ) -> Executable:
         """Plan and build a graph whose real tensors all have shape, strides and type.
 
         Parameters
@@ -574,6 +576,8 @@ class Driver(Protocol):
             From `new_graph`, with its nodes.
         operands : sequence of graph tensor
             The graph's real tensors in the order in which `Executable.launch` will get the arrays: inputs, then outputs.
+        handle : Handle
+            To plan with, or to read ``saved`` with. What is planned needs it as long as it lives.
         copies : sequence of Copy
             The operands that a launch copies, on its stream, in scratch that ``Executable.workspace_size`` counts, too. The
             graph's tensor is the copy.

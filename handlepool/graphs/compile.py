@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool.drivers.protocol import ALIGNMENT, Copy, Driver, Executable, scratch_of
+from handlepool.drivers.protocol import ALIGNMENT, Copy, Driver, Executable, Handle, scratch_of
 from handlepool.errors import GraphNotSupportedError
 from handlepool.graphs.forms import conform
 from handlepool.graphs.plan import Plan, at_their_places
@@ -16,6 +16,7 @@ from handlepool.graphs.signature import COMPILE_SETTINGS, GRAPH_SETTINGS, Recipe
 from handlepool.graphs.trace import Draft, Request, check_out, draft, element_strides, layout_of
 from handlepool.pool.device import DeviceSlots
 from handlepool.pool.plan_directory import PlanDirectory
+from handlepool.pool.slot import placed
 from handlepool.tensors import frontend
 from handlepool.tensors.inference import Shape, infer
 from handlepool.tensors.layout import Layout
@@ -100,19 +101,31 @@ class OnDevice:
 
     def __init__(self, slots: DeviceSlots, driver: Driver) -> None:
         self.device = slots.device
-        self._handles = slots.handles
+        self._slots = slots
         self._driver = driver
+        self._stream = driver.current_stream(slots.device)  # kept, so that this thread's slot on it stays this thread's
 
     def new_graph(self, **settings: Any) -> Any:
-        """Return an empty graph of the builder handle, made where there is none yet."""
-        with self._handles.build_lock:
-            handle = self._handles.for_building()
-        return self._driver.new_graph(handle, **settings)
+        """As of the driver."""
+        return self._driver.new_graph(**settings)
+
+    def _own(self) -> Handle | None:
+        """Return this thread's handle of its current stream, or None: a saved plan is read with it, and needs it no longer.
+
+        One more handle would take two milliseconds. A finaliser that launches meanwhile finds this one bound elsewhere, and binds
+        it anew.
+        """
+        slot = placed(self._stream)
+        mine = slot is not None and slot.owner is self._slots.status and slot.device == self.device and slot.intact
+        return slot.handle if slot is not None and mine else None
 
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
         """Have the driver compile, without harm to a capture."""
-        with self._handles.build_lock, self._driver.relaxed():
-            return self._driver.compile(graph, operands, copies=copies, **settings)
+        handles = self._slots.handles
+        with handles.build_lock, self._driver.relaxed():
+            own = None if settings.get("saved") is None or handles.builder else self._own()
+            handle = own or handles.for_building()
+            return self._driver.compile(graph, operands, handle=handle, copies=copies, **settings)
 
     def made_for(self) -> str:
         """As of the driver."""

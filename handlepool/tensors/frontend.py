@@ -94,7 +94,6 @@ def convolution_mode(name: str) -> Any:
 
 
 def new_graph(
-    handle: Any,
     *,
     name: str = "handlepool",
     io_dtype: Any = None,
@@ -106,13 +105,11 @@ def new_graph(
 
     Parameters
     ----------
-    handle : cudnn.Handle or None
-        The handle to plan with; None makes a graph that is only read, or is planned for ``device``.
     name : str
     io_dtype, intermediate_dtype, compute_dtype : numpy.dtype, optional
         Types of real tensors, of tensors between nodes, and of the arithmetic, where nothing else says.
     device : DeviceProperties, optional
-        A described device to plan for, without a handle.
+        A described device to plan for. Without one, the graph is read alone, or is given a handle before it is planned.
 
     Raises
     ------
@@ -130,6 +127,5 @@ def new_graph(
         io_data_type=convert(io_dtype),
         intermediate_data_type=convert(intermediate_dtype),
         compute_data_type=convert(compute_dtype),
-        handle=handle,
         **described,
     )

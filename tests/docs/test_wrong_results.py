@@ -32,7 +32,7 @@ def names(monkeypatch):
 
     def run(case, build, want, xs, y, dtype="float16", plan=0):
         kind = names["TYPES"][dtype]
-        g = frontend.new_graph(None, intermediate_dtype=np.dtype("float32"), compute_dtype=np.dtype("float32"))
+        g = frontend.new_graph(intermediate_dtype=np.dtype("float32"), compute_dtype=np.dtype("float32"))
         tensors = [g.tensor(dim=list(shape), stride=list(strides), data_type=kind) for shape, strides in xs]
         tensors.append(build(g, *tensors).set_stride(list(y[1])))
         infer(g, tensors[-1:], io_dtype=kind)

@@ -41,7 +41,7 @@ def laid_out(values, dtype, channels_last):
 def planned(build, arrays, workspace_limit=None, out_strides=None):
     """The evaluation of the graph that ``build(g, *tensors)`` makes, and its poisoned outputs."""
     dtype = arrays[0].dtype
-    graph = frontend.new_graph(None, io_dtype=dtype, intermediate_dtype=np.float32, compute_dtype=np.float32)
+    graph = frontend.new_graph(io_dtype=dtype, intermediate_dtype=np.float32, compute_dtype=np.float32)
     tensors = [declare(graph, array, f"x{i}") for i, array in enumerate(arrays)]
     returned = build(graph, *tensors)
     outputs = list(returned) if isinstance(returned, tuple) else [returned]
@@ -372,7 +372,7 @@ def test_a_pointwise_operation_that_it_does_not_know_is_named(monkeypatch):
 
 def test_a_real_tensor_that_is_no_operand_is_named():
     x, other = arrays((1, 1, 2, 2), (1, 1, 2, 2))
-    graph = frontend.new_graph(None, io_dtype=np.float32)
+    graph = frontend.new_graph(io_dtype=np.float32)
     first, second = declare(graph, x, "first"), declare(graph, other, "second")
     y = graph.add(first, second)
     infer(graph, [y])
@@ -390,7 +390,7 @@ def convolutions_on_streams(seed, workspaces):
     driver = HostDriver(scheduler="adversarial", seed=seed)
     arguments = [arrays((1, 2, 5, 5), (2, 2, 3, 3))]
     arguments += [[arguments[0][0] + i, arguments[0][1] * i] for i in (2, 3, 4)]
-    graph = driver.new_graph(None, io_dtype=np.float32)
+    graph = driver.new_graph(io_dtype=np.float32)
     x, w = (declare(graph, array) for array in arguments[0])
     y = graph.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
     infer(graph, [y])

@@ -66,6 +66,42 @@ def test_a_loaded_plan_gives_the_bits_of_the_one_that_was_built(process, functio
         np.testing.assert_array_equal(result, built[0])
 
 
+def test_a_plan_that_is_read_with_this_threads_handle_leaves_it_on_its_stream(process, x, w):
+    def load():
+        pool = handlepool.default_pool()
+        handle, slot = pool.get_handle(), pool.internals.slot()
+        y = conv(x, w)
+        assert handle.stream is slot.pointer == cupy.cuda.get_current_stream().ptr
+        assert pool.get_handle() is handle
+        counts = pool.stats()
+        assert (counts["handles_building"], counts["handles_repaired"], counts["handles_created"]) == (0, 0, 1)
+        return cupy.asnumpy(y)
+
+    built, _ = process(lambda: cupy.asnumpy(conv(x, w)))
+    loaded, counts = process(load)
+    assert counts == {"loaded": 1}
+    np.testing.assert_array_equal(loaded, built)
+
+
+def test_a_loaded_plan_in_a_capture_of_the_callers_stream_is_launched_there(process, x, w):
+    def captured():
+        handlepool.get_handle()
+        stream = cupy.cuda.get_current_stream()
+        y = cupy.zeros((2, 32, 14, 14), "float16").transpose(0, 2, 3, 1).copy().transpose(0, 3, 1, 2)
+        stream.synchronize()
+        stream.begin_capture()
+        conv(x, w, out=y)
+        graph = stream.end_capture()
+        assert not y.any()
+        graph.launch(stream)
+        return cupy.asnumpy(y)
+
+    built, _ = process(lambda: cupy.asnumpy(conv(x, w)))
+    found, counts = process(captured)
+    assert counts == {"loaded": 1}
+    np.testing.assert_array_equal(found, built)
+
+
 def test_a_loaded_plan_is_recorded_forked_and_tuned_as_any_other(process, x, w):
     process(lambda: conv(x, w))
 

@@ -47,6 +47,23 @@ def test_a_second_process_builds_nothing(process, check):
     assert process(both, 5, 6, check=check) == ([11, 30], LOADED)
 
 
+@pytest.mark.parametrize(("own", "made"), [(True, 0), (False, 1)])
+def test_a_plan_is_read_with_this_threads_own_handle_where_there_is_one(process, own, made):
+    def counted(function, values):
+        counts = []
+
+        def before(scene):
+            if own:
+                scene.pool.get_handle()
+            function.compile(*[scene.array(value, size=8) for value in values])
+            counts.append(scene.pool.stats()["handles_building"])
+
+        return counts, process(function, *values, before=before)[1]
+
+    assert counted(double, [2]) == ([1], BUILT)  # what is built needs a handle that lives as long
+    assert counted(double, [2]) == ([made], LOADED)
+
+
 def test_another_graph_geometry_type_or_setting_is_another_plan(process):
     assert process(double, 2)[1] == BUILT
     assert process(double, 2, size=9)[1] == BUILT

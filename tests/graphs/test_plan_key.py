@@ -15,9 +15,7 @@ TENSOR_CORE = cudnn.numerical_note.TENSOR_CORE
 
 def graph_of(build, **types):
     """Return a graph that a function built of two images and filters, and its operands; the function may name others."""
-    graph = frontend.new_graph(
-        None, **{"io_dtype": "float16", "intermediate_dtype": "float32", "compute_dtype": "float32"} | types
-    )
+    graph = frontend.new_graph(**{"io_dtype": "float16", "intermediate_dtype": "float32", "compute_dtype": "float32"} | types)
     half = cudnn.data_type.HALF
     given = [graph.tensor(dim=[4, 8, 6, 6], stride=[288, 1, 48, 8], data_type=half, name=name) for name in ("x", "z")]
     given.append(graph.tensor(dim=[8, 8, 1, 1], stride=[8, 1, 8, 8], data_type=half, name="w"))

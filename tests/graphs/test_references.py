@@ -13,7 +13,7 @@ class Graph:
     """A convolution with a name, a relu without one, a bias, and an addition with a name whose output was given another."""
 
     def __init__(self):
-        g = self.graph = frontend.new_graph(None, io_dtype="float32", compute_dtype="float32")
+        g = self.graph = frontend.new_graph(io_dtype="float32", compute_dtype="float32")
         self.x = g.tensor(name="x", dim=[1, 4, 8, 8], stride=[256, 64, 8, 1])
         self.w = g.tensor(name="W", dim=[4, 4, 3, 3], stride=[36, 9, 3, 1], uid=77)
         self.b = g.tensor(name="b", dim=[1, 4, 1, 1], stride=[4, 1, 1, 1])
@@ -130,11 +130,11 @@ def test_a_long_listing_is_cut(graph):
 
 @pytest.mark.parametrize(
     "mode",
-    [name for name in dir(frontend.new_graph(None)) if name in KEYWORDS or name.endswith("_backward") or name in ("gelu", "abs")],
+    [name for name in dir(frontend.new_graph()) if name in KEYWORDS or name.endswith("_backward") or name in ("gelu", "abs")],
 )
 def test_keywords_are_those_of_the_frontends_methods(mode):
     """Of the methods that make pointwise nodes: each is called by keyword."""
-    g = frontend.new_graph(None, io_dtype="float32", compute_dtype="float32")
+    g = frontend.new_graph(io_dtype="float32", compute_dtype="float32")
     words = KEYWORDS.get(mode, ("loss", "input") if mode.endswith("_backward") else ("input",))
     if not set(words) <= {"a", "b", "input", "input0", "input1", "comparison", "bias", "scale", "mask", "loss"}:
         pytest.fail(f"unknown words {words}")

@@ -235,8 +235,8 @@ class NoGpuDriver(CudaDriver):
     def region_allocator(self, stream, keep, of):
         return None
 
-    def new_graph(self, handle, **settings):
-        return frontend.new_graph(None, **settings)
+    def new_graph(self, **settings):
+        return frontend.new_graph(**settings)
 
     def compile(self, graph, operands, **settings):
         return Executable(self, graph, operands, **settings)

@@ -24,7 +24,7 @@ def placed(values, dtype, order=None, gap=False):
 
 def graph_of(build, arrays, out_dtype=None):
     """A graph with `infer`'s shapes, its inputs and its output."""
-    graph = frontend.new_graph(None, io_dtype=arrays[0].dtype, intermediate_dtype=np.float32, compute_dtype=np.float32)
+    graph = frontend.new_graph(io_dtype=arrays[0].dtype, intermediate_dtype=np.float32, compute_dtype=np.float32)
     tensors = [declare(graph, array, f"x{i}") for i, array in enumerate(arrays)]
     output = build(graph, *tensors)
     infer(graph, [output], io_dtype=frontend.data_type(out_dtype or arrays[0].dtype))

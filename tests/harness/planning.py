@@ -95,11 +95,11 @@ class PlanningDriver(HostDriver):
         self.planned = []
         self.launched = []
 
-    def new_graph(self, handle, **settings):
+    def new_graph(self, **settings):
         self._note("new_graph")
         return self.described.new_graph(**settings)
 
-    def compile(self, graph, operands, *, copies=(), **settings):
+    def compile(self, graph, operands, *, handle=None, copies=(), **settings):
         if not self.computes:
             return Unlaunched(self.described.compile(graph, operands, copies=copies, **settings), self.launched)
         executable = _attempt(super().compile, graph, operands, copies, settings)

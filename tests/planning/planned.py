@@ -101,7 +101,7 @@ def of_the_frontends_own(folder):
     plan = convolution(files=files)
     _plan_serdes.deserialize = lambda *given, **more: read.append(given)
     data = _plan_serdes.MAGIC + bytes(100)
-    frontend.new_graph(None, device=h200()).deserialize(data)  # the control
+    frontend.new_graph(device=h200()).deserialize(data)  # the control
     files.save(plan.key, replace(files.load(plan.key), data=data))
     return convolution(files=files).executable.untried, len(read)
 
@@ -293,7 +293,7 @@ def described():
 
 def entries():
     """Say what the entries are that a built graph is launched and saved by."""
-    graph = frontend.new_graph(None, io_dtype="float16", intermediate_dtype="float32", compute_dtype="float32", device=h200())
+    graph = frontend.new_graph(io_dtype="float16", intermediate_dtype="float32", compute_dtype="float32", device=h200())
     half = cudnn.data_type.HALF
     x, w = (graph.tensor(dim=[8, 8, 3, 3], stride=[72, 1, 24, 8], data_type=half) for _ in range(2))
     y = convolve(graph, x, w)
@@ -333,7 +333,7 @@ def shapes(cases):
 
 def _answer(case, surplus):
     half = cudnn.data_type.HALF
-    graph = frontend.new_graph(None, io_dtype="float16", intermediate_dtype="float32", compute_dtype="float32", device=h200())
+    graph = frontend.new_graph(io_dtype="float16", intermediate_dtype="float32", compute_dtype="float32", device=h200())
     inputs = [graph.tensor(dim=dim, stride=stride, data_type=half) for dim, stride in case["inputs"]]
     y = getattr(graph, case["operation"])(*inputs, **case["parameters"])
     if case["declared"]:

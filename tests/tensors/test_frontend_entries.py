@@ -17,7 +17,7 @@ from handlepool.tensors import frontend
 
 @pytest.fixture
 def graph():
-    graph = frontend.new_graph(None, io_dtype=np.float16, intermediate_dtype=np.float32, compute_dtype=np.float32)
+    graph = frontend.new_graph(io_dtype=np.float16, intermediate_dtype=np.float32, compute_dtype=np.float32)
     x, w = (
         graph.tensor(dim=dim, stride=[144, 1, 48, 16], data_type=cudnn.data_type.HALF) for dim in ([1, 16, 3, 3], [8, 16, 3, 3])
     )
@@ -51,7 +51,7 @@ def test_what_a_graph_says_of_types_can_be_set_later(graph):
 
 
 def test_an_operation_infers_nothing_before_it_is_asked_for():
-    graph = frontend.new_graph(None, io_dtype=np.float16)
+    graph = frontend.new_graph(io_dtype=np.float16)
     a, b = (graph.tensor(dim=[1, 4, 4], stride=[16, 4, 1], data_type=cudnn.data_type.HALF) for _ in range(2))
     assert list(graph.matmul(a, b).dim or []) == []
 

@@ -17,7 +17,7 @@ UNIT = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1]}
 
 @pytest.fixture
 def graph():
-    return frontend.new_graph(None, io_dtype=np.float16, intermediate_dtype=np.float32, compute_dtype=np.float32)
+    return frontend.new_graph(io_dtype=np.float16, intermediate_dtype=np.float32, compute_dtype=np.float32)
 
 
 def tensor(graph, shape, order=None, name="x"):
@@ -208,7 +208,7 @@ def test_outputs_are_made_by_the_graph_and_named_once(graph):
 
 
 def test_an_output_without_a_type_is_refused():
-    graph = frontend.new_graph(None)
+    graph = frontend.new_graph()
     y = graph.relu(tensor(graph, (2, 3)))
     with pytest.raises(ArgumentError, match="has no type"):
         infer(graph, [y])

@@ -155,7 +155,7 @@ class _Capturing:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._driver.bind_handle(self._handle, int(self._before or 0))
+            self._driver.bind_handle(self._handle, self._before or 0)  # the very object, by which a slot knows that it is bound
         finally:
             try:
                 graph = runtime.streamEndCapture(self.stream)
@@ -486,8 +486,8 @@ class CudaDriver:
         pointers = new_buffer()
         return pointers, pointers.buffer_info()[0]
 
-    def new_graph(self, handle: Handle, **settings: Any) -> Any:
-        return frontend.new_graph(handle, **settings)
+    def new_graph(self, **settings: Any) -> Any:
+        return frontend.new_graph(**settings)
 
     def made_for(self) -> str:
         device = self.current_device()
@@ -500,17 +500,18 @@ class CudaDriver:
         graph: Any,
         operands: Sequence[Any],
         *,
+        handle: Handle,
         copies: Sequence[Copy] = (),
         saved: SavedPlan | None = None,
         **settings: Any,
     ) -> CudaExecutable:
         name, titles = settings.pop("name"), settings.pop("titles")
-        handle = graph._handle  # noqa: SLF001 - the builder's
         if saved is None:
+            graph._handle = handle  # noqa: SLF001 - as the constructor would, before it was known whether a plan was saved
             planned = planning.plan(graph, operands, copies, **settings)
         else:
             with _Capturing(self, handle):
-                planned = planning.loaded(operands, copies, saved, handle=int(handle.backend_handle))
+                planned = planning.loaded(operands, copies, saved, handle=handle.backend_handle)
         if planned.early is None:
             planned = replace(planned, early=self._begins_early(handle, planned))
         if planned.early is not False:

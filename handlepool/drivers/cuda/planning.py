@@ -232,7 +232,7 @@ class DescribedDevice:
 
     def new_graph(self, **settings: Any) -> Any:
         """Return an empty `cudnn.pygraph` to be planned for the device."""
-        return frontend.new_graph(None, device=self.properties, **settings)
+        return frontend.new_graph(device=self.properties, **settings)
 
     def compile(
         self,

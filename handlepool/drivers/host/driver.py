@@ -496,17 +496,19 @@ class HostDriver(Controls):
         """Nothing to write to: a launch here needs no storage of the slot's."""
         return ()
 
-    def new_graph(self, handle: Any, **settings: Any) -> Any:
+    def new_graph(self, **settings: Any) -> Any:
         """Return an empty `cudnn.pygraph`, which is read and never built; see `handlepool.tensors.frontend.new_graph`."""
         self._note("new_graph")
-        return frontend.new_graph(None, **settings)
+        return frontend.new_graph(**settings)
 
     def made_for(self) -> str:
         """Return nothing more than that it is this driver: a plan here depends on its graph alone."""
         self._note("made_for")
         return json.dumps({"driver": self.name})
 
-    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> HostExecutable:
+    def compile(
+        self, graph: Any, operands: Sequence[Any], *, handle: Any = None, copies: Sequence[Copy] = (), **settings: Any
+    ) -> HostExecutable:
         """Plan a graph for the current device. Of the settings for cuDNN, only ``workspace_limit`` means anything here."""
         from handlepool.drivers.host import evaluator  # needed by graphs alone
 
