@@ -5,8 +5,8 @@ The ways in which each runs, of which `--way` takes a selection:
     eager, forks            on one stream, and with one fork, in which each call is a branch; eagerly and recorded
     lanes                   recorded with each number of lanes
     tuned                   recorded with 16 lanes, and tuned: on how many lanes it runs, `Program.tune` finds
-    plans                   one lane and tuned once more, with the plans that `handlepool.tune` found before: alone for one lane,
-                            and then side by side on as many states as there are lanes after tuning
+    plans                   one lane and tuned once more, with the plans that `handlepool.tune` found before: alone for one lane;
+                            on several lanes with these or with those that are quickest side by side, whichever takes less
     convolutions            the network's convolutions alone, before that and after it
     torch, torch-graph      eagerly, and in a CUDA graph
     reduce-overhead         torch.compile(mode="reduce-overhead")
@@ -45,6 +45,7 @@ WAYS = (
 )
 ONE, RECORDED_ONE = "one stream", "recorded, one stream"
 ONE_LANE, TUNED, PLANS = "recorded, 1 lane", "recorded, tuned", ", tuned plans"
+SIDE_BY_SIDE = "handlepool.tune, side by side"
 TORCH, GRAPH, REDUCED, INDUCTOR = "torch", "torch graph", "reduce-overhead", "Inductor"
 CONVOLUTIONS = "convolutions, one stream"
 LANES_BEFORE = 16
@@ -83,6 +84,8 @@ class Network:
         By name, after their scores were right.
     errors, seconds, lanes : dict
         By case: the largest relative error of a head, how long it took to make, and the lanes that tuning chose.
+    plans : dict
+        Microseconds of a tuned replay with plans that are quickest alone, and side by side, where both were tried.
     skipped : list of str
         What could not be made, and why.
     """
@@ -101,6 +104,7 @@ class Network:
         self.errors: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.lanes: dict[str, int] = {}
+        self.plans: dict[str, float] = {}
         self.skipped: list[str] = []
 
     def checked(self, name: str, case: Callable[[], Any], scores: Scores = None) -> Callable[[], Any]:
@@ -153,18 +157,42 @@ def add_lanes(network: Network, lanes: list[int]) -> None:
         network.add(name, lambda count=count: network.recorded(network.run, p=network.p, x=network.x, lanes=count))
 
 
-def add_tuned(network: Network, options: Any, note: str = "") -> None:
+def add_tuned(network: Network, options: Any) -> None:
     """Recorded with lanes, of which tuning finds the number."""
-    name = TUNED + note
+    network.add(TUNED, lambda: result_of(*tuned(network, options, TUNED)), (handlepool.HandlePoolError,))
+
+
+def add_tuned_with_plans(network: Network, options: Any) -> None:
+    """The same with the plans that are quickest alone, or with those that are quickest side by side, whichever takes less."""
+    name = TUNED + PLANS
 
     def make() -> tuple[Callable[[], Any], Scores]:
-        program = handlepool.record(network.run, network.p, network.x, lanes=LANES_BEFORE)
-        tuning = program.tune(options.lanes, goal=options.goal, seconds=options.seconds)
-        print(tuning, flush=True)
-        network.lanes[name] = tuning.winner.got
-        return program.replay, lambda: program.outputs
+        best = tuned(network, options, name)
+        if (lanes := best[1].winner.got) > 1:
+            tune_plans(network, SIDE_BY_SIDE, states=handlepool.ParallelStates(lanes))
+            other = tuned(network, options, name)
+            alone, together = (getattr(tuning.winner, options.goal) for _, tuning in (best, other))
+            network.plans |= {"alone": alone, "side by side": together}
+            print(f"plans that are quickest alone: {alone:.1f} us; side by side on {lanes} lanes: {together:.1f} us", flush=True)
+            best = other if together < alone else best
+        network.lanes[name] = best[1].winner.got
+        return result_of(*best)
 
     network.add(name, make, (handlepool.HandlePoolError,))
+
+
+def tuned(network: Network, options: Any, name: str) -> tuple[handlepool.Program, Any]:
+    """A program of it, and what tuning its lanes found."""
+    program = handlepool.record(network.run, network.p, network.x, lanes=LANES_BEFORE)
+    tuning = program.tune(options.lanes, goal=options.goal, seconds=options.seconds)
+    print(tuning, flush=True)
+    network.lanes[name] = tuning.winner.got
+    return program, tuning
+
+
+def result_of(program: handlepool.Program, _: Any) -> tuple[Callable[[], Any], Scores]:
+    """What is timed of it, and its scores."""
+    return program.replay, lambda: program.outputs
 
 
 def add_torch(network: Network, torch: Any, ways: Iterable[str]) -> None:
@@ -223,9 +251,7 @@ def add_tuned_plans(network: Network, torch: Any, options: Any) -> None:
         tune_plans(network, "handlepool.tune")
         if "plans" in options.way:
             network.add(ONE_LANE + PLANS, lambda: network.recorded(network.run, p=network.p, x=network.x, lanes=1))
-            if (side_by_side := network.lanes.get(TUNED, 1)) > 1:
-                tune_plans(network, "handlepool.tune, side by side", states=handlepool.ParallelStates(side_by_side))
-            add_tuned(network, options, PLANS)
+            add_tuned_with_plans(network, options)
         if apart:
             network.cases[f"{CONVOLUTIONS}{PLANS}"] = handlepool.record(own).replay
     if torch is not None and apart:
@@ -313,14 +339,15 @@ class Results:
         self.times: dict[str, Any] = {}
         self.ratios = Ratios()
         self.skipped: list[str] = []
-        self.more: dict[str, dict[str, Any]] = {"errors": {}, "seconds": {}, "lanes_chosen": {}}
+        self.more: dict[str, dict[str, Any]] = {"errors": {}, "seconds": {}, "lanes_chosen": {}, "plans": {}}
 
     def add(self, network: Network, samples: dict[str, dict[str, list[float]]]) -> None:
         """A network's times, and a short table of them."""
         for clock, taken in samples.items():
             self.times[f"{network.name}, microseconds, {clock}"] = {case: summary(values) for case, values in taken.items()}
-        for key, found in (("errors", network.errors), ("seconds", network.seconds), ("lanes_chosen", network.lanes)):
-            self.more[key][network.name] = found
+        found = {"errors": network.errors, "seconds": network.seconds, "lanes_chosen": network.lanes, "plans": network.plans}
+        for key, values in found.items():
+            self.more[key][network.name] = values
         self.skipped += network.skipped
         print_table(
             (f"{network.name}, microseconds", *samples),
