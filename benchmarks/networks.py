@@ -45,7 +45,6 @@ WAYS = (
 )
 ONE, RECORDED_ONE = "one stream", "recorded, one stream"
 ONE_LANE, TUNED, PLANS = "recorded, 1 lane", "recorded, tuned", ", tuned plans"
-SIDE_BY_SIDE = "handlepool.tune, side by side"
 TORCH, GRAPH, REDUCED, INDUCTOR = "torch", "torch graph", "reduce-overhead", "Inductor"
 CONVOLUTIONS = "convolutions, one stream"
 LANES_BEFORE = 16
@@ -131,8 +130,7 @@ class Network:
 
     def recorded(self, case: Callable[[], Any], **options: Any) -> tuple[Callable[[], Any], Scores]:
         """A program of it."""
-        program = handlepool.record(case, **options)
-        return program.replay, lambda: program.outputs
+        return result_of(handlepool.record(case, **options))
 
     def whole(self) -> Callable[[], Any]:
         """It, plainly called."""
@@ -159,7 +157,7 @@ def add_lanes(network: Network, lanes: list[int]) -> None:
 
 def add_tuned(network: Network, options: Any) -> None:
     """Recorded with lanes, of which tuning finds the number."""
-    network.add(TUNED, lambda: result_of(*tuned(network, options, TUNED)), (handlepool.HandlePoolError,))
+    network.add(TUNED, lambda: result_of(tuned(network, options, TUNED)[0]), (handlepool.HandlePoolError,))
 
 
 def add_tuned_with_plans(network: Network, options: Any) -> None:
@@ -169,14 +167,14 @@ def add_tuned_with_plans(network: Network, options: Any) -> None:
     def make() -> tuple[Callable[[], Any], Scores]:
         best = tuned(network, options, name)
         if (lanes := best[1].winner.got) > 1:
-            tune_plans(network, SIDE_BY_SIDE, states=handlepool.ParallelStates(lanes))
+            tune_plans(network, "handlepool.tune, side by side", states=handlepool.ParallelStates(lanes))
             other = tuned(network, options, name)
             alone, together = (getattr(tuning.winner, options.goal) for _, tuning in (best, other))
             network.plans |= {"alone": alone, "side by side": together}
             print(f"plans that are quickest alone: {alone:.1f} us; side by side on {lanes} lanes: {together:.1f} us", flush=True)
             best = other if together < alone else best
         network.lanes[name] = best[1].winner.got
-        return result_of(*best)
+        return result_of(best[0])
 
     network.add(name, make, (handlepool.HandlePoolError,))
 
@@ -190,7 +188,7 @@ def tuned(network: Network, options: Any, name: str) -> tuple[handlepool.Program
     return program, tuning
 
 
-def result_of(program: handlepool.Program, _: Any) -> tuple[Callable[[], Any], Scores]:
+def result_of(program: handlepool.Program) -> tuple[Callable[[], Any], Scores]:
     """What is timed of it, and its scores."""
     return program.replay, lambda: program.outputs
 
