@@ -206,6 +206,7 @@ class Draft:
         self._made = made_by_nodes(graph)
         inputs = self._read(returned)
         self._sources = self._resolve_arrays(inputs)
+        self._inputs = [(place, tensor) for place, tensor in enumerate(self._sources) if id(tensor) not in self._made]
 
     # Reading what the function did
 
@@ -356,7 +357,7 @@ class Draft:
         request = self._request
         own = {id(tensor) for tensor in self._parameters.values()}
         inputs = []
-        for place, tensor in self._inputs():
+        for place, tensor in self._inputs:
             if id(tensor) not in own:
                 match(tensor, request.layouts[place], self._title(place))
             else:
@@ -376,16 +377,16 @@ class Draft:
 
     def taken(self) -> tuple[Layout, ...]:
         """Return the layouts of the inputs, in the order of the operands."""
-        return tuple(self._request.layouts[place] for place, _ in self._inputs())
+        return tuple(self._request.layouts[place] for place, _ in self._inputs)
 
     def places(self) -> tuple[int, ...]:
         """For each operand the place of its array in the request; -1 for an output that is to be allocated."""
         by_tensor = {id(tensor): place for place, tensor in enumerate(self._sources)}
-        return tuple(place for place, _ in self._inputs()) + tuple(by_tensor.get(id(tensor), -1) for tensor in self.outputs)
+        return tuple(place for place, _ in self._inputs) + tuple(by_tensor.get(id(tensor), -1) for tensor in self.outputs)
 
     def titles(self) -> list[str]:
         """Return what messages call the operands, in order."""
-        references, inputs = self._request.references, self._inputs()
+        references, inputs = self._request.references, self._inputs
         named = [f"argument {place} ({tensor.name})" for place, tensor in inputs]
         titles = named + [operand_name(place, 0, len(self.outputs)) for place in range(len(self.outputs))]
         if references is not None:
@@ -393,9 +394,6 @@ class Draft:
                 if place >= 0:
                     titles[operand] = f"the array for {self._shown(references[place])}"
         return titles
-
-    def _inputs(self) -> list[tuple[int, Any]]:
-        return [(place, tensor) for place, tensor in enumerate(self._sources) if id(tensor) not in self._made]
 
     def _title(self, place: int, parameter: str | None = None) -> str:
         """Return what messages call an array."""

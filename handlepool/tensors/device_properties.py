@@ -35,7 +35,16 @@ KEYS = (
     "deviceName",
 )
 """What every cuDNN asks for that was tried, from 9.19 on."""
-_ITS_OWN = (VERSION, "cudaDeviceId", "pciDeviceId")
+IDENTITY = (
+    "deviceName",
+    "deviceVer",
+    "driverVer",
+    "l2CacheSize",
+    "maxSharedMemoryPerBlockOptin",
+    "multiProcessorCount",
+    "totalGlobalMem",
+)
+"""What tells one kind of device from others: what CUDA's driver answers at once. For all of it cuDNN takes over a millisecond."""
 LATER = ("memoryBusWidth",)
 """What a later one asks for, too: 9.28 refuses a description without it, and 9.19 writes none."""
 
@@ -154,5 +163,5 @@ class DeviceProperties:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """What is the same for every device of a kind: not where it is plugged in, nor who described it."""
-        return {key: value for key, value in self._values.items() if key not in _ITS_OWN}
+        """What tells this kind of device from others (`IDENTITY`): not where it is plugged in, nor who described it."""
+        return {key: self._values[key] for key in IDENTITY}

@@ -32,7 +32,6 @@ from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, BeforePlain, Copy, Handle, SavedPlan, Stream
 from handlepool.errors import ArrayTypeError, CaptureError, DriverNotAvailableError
 from handlepool.tensors import frontend
-from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, one_run, span
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
@@ -492,7 +491,7 @@ class CudaDriver:
     def made_for(self) -> str:
         device = self.current_device()
         if device not in self._made_for:
-            self._made_for[device] = planning.made_for(DeviceProperties.of(device))
+            self._made_for[device] = planning.made_for(_kind(device))
         return self._made_for[device]
 
     def compile(
@@ -540,6 +539,27 @@ class CudaDriver:
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> KernelExecutable:
         return KernelExecutable(self, kernel, operands, name, titles)
+
+
+def _kind(ordinal: int) -> dict[str, Any]:
+    """Return what `handlepool.tensors.device_properties.DeviceProperties.kind` of a device is, without asking cuDNN."""
+    attributes = cu.CUdevice_attribute
+
+    def asked(attribute: Any) -> int:
+        return int(_check_all(cu.cuDeviceGetAttribute(attribute, ordinal))[0])
+
+    major = asked(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+    minor = asked(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+    (name,) = _check_all(cu.cuDeviceGetName(256, ordinal))
+    return {
+        "deviceName": bytes(name).partition(b"\0")[0].decode(),
+        "deviceVer": 100 * major + 10 * minor,
+        "driverVer": int(_check_all(cu.cuDriverGetVersion())[0]),
+        "l2CacheSize": asked(attributes.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
+        "maxSharedMemoryPerBlockOptin": asked(attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
+        "multiProcessorCount": asked(attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+        "totalGlobalMem": int(_check_all(cu.cuDeviceTotalMem(ordinal))[0]),
+    }
 
 
 def _page_locked_like(array: Any) -> tuple[Any, np.ndarray[Any, Any]]:

@@ -6,7 +6,7 @@ compiles.
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -202,9 +202,12 @@ def _raw(lowered: Any, uids: list[int]) -> Callable[..., None] | None:
     return raw if order == uids else None
 
 
-def made_for(properties: DeviceProperties) -> str:
-    """Return what plans depend on beside their graph, as JSON: what there is in this process, and the device, wherever it is."""
-    found = {"cudnn": cudnn.backend_version(), "frontend": cudnn.__version__, "device": properties.kind}
+def made_for(device: Mapping[str, Any]) -> str:
+    """Return what plans depend on beside their graph, as JSON: what there is in this process, and the device, wherever it is.
+
+    The device is as of `handlepool.tensors.device_properties.DeviceProperties.kind`.
+    """
+    found = {"cudnn": cudnn.backend_version(), "frontend": cudnn.__version__, "device": dict(device)}
     # With "0", cuDNN proposes no plans with TF32, and takes none that were saved; the others are slower.
     if override := os.environ.get("NVIDIA_TF32_OVERRIDE"):
         found["NVIDIA_TF32_OVERRIDE"] = override
@@ -261,7 +264,7 @@ class DescribedDevice:
 
     def made_for(self) -> str:
         """Return what `CudaDriver.made_for` does where the device is."""
-        self._made_for = self._made_for or made_for(self.properties)
+        self._made_for = self._made_for or made_for(self.properties.kind)
         return self._made_for
 
 
