@@ -15,7 +15,8 @@ pytest.importorskip("ml_dtypes")
 def in_packs(kernel, operands):
     """The launch with packs as large as there may be, however few threads are left, and few blocks of few threads."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"PLENTY": 0, "MOST_BLOCKS": 2, "MOST_PARTS": 2, "THREADS": 16, "LANES": 8, "SHARES": 4}.items():
+        small = {"MOST_BLOCKS": 2, "MOST_PARTS": 2, "THREADS": 16, "LANES": 8, "SHARES": 4, "MOST_SHARED": 2, "LARGEST_BLOCK": 64}
+        for name, value in {"PLENTY": 0, **small}.items():
             patch.setattr(kernels, name, value)
         return kernels.plan(kernel, operands)
 
@@ -93,6 +94,17 @@ def test_steps_that_lead_nowhere_fit_whatever_they_are():
     x, w = lying((1, 8, 9, 9), "float16"), lying((8, 1, 1, 1), "float16")
     far = kernels.plan(Depthwise(dilation=(1 << 40, 1 << 70)), [x, w, x])
     assert far.geometry == kernels.plan(Depthwise(dilation=(9, 9)), [x, w, x]).geometry
+
+
+def test_the_larger_images_are_the_more_threads_share_one():
+    def threads(side, order="NHWC"):
+        x, y = lying((8, 64, side, side), "float16", order), lying((8, 64, 1, 1), "float16", order)
+        launch = kernels.plan(Windows("mean", (side, side)), [x, y])
+        assert launch.threads == int(dict(launch.macros)["LANES"]) * int(dict(launch.macros)["SHARES"])
+        return launch.threads
+
+    assert [threads(side) for side in (7, 14, 28, 112)] == [256, 512, 1024, 1024]
+    assert [threads(side, "NCHW") for side in (7, 14, 28, 112)] == [256, 256, 512, 1024]
 
 
 def test_packs_are_as_large_as_operands_allow():

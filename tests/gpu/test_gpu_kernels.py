@@ -83,6 +83,15 @@ def test_the_sizes_of_a_network(pool, stream, random_array, dtype, layout):
         assert error(mean2d(x, pool=pool), values.mean((2, 3))) < 3 * tolerance
 
 
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_mean_of_many_large_images(pool, stream, random_array, dtype, layout):
+    x = random_array((64, 256, 28, 28), dtype, layout)  # the largest packs, and the largest blocks
+    found = mean2d(x, pool=pool).get().astype(np.float64)
+    expected = x.get().astype(np.float64).mean((2, 3))
+    assert reference.relative_error(found, expected) < {"float16": 3e-3, "bfloat16": 3e-2, "float32": 3e-5}[dtype]
+
+
 def test_more_elements_than_32_bits_count(pool, stream):
     free, _ = cupy.cuda.runtime.memGetInfo()
     if free < 30 << 30:

@@ -22,6 +22,7 @@ static std::barrier<>* in_step_with;
 #define __shared__ static
 #define __syncthreads() in_step_with->arrive_and_wait()
 #define ENTRY static
+#define __launch_bounds__(threads)
 #define BY_VALUE const
 
 static float half_to_float(unsigned short x) { _Float16 value; memcpy(&value, &x, 2); return value; }

@@ -250,7 +250,7 @@ struct Whole {
 };
 
 // LANES outputs a block, each by SHARES threads, which have every so many pixels. Neighbours read neighbours in memory.
-ENTRY void whole(BY_VALUE Pointers operands, BY_VALUE Whole g) {
+ENTRY void __launch_bounds__(LANES * SHARES) whole(BY_VALUE Pointers operands, BY_VALUE Whole g) {
     __shared__ float parts[SHARES][LANES][PACK];
 #if CHANNELS_INNERMOST
     const int lane = threadIdx.x % LANES, share = threadIdx.x / LANES;
