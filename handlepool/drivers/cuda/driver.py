@@ -544,13 +544,14 @@ class CudaDriver:
 def _kind(ordinal: int) -> dict[str, Any]:
     """Return what `handlepool.tensors.device_properties.DeviceProperties.kind` of a device is, without asking cuDNN."""
     attributes = cu.CUdevice_attribute
+    (device,) = _check_all(cu.cuDeviceGet(ordinal))
 
     def asked(attribute: Any) -> int:
-        return int(_check_all(cu.cuDeviceGetAttribute(attribute, ordinal))[0])
+        return int(_check_all(cu.cuDeviceGetAttribute(attribute, device))[0])
 
     major = asked(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
     minor = asked(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-    (name,) = _check_all(cu.cuDeviceGetName(256, ordinal))
+    (name,) = _check_all(cu.cuDeviceGetName(256, device))
     return {
         "deviceName": bytes(name).partition(b"\0")[0].decode(),
         "deviceVer": 100 * major + 10 * minor,
@@ -558,7 +559,7 @@ def _kind(ordinal: int) -> dict[str, Any]:
         "l2CacheSize": asked(attributes.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
         "maxSharedMemoryPerBlockOptin": asked(attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
         "multiProcessorCount": asked(attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
-        "totalGlobalMem": int(_check_all(cu.cuDeviceTotalMem(ordinal))[0]),
+        "totalGlobalMem": int(_check_all(cu.cuDeviceTotalMem(device))[0]),
     }
 
 
