@@ -35,7 +35,7 @@ KEYS = (
     "deviceName",
 )
 """What every cuDNN asks for that was tried, from 9.19 on."""
-IDENTITY = (
+KIND = (
     "deviceName",
     "deviceVer",
     "driverVer",
@@ -163,5 +163,5 @@ class DeviceProperties:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """What tells this kind of device from others (`IDENTITY`): not where it is plugged in, nor who described it."""
-        return {key: self._values[key] for key in IDENTITY}
+        """What tells this kind of device from others (`KIND`): not where it is plugged in, nor who described it."""
+        return {key: self._values[key] for key in KIND}

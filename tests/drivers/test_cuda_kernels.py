@@ -15,7 +15,7 @@ pytest.importorskip("ml_dtypes")
 def in_packs(kernel, operands):
     """The launch with packs as large as there may be, however few threads are left, and few blocks of few threads."""
     with pytest.MonkeyPatch.context() as patch:
-        small = {"MOST_BLOCKS": 2, "MOST_PARTS": 2, "THREADS": 16, "LANES": 8, "SHARES": 4, "MOST_SHARED": 2, "LARGEST_BLOCK": 64}
+        small = {"MOST_BLOCKS": 2, "MOST_PARTS": 2, "THREADS": 16, "LANES": 8, "SHARES": 4, "MOST_PIXELS": 2, "LARGEST_BLOCK": 64}
         for name, value in {"PLENTY": 0, **small}.items():
             patch.setattr(kernels, name, value)
         return kernels.plan(kernel, operands)

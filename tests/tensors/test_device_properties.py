@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from handlepool import ArgumentError, DriverNotAvailableError
-from handlepool.tensors.device_properties import KEYS, VERSION, DeviceProperties
+from handlepool.tensors.device_properties import KEYS, KIND, VERSION, DeviceProperties
 
 TEXT = (Path(__file__).parents[1] / "data" / "h200_device_properties.json").read_text()
 VALUES = json.loads(TEXT)
@@ -22,6 +22,19 @@ def test_descriptions_are_equal_whatever_the_order_of_their_keys():
     turned = json.dumps(dict(reversed(VALUES.items())), indent=1)
     assert DeviceProperties(turned) == DeviceProperties(TEXT)
     assert DeviceProperties(json.dumps(VALUES | {"warpSize": 33})) != DeviceProperties(TEXT)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_kind_of_device_is_told_from_others_by_what_the_driver_tells_at_once(key):
+    value = VALUES[key]
+    other = f"{value}, another" if isinstance(value, str) else [*value, 1] if isinstance(value, list) else value + 10
+    same = DeviceProperties(json.dumps(VALUES | {key: other})).kind == DeviceProperties(TEXT).kind
+    assert same is (key not in KIND)
+
+
+def test_the_kind_says_what_a_plan_depends_on_and_not_where_the_device_is():
+    assert {"deviceName", "deviceVer", "driverVer", "multiProcessorCount", "totalGlobalMem"} <= set(KIND)
+    assert not {VERSION, "cudaDeviceId", "pciDeviceId"} & set(KIND)
 
 
 @pytest.mark.parametrize("key", [*KEYS, VERSION])

@@ -32,8 +32,8 @@ RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
 """How many merged axes variants are compiled for; NumPy's arrays have up to 64."""
 LANES, SHARES = 32, 8
 """Of a block that takes whole images: outputs, and threads for each; the other way round for contiguous images."""
-MOST_SHARED, LARGEST_BLOCK = 16, 1024
-"""Pixels that one of these threads gets, before an output has more threads, and the most threads of a block."""
+MOST_PIXELS, LARGEST_BLOCK = 16, 1024
+"""Pixels for each of these threads, beyond which an output has more of them; and the most threads of a block."""
 MOST_PARTS = 65535
 """Blocks along the grid's second axis, as CUDA has it."""
 MOST_TURNS = 8
@@ -231,7 +231,7 @@ def _windows(kernel: Windows, x: Layout, y: Layout) -> Launch:
 def _whole(kernel: Windows, x: Layout, y: Layout) -> Launch:
     macros, images = _images(x, y, y.size * SHARES)
     lanes, shares = (LANES, SHARES) if macros["CHANNELS_INNERMOST"] else (SHARES, LANES)
-    while math.prod(kernel.window) > shares * MOST_SHARED and 2 * lanes * shares <= LARGEST_BLOCK:
+    while math.prod(kernel.window) > shares * MOST_PIXELS and 2 * lanes * shares <= LARGEST_BLOCK:
         shares *= 2
     macros |= {"LANES": lanes, "SHARES": shares, "MAXIMUM": int(kernel.kind == "max")}
     outputs = y.size // int(macros["PACK"])
