@@ -26,6 +26,7 @@ from handlepool.regions.accesses import Memory, Operands
 from handlepool.regions.data_order import DataOrder, in_the_middle, open_order, opened
 from handlepool.regions.memory import Region, branch_regions, held_by, inherited
 from handlepool.regions.operation import OperationCall, operation_of
+from handlepool.regions.pace import Pace
 from handlepool.regions.plain_calls import PlainCall, pieces_of, warn_of_guess
 from handlepool.regions.recent import Recent
 from handlepool.regions.stream_order import in_torch, torch_among
@@ -68,6 +69,7 @@ class Fork:
         "_order",
         "_ordered",
         "_ordinal",
+        "_pace",
         "_pointer",
         "_pool",
         "_region",
@@ -80,8 +82,18 @@ class Fork:
         "_within",
     )
 
-    def __init__(self, pool: PoolInternals, count: int, stream: Any = None, *, ordered: bool = True, once: bool = False) -> None:
+    def __init__(
+        self,
+        pool: PoolInternals,
+        count: int,
+        stream: Any = None,
+        *,
+        ordered: bool = True,
+        once: bool = False,
+        pace: Pace | None = None,
+    ) -> None:
         self._ordered = ordered
+        self._pace = pace  # None where branches take the states in turn, whatever the GPU does
         self._once = once  # whether it is for one map, which nothing comes after
         self._order: DataOrder | None = None  # opened with the first branch
         self._home = NOBODYS  # the caller's track
@@ -403,7 +415,7 @@ class Fork:
             return begin(operands, launch, addresses, blocks)
 
         first, *others = calls
-        arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, keywords)
+        arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, dict(keywords))
         try:
             results = [hit(bare, pool, start, fixed + arrays, options)]
             if results[0] is NOT_CACHED:
@@ -497,6 +509,11 @@ class Fork:
         order = self._order
         if order is None or order.busy:
             order = self._open_order()
+        if order.shared is not None:
+            slot = self._begin_shared(order, launch, addresses) if memory is None and not self._started else None
+            if slot is not None:
+                return slot
+            order.shared = None
         known = -1
         track: Track | None = None
         recent: Recent | None = None
@@ -530,7 +547,7 @@ class Fork:
                     track = self._lease_track(order, index)
                 index += 1
                 self._next = index if index < self._count else 0
-            slot: Slot | None = track.slot
+            slot = track.slot
             if slot is None or track is home:
                 slot = self._pool.slot(self._stream)
             else:
@@ -556,6 +573,26 @@ class Fork:
                 self._release_from(known)
                 self._next = former
             raise
+        finally:
+            order.busy = False
+        return slot
+
+    def _begin_shared(self, order: DataOrder, launch: Any, addresses: tuple[int, ...]) -> Slot | None:
+        """Start a launch on the state that all so far share, whose stream orders them; None where they cannot any longer.
+
+        What they read and write is written down, and looked up if somebody has to wait for one of them.
+        """
+        track, recent, pace, slot = order.shared, order.recent, self._pace, self._leased[0] if self._leased else None
+        if slot is None or track is None or track.slot is not slot or recent is None or pace is None:
+            return None
+        try:
+            order.busy = True
+            driver = self._driver
+            if self._count > 1 and not pace.keeps_up(driver, slot, len(self._kept)):
+                return None
+            driver.record_event(slot.start_event, self._pointer)
+            driver.wait_event(slot.pointer, slot.start_event)
+            recent.note_unmet(addresses, launch.operands, track)
         finally:
             order.busy = False
         return slot
@@ -601,6 +638,11 @@ class Fork:
             slot = leased[len(tracks)]
             track = order.tracks[slot.pointer] = Track(slot.pointer, self._home, self._mark, slot)
             tracks.append(track)
+            if (pace := self._pace) is not None and not self._started:
+                if len(leased) == 1 and (self._count == 1 or pace.begin()):
+                    order.shared = track
+                elif len(leased) == 2:
+                    pace.look(self._driver, leased[0])
         return tracks[index]
 
     def _open_order(self) -> DataOrder:
@@ -611,11 +653,15 @@ class Fork:
             order = self._order = DataOrder(self._pool, self._ordinal, Track(self._pointer))
             self._counted = True
             order.open()
+            # To ask for the GPU's work would end a capture, and what is captured takes no time to launch.
+            if self._checked or (self._pointer != LEGACY_STREAM and self._driver.is_capturing(self._pointer)):
+                self._pace = None
         elif order.busy:
             raise in_the_middle()
         else:
             self._counted = not self._inherited
             order.forks += self._counted
+            order.shared = self._pace = None  # other forks' branches may be what its own wait for
         self._tracks.clear()
         home = order.tracks.get(self._pointer)
         if home is None:  # of a stream that the body chose

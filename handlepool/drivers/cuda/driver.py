@@ -241,6 +241,9 @@ class CudaDriver:
         finally:
             _check(cu.cuCtxPopCurrent())
 
+    def stream_done(self, pointer: int) -> bool:
+        return bool(runtime.streamQuery(pointer) == 0)
+
     def synchronize_stream(self, pointer: int) -> None:
         runtime.streamSynchronize(pointer)
 

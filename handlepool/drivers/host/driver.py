@@ -204,6 +204,12 @@ class HostDriver(Controls):
         self._forbid("synchronize_stream")
         self._streams.synchronize(self._streams.resolve(pointer))
 
+    def stream_done(self, pointer: int) -> bool:
+        """Whether the stream has run all that it was given."""
+        self._note("stream_done")
+        self._forbid("stream_done")
+        return self._streams.is_idle(self._streams.resolve(pointer))
+
     # Events
 
     def create_event(self, *, timing: bool = False) -> Event:
