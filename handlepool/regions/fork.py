@@ -28,7 +28,6 @@ from handlepool.regions.memory import Region, branch_regions, held_by, inherited
 from handlepool.regions.operation import OperationCall, operation_of
 from handlepool.regions.pace import Pace
 from handlepool.regions.plain_calls import PlainCall, pieces_of, warn_of_guess
-from handlepool.regions.recent import Recent
 from handlepool.regions.stream_order import in_torch, torch_among
 from handlepool.regions.stream_order import order as order_streams
 from handlepool.regions.track import NOBODYS, Needs, Track
@@ -190,11 +189,9 @@ class Fork:
             with driver.device(ordinal):
                 return self.run(function, *args, **kwargs)
         kind = type(function)
-        launcher = launchers.get(kind)
-        if launcher is None:
-            if type(function) is partial:  # of a graph function, say
-                return self.run(function.func, *function.args, *args, **{**function.keywords, **kwargs})
-            launcher = launchers.get(function, NO_LAUNCHER) if kind is FunctionType else NO_LAUNCHER
+        if type(function) is partial:  # of a graph function, say
+            return self.run(function.func, *function.args, *args, **{**function.keywords, **kwargs})
+        launcher = launchers.get(function if kind is FunctionType else kind, NO_LAUNCHER)
         hit, prepare = launcher
         if hit is not None and driver.current_stream(ordinal) is self._stream:
             result: T = hit(function, pool, self._begin if self._ordered else self._begin_unordered, args, kwargs)
@@ -409,6 +406,8 @@ class Fork:
                 fresh.extend([None if call[-1] is not None else launch.allocate(1)[0] for call in others])
             else:
                 fresh.extend([None] * len(others))
+            if self._order is not None and self._order.shared is not None:
+                self._share_no_longer(self._order)
             self._start(self._next + len(calls))
             self._started = True
             begin = self._begin if self._ordered else self._begin_unordered
@@ -509,14 +508,23 @@ class Fork:
         order = self._order
         if order is None or order.busy:
             order = self._open_order()
-        if order.shared is not None:
-            slot = self._begin_shared(order, launch, addresses) if memory is None and not self._started else None
-            if slot is not None:
-                return slot
-            order.shared = None
+        track, pace = order.shared, self._pace
+        if track is not None and pace is not None:
+            first, recent, driver, one = self._leased[0], order.recent, self._driver, self._count == 1
+            # Its stream orders them. What they read and write is looked up if somebody has to wait for one of them.
+            if memory is None and recent and (pace.left > 0 or one or pace.keeps_up(driver, first)):
+                try:
+                    order.busy = True
+                    pace.left -= 1
+                    driver.record_event(first.start_event, self._pointer)
+                    driver.wait_event(first.pointer, first.start_event)
+                    recent.note_unmet(addresses, launch.operands, track)
+                finally:
+                    order.busy = False
+                return first
+            self._share_no_longer(order)
         known = -1
-        track: Track | None = None
-        recent: Recent | None = None
+        track = recent = None
         try:
             order.busy = True
             if memory is None:
@@ -577,25 +585,10 @@ class Fork:
             order.busy = False
         return slot
 
-    def _begin_shared(self, order: DataOrder, launch: Any, addresses: tuple[int, ...]) -> Slot | None:
-        """Start a launch on the state that all so far share, whose stream orders them; None where they cannot any longer.
-
-        What they read and write is written down, and looked up if somebody has to wait for one of them.
-        """
-        track, recent, pace, slot = order.shared, order.recent, self._pace, self._leased[0] if self._leased else None
-        if slot is None or track is None or track.slot is not slot or recent is None or pace is None:
-            return None
-        try:
-            order.busy = True
-            driver = self._driver
-            if self._count > 1 and not pace.keeps_up(driver, slot, len(self._kept)):
-                return None
-            driver.record_event(slot.start_event, self._pointer)
-            driver.wait_event(slot.pointer, slot.start_event)
-            recent.note_unmet(addresses, launch.operands, track)
-        finally:
-            order.busy = False
-        return slot
+    def _share_no_longer(self, order: DataOrder) -> None:
+        """Let further branches take the states in turn, those first that have none yet."""
+        self._next = 1 if self._count > 1 and order.shared is not None and order.shared.count else 0
+        order.shared = None
 
     def _begin_any(self, operands: object, memory: Memory | None) -> Slot:
         """Start the next branch, where it is no launch of one known plan, on a slot that is this thread's."""
@@ -638,24 +631,25 @@ class Fork:
             slot = leased[len(tracks)]
             track = order.tracks[slot.pointer] = Track(slot.pointer, self._home, self._mark, slot)
             tracks.append(track)
-            if (pace := self._pace) is not None and not self._started:
-                if len(leased) == 1 and (self._count == 1 or pace.begin()):
-                    order.shared = track
-                elif len(leased) == 2:
-                    pace.look(self._driver, leased[0])
+            if len(leased) == 2 and self._pace is not None and not self._started:
+                self._pace.look(self._driver, leased[0])
         return tracks[index]
 
     def _open_order(self) -> DataOrder:
         """Return the books of the region: the thread's that are open, or else ones that this fork opens."""
-        order = open_order(self._driver, self._ordinal)
+        order, shares = open_order(self._driver, self._ordinal), False
         if order is None:
             # It is this fork's, and counted, before a finaliser that runs just then can find it, and after an interrupt, too.
             order = self._order = DataOrder(self._pool, self._ordinal, Track(self._pointer))
             self._counted = True
             order.open()
-            # To ask for the GPU's work would end a capture, and what is captured takes no time to launch.
-            if self._checked or (self._pointer != LEGACY_STREAM and self._driver.is_capturing(self._pointer)):
-                self._pace = None
+            pace = self._pace
+            if pace is not None and not self._leased:
+                # To ask for the GPU's work would end a capture, and what is captured takes no time to launch.
+                if self._checked or (self._pointer != LEGACY_STREAM and self._driver.is_capturing(self._pointer)):
+                    self._pace = None
+                elif self._count == 1 or pace.begin():
+                    shares = True
         elif order.busy:
             raise in_the_middle()
         else:
@@ -667,6 +661,8 @@ class Fork:
         if home is None:  # of a stream that the body chose
             home = order.tracks[self._pointer] = Track(self._pointer)
         self._home, self._order = home, order
+        if shares and (track := self._lease_track(order, 0)) is not home:
+            order.shared = track
         return order
 
     def _warn(self, order: DataOrder, needs: Needs) -> None:
@@ -821,6 +817,8 @@ class Fork:
                 self._leave_order_of_others(joined)
             return
         order.busy = True  # it may be so already, after an interrupt
+        if joined and self._pace is not None and len(self._tracks) == 1 and self._tracks[0].count > 1:
+            self._pace.one_was_enough()
         order.forks -= self._counted
         self._counted = False
         if not joined:  # branches may still use it

@@ -204,6 +204,8 @@ class Regional(Sequential):
         Where the body's other streams are, for the next run as well.
     joined : bool
         Whether each branch is joined at once, so that no order by data is needed: tasks and their results stay as they are.
+    pace : Pace, optional
+        Of every fork; they have their own without it.
     """
 
     def __init__(
@@ -217,6 +219,7 @@ class Regional(Sequential):
         ordered: bool = True,
         streams: list[Any] | None = None,
         joined: bool = False,
+        pace: Any = None,
         **options: Any,
     ) -> None:
         super().__init__(make, copy, numpy=False, **options)
@@ -225,6 +228,7 @@ class Regional(Sequential):
         self.freely = freely
         self.ordered = ordered
         self.joined = joined
+        self.pace = pace
         self.states = ParallelStates(4, pool=pool)
         self.forks: list[Any] = []  # that are open, of the branch that runs
         self.executor: ParallelStateExecutor | None = None
@@ -338,7 +342,9 @@ class Regional(Sequential):
         outer = list(self.forks)
         with contextlib.suppress(*[BranchError] * step.raises), self.note(step):
             try:
-                with ParallelStates(step.count, pool=self.pool).fork(**options) as fork:
+                states = ParallelStates(step.count, pool=self.pool)
+                states._pace = self.pace or states._pace
+                with states.fork(**options) as fork:
                     self.forks.append(fork)
                     self.steps(step.steps)
                     if step.raises:
