@@ -62,8 +62,6 @@ class DataOrder:
         What that branch gave to streams of its own choice.
     recent : Recent or None
         The first launches, as long as nothing has to be looked up.
-    shared : Track or None
-        Of the one side stream that all launches so far were given to, while further ones are given to it, too.
     tracks : dict
         By pointer, the streams.
     guesses : dict
@@ -92,7 +90,6 @@ class DataOrder:
         "recent",
         "root",
         "running",
-        "shared",
         "tracks",
     )
 
@@ -112,7 +109,6 @@ class DataOrder:
         self._free = self._events.free
         self._record = self.driver.record_event
         self.recent: Recent | None = Recent(self.driver.block_type)
-        self.shared: Track | None = None
         self._uses = Uses()
         self._known = self._uses.known
         self._orders = _thread.orders

@@ -23,17 +23,19 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.stream import check_foreign, resolve
 from handlepool.regions.accesses import Memory, Operands
-from handlepool.regions.data_order import DataOrder, in_the_middle, open_order, opened
+from handlepool.regions.data_order import DataOrder, before, in_the_middle, open_order, opened
 from handlepool.regions.memory import Region, branch_regions, held_by, inherited
 from handlepool.regions.operation import OperationCall, operation_of
 from handlepool.regions.pace import Pace
 from handlepool.regions.plain_calls import PlainCall, pieces_of, warn_of_guess
+from handlepool.regions.recent import Recent
 from handlepool.regions.stream_order import in_torch, torch_among
 from handlepool.regions.stream_order import order as order_streams
 from handlepool.regions.track import NOBODYS, Needs, Track
 from handlepool.regions.undeclared import run_watched
 
 T = TypeVar("T")
+Begin = Callable[..., Slot]
 
 _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
 
@@ -57,11 +59,13 @@ class Fork:
         "_count",
         "_counted",
         "_driver",
+        "_here",
         "_home",
         "_inherited",
         "_keep",
         "_kept",
         "_leased",
+        "_looks",
         "_mark",
         "_next",
         "_once",
@@ -75,6 +79,7 @@ class Fork:
         "_sides",
         "_started",
         "_status",
+        "_stays",
         "_stream",
         "_thread",
         "_tracks",
@@ -92,7 +97,10 @@ class Fork:
         pace: Pace | None = None,
     ) -> None:
         self._ordered = ordered
-        self._pace = pace  # None where branches take the states in turn, whatever the GPU does
+        self._pace = pace  # None where the states are used whatever the GPU does
+        self._stays = False  # whether launches are given to the caller's stream
+        self._looks = False  # whether the second branch is to see if they could have been
+        self._here: Slot | None = None  # the caller's stream's, once a launch stayed there
         self._once = once  # whether it is for one map, which nothing comes after
         self._order: DataOrder | None = None  # opened with the first branch
         self._home = NOBODYS  # the caller's track
@@ -138,9 +146,22 @@ class Fork:
             self._kept = outer.kept
         self._keep = self._kept.append
         # Of whose Python this is the body: of a branch, where that is known, or of none.
-        self._within = order.running if opened and (order := open_order(driver, ordinal)) is not None else None
+        order = open_order(driver, ordinal) if opened else None
+        self._within = None if order is None else order.running
+        if self._pace is not None and order is None and outer is None:
+            self._begin_at_pace(self._pace)
         self._thread = get_ident()
         return self
+
+    def _begin_at_pace(self, pace: Pace) -> None:
+        """See whether launches stay on the caller's stream, and else whether to look if they could.
+
+        Not in what is captured, where a launch takes no time.
+        """
+        if self._checked or recordings or (self._pointer != LEGACY_STREAM and self._driver.is_capturing(self._pointer)):
+            return
+        self._stays = pace.begin()
+        self._looks = not self._stays and not pace.rests
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run one branch: ``function(*args, **kwargs)`` with a side stream as the current stream.
@@ -191,10 +212,16 @@ class Fork:
         kind = type(function)
         if type(function) is partial:  # of a graph function, say
             return self.run(function.func, *function.args, *args, **{**function.keywords, **kwargs})
-        launcher = launchers.get(function if kind is FunctionType else kind, NO_LAUNCHER)
-        hit, prepare = launcher
+        hit, prepare = launchers.get(function if kind is FunctionType else kind, NO_LAUNCHER)
         if hit is not None and driver.current_stream(ordinal) is self._stream:
-            result: T = hit(function, pool, self._begin if self._ordered else self._begin_unordered, args, kwargs)
+            begin: Begin = self._begin if self._ordered else self._begin_unordered
+            if self._stays and (pace := self._pace) is not None:
+                if pace.left > 0 or pace.keeps_up(driver, self._pointer):
+                    pace.left -= 1
+                    begin = self._begin_here
+                else:
+                    self._stays = False
+            result: T = hit(function, pool, begin, args, kwargs)
             if result is not NOT_CACHED:
                 return result
         order = self._order or (open_order(driver, ordinal) if opened and self._ordered else None)
@@ -406,15 +433,13 @@ class Fork:
                 fresh.extend([None if call[-1] is not None else launch.allocate(1)[0] for call in others])
             else:
                 fresh.extend([None] * len(others))
-            if self._order is not None and self._order.shared is not None:
-                self._share_no_longer(self._order)
             self._start(self._next + len(calls))
             self._started = True
             begin = self._begin if self._ordered else self._begin_unordered
             return begin(operands, launch, addresses, blocks)
 
         first, *others = calls
-        arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, dict(keywords))
+        arrays, options = (first[:-1], {**keywords, "out": first[-1]}) if given else (first, keywords)
         try:
             results = [hit(bare, pool, start, fixed + arrays, options)]
             if results[0] is NOT_CACHED:
@@ -458,6 +483,7 @@ class Fork:
         """Lease states, and let them start after what the caller's stream has been given by now: one event for all."""
         leased, free = self._leased, self._sides.free
         known = len(leased)
+        self._stays = False
         try:
             try:
                 for _ in range(known, most if most < self._count else self._count):
@@ -505,26 +531,14 @@ class Fork:
         hit of `get_handle` finds it.
         """
         self._keep(kept)
+        if self._looks:
+            self._look()
         order = self._order
         if order is None or order.busy:
             order = self._open_order()
-        track, pace = order.shared, self._pace
-        if track is not None and pace is not None:
-            first, recent, driver, one = self._leased[0], order.recent, self._driver, self._count == 1
-            # Its stream orders them. What they read and write is looked up if somebody has to wait for one of them.
-            if memory is None and recent and (pace.left > 0 or one or pace.keeps_up(driver, first)):
-                try:
-                    order.busy = True
-                    pace.left -= 1
-                    driver.record_event(first.start_event, self._pointer)
-                    driver.wait_event(first.pointer, first.start_event)
-                    recent.note_unmet(addresses, launch.operands, track)
-                finally:
-                    order.busy = False
-                return first
-            self._share_no_longer(order)
         known = -1
-        track = recent = None
+        track: Track | None = None
+        recent: Recent | None = None
         try:
             order.busy = True
             if memory is None:
@@ -555,7 +569,7 @@ class Fork:
                     track = self._lease_track(order, index)
                 index += 1
                 self._next = index if index < self._count else 0
-            slot = track.slot
+            slot: Slot | None = track.slot
             if slot is None or track is home:
                 slot = self._pool.slot(self._stream)
             else:
@@ -585,10 +599,21 @@ class Fork:
             order.busy = False
         return slot
 
-    def _share_no_longer(self, order: DataOrder) -> None:
-        """Let further branches take the states in turn, those first that have none yet."""
-        self._next = 1 if self._count > 1 and order.shared is not None and order.shared.count else 0
-        order.shared = None
+    def _begin_here(self, kept: object, launch: Any, addresses: tuple[int, ...], *_: object) -> Slot:
+        """Start a branch on the caller's stream, which orders it with all that was and will be given to that."""
+        if opened:  # a fork in the body, or another thread's
+            pieces, inputs = launch.operands.pieces(addresses), launch.operands.inputs
+            before(self._pool, pieces[:inputs], pieces[inputs:], kept, self._pointer)
+        slot = self._here
+        if slot is None or slot.owner is not self._status:
+            slot = self._here = self._pool.slot(self._stream)
+        return slot
+
+    def _look(self) -> None:
+        """See, before the second branch, whether the GPU has done the first already."""
+        if self._leased and self._pace is not None:
+            self._looks = False
+            self._pace.look(self._driver, self._leased[0].pointer)
 
     def _begin_any(self, operands: object, memory: Memory | None) -> Slot:
         """Start the next branch, where it is no launch of one known plan, on a slot that is this thread's."""
@@ -599,6 +624,8 @@ class Fork:
     def _begin_unordered(self, operands: object, *_: object, owned: bool = False) -> Slot:
         """Start the next branch on the next state, whatever it reads and writes."""
         self._keep(operands)
+        if self._looks:
+            self._look()
         pool, leased, index = self._pool, self._leased, self._next
         known = len(leased)
         if index >= known and (self._started or not self._lease()):
@@ -631,38 +658,26 @@ class Fork:
             slot = leased[len(tracks)]
             track = order.tracks[slot.pointer] = Track(slot.pointer, self._home, self._mark, slot)
             tracks.append(track)
-            if len(leased) == 2 and self._pace is not None and not self._started:
-                self._pace.look(self._driver, leased[0])
         return tracks[index]
 
     def _open_order(self) -> DataOrder:
         """Return the books of the region: the thread's that are open, or else ones that this fork opens."""
-        order, shares = open_order(self._driver, self._ordinal), False
+        order = open_order(self._driver, self._ordinal)
         if order is None:
             # It is this fork's, and counted, before a finaliser that runs just then can find it, and after an interrupt, too.
             order = self._order = DataOrder(self._pool, self._ordinal, Track(self._pointer))
             self._counted = True
             order.open()
-            pace = self._pace
-            if pace is not None and not self._leased:
-                # To ask for the GPU's work would end a capture, and what is captured takes no time to launch.
-                if self._checked or (self._pointer != LEGACY_STREAM and self._driver.is_capturing(self._pointer)):
-                    self._pace = None
-                elif self._count == 1 or pace.begin():
-                    shares = True
         elif order.busy:
             raise in_the_middle()
         else:
             self._counted = not self._inherited
             order.forks += self._counted
-            order.shared = self._pace = None  # other forks' branches may be what its own wait for
         self._tracks.clear()
         home = order.tracks.get(self._pointer)
         if home is None:  # of a stream that the body chose
             home = order.tracks[self._pointer] = Track(self._pointer)
         self._home, self._order = home, order
-        if shares and (track := self._lease_track(order, 0)) is not home:
-            order.shared = track
         return order
 
     def _warn(self, order: DataOrder, needs: Needs) -> None:
@@ -702,6 +717,7 @@ class Fork:
             self._count = max(1, len(leased))
             return False
         leased.append(slot)  # the join releases whatever is here
+        self._stays = False
         return True
 
     def _own_region(self) -> Region:
@@ -817,8 +833,6 @@ class Fork:
                 self._leave_order_of_others(joined)
             return
         order.busy = True  # it may be so already, after an interrupt
-        if joined and self._pace is not None and len(self._tracks) == 1 and self._tracks[0].count > 1:
-            self._pace.one_was_enough()
         order.forks -= self._counted
         self._counted = False
         if not joined:  # branches may still use it

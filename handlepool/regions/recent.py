@@ -23,12 +23,11 @@ class Recent:
         The driver's; memory of any other kind is looked up.
     """
 
-    __slots__ = ("_all_met", "_block_type", "_launches", "_outputs", "_written")
+    __slots__ = ("_block_type", "_launches", "_outputs", "_written")
 
     def __init__(self, block_type: type) -> None:
         self._block_type = block_type
         self._launches: list[Launch] = []
-        self._all_met = True
         self._outputs: dict[int, tuple[Track, int, int]] = {}  # by address, the call that wrote it, and how many bytes
         self._written: dict[object, bool] = {}  # of the blocks that launches used, whether one was written to
 
@@ -38,8 +37,6 @@ class Recent:
 
     def meet(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object]) -> Needs | None:
         """Return what a launch waits for; None for one that has to be looked up, and so all of these."""
-        if not self._all_met:
-            return None
         needs, written, index = NOTHING, self._written, 0
         for reach in operands.read:  # counted by hand: a `zip` takes as long as two look-ups
             block = blocks[index]
@@ -79,9 +76,3 @@ class Recent:
             for start, reach, block in zip(addresses[inputs:], operands.outputs, blocks[inputs:], strict=True):
                 self._outputs[start] = track, call, reach
                 self._written[block] = True
-
-    def note_unmet(self, addresses: Sequence[int], operands: Operands, track: Track) -> None:
-        """Write down the next launch of the one stream that has all of them: whatever it waits for is before it there."""
-        self._all_met = False
-        call = track.count = track.count + 1
-        self._launches.append((addresses, operands, track, call))

@@ -17,8 +17,8 @@ from random_regions import seeds_of, survey
 
 from handlepool import ContractError, HandlePool, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
+from handlepool.regions.fork import Fork
 from handlepool.regions.pace import Pace
-from handlepool.regions.recent import Recent
 
 PROGRAMS = 40
 """Of one part: about three seconds' worth."""
@@ -50,8 +50,8 @@ def test_g17_the_programs_have_all_that_a_region_may_meet():
     assert max(case.width for case in cases) >= MOST_WIDTH
 
 
-class Sharing(Pace):
-    """Lets the launches of every fork share a state, from the start, and looks whenever it likes."""
+class Staying(Pace):
+    """Lets the launches of every fork stay on the caller's stream, from the start, and ends that whenever it likes."""
 
     def __init__(self, seed):
         super().__init__()
@@ -61,37 +61,25 @@ class Sharing(Pace):
         self.left = self._random.randrange(1, 4)
         return True
 
-    def keeps_up(self, driver, slot):
-        super().keeps_up(driver, slot)
+    def keeps_up(self, driver, pointer):
+        super().keeps_up(driver, pointer)
         self.left = self._random.randrange(1, 4)
         return self._random.random() < 0.8
 
 
 @pytest.mark.filterwarnings("ignore:a branch waits since")
 @pytest.mark.parametrize("free", [4, 32])
-def test_g17_random_programs_give_the_same_where_launches_share_a_state(free, monkeypatch):
-    world, shared, note = World(free), [], Recent.note_unmet
-    monkeypatch.setattr(Recent, "note_unmet", lambda *given: shared.append(given[2]) or note(*given))
+def test_g17_random_programs_give_the_same_where_launches_stay_on_the_callers_stream(free, monkeypatch):
+    world, stayed, begin = World(free), [], Fork._begin_here
+    monkeypatch.setattr(Fork, "_begin_here", lambda *given: stayed.append(given[2]) or begin(*given))
     for seed in range(40):
-        case, pace = make_case(seed), Sharing(seed)
+        case, pace = make_case(seed), Staying(seed)
         outcomes = [world.run(case, pace=pace) for _ in range(2)]  # plans are known at the second
         for outcome in outcomes:
             assert not outcome.differs(expected_of(case)), f"seed {seed}"
         assert not world.left_behind(), f"seed {seed}"
     world.close()
-    assert len(shared) > 20
-
-
-@pytest.mark.filterwarnings("ignore:a branch waits since")
-def test_g17_control_launches_on_a_shared_state_are_written_down(monkeypatch):
-    monkeypatch.setattr(Recent, "note_unmet", lambda *_: None)
-    errors = 0
-    for seed in range(40):
-        case, world = make_case(seed), World()
-        world.run(case)
-        errors += world.run(case, pace=Sharing(seed)).error is not None
-        world.close()
-    assert errors
+    assert len(stayed) > 20
 
 
 # The controls can be trusted

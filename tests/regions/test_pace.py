@@ -1,4 +1,4 @@
-"""Launches that share a state, where the GPU keeps up with them, and what ends that."""
+"""Launches that stay on the caller's stream, where the GPU keeps up with them, and what ends that."""
 
 import itertools
 import random
@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from harness.graphs import double, plus
 from harness.region_worlds import BlindDriver, default_pool
-from harness.scenes import Scene
+from harness.scenes import Scene, leased
 
 from handlepool import ContractError, HandlePool, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.regions.fork import Fork
 from handlepool.regions.pace import BETWEEN, ENOUGH, LONGEST_REST, TOO_MANY, Pace
-from handlepool.regions.recent import Recent
 
 
 class Gpu:
@@ -37,14 +36,13 @@ class Gpu:
         return self.found.pop(0) if self.found else True
 
 
-class Slot:
-    pointer = 7
+STREAM = 7
 
 
 def launches(pace, gpu, count):
-    """How many of so many launches on a shared state may stay there."""
+    """How many of so many launches may stay."""
     for number in range(count):
-        if pace.left <= 0 and not pace.keeps_up(gpu, Slot):
+        if pace.left <= 0 and not pace.keeps_up(gpu, STREAM):
             return number
         pace.left -= 1
     return count
@@ -54,11 +52,11 @@ def enough():
     pace = Pace()
     for _ in range(ENOUGH):
         assert not pace.begin()
-        pace.look(Gpu(True), Slot)
+        pace.look(Gpu(True), STREAM)
     return pace
 
 
-def test_launches_share_a_state_after_looks_that_found_the_gpu_without_work():
+def test_launches_stay_after_looks_that_found_the_gpu_without_work():
     assert enough().begin()
 
 
@@ -66,16 +64,8 @@ def test_one_look_that_found_it_at_work_begins_the_count_anew():
     pace = Pace()
     for number in range(2 * ENOUGH - 1):
         assert not pace.begin()
-        pace.look(Gpu(number != ENOUGH - 1), Slot)
+        pace.look(Gpu(number != ENOUGH - 1), STREAM)
     assert not pace.begin()
-
-
-def test_forks_that_used_one_state_count_as_well():
-    pace = Pace()
-    for _ in range(ENOUGH):
-        assert not pace.begin()
-        pace.one_was_enough()
-    assert pace.begin()
 
 
 def test_looks_are_seldom_and_not_always_in_the_same_place():
@@ -108,42 +98,24 @@ def test_such_a_look_at_the_end_of_a_fork_ends_it():
 
 def test_each_time_it_was_wrong_nobody_looks_for_twice_as_many_forks():
     pace, rests = Pace(), []
-    for _ in range(14):
-        gpu, rest = Gpu(False), -1
-        pace.look(gpu, Slot)
-        while gpu.looks == 1:
-            pace.begin()
-            pace.look(gpu, Slot)
-            rest += 1
-            pace.one_was_enough()
-            gpu.found = [True]
-        rests.append(rest + 1)
-    assert rests[:4] == [1, 2, 4, 8] or rests[:4] == [2, 3, 5, 9]
-    assert max(rests) <= LONGEST_REST + 1
+    for _ in range(13):
+        pace.look(Gpu(False), STREAM)
+        rests.append(0)
+        while pace.rests:
+            assert not pace.begin()
+            rests[-1] += 1
+    assert rests == [min(1 << number, LONGEST_REST) for number in range(13)]
 
 
 # In forks
 
 
 def states_of(pool, count=4, left=100):
-    """States whose forks share a state from the first launch on."""
+    """States whose forks let launches stay from the first on."""
     states = ParallelStates(count, pool=pool)
-    states._pace._enough = ENOUGH
+    states._pace._idle = ENOUGH
     states._pace.left = left
     return states
-
-
-@pytest.fixture
-def slots(monkeypatch):
-    """The slots that branches were started on."""
-    found, begin = [], Fork._begin
-
-    def noted(*args, **kwargs):
-        found.append(begin(*args, **kwargs))
-        return found[-1]
-
-    monkeypatch.setattr(Fork, "_begin", noted)
-    return found
 
 
 def warm(scene):
@@ -160,121 +132,158 @@ class Places(Scene):
         warm(self)
 
 
-def in_forks(scene, slots, count, branches=4):
-    """By fork, on how many states its branches ran."""
+def in_forks(scene, count, branches=4, **options):
+    """By fork, how many states were leased."""
     found = []
     for _ in range(count):
-        slots.clear()
         x = scene.array(3)
-        with scene.states.fork() as fork:
+        with scene.states.fork(**options) as fork:
             ys = [fork.run(double, x) for _ in range(branches)]
+            found.append(leased(scene))
         assert [scene.read(y) for y in ys] == [6] * branches
-        found.append(len({slot.pointer for slot in slots}))
     return found
 
 
-def test_branches_share_a_state_once_the_gpu_kept_up(slots):
+@pytest.mark.parametrize("ordered", [True, False])
+def test_launches_stay_once_the_gpu_kept_up(ordered):
     with Places() as scene:
-        assert in_forks(scene, slots, ENOUGH + 3) == [4] * ENOUGH + [1] * 3
+        assert in_forks(scene, ENOUGH + 3, ordered=ordered) == [4] * ENOUGH + [0] * 3
 
 
-def test_branches_take_the_states_in_turn_where_it_does_not(slots):
+def test_one_state_is_enough_to_see_that():
+    with Places() as scene:
+        scene.states = ParallelStates(1, pool=scene.pool)
+        assert in_forks(scene, ENOUGH + 3) == [1] * ENOUGH + [0] * 3
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_branches_take_the_states_in_turn_where_it_does_not(ordered):
     with Places(done=False) as scene:
-        assert in_forks(scene, slots, ENOUGH + 3) == [4] * (ENOUGH + 3)
+        assert in_forks(scene, ENOUGH + 3, ordered=ordered) == [4] * (ENOUGH + 3)
 
 
-def test_it_comes_back_to_the_states_where_the_gpu_falls_behind(slots):
+def test_they_come_back_to_the_states_where_the_gpu_falls_behind():
     with Places() as scene:
-        in_forks(scene, slots, ENOUGH)
+        in_forks(scene, ENOUGH)
         scene.driver.stream_done = lambda pointer: False
-        assert in_forks(scene, slots, 1, BETWEEN[0] + TOO_MANY + 10) == [4]
-        assert in_forks(scene, slots, 3) == [4] * 3
+        assert in_forks(scene, 1, BETWEEN[0] + TOO_MANY + 10) == [4]
+        assert in_forks(scene, 3) == [4] * 3
 
 
-def test_maps_and_what_runs_python_take_the_states_in_turn(slots):
+def test_launches_that_stay_need_no_event():
     with Places() as scene:
-        in_forks(scene, slots, ENOUGH)
-        slots.clear()
+        in_forks(scene, ENOUGH)
+        scene.driver.calls.clear()
+        assert in_forks(scene, 1) == [0]
+        assert scene.driver.calls["record_event"] == scene.driver.calls["wait_event"] == 0
+
+
+def test_what_runs_python_and_maps_go_to_the_states():
+    with Places() as scene:
+        in_forks(scene, ENOUGH)
         x, others = scene.array(1), [scene.array(1) for _ in range(2)]
         with scene.states.fork() as fork:
             ys = [fork.run(double, x) for _ in range(2)]
             ys += [fork.run(scene.plus, each, 1) for each in others]
-        assert [scene.read(y) for y in ys] == [2] * 4
-        assert len({slot.pointer for slot in slots}) == 3
+            assert leased(scene) == 2
+            ys += [fork.run(double, x)]
+            assert leased(scene) == 3
+        assert [scene.read(y) for y in ys] == [2] * 5
         with scene.states.fork() as fork:
             ys = [fork.run(double, x), *fork.map(double, [x] * 4)]
-            leased = scene.pool.stats()["handles_leased"]
+            assert leased(scene) == 4
         assert [scene.read(y) for y in ys] == [2] * 5
-        assert leased == 4
 
 
-def test_one_state_is_shared_at_once(slots):
-    with Scene() as scene:
-        looks = []
-        scene.driver.stream_done = looks.append
-        x, states = scene.array(1), ParallelStates(1, pool=scene.pool)
-        warm(scene)
-        scene.driver.calls.clear()
-        with states.fork() as fork:
-            y = x
-            for _ in range(3 * BETWEEN[1]):
-                y = fork.run(double, y)
-        assert scene.driver.calls["record_event"] == 3 * BETWEEN[1] + 1  # the starts, and the join
-        assert looks == []
-
-
-def test_a_fork_that_is_captured_takes_the_states_in_turn_and_nobody_looks(slots):
+def test_what_goes_to_another_stream_does_not_stay():
     with Places() as scene:
-        in_forks(scene, slots, ENOUGH)
-        slots.clear()
+        in_forks(scene, ENOUGH)
+        x = scene.array(1)
+        with scene.states.fork() as fork:
+            with scene.driver.create_stream():
+                y = fork.run(double, x)
+            assert leased(scene) == 1
+        assert scene.read(y) == 2
+
+
+def test_nobody_looks_in_a_fork_that_is_captured_and_it_takes_the_states_in_turn():
+    with Places() as scene:
+        in_forks(scene, ENOUGH)
         x = scene.array(1)
         scene.driver.stream_done = lambda pointer: pytest.fail("to look would end the capture")
         scene.driver.begin_capture(scene.stream.ptr)
         with scene.states.fork() as fork:
             ys = [fork.run(double, x) for _ in range(4)]
+            assert leased(scene) == 4
         scene.driver.end_capture(scene.stream.ptr)
-        assert len({slot.pointer for slot in slots}) == 4
         del ys
 
 
-def beside_a_capture():
+def test_forks_in_branches_do_not_stay_there():
+    with Places() as scene:
+        in_forks(scene, ENOUGH)
+        inner, found = states_of(scene.pool), []
+
+        def branch(x):
+            with inner.fork() as fork:
+                y = fork.run(double, x)
+                found.append(leased(scene))
+            return y
+
+        with scene.states.fork() as fork:
+            y = fork.run(branch, scene.array(1))
+        assert scene.read(y) == 2
+        assert found == [2]
+
+
+def beside_a_capture(states_of):
     """Have a fork look while another stream is captured by everybody's mode."""
     with Scene(HostDriver()) as scene:
-        x, states, other = scene.array(1), states_of(scene.pool, left=0), scene.driver.create_stream()
+        x, states, other = scene.array(1), states_of(scene.pool), scene.driver.create_stream()
         warm(scene)
         other.begin_capture("global")
         with states.fork() as fork:
             ys = [fork.run(double, x) for _ in range(2)]
         other.end_capture()  # raises if anything spoiled it
-        assert scene.driver.calls["stream_done"] == 2
+        assert scene.driver.calls["stream_done"] == 1
         return [scene.read(y) for y in ys]
 
 
-def test_a_look_harms_no_capture_of_another_stream():
-    assert beside_a_capture() == [2, 2]
+def learning(pool):
+    return ParallelStates(4, pool=pool)
 
 
-def test_control_a_look_that_is_not_relaxed_does(monkeypatch):
-    monkeypatch.setattr("handlepool.regions.pace._done", lambda driver, slot: driver.stream_done(slot.pointer))
+def staying(pool):
+    return states_of(pool, left=1)
+
+
+@pytest.mark.parametrize("states_of", [learning, staying])
+def test_a_look_harms_no_capture_of_another_stream(states_of):
+    assert beside_a_capture(states_of) == [2, 2]
+
+
+@pytest.mark.parametrize("states_of", [learning, staying])
+def test_control_a_look_that_is_not_relaxed_does(states_of, monkeypatch):
+    monkeypatch.setattr("handlepool.regions.pace._done", lambda driver, pointer: driver.stream_done(pointer))
     with pytest.raises(ContractError, match="relaxed"):
-        beside_a_capture()
+        beside_a_capture(states_of)
 
 
-def test_a_pool_that_checks_has_branches_take_the_states_in_turn(slots):
+def test_launches_on_a_pool_that_checks_go_to_the_states():
     with Scene(check=True) as scene:
         warm(scene)
         scene.states = states_of(scene.pool)
-        assert in_forks(scene, slots, 2) == [4] * 2
+        assert in_forks(scene, 2) == [4] * 2
 
 
-# What comes after launches that share a state is in order with them
+# What comes before launches that stay, and after them, is in order with them
 
 
 WAYS = {"run": 12, "out": 2, "python": 1, "body": 1, "map": 1, "wait": 1, "inner": 1, "branch": 1}
 
 
 class Program:
-    """A random fork, mostly of launches of which the first share a state, and what it should compute.
+    """A random fork, mostly of launches of which the first stay, and what it should compute.
 
     Attributes
     ----------
@@ -311,7 +320,7 @@ class Program:
         elif way == "wait":
             made = [self.added(*(fork.wait(each) for each in (x, y)))]
         elif way == "inner":
-            with states_of(self.pool).fork() as inner:
+            with ParallelStates(4, pool=self.pool).fork() as inner:  # whose branches go to the states
                 made = [inner.run(plus, x, y)]
                 made.append(fork.run(plus, made[0], self.arrays[0]))
                 self.expected.append(sum_of_both + self.expected[0])
@@ -342,19 +351,48 @@ def checked(seed, check_order=True):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_g17_whatever_follows_launches_that_share_a_state_is_in_order_with_them(part):
+def test_g17_whatever_is_beside_launches_that_stay_is_in_order_with_them(part):
     for seed in range(part * 60, part * 60 + 60):
         program = checked(seed)
         assert program.driver.order.found == [], seed
         assert program.values == program.expected, seed
 
 
-def test_g17_control_it_is_not_where_they_are_not_written_down(monkeypatch):
-    monkeypatch.setattr(Recent, "note_unmet", lambda *_: None)
+def test_g17_control_without_a_branchs_start_they_are_not(monkeypatch):
+    start = Fork._begin
+
+    def early(fork, *args, **kwargs):
+        driver, fork._driver = fork._driver, Careless()
+        try:
+            return start(fork, *args, **kwargs)
+        finally:
+            fork._driver = driver
+
+    class Careless:
+        record_event = wait_event = staticmethod(lambda *_: None)
+
+        def __getattr__(self, name):
+            return getattr(driver, name)
+
+    monkeypatch.setattr(Fork, "_begin", early)
     wrong = 0
     for seed in range(60):
+        driver = BlindDriver(scheduler="adversarial", seed=seed, check_order=True)
+        driver.blind = True
+        try:
+            Program(seed, driver)
+            wrong += driver.order.found != []
+        except ContractError:
+            wrong += 1
+    assert wrong > 10
+
+
+def test_g17_control_launches_that_stay_beside_a_fork_in_the_body_wait_for_its_branches(monkeypatch):
+    monkeypatch.setattr("handlepool.regions.fork.before", lambda *_: None)
+    wrong = 0
+    for seed in range(240):
         try:
             wrong += checked(seed).driver.order.found != []
         except ContractError:
             wrong += 1
-    assert wrong > 10
+    assert wrong > 3
