@@ -99,7 +99,7 @@ class Fork:
         self._ordered = ordered
         self._pace = pace  # None where the states are used whatever the GPU does
         self._stays = False  # whether launches are given to the caller's stream
-        self._looks = False  # whether the second branch is to see if they could have been
+        self._looks = False  # whether the next branch is to see if they could have been
         self._here: Slot | None = None  # the caller's stream's, once a launch stayed there
         self._once = once  # whether it is for one map, which nothing comes after
         self._order: DataOrder | None = None  # opened with the first branch
@@ -610,10 +610,9 @@ class Fork:
         return slot
 
     def _look(self) -> None:
-        """See, before the second branch, whether the GPU has done the first already."""
+        """See, from the second branch on, whether the GPU has done those before it."""
         if self._leased and self._pace is not None:
-            self._looks = False
-            self._pace.look(self._driver, self._leased[0].pointer)
+            self._looks = self._pace.look(self._driver, [slot.pointer for slot in self._leased])
 
     def _begin_any(self, operands: object, memory: Memory | None) -> Slot:
         """Start the next branch, where it is no launch of one known plan, on a slot that is this thread's."""

@@ -8,15 +8,18 @@ Nothing here takes a lock: forks of several threads may share a `Pace`, and what
 branches run, and never what they wait for.
 """
 
+from collections.abc import Iterable
+
 from handlepool.drivers.protocol import Driver
 
 ENOUGH = 8
-"""Looks, one in each fork, that found the first branch done when the second one came: from then on launches stay."""
+"""Forks, one after the other, in which the GPU had soon done what was launched: from then on launches stay."""
 BETWEEN = 24, 39
 """Launches that stay from one look to the next: one more each time, and from the least again, so that forks which all launch the
 same are not always looked at in the same place."""
-TOO_MANY = 3
-"""Looks, one after the other, that found the GPU at work: then branches go to the states again."""
+TOO_MANY = 6
+"""Looks, from one branch to the next, that found the GPU at work each time: it does not keep up. It may be behind for fewer, as
+after a large launch among small ones."""
 LONGEST_REST = 1024
 """Most forks in which nobody looks, after the GPU was found at work; each time twice as many, from 1."""
 
@@ -53,23 +56,28 @@ class Pace:
         """Whether this fork is not to look."""
         return self._rest > 0
 
-    def look(self, driver: Driver, pointer: int) -> None:
-        """See, as the second branch comes, whether the GPU has done the first, on a side stream."""
-        if _done(driver, pointer):
+    def look(self, driver: Driver, pointers: Iterable[int]) -> bool:
+        """See, from the second branch on, whether the GPU has done those before it; whether to look again at the next one."""
+        if _done(driver, pointers):
+            self._late = 0
             self._idle += 1
-        else:
-            self._is_behind()
+            return False
+        return self._may_be_late()
 
     def keeps_up(self, driver: Driver, pointer: int) -> bool:
         """Whether the GPU keeps up with what is launched on the caller's stream, so that the next launch stays there, too."""
-        if _done(driver, pointer):
+        if _done(driver, (pointer,)):
             self._late = 0
             least, most = BETWEEN
             self._between = self._between + 1 if self._between < most else least
             self.left = self._between
             return True
-        self._late += 1
         self.left = 1  # the next one looks again
+        return self._may_be_late()
+
+    def _may_be_late(self) -> bool:
+        """Count a look that found the GPU at work; False where that were too many."""
+        self._late += 1
         if self._late < TOO_MANY:
             return True
         self._is_behind()
@@ -81,6 +89,6 @@ class Pace:
         self._pause = min(2 * self._pause, LONGEST_REST)
 
 
-def _done(driver: Driver, pointer: int) -> bool:
+def _done(driver: Driver, pointers: Iterable[int]) -> bool:
     with driver.relaxed():  # to ask would end a capture of another thread
-        return driver.stream_done(pointer)
+        return all(map(driver.stream_done, pointers))

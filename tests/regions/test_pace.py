@@ -48,23 +48,47 @@ def launches(pace, gpu, count):
     return count
 
 
+def look(pace, done):
+    """Look in a fork of many branches."""
+    gpu = Gpu(*[done] * TOO_MANY)
+    while pace.look(gpu, [STREAM]):
+        pass
+    assert gpu.looks == (1 if done else TOO_MANY)
+
+
 def enough():
     pace = Pace()
     for _ in range(ENOUGH):
         assert not pace.begin()
-        pace.look(Gpu(True), STREAM)
+        assert not pace.look(Gpu(True), [STREAM])
     return pace
+
+
+def test_it_may_be_at_work_for_a_few_branches():
+    pace = Pace()
+    for _ in range(ENOUGH):
+        assert not pace.begin()
+        gpu = Gpu(*[False] * (TOO_MANY - 1))
+        assert [pace.look(gpu, [STREAM]) for _ in range(TOO_MANY)] == [True] * (TOO_MANY - 1) + [False]
+    assert pace.begin()
+
+
+def test_a_fork_that_ends_while_it_is_at_work_begins_the_count_anew():
+    pace = enough()
+    assert pace.look(Gpu(False), [STREAM])
+    assert not pace.begin()
+    assert not pace.begin()
 
 
 def test_launches_stay_after_looks_that_found_the_gpu_without_work():
     assert enough().begin()
 
 
-def test_one_look_that_found_it_at_work_begins_the_count_anew():
+def test_a_fork_in_which_it_was_always_at_work_begins_the_count_anew():
     pace = Pace()
     for number in range(2 * ENOUGH - 1):
         assert not pace.begin()
-        pace.look(Gpu(number != ENOUGH - 1), STREAM)
+        look(pace, number != ENOUGH - 1)
     assert not pace.begin()
 
 
@@ -99,7 +123,7 @@ def test_such_a_look_at_the_end_of_a_fork_ends_it():
 def test_each_time_it_was_wrong_nobody_looks_for_twice_as_many_forks():
     pace, rests = Pace(), []
     for _ in range(13):
-        pace.look(Gpu(False), STREAM)
+        look(pace, False)
         rests.append(0)
         while pace.rests:
             assert not pace.begin()
