@@ -176,9 +176,10 @@ class Fork:
         `handlepool.operation`, or guessed from what it returns.
 
         A branch that follows the last one of a state runs there. The others take the states in turn, and two on one state run one
-        after the other. Where every side slot of the device is out, the branch runs on the caller's
-        stream, with the same result. A branch may use another stream of its own choice. It then orders that stream itself, before
-        and after, and memory is that stream's, as outside of branches.
+        after the other. Where every side slot of the device is out, the branch runs on the caller's stream, with the same result.
+        Graph functions, `handlepool.conv2d` and the like run there, too, while forks of the same `ParallelStates` find that the
+        GPU has done each launch before the next one comes. A branch may use another stream of its own choice. It then orders that
+        stream itself, before and after, and memory is that stream's, as outside of branches.
 
         Parameters
         ----------

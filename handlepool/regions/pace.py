@@ -2,13 +2,13 @@
 
 Where the GPU has done each launch before the next one comes, nothing runs beside anything, and to lead a branch to a side stream
 and back takes the host more than half as long as a launch. So branches that launch one known plan stay on the caller's stream
-then, which orders them. It is seldom asked for, since to ask takes the driver as long as five events.
+then, which orders them. The GPU is seldom asked, which takes as long as five events.
 
 Nothing here takes a lock: forks of several threads may share a `Pace`, and what one of them counts may be lost. It decides where
 branches run, and never what they wait for.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from handlepool.drivers.protocol import Driver
 
@@ -20,6 +20,8 @@ same are not always looked at in the same place."""
 TOO_MANY = 6
 """Looks, from one branch to the next, that found the GPU at work each time: it does not keep up. It may be behind for fewer, as
 after a large launch among small ones."""
+ASKS = 4
+"""How often a look asks, at most. The last launch may be under way, and these take about as long as a launch takes the host."""
 LONGEST_REST = 1024
 """Most forks in which nobody looks, after the GPU was found at work; each time twice as many, from 1."""
 
@@ -56,7 +58,7 @@ class Pace:
         """Whether this fork is not to look."""
         return self._rest > 0
 
-    def look(self, driver: Driver, pointers: Iterable[int]) -> bool:
+    def look(self, driver: Driver, pointers: Sequence[int]) -> bool:
         """See, from the second branch on, whether the GPU has done those before it; whether to look again at the next one."""
         if _done(driver, pointers):
             self._late = 0
@@ -89,6 +91,6 @@ class Pace:
         self._pause = min(2 * self._pause, LONGEST_REST)
 
 
-def _done(driver: Driver, pointers: Iterable[int]) -> bool:
+def _done(driver: Driver, pointers: Sequence[int]) -> bool:
     with driver.relaxed():  # to ask would end a capture of another thread
-        return all(map(driver.stream_done, pointers))
+        return any(all(map(driver.stream_done, pointers)) for _ in range(ASKS))
