@@ -10,7 +10,7 @@ branches run, and never what they wait for.
 
 from collections.abc import Sequence
 
-from handlepool.drivers.protocol import Driver
+from handlepool.drivers.protocol import LEGACY_STREAM, Driver
 
 ENOUGH = 8
 """Forks, one after the other, in which the GPU had soon done what was launched: from then on launches stay."""
@@ -92,5 +92,7 @@ class Pace:
 
 
 def _done(driver: Driver, pointers: Sequence[int]) -> bool:
-    with driver.relaxed():  # to ask would end a capture of another thread
+    if any(pointer != LEGACY_STREAM and driver.is_capturing(pointer) for pointer in pointers):
+        return False  # since the fork was entered; to ask would end that
+    with driver.relaxed():  # and else the captures of other threads
         return any(all(map(driver.stream_done, pointers)) for _ in range(ASKS))

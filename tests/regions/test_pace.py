@@ -22,6 +22,9 @@ class Gpu:
         self.found = [True, *found]
         self.looks = 0
 
+    def is_capturing(self, pointer):
+        return False
+
     def relaxed(self):
         return self
 
@@ -241,6 +244,19 @@ def test_nobody_looks_in_a_fork_that_is_captured_and_it_takes_the_states_in_turn
             assert leased(scene) == 4
         scene.driver.end_capture(scene.stream.ptr)
         del ys
+
+
+def test_a_capture_that_begins_in_the_body_is_not_harmed_by_looks():
+    with Places() as scene:
+        x, y, states = scene.array(1), scene.array(0), states_of(scene.pool, left=1)
+        scene.states.map(double, [x], out=[y])
+        scene.driver.stream_done = lambda pointer: pytest.fail("to look would end the capture")
+        with states.fork() as fork:
+            scene.driver.begin_capture(scene.stream.ptr)
+            for _ in range(TOO_MANY - 1):
+                fork.run(double, x, out=y)
+            graph = scene.driver.end_capture(scene.stream.ptr)
+        assert graph.nodes == TOO_MANY - 1
 
 
 def test_forks_in_branches_do_not_stay_there():
