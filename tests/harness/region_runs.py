@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import itertools
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from harness.region_functions import FORKED, FUNCTIONS, RECORDED, TOKENS, Branch
 
 import handlepool
 from handlepool import HandlePool, ParallelStateExecutor, ParallelStates
+from handlepool.regions.pace import Pace
 
 Values = dict[tuple[str, int], Any]
 """What a run gives: what arrays have in the end, the arrays of tokens, and what the host has read in between."""
@@ -185,6 +187,23 @@ class Sequential:
 
     def make(self, step: Make) -> None:
         self.arrays[step.made] = self.initial(step.made)
+
+
+class Staying(Pace):
+    """Lets the launches of every fork stay on the caller's stream, from the start, and ends that whenever it likes."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self._random = random.Random(seed)
+
+    def begin(self):
+        self.left = self._random.randrange(1, 4)
+        return True
+
+    def keeps_up(self, driver, pointer):
+        super().keeps_up(driver, pointer)
+        self.left = self._random.randrange(1, 4)
+        return self._random.random() < 0.8
 
 
 class Regional(Sequential):

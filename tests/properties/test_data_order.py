@@ -3,7 +3,6 @@
 More of them by hand: ``python tests/properties/random_regions.py --programs 5000 --seed 7``.
 """
 
-import random
 from collections import Counter
 
 import numpy as np
@@ -12,13 +11,13 @@ from harness.graphs import double
 from harness.region_cases import MOST_DEPTH, MOST_WIDTH
 from harness.region_functions import FUNCTIONS, RECORDED, shifted
 from harness.region_maker import make_case
+from harness.region_runs import Staying
 from harness.region_worlds import World, expected_of
 from random_regions import seeds_of, survey
 
 from handlepool import ContractError, HandlePool, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.regions.fork import Fork
-from handlepool.regions.pace import Pace
 
 PROGRAMS = 40
 """Of one part: about three seconds' worth."""
@@ -48,23 +47,6 @@ def test_g17_the_programs_have_all_that_a_region_may_meet():
     assert not (ways | views | nested | programs | ends | rest) - set(seen)
     assert max(case.depth for case in cases) >= MOST_DEPTH
     assert max(case.width for case in cases) >= MOST_WIDTH
-
-
-class Staying(Pace):
-    """Lets the launches of every fork stay on the caller's stream, from the start, and ends that whenever it likes."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self._random = random.Random(seed)
-
-    def begin(self):
-        self.left = self._random.randrange(1, 4)
-        return True
-
-    def keeps_up(self, driver, pointer):
-        super().keeps_up(driver, pointer)
-        self.left = self._random.randrange(1, 4)
-        return self._random.random() < 0.8
 
 
 @pytest.mark.filterwarnings("ignore:a branch waits since")
