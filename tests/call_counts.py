@@ -51,7 +51,7 @@ CUDA_BOUNDS = {
     "kernel of our own with options": (8, 0),
     "fork, 4 graph functions, join": (180, 150),
     "fork, 4 conv2d, join": (190, 150),
-    "fork, 4 Python functions, join": (550, 805),
+    "fork, 4 Python functions, join": (560, 805),
     "map of a graph function over 4": (64, 54),
     "replay": (4, 2),
     "2 items of a spread": (80, 46),

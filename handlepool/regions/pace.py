@@ -92,7 +92,11 @@ class Pace:
 
 
 def _done(driver: Driver, pointers: Sequence[int]) -> bool:
-    if any(pointer != LEGACY_STREAM and driver.is_capturing(pointer) for pointer in pointers):
-        return False  # since the fork was entered; to ask would end that
-    with driver.relaxed():  # and else the captures of other threads
-        return any(all(map(driver.stream_done, pointers)) for _ in range(ASKS))
+    for pointer in pointers:
+        if pointer != LEGACY_STREAM and driver.is_capturing(pointer):
+            return False  # since the fork was entered; to ask would end that
+    with driver.relaxed():  # or it would end captures of other threads
+        for _ in range(ASKS):
+            if all(map(driver.stream_done, pointers)):
+                return True
+    return False
