@@ -36,7 +36,7 @@ BOUNDS = {
     "kernel of our own with options": (17, 1),
     "fork, 4 graph functions, join": (260, 150),
     "fork, 4 conv2d, join": (270, 150),
-    "fork, 4 Python functions, join": (535, 805),
+    "fork, 4 Python functions, join": (545, 805),
     "map of a graph function over 4": (144, 54),
     "replay": (4, 2),
     "2 items of a spread": (84, 46),
