@@ -85,16 +85,12 @@ def hit_branch(
 
     The operation's own function binds the arguments. In the place of its ``pool`` it is given the pool that is meant and the
     ``begin`` of a `hit`, and tries that alone; where there is no ``begin``, it returns a call that is ready to be launched.
-    ``kwargs`` are the fork's own, and as they were where the call is not cached.
     """
-    given = kwargs.get("pool")
-    if given is not None:
-        pool = chosen_pool(function.__name__, given)
-    kwargs["pool"] = FromFork((pool, begin))  # here, and not beside ``**kwargs``, which would make another dictionary
-    result = function(*args, **kwargs)
-    if result is NOT_CACHED or begin is None:
-        kwargs["pool"] = given
-    return result
+    if "pool" in kwargs:
+        kwargs = dict(kwargs)
+        given = kwargs.pop("pool")
+        pool = pool if given is None else chosen_pool(function.__name__, given)
+    return function(*args, pool=FromFork((pool, begin)), **kwargs)
 
 
 def prepare_branch(function: Callable[..., Any], pool: PoolInternals, args: Any, kwargs: dict[str, Any]) -> "GraphCall":

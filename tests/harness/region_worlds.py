@@ -27,9 +27,6 @@ class BlindDriver(HostDriver):
     def event_done(self, event: Any) -> bool:
         return not self.blind and super().event_done(event)
 
-    def stream_done(self, pointer):
-        return not self.blind and super().stream_done(pointer)
-
 
 @dataclass
 class Outcome:

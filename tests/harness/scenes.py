@@ -41,9 +41,6 @@ class CarelessDriver(HostDriver):
     def event_done(self, event):
         return not self.blind and super().event_done(event)
 
-    def stream_done(self, pointer):
-        return not self.blind and super().stream_done(pointer)
-
     def region_allocator(self, stream, keep, of):
         return _CarelessAllocator(self, stream, keep, of)
 

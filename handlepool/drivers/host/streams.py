@@ -91,7 +91,7 @@ class Stream:
     @property
     def done(self) -> bool:
         """Whether all that it was given has run."""
-        return self._table.is_idle(self._table.resolve(self.ptr))
+        return self._table.is_done(self._table.resolve(self.ptr).tail)
 
     def synchronize(self) -> None:
         """Wait on the host until all that it was given has run."""
@@ -325,11 +325,6 @@ class StreamTable:
         finally:  # also where it raises what failed in queued work: the host has waited all the same
             if self.scheduler.order is not None and operation.done:
                 self.scheduler.order.waited(operation)
-
-    def is_idle(self, queue: Queue) -> bool:
-        """Whether a queue has run all that it was given; who sees that it has waited for it."""
-        self.captures.refuse(queue, "a question whether it is done")
-        return self.is_done(queue.tail)
 
     def is_done(self, operation: Operation) -> bool:
         """Whether an operation is done; who sees that it is has waited for it."""
