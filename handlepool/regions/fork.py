@@ -23,7 +23,7 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.stream import check_foreign, resolve
 from handlepool.regions.accesses import Memory, Operands
-from handlepool.regions.data_order import DataOrder, before, in_the_middle, open_order, opened
+from handlepool.regions.data_order import DataOrder, in_the_middle, open_order, opened
 from handlepool.regions.memory import Region, branch_regions, held_by, inherited
 from handlepool.regions.operation import OperationCall, operation_of
 from handlepool.regions.pace import Pace
@@ -600,11 +600,17 @@ class Fork:
             order.busy = False
         return slot
 
-    def _begin_here(self, kept: object, launch: Any, addresses: tuple[int, ...], *_: object) -> Slot:
+    def _begin_here(self, kept: object, launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Slot:
         """Start a branch on the caller's stream, which orders it with all that was and will be given to that."""
-        if opened:  # a fork in the body, or another thread's
-            pieces, inputs = launch.operands.pieces(addresses), launch.operands.inputs
-            before(self._pool, pieces[:inputs], pieces[inputs:], kept, self._pointer)
+        if self._ordered:
+            order = self._order
+            if order is None or order.busy:
+                order = self._open_order()
+            if not order.stays:  # other forks' branches may be what it waits for
+                self._stays = False
+                return self._begin(kept, launch, addresses, blocks)
+            order.stayed = True
+        self._keep(kept)
         slot = self._here
         if slot is None or slot.owner is not self._status:
             slot = self._here = self._pool.slot(self._stream)
@@ -673,6 +679,8 @@ class Fork:
         else:
             self._counted = not self._inherited
             order.forks += self._counted
+            order.stays = False
+            order.after_stayed(self._pointer)
         self._tracks.clear()
         home = order.tracks.get(self._pointer)
         if home is None:  # of a stream that the body chose

@@ -9,8 +9,10 @@ from harness.graphs import double, plus
 from harness.region_worlds import BlindDriver, default_pool
 from harness.scenes import Scene, leased
 
-from handlepool import ContractError, HandlePool, ParallelStates
+import handlepool
+from handlepool import ContractError, HandlePool, ParallelStateExecutor, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
+from handlepool.regions.data_order import DataOrder
 from handlepool.regions.fork import Fork
 from handlepool.regions.pace import BETWEEN, ENOUGH, LONGEST_REST, TOO_MANY, Pace
 
@@ -427,8 +429,15 @@ def test_g17_control_without_a_branchs_start_they_are_not(monkeypatch):
     assert wrong > 10
 
 
-def test_g17_control_launches_that_stay_beside_a_fork_in_the_body_wait_for_its_branches(monkeypatch):
-    monkeypatch.setattr("handlepool.regions.fork.before", lambda *_: None)
+def test_g17_control_launches_do_not_stay_beside_a_fork_in_the_body(monkeypatch):
+    begin = Fork._begin_here
+
+    def stubborn(fork, *given):
+        order = fork._order or fork._open_order()
+        order.stays = True
+        return begin(fork, *given)
+
+    monkeypatch.setattr(Fork, "_begin_here", stubborn)
     wrong = 0
     for seed in range(240):
         try:
@@ -436,3 +445,120 @@ def test_g17_control_launches_that_stay_beside_a_fork_in_the_body_wait_for_its_b
         except ContractError:
             wrong += 1
     assert wrong > 3
+
+
+# Other streams in the body
+
+
+class Elsewhere(Scene):
+    """A body of which a launch stays, and another stream."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        warm(self)
+        self.states = states_of(self.pool)
+        self.other = self.driver.create_stream()
+
+
+@handlepool.operation(mutates="array")
+def increased(scene, array):
+    scene.put(array, lambda value: value + 1, array)
+
+
+def waits(scene, fork, y):
+    return scene.plus(fork.wait(y), 1)
+
+
+def launches_there(scene, fork, y):
+    return double(y)
+
+
+def has_an_operation(scene, fork, y):
+    increased(scene, y)
+    return y
+
+
+def overwrites(scene, fork, y):
+    double(scene.array(100), out=scene.x)
+    return scene.plus(fork.wait(y), 0)
+
+
+def submits(scene, fork, y):
+    with ParallelStateExecutor(1, pool=scene.pool) as executor:
+        return scene.plus(executor.submit(double, y).result(), 0)
+
+
+def forks_there(scene, fork, y):
+    with ParallelStates(2, pool=scene.pool).fork() as inner:
+        return inner.run(double, y)
+
+
+def forks_that_stay_there(scene, fork, y):
+    with states_of(scene.pool).fork() as inner:
+        return inner.run(double, inner.run(double, y))
+
+
+BODIES = {
+    waits: 7,
+    launches_there: 12,
+    has_an_operation: 7,
+    overwrites: 6,
+    submits: 12,
+    forks_there: 12,
+    forks_that_stay_there: 24,
+}
+
+
+def on_another_stream(scene, body):
+    with default_pool(scene.pool), scene.states.fork() as fork:
+        scene.x = scene.array(3)
+        y = fork.run(double, scene.x)
+        assert leased(scene) == 0
+        with scene.other:
+            return scene.read(body(scene, fork, y))
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_g17_another_stream_of_the_body_waits_for_launches_that_stay(body):
+    for seed in range(10):
+        with Elsewhere(seed=seed) as scene:
+            assert on_another_stream(scene, body) == BODIES[body], seed
+
+
+@pytest.mark.parametrize("body", [body for body in BODIES if body is not waits], ids=lambda body: body.__name__)
+def test_g17_control_it_does_not_where_nothing_puts_it_behind_them(body, monkeypatch):
+    monkeypatch.setattr(DataOrder, "after_stayed", lambda *_: None)
+    with Elsewhere() as scene, pytest.raises(ContractError, match="not ordered"):
+        on_another_stream(scene, body)
+
+
+def dropped(scene):
+    """A launch reads an array of another stream's arena, which the body drops."""
+    with scene.other:
+        x = scene.array(3)
+    scene.driver.synchronize_stream(scene.other.ptr)
+    with scene.states.fork() as fork:
+        y = fork.run(double, x)
+        del x
+        with scene.other:
+            z = scene.array(100)
+    return scene.read(y), z
+
+
+def test_g8_what_a_launch_that_stays_was_given_is_kept_to_the_join():
+    for seed in range(10):
+        with Elsewhere(seed=seed) as scene:
+            assert dropped(scene)[0] == 6, seed
+
+
+def test_g8_control_it_is_not_safe_where_it_is_not_kept(monkeypatch):
+    begin = Fork._begin_here
+
+    def forgetful(fork, *given):
+        slot = begin(fork, *given)
+        fork._kept.clear()
+        return slot
+
+    monkeypatch.setattr(Fork, "_begin_here", forgetful)
+    with Elsewhere() as scene, pytest.raises(ContractError, match="not ordered"):
+        dropped(scene)
