@@ -35,7 +35,6 @@ from handlepool.regions.track import NOBODYS, Needs, Track
 from handlepool.regions.undeclared import run_watched
 
 T = TypeVar("T")
-Begin = Callable[..., Slot]
 
 _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
 
@@ -160,8 +159,7 @@ class Fork:
         """
         if self._checked or recordings or (self._pointer != LEGACY_STREAM and self._driver.is_capturing(self._pointer)):
             return
-        self._stays = pace.begin()
-        self._looks = not self._stays and not pace.rests
+        self._stays, self._looks = pace.begin()
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run one branch: ``function(*args, **kwargs)`` with a side stream as the current stream.
@@ -215,7 +213,7 @@ class Fork:
             return self.run(function.func, *function.args, *args, **{**function.keywords, **kwargs})
         hit, prepare = launchers.get(function if kind is FunctionType else kind, NO_LAUNCHER)
         if hit is not None and driver.current_stream(ordinal) is self._stream:
-            begin: Begin = self._begin if self._ordered else self._begin_unordered
+            begin: Callable[..., Slot] = self._begin if self._ordered else self._begin_unordered
             if self._stays and (pace := self._pace) is not None:
                 if pace.left > 0 or pace.keeps_up(driver, self._pointer):
                     pace.left -= 1

@@ -44,19 +44,15 @@ class Pace:
         self._rest = 0
         self._between = self.left = BETWEEN[0]
 
-    def begin(self) -> bool:
-        """Note a new fork; whether its launches stay on the caller's stream."""
+    def begin(self) -> tuple[bool, bool]:
+        """Note a new fork; whether its launches stay on the caller's stream, and else whether it is to look if they could."""
         if self._late:  # the last looks of a fork before
             self._is_behind()
         if self._rest:
             self._rest -= 1
-            return False
-        return self._idle >= ENOUGH
-
-    @property
-    def rests(self) -> bool:
-        """Whether this fork is not to look."""
-        return self._rest > 0
+            return False, False
+        stays = self._idle >= ENOUGH
+        return stays, not stays
 
     def look(self, driver: Driver, pointers: Sequence[int]) -> bool:
         """See, from the second branch on, whether the GPU has done those before it; whether to look again at the next one."""

@@ -198,7 +198,7 @@ class Staying(Pace):
 
     def begin(self):
         self.left = self._random.randrange(1, 4)
-        return True
+        return True, False
 
     def keeps_up(self, driver, pointer):
         super().keeps_up(driver, pointer)

@@ -64,7 +64,7 @@ def look(pace, done):
 def enough():
     pace = Pace()
     for _ in range(ENOUGH):
-        assert not pace.begin()
+        assert not pace.begin()[0]
         assert not pace.look(Gpu(True), [STREAM])
     return pace
 
@@ -72,29 +72,29 @@ def enough():
 def test_it_may_be_at_work_for_a_few_branches():
     pace = Pace()
     for _ in range(ENOUGH):
-        assert not pace.begin()
+        assert pace.begin() == (False, True)
         gpu = Gpu(*[False] * (TOO_MANY - 1))
         assert [pace.look(gpu, [STREAM]) for _ in range(TOO_MANY)] == [True] * (TOO_MANY - 1) + [False]
-    assert pace.begin()
+    assert pace.begin()[0]
 
 
 def test_a_fork_that_ends_while_it_is_at_work_begins_the_count_anew():
     pace = enough()
     assert pace.look(Gpu(False), [STREAM])
-    assert not pace.begin()
-    assert not pace.begin()
+    assert not pace.begin()[0]
+    assert not pace.begin()[0]
 
 
 def test_launches_stay_after_looks_that_found_the_gpu_without_work():
-    assert enough().begin()
+    assert enough().begin() == (True, False)
 
 
 def test_a_fork_in_which_it_was_always_at_work_begins_the_count_anew():
     pace = Pace()
     for number in range(2 * ENOUGH - 1):
-        assert not pace.begin()
+        assert not pace.begin()[0]
         look(pace, number != ENOUGH - 1)
-    assert not pace.begin()
+    assert not pace.begin()[0]
 
 
 def test_looks_are_seldom_and_not_always_in_the_same_place():
@@ -110,19 +110,19 @@ def test_looks_are_seldom_and_not_always_in_the_same_place():
 def test_it_ends_where_the_gpu_is_at_work_at_several_looks_one_after_the_other():
     pace, gpu = enough(), Gpu(*[False] * TOO_MANY)
     assert launches(pace, gpu, 100) == BETWEEN[0] + TOO_MANY - 1
-    assert not pace.begin()
+    assert not pace.begin()[0]
 
 
 def test_one_such_look_ends_nothing():
     pace, gpu = enough(), Gpu(*[False] * (TOO_MANY - 1), True)
     assert launches(pace, gpu, 100) == 100
-    assert pace.begin()
+    assert pace.begin()[0]
 
 
 def test_such_a_look_at_the_end_of_a_fork_ends_it():
     pace = enough()
     assert launches(pace, Gpu(False), BETWEEN[0] + 1) == BETWEEN[0] + 1
-    assert not pace.begin()
+    assert not pace.begin()[0]
 
 
 def test_each_time_it_was_wrong_nobody_looks_for_twice_as_many_forks():
@@ -130,8 +130,7 @@ def test_each_time_it_was_wrong_nobody_looks_for_twice_as_many_forks():
     for _ in range(13):
         look(pace, False)
         rests.append(0)
-        while pace.rests:
-            assert not pace.begin()
+        while pace.begin() == (False, False):
             rests[-1] += 1
     assert rests == [min(1 << number, LONGEST_REST) for number in range(13)]
 
