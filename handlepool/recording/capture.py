@@ -6,6 +6,7 @@ Arrays come from memory of the recording's own, so that what was allocated for a
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -308,12 +309,12 @@ class Recording:
         lanes, captured = self.lanes, self.captured
         assert captured is not None
         if lanes is not None and lanes.exact:
-            self.schedule = Schedule(captured, lanes.steps, tuple(lanes.ends), lanes.got)
+            self.schedule = Schedule(captured, lanes.steps, lanes.ends, lanes.behind, lanes.got)
             self.arrangement = self.schedule.on(lanes.limit, estimated(lanes.used))
         try:
             self.graph = captured.arranged(*(self.arrangement.edges if self.arrangement else ()))
-        except CaptureError:  # the driver cannot copy it
-            self.arrangement = None if self.schedule is None else self.schedule.recorded
+        except CaptureError:  # the driver cannot copy it, nor take an edge away
+            self.arrangement = None if self.schedule is None else self.schedule.recorded._replace(remove=[])
         assert self.graph is not None
         self.graph.instantiate()
 
@@ -335,6 +336,10 @@ class Recording:
             self._rehearsed = ()  # both hold plans, which `release_plans` is to let go of
             lanes.calls.clear()
             return value
+        except BaseException:
+            with suppress(Exception):  # the capture was invalidated, and its end says by what
+                lanes.gather()
+            raise
         finally:
             end()
 

@@ -1,4 +1,6 @@
-"""Schedules: the steps of a recording as parts of its graph, and edges so that at most so many of them run at once.
+"""Schedules: the steps of a recording as parts of its graph, the edges between them, and more so that few of them run at once.
+
+What was captured has each lane's steps in a row. Edges to what else a step waits for are added to it at once.
 
 A recording is made with as many lanes as its data allows. Only then is the whole graph known: who chooses among few lanes while
 recording puts independent parts behind each other. Here steps are given to lanes in the order in which they could run, and of
@@ -7,12 +9,13 @@ others imply it. Edges that are implied then are taken away, which spares the de
 recorded stays: of data, of memory that was given out again, and of scratch that is kept by stream.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from handlepool.drivers.protocol import Edge, RecordedGraph
+from handlepool.errors import CaptureError
 from handlepool.recording.explain import Step
 from handlepool.tensors.layout import Piece, Token
 
@@ -83,38 +86,62 @@ class Schedule:
     Parameters
     ----------
     graph : RecordedGraph
+        Gets the edges by which each step comes after those that it waits for.
     steps : sequence of Step
         In the order in which they were recorded.
-    ends : sequence of tuple of node
-        For each step, what whatever followed it waited for; none for a step that is counted with the next one.
+    ends : sequence of sequence of node
+        For each step, the nodes that it ends with; none for one that gave the graph nothing.
+    behind : sequence of int
+        For each step, the one that it was captured behind; -1 for none.
     lanes : int
         How many were recorded.
 
     Attributes
     ----------
     recorded : Arrangement
-        The graph as it was captured.
+        The graph as it was recorded, without edges of the capture that others imply.
+
+    Raises
+    ------
+    CaptureError
+        For work that no step is known to have made, which has no known order.
     """
 
-    def __init__(self, graph: RecordedGraph, steps: Sequence[Step], ends: Sequence[Sequence[Any]], lanes: int) -> None:
-        self.recorded = Arrangement(lanes, tuple(steps), [], [])
-        self._graph = graph
-        self._ends = ends
-        self._parts: list[_Part] = []
-        self._pairs: set[Pair] = set()
+    def __init__(
+        self, graph: RecordedGraph, steps: Sequence[Step], ends: Sequence[Sequence[Any]], behind: Sequence[int], lanes: int
+    ) -> None:
+        edges = graph.edges()
+        self._owner = _owners(edges, ends)
+        self._parts = parts = _parts(edges, self._owner, len(steps))
+        self._pairs = {*edges}
+        spare: list[Pair] = []
+        add: list[Pair] = []
+        stands: list[tuple[int, ...]] = []  # for each step: itself, or what it waits for where it gave the graph nothing
+        for number, (part, step) in enumerate(zip(parts, steps, strict=True)):
+            after = tuple({each: None for before in step.after for each in stands[before]})
+            stands.append((number,) if part.entries else after)
+            if not part.entries:
+                continue
+            before = behind[number]
+            if before in part.whole and before not in after and after:
+                spare += parts[before].leading_to(part)
+            for each in after:
+                if each not in part.whole:
+                    add += [pair for pair in parts[each].leading_to(part) if pair not in self._pairs]
+            part.after.update(after)
+            part.whole.update(after)
+        graph.connect(add)
+        self._pairs.update(add)
+        self.recorded = Arrangement(lanes, tuple(steps), [], spare)
 
     def steps_of(self, nodes: Sequence[Any]) -> list[int | None]:
         """Return the step that made each of some nodes of the graph; None where none is known to have."""
-        before: dict[Any, list[Any]] = {}
-        for one, other in self._graph.edges() if nodes else ():
-            before.setdefault(other, []).append(one)
-        owner = _owners(before, self._ends)
-        return [owner.get(node) for node in nodes]
+        return [self._owner.get(node) for node in nodes]
 
     def on(self, lanes: int, times: Sequence[float]) -> Arrangement:
         """Return the steps on at most so many lanes.
 
-        As it was recorded where that has no more lanes, and where the graph has work that no step is known to have made.
+        As it was recorded where that has no more lanes.
 
         Parameters
         ----------
@@ -124,22 +151,14 @@ class Schedule:
         """
         if lanes >= self.recorded.lanes:
             return self.recorded
-        self._look()
         places = _Placing(self._parts, times, lanes).run()
         if len(places) < sum(bool(part.entries) for part in self._parts) or not places:
             return self.recorded
         return self._arrangement(places)
 
     def exits(self) -> list[list[Any]]:
-        """Return the nodes that each step ends with: none of a step that gave the graph nothing, or where that is not known."""
-        self._look()
-        return [part.exits for part in self._parts] or [[] for _ in self._ends]
-
-    def _look(self) -> None:
-        if not self._parts:
-            edges = self._graph.edges()
-            self._parts = _parts(edges, self._ends)
-            self._pairs = {*edges}
+        """Return the nodes that each step ends with: none of a step that gave the graph nothing."""
+        return [part.exits for part in self._parts]
 
     def _arrangement(self, places: "dict[int, _Place]") -> Arrangement:
         parts = self._parts
@@ -215,8 +234,11 @@ def estimated(used: Sequence[tuple[Sequence[Piece | Token], Sequence[Piece | Tok
     return times
 
 
-def _owners(before: Mapping[Any, Sequence[Any]], ends: Sequence[Sequence[Any]]) -> dict[Any, int]:
+def _owners(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> dict[Any, int]:
     """Return the step of each node: the first one at whose end it was over."""
+    before: dict[Any, list[Any]] = {}
+    for one, other in edges:
+        before.setdefault(other, []).append(one)
     owner: dict[Any, int] = {}
     for number, last in enumerate(ends):
         left = [*last]
@@ -228,16 +250,14 @@ def _owners(before: Mapping[Any, Sequence[Any]], ends: Sequence[Sequence[Any]]) 
     return owner
 
 
-def _parts(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> list[_Part]:
-    """Return what each step became; nothing where there is more in the graph than that."""
-    before: defaultdict[Any, list[Any]] = defaultdict(list)
-    for one, other in edges:
-        before[other].append(one)
-        before.setdefault(one, [])
-    parts = [_Part() for _ in ends]
-    owner = _owners(before, ends)
-    if any(node not in owner for node in before):
-        return []
+def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[_Part]:
+    """Return what each of so many steps became, as it was captured."""
+    if any(one not in owner or other not in owner for one, other in edges):
+        raise CaptureError(
+            "something was given to the stream of a call after the call had ended, so that nobody knows what it comes after: an "
+            "operation has to end what it begins"
+        )
+    parts = [_Part() for _ in range(count)]
     inside = [(one, other) for one, other in edges if owner[one] == owner[other]]
     leading, led = {one for one, _ in inside}, {other for _, other in inside}  # to, and from, another node of their own step
     for node, number in owner.items():
