@@ -75,7 +75,8 @@ def _hit_node(pool: PoolInternals, attempts: Sequence[Shortcut], arrays: tuple[A
                 return result
         return NOT_CACHED
     finally:
-        lanes.expect(None)
+        if out is None:
+            lanes.expect(None)
 
 
 def hit_branch(

@@ -210,9 +210,12 @@ def _is_library(module: str) -> bool:
     return module.partition(".")[0] in LIBRARIES
 
 
-def place_of_call() -> str:
-    """Return the file and the line that called into this package, or an array library that calls it."""
-    frame = sys._getframe(1)  # noqa: SLF001 - public in all but its name
+def place_of_call(inside: int = 1) -> str:
+    """Return the file and the line that called into this package, or an array library that calls it.
+
+    ``inside`` is how many calls, counted from here, are this package's at least.
+    """
+    frame = sys._getframe(inside)  # noqa: SLF001 - public in all but its name
     while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

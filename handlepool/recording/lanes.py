@@ -15,7 +15,7 @@ the driver cannot do so, all is kept to the end of the recording. What was alloc
 that stream alone, as outside of recordings: the books do not know who used it when.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -157,6 +157,7 @@ class Lanes:
         self._width = 1 if limit == 1 else MOST_SIDE_SLOTS
         self._pool = pool
         self._driver = pool.driver
+        self._read = pool.driver.dependencies
         self._device = device
         self._sides = pool.device(device).sides
         self._leased = leased
@@ -352,25 +353,26 @@ class Lanes:
 
     def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: Any) -> Any:
         """Record what a shortcut launches as a node: it asks for the slot once it knows its operands; what it returns."""
-        opened: list[_Open] = []
+        opened: _Open | None = None
 
         def begin(operands: object, launch: Any, addresses: Sequence[int], *_: object) -> Slot:
-            plan, known = launch.plan, launch.operands
+            nonlocal opened
+            known = launch.operands
             pieces = tuple(known.pieces(addresses))  # which Python's collector need not look at again and again
             reads, writes = pieces[: known.inputs], pieces[known.inputs :]
-            opened.append(self._begin(Made.at_once(launch), reads, writes, operands))
+            opened = self._begin(Made.at_once(launch), reads, writes, operands)
             if (recording := thread.recording) is not None:
-                recording.launches(plan, reads, writes)
-            return opened[0].lane.slot
+                recording.launches(launch.plan, reads, writes)
+            return opened.lane.slot
 
         try:
             result = attempt(begin, arrays, out)
         except BaseException:
-            if opened:
-                self._fail(opened[0])
+            if opened is not None:
+                self._fail(opened)
             raise
-        if opened:
-            self._finish(opened[0], (), result)
+        if opened is not None:
+            self._finish(opened, (), result, alone=True)
         return result
 
     def _begin(self, made: Made, reads: Pieces, writes: Pieces, keep: object) -> "_Open":
@@ -384,7 +386,7 @@ class Lanes:
         try:
             self.calls.append(made)
             self._see_others(place)
-            if self.exact and self._unwritten:
+            if self._unwritten and self.exact:
                 try:
                     self._unwritten.check(name, place, reads, writes, keep)
                 except CaptureError as error:
@@ -392,11 +394,10 @@ class Lanes:
                     raise
                 self._unwritten.wrote(writes)
             self._expected = None
-            self._called.clear()
-            if self._new or self._asked:
-                self._new.clear()
-                self._asked.clear()
-            met, changed = [*map(self._uses.piece, reads)], [*map(self._uses.piece, writes)]
+            if self._called or self._new or self._asked:
+                for each in (self._called, self._new, self._asked):
+                    each.clear()
+            met, changed = self._uses.pieces(reads), self._uses.pieces(writes)
             lane, node = self._start(needs_of(met, changed), name, place)
             if self._held is not None:
                 self._hold(lane, node, keep)
@@ -414,23 +415,26 @@ class Lanes:
         except Exception:  # the capture was invalidated, and the first error says by what
             self._inside = False
 
-    def _finish(self, opened: "_Open", written: Sequence[Piece | Token], result: object) -> None:
-        """End a node, and write down what it used; ``written`` is what it wrote besides what it was begun with."""
+    def _finish(self, opened: "_Open", written: Sequence[Piece | Token], result: object, *, alone: bool = False) -> None:
+        """End a node, and write down what it used.
+
+        ``written`` is what it wrote besides what it was begun with; with ``alone`` it launched a plan and ran no other code.
+        """
         made_by, lane, node, reads, writes, met, changed = opened
-        name, place = made_by.name, made_by.place
+        place = made_by.place
         self._busy = True
         try:
             made = [(start, stop, None) for start, stop in self._new if stop > start] if self._new else []
             users = self._users_of(node, written) if written else []
             if made or written:
-                changed += map(self._uses.piece, [*made, *written])
+                changed += self._uses.pieces([*made, *written])
+                self.used[node.step] = reads, (*writes, *made, *written)
             if self._called:
                 self._take_in_called(node, {*reads}, {*writes}, met, changed)
             write_down(lane.track, node.call, met, changed)
-            self.used[node.step] = reads, [*writes, *made, *written]
             if self._asked:
                 self._forget_asked((*reads, *writes, *made, *written))
-            got = self._end(lane, node, place, users)
+            got = self._end(lane, node, place, users, alone=alone)
             if not got:  # what it allocated is still as it was
                 for start, stop, _ in made:
                     self._unwritten.add(start, stop, place)
@@ -439,7 +443,7 @@ class Lanes:
         if self.refused:
             raise CaptureError(self.refused)
         if not got:
-            self._check_nothing(name, place, reads, writes, result)
+            self._check_nothing(made_by.name, place, reads, writes, result)
 
     def _take_in_called(
         self, node: _Node, reads: set[Piece | Token], writes: set[Piece | Token], met: list[Use], changed: list[Use]
@@ -447,7 +451,7 @@ class Lanes:
         """Have a node use what calls inside it do, also where it does not say so itself; refused where it came after less."""
         read = [piece for inner, _ in self._called for piece in inner if piece not in reads and piece not in writes]
         written = [piece for _, inner in self._called for piece in inner if piece not in writes]
-        inner = [*map(self._uses.piece, read)], [*map(self._uses.piece, written)]
+        inner = self._uses.pieces(read), self._uses.pieces(written)
         for track, call in needs_of(*inner).items():
             if node.known.get(track, 0) < call:
                 step, other = self.steps[node.step], self.steps[self._of[track].nodes[call - 1].step]
@@ -517,11 +521,14 @@ class Lanes:
 
     def _start(self, needs: Needs, name: str, place: str) -> tuple[_Lane, _Node]:
         """Choose a lane, and note what its next node follows."""
-        producers = [self._of[track].nodes[call - 1] for track, call in needs.items()]
-        lane = self._choose(producers)
-        if lane.nodes and lane.nodes[-1] not in producers:
-            producers.append(lane.nodes[-1])
-        direct = producers if len(producers) < 2 else _direct(producers)
+        if len(needs) == 1 and (found := self._goes_on(*next(iter(needs.items())))) is not None:
+            lane, direct = found, found.nodes[-1:]  # what is left of a chain
+        else:
+            producers = [self._of[track].nodes[call - 1] for track, call in needs.items()]
+            lane = self._choose(producers)
+            if lane.nodes and lane.nodes[-1] not in producers:
+                producers.append(lane.nodes[-1])
+            direct = producers if len(producers) < 2 else _direct(producers)
         track, leaves = lane.track, self._leaves
         for each in direct:
             if each.known is not track.known:
@@ -535,6 +542,10 @@ class Lanes:
         lane.nodes.append(node)
         self._nodes += 1
         return lane, node
+
+    def _goes_on(self, track: Track, call: int) -> _Lane | None:
+        """Return the lane of a call that is the last on it."""
+        return self._of[track] if track.count == call else None
 
     def _hold(self, lane: _Lane, node: _Node, given: object) -> None:
         """Hold the tensors that a node is given; but not those in our own memory, which goes to those alone who may have it."""
@@ -588,7 +599,7 @@ class Lanes:
             self._driver.wait_event(slot.pointer, slot.start_event)
         return lane
 
-    def _end(self, lane: _Lane, node: _Node, place: str, users: Sequence[_Node] = ()) -> bool:
+    def _end(self, lane: _Lane, node: _Node, place: str, users: Sequence[_Node] = (), *, alone: bool = False) -> bool:
         """Take a node in that was captured; whether anything was.
 
         Whatever follows the node follows its ``users``, too.
@@ -597,11 +608,10 @@ class Lanes:
         self._last_place = place
         for each in users:
             lane.track.learn(each.known)
-        if users:
-            node.steps = (node.step, *(each.step for each in users))
-        captured = not self.exact or self._captured(lane, node, place)
-        known = node.known = lane.track.known
+        captured = not self.exact or self._captured(lane, node, place, alone)
         if users or self._why:  # it comes after more than it was begun behind
+            known = node.known = lane.track.known
+            node.steps = tuple(sorted({node.step, *(each.step for each in users)}))
             self._leaves = {leaf: None for leaf in self._leaves if known.get(leaf.track, 0) < leaf.call}
         self._leaves[node] = None
         if self._why and self.exact:
@@ -609,16 +619,16 @@ class Lanes:
             self._start_anew(_steps(self._leaves))
         return bool(self._why) or captured
 
-    def _captured(self, lane: _Lane, node: _Node, place: str) -> bool:
+    def _captured(self, lane: _Lane, node: _Node, place: str, alone: bool) -> bool:
         """Look what a node gave to the capture; whether there is anything."""
         ends = self._dependencies(lane.slot.pointer)
-        captured = not _same(ends, lane.ends)
+        captured = ends != lane.ends and not _same(ends, lane.ends)
         if captured:
             self.ends[node.step] = lane.ends = ends
             lane.last = node.step
         if lane.slot is self._main:
             self._seen, self._last = lane.ends, lane.last
-        elif not _same(found := self._dependencies(self._main.pointer), self._seen):
+        elif not alone and not _same(found := self._dependencies(self._main.pointer), self._seen):
             if captured:
                 self.refused = (
                     f"{self.steps[node.step].name} at {place} gave work both to the current stream and to the one that is "
@@ -660,14 +670,12 @@ class Lanes:
     # What is no node
 
     def _dependencies(self, pointer: int) -> tuple[Any, ...]:
-        found = self._driver.dependencies(pointer)
-        assert found is not None
-        return found
+        return self._read(pointer) or ()
 
     def _see_others(self, place: str) -> None:
         """Start new books where the main stream was given something since the last node."""
         others = self._others
-        if self.exact and not _same(found := self._dependencies(self._main.pointer), self._seen):
+        if self.exact and (found := self._dependencies(self._main.pointer)) != self._seen and not _same(found, self._seen):
             self._unwritten.clear()  # nobody knows what it wrote
             after = _steps(self._leaves) or self._base_step
             for name, why, where in others.steps(self._last_place, place):
@@ -735,8 +743,11 @@ def _direct(producers: Sequence[_Node]) -> list[_Node]:
     return direct
 
 
-def _steps(nodes: Iterable[_Node]) -> tuple[int, ...]:
+def _steps(nodes: Collection[_Node]) -> tuple[int, ...]:
     """Return the steps that whoever follows some nodes waits for."""
+    if len(nodes) == 1:
+        (only,) = nodes
+        return only.steps
     return tuple(sorted({step for each in nodes for step in each.steps}))
 
 

@@ -22,6 +22,10 @@ T = TypeVar("T")
 Pieces = Collection[Piece | Token]
 
 
+BENEATH = 7
+"""The least calls from the launch of a shortcut up to that of the user's: of a graph function, and of what begins a node."""
+
+
 class Made(NamedTuple):
     """A call that is a node: what it is known by in both calls of the function, and where it is.
 
@@ -50,7 +54,7 @@ class Made(NamedTuple):
     def at_once(cls, launch: Any) -> "Made":
         """Return what a call by a shortcut is known by."""
         plan = launch.plan
-        return cls(plan.name, launch.operands.sizes, place_of_call(), (plan,))
+        return cls(plan.name, launch.operands.sizes, place_of_call(BENEATH), (plan,))
 
     def __str__(self) -> str:
         writes = f", which writes {sum(self.sizes):,} bytes" if self.sizes else ""

@@ -31,13 +31,27 @@ class Operands:
         Bytes from the first to the last element of each output.
     """
 
-    __slots__ = ("dense", "fresh", "inputs", "layouts", "longest", "made", "outputs", "read", "simple", "sizes", "written")
+    __slots__ = (
+        "dense",
+        "fresh",
+        "inputs",
+        "layouts",
+        "longest",
+        "made",
+        "outputs",
+        "reaches",
+        "read",
+        "simple",
+        "sizes",
+        "written",
+    )
 
     def __init__(self, layouts: Sequence[Layout], inputs: int, fresh: bool) -> None:
         self.layouts = tuple(layouts)
         pieces = [layout.piece(0) for layout in layouts]
         reaches = tuple([stop for _, stop, _ in pieces])
         self.dense = not any(start or strided for start, _, strided in pieces)
+        self.reaches = reaches
         self.longest = max(reaches)
         self.read = reaches[:inputs] if self.dense else ()
         self.outputs = reaches[inputs:] if self.dense else ()
@@ -66,6 +80,8 @@ class Operands:
 
     def pieces(self, addresses: Sequence[int]) -> list[Piece]:
         """Return the memory of arrays that begin at these addresses."""
+        if self.dense:
+            return [(address, address + reach, None) for address, reach in zip(addresses, self.reaches, strict=True)]
         return [layout.piece(address) for layout, address in zip(self.layouts, addresses, strict=True)]
 
 

@@ -356,7 +356,7 @@ def lanes_for(pool: PoolInternals, pointer: int) -> NodesByData | None:
     lanes = thread.rehearsal if thread.recording is None else thread.recording.lanes
     if lanes is None or thread.region is not None or not lanes.takes(pool, pointer):
         return None
-    return lanes if open_order(pool.driver, pool.current_device()) is None else None
+    return lanes if not opened or open_order(pool.driver, pool.current_device()) is None else None
 
 
 def ordering_pool() -> PoolInternals | None:

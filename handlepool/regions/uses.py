@@ -125,6 +125,14 @@ class Uses:
         self._place_all()
         return self._place(Use(start, stop, strided))
 
+    def pieces(self, pieces: Iterable[Any]) -> list[Use]:
+        """Return the entries of some pieces."""
+        known, found = self.known, []
+        for piece in pieces:
+            use = known.get(piece[0]) if type(piece) is tuple and piece[2] is None else None
+            found.append(use if use is not None and use.stop == piece[1] else self.piece(piece))
+        return found
+
     def new(self, address: int, reach: int, writer: Track, call: int) -> None:
         """Make the entry of what was allocated for a call: it shares nothing with what is known, since all that is kept."""
         use = self.known[address] = Use(address, address + reach, None, writer, call)
