@@ -108,7 +108,8 @@ class Recording:
         self._leased: list[Slot] = []
         self._taken: list[tuple[SideSlots, Slot]] = []  # slots of forks that were joined
         self._streams: list[object] = []  # whose pointers nobody else is to have as long as there is the graph
-        self.lanes = None if lanes is None else Lanes(pool, self.device, lanes, self._leased)
+        self._plans: dict[int, object] = {}
+        self.lanes = None if lanes is None else Lanes(pool, self.device, lanes, self._leased, self.keep)
         self.graph: RecordedGraph | None = None
         self.schedule: Schedule | None = None
         self.arrangement: Arrangement | None = None
@@ -124,7 +125,6 @@ class Recording:
         self._tensors: Any = None  # where torch's come from, where it is in use
         self.kept = Kept(self._memory.holds)
         self.held: list[Any] = []
-        self._plans: dict[int, object] = {}
         self._capture = 0
 
     def keep(self, plan: object) -> None:
@@ -181,8 +181,9 @@ class Recording:
         given = pieces_of(driver, function, args, kwargs, calls=True)
         used = () if self.lanes is None else self.lanes.used  # of operations, too, which launch what nobody knows
         reads, writes = self.reads.union(*[each for each, _ in used]), self.writes.union(*[each for _, each in used])
+        known = self.reads if self.lanes is None else self.reads.union(*self.lanes.read)
         for new in before:
-            new.check(self._name, self.reads, writes)  # of operations it is not known: all that they could read counts
+            new.check(self._name, known, writes)  # of operations it is not known: all that they could read counts
         own = all(self._memory.holds(value) for value in leaves(outputs) if piece_of(driver, value) is not None)
         return Memory([*reads, *given], [*writes, *pieces_of(driver, outputs), *(() if own else given)])
 

@@ -17,7 +17,7 @@ that stream alone, as outside of recordings: the books do not know who used it w
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from handlepool._util import do_all, leaves
 from handlepool.drivers.protocol import RecordingMemory
@@ -85,6 +85,7 @@ class _Lane:
 
     def __init__(self, slot: Slot, number: int, ends: tuple[Any, ...], last: int) -> None:
         self.slot = slot
+        self.pointer = slot.pointer
         self.number = number
         self.ends = ends
         self.last = last
@@ -92,20 +93,12 @@ class _Lane:
 
     def begin(self) -> None:
         """Start anew, behind all that was before."""
-        self.track = Track(self.slot.pointer)
+        self.track = Track(self.pointer)
         self.nodes: list[_Node] = []
 
 
-class _Open(NamedTuple):
-    """A node that is being recorded, with the entries of the books for what it reads, and for what it writes."""
-
-    made: Made
-    lane: _Lane
-    node: _Node
-    reads: Pieces
-    writes: Pieces
-    met: list[Use]
-    changed: list[Use]
+_Open = tuple[Made, _Lane, _Node, Pieces, Pieces, list[Use], list[Use]]
+"""A node that is being recorded: what it reads, what it writes, and the entries of the books for both."""
 
 
 class Lanes:
@@ -120,6 +113,8 @@ class Lanes:
         may be.
     leased : list of Slot
         Gets those that are leased.
+    keep : callable
+        Called with each plan that is launched as a node.
 
     Attributes
     ----------
@@ -131,6 +126,8 @@ class Lanes:
         as several steps, the last one has them.
     behind : list of int
         For each step, the one that its stream was behind already, so that the capture has an edge; -1 for none.
+    read : list of pieces
+        What plans read that were launched as nodes.
     used : list of (pieces, pieces)
         For each step, the memory that it is known to read and write.
     own : set of (int, int)
@@ -143,11 +140,12 @@ class Lanes:
         What a call was refused for, also where the function caught that: without the call a program would be another one.
     """
 
-    def __init__(self, pool: PoolInternals, device: int, limit: int, leased: list[Slot]) -> None:
+    def __init__(self, pool: PoolInternals, device: int, limit: int, leased: list[Slot], keep: Callable[[object], None]) -> None:
         self.limit = limit
         self.steps: list[Step] = []
         self.ends: list[tuple[Any, ...]] = []
         self.behind: list[int] = []
+        self.read: list[Pieces] = []
         self.used: list[tuple[Pieces, Pieces]] = []
         self.own: set[tuple[int, int]] = set()
         self.calls: list[Made] = []
@@ -161,6 +159,7 @@ class Lanes:
         self._device = device
         self._sides = pool.device(device).sides
         self._leased = leased
+        self._keep = keep
         self._lanes: list[_Lane] = []
         self._pointers: set[object] = set()  # of the main stream and the lanes
         self._of: dict[Track, _Lane] = {}
@@ -341,14 +340,14 @@ class Lanes:
         OwnershipError
             In a finaliser that found its thread in the middle of the books.
         """
-        open_node = self._begin(Made.of(name, writes, what), reads, writes, keep)
+        opened = self._begin(Made.of(name, writes, what), reads, writes, keep)
         try:
-            result = call(open_node.lane.slot)
+            result = call(opened[1].slot)
             written = [] if new is None else [*new(result)]
         except BaseException:
-            self._fail(open_node)
+            self._fail(opened)
             raise
-        self._finish(open_node, written, result)
+        self._finish(opened, written, result)
         return result
 
     def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: Any) -> Any:
@@ -357,13 +356,13 @@ class Lanes:
 
         def begin(operands: object, launch: Any, addresses: Sequence[int], *_: object) -> Slot:
             nonlocal opened
-            known = launch.operands
-            pieces = tuple(known.pieces(addresses))  # which Python's collector need not look at again and again
-            reads, writes = pieces[: known.inputs], pieces[known.inputs :]
-            opened = self._begin(Made.at_once(launch), reads, writes, operands)
-            if (recording := thread.recording) is not None:
-                recording.launches(launch.plan, reads, writes)
-            return opened.lane.slot
+            plan, known = launch.plan, launch.operands
+            pieces, inputs = known.pieces(addresses), known.inputs
+            reads = pieces[:inputs]
+            opened = self._begin(Made.at_once(launch), reads, pieces[inputs:], operands)
+            self._keep(plan)
+            self.read.append(reads)
+            return opened[1].slot
 
         try:
             result = attempt(begin, arrays, out)
@@ -375,47 +374,50 @@ class Lanes:
             self._finish(opened, (), result, alone=True)
         return result
 
-    def _begin(self, made: Made, reads: Pieces, writes: Pieces, keep: object) -> "_Open":
+    def _begin(self, made: Made, reads: Pieces, writes: Pieces, keep: object) -> _Open:
         """Begin a node: choose its lane, behind what it follows, and let the calls to come be inside of it."""
         if self._busy:
             raise in_the_middle()
-        name, place = made.name, made.place
         if self._nodes >= MOST_NODES:
-            raise self._refuse(f"{name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}")
+            raise self._refuse(f"{made.name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}")
         self._busy = True
         try:
             self.calls.append(made)
-            self._see_others(place)
-            if self._unwritten and self.exact:
-                try:
-                    self._unwritten.check(name, place, reads, writes, keep)
-                except CaptureError as error:
-                    self.refused = str(error)
-                    raise
-                self._unwritten.wrote(writes)
-            self._expected = None
+            if self.exact:
+                if (found := self._read(self._main.pointer)) != self._seen:
+                    self._see_others(found or (), made.place)
+                if self._unwritten:
+                    self._check_written(made, reads, writes, keep)
+            self._others.clear()
             if self._called or self._new or self._asked:
                 for each in (self._called, self._new, self._asked):
                     each.clear()
             met, changed = self._uses.pieces(reads), self._uses.pieces(writes)
-            lane, node = self._start(needs_of(met, changed), name, place)
+            lane, node = self._start(needs_of(met, changed), made, (reads, writes))
             if self._held is not None:
                 self._hold(lane, node, keep)
-            self.used[-1] = reads, writes
-            self._inside, self._current, self._why = True, lane, ""
-            return _Open(made, lane, node, reads, writes, met, changed)
+            self._expected, self._inside, self._current, self._why = None, True, lane, ""
+            return made, lane, node, reads, writes, met, changed
         finally:
             self._busy = False
 
-    def _fail(self, opened: "_Open") -> None:
+    def _check_written(self, made: Made, reads: Pieces, writes: Pieces, keep: object) -> None:
+        try:
+            self._unwritten.check(made.name, made.place, reads, writes, keep)
+        except CaptureError as error:
+            self.refused = str(error)
+            raise
+        self._unwritten.wrote(writes)
+
+    def _fail(self, opened: _Open) -> None:
         """End a node that raised an error."""
         try:
             self._why = "it raised an error"
-            self._end(opened.lane, opened.node, opened.made.place)
+            self._end(opened[1], opened[2], opened[0].place)
         except Exception:  # the capture was invalidated, and the first error says by what
             self._inside = False
 
-    def _finish(self, opened: "_Open", written: Sequence[Piece | Token], result: object, *, alone: bool = False) -> None:
+    def _finish(self, opened: _Open, written: Sequence[Piece | Token], result: object, *, alone: bool = False) -> None:
         """End a node, and write down what it used.
 
         ``written`` is what it wrote besides what it was begun with; with ``alone`` it launched a plan and ran no other code.
@@ -485,13 +487,13 @@ class Lanes:
         """
         if not self.exact:
             return
-        self._see_others("the end")
+        self._see_others(self._dependencies(self._main.pointer), "the end")
         for array in leaves(outputs):
             piece = piece_of(self._driver, array)
             if piece is not None:
                 self._unwritten.check_returned(name, array, piece)
         for lane in self._lanes:
-            if lane.slot is not self._main and not _same(found := self._dependencies(lane.slot.pointer), lane.ends):
+            if lane.slot is not self._main and not _same(found := self._dependencies(lane.pointer), lane.ends):
                 self.steps.append(Step("other work", "the end", None, _steps(self._leaves) or self._base_step, LATE))
                 self._tell_step(lane.last)
                 self.ends[-1] = found
@@ -501,7 +503,7 @@ class Lanes:
         """Let the main stream come after all lanes, or the end of the capture would find fault with that alone."""
         for lane in self._lanes:
             if lane.slot is not self._main:
-                self._driver.record_event(lane.slot.end_event, lane.slot.pointer)
+                self._driver.record_event(lane.slot.end_event, lane.pointer)
                 self._driver.wait_event(self._main.pointer, lane.slot.end_event)
 
     def forget(self) -> None:
@@ -514,42 +516,41 @@ class Lanes:
         self._tensors = self._held = None
         self._seen = ()
         self._current = None
-        for name in ("_main", "_memory"):
+        for name in ("_main", "_memory", "_keep"):
             self.__dict__.pop(name, None)
 
     # One node
 
-    def _start(self, needs: Needs, name: str, place: str) -> tuple[_Lane, _Node]:
+    def _start(self, needs: Needs, made: Made, used: tuple[Pieces, Pieces]) -> tuple[_Lane, _Node]:
         """Choose a lane, and note what its next node follows."""
-        if len(needs) == 1 and (found := self._goes_on(*next(iter(needs.items())))) is not None:
-            lane, direct = found, found.nodes[-1:]  # what is left of a chain
+        of, direct = self._of, []
+        for track, call in needs.items():
+            direct.append(of[track].nodes[call - 1])
+        if len(direct) == 1 and direct[0].call == direct[0].track.count:  # the last of its lane
+            lane = of[direct[0].track]
         else:
-            producers = [self._of[track].nodes[call - 1] for track, call in needs.items()]
-            lane = self._choose(producers)
-            if lane.nodes and lane.nodes[-1] not in producers:
-                producers.append(lane.nodes[-1])
-            direct = producers if len(producers) < 2 else _direct(producers)
+            lane = self._choose(direct)
+            if lane.nodes and lane.nodes[-1] not in direct:
+                direct.append(lane.nodes[-1])
+            if len(direct) > 1:
+                direct = _direct(direct)
         track, leaves = lane.track, self._leaves
         for each in direct:
             if each.known is not track.known:
                 track.learn(each.known)
             leaves.pop(each, None)  # of what the node comes after, these alone can be leaves
-        track.count += 1
+        track.count = call = track.count + 1
         node = _Node(track, len(self.steps))
-        node.known = track.known = {**track.known, track: node.call}
-        self.steps.append(Step(name, place, lane.number, _steps(direct) or self._base_step))
-        self._tell_step(lane.last)
+        node.known = track.known = {**track.known, track: call}
+        self.steps.append(Step(made.name, made.place, lane.number, _steps(direct) or self._base_step))
+        self._tell_step(lane.last, used)
         lane.nodes.append(node)
         self._nodes += 1
         return lane, node
 
-    def _goes_on(self, track: Track, call: int) -> _Lane | None:
-        """Return the lane of a call that is the last on it."""
-        return self._of[track] if track.count == call else None
-
     def _hold(self, lane: _Lane, node: _Node, given: object) -> None:
         """Hold the tensors that a node is given; but not those in our own memory, which goes to those alone who may have it."""
-        pointer, begins = lane.slot.pointer, self._memory.begins
+        pointer, begins = lane.pointer, self._memory.begins
         found = [(start, each) for start, each in self._tensors.storages(given) if not begins(start)]
         assert self._held is not None
         self._held.follow(pointer, node.known)
@@ -621,7 +622,7 @@ class Lanes:
 
     def _captured(self, lane: _Lane, node: _Node, place: str, alone: bool) -> bool:
         """Look what a node gave to the capture; whether there is anything."""
-        ends = self._dependencies(lane.slot.pointer)
+        ends = self._read(lane.pointer) or ()
         captured = ends != lane.ends and not _same(ends, lane.ends)
         if captured:
             self.ends[node.step] = lane.ends = ends
@@ -672,19 +673,18 @@ class Lanes:
     def _dependencies(self, pointer: int) -> tuple[Any, ...]:
         return self._read(pointer) or ()
 
-    def _see_others(self, place: str) -> None:
-        """Start new books where the main stream was given something since the last node."""
-        others = self._others
-        if self.exact and (found := self._dependencies(self._main.pointer)) != self._seen and not _same(found, self._seen):
-            self._unwritten.clear()  # nobody knows what it wrote
-            after = _steps(self._leaves) or self._base_step
-            for name, why, where in others.steps(self._last_place, place):
-                self.steps.append(Step(name, where, None, after, why))
-                self._tell_step()
-                after = (len(self.steps) - 1,)
-            self._moved(found)
-            self._start_anew(after)
-        others.clear()
+    def _see_others(self, found: tuple[Any, ...], place: str) -> None:
+        """Start new books where the main stream was given something since the last node; it is behind these nodes now."""
+        if _same(found, self._seen):
+            return
+        self._unwritten.clear()  # nobody knows what it wrote
+        after = _steps(self._leaves) or self._base_step
+        for name, why, where in self._others.steps(self._last_place, place):
+            self.steps.append(Step(name, where, None, after, why))
+            self._tell_step()
+            after = (len(self.steps) - 1,)
+        self._moved(found)
+        self._start_anew(after)
 
     def _moved(self, found: tuple[Any, ...]) -> None:
         """Be told what the main stream is behind now that the last step gave it work."""
@@ -694,10 +694,10 @@ class Lanes:
             if lane.slot is self._main:
                 lane.ends, lane.last = found, self._last
 
-    def _tell_step(self, behind: int = -1) -> None:
+    def _tell_step(self, behind: int = -1, used: tuple[Pieces, Pieces] = ((), ())) -> None:
         self.ends.append(())
         self.behind.append(behind)
-        self.used.append(((), ()))
+        self.used.append(used)
 
     def _start_anew(self, steps: tuple[int, ...]) -> None:
         """Have all that follows come after what the main stream is behind now."""

@@ -10,8 +10,9 @@ recorded stays: of data, of memory that was given out again, and of scratch that
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from typing import Any, NamedTuple
 
 from handlepool.drivers.protocol import Edge, RecordedGraph
@@ -58,9 +59,9 @@ class _Part:
     ----------
     entries, exits : list of node
         Those that come after, and before, no other one of it.
-    after : set of int
+    after : collection of int
         The steps that some of it come after.
-    whole : set of int
+    whole : collection of int
         Of these, the ones that all of it come after: each exit there leads to each entry here.
     """
 
@@ -69,8 +70,8 @@ class _Part:
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.exits: list[Any] = []
-        self.after: set[int] = set()
-        self.whole: set[int] = set()
+        self.after: Collection[int] = ()
+        self.whole: Collection[int] = ()
 
     def leading_to(self, other: "_Part") -> list[Pair]:
         """Return the edges by which all of another one comes after all of this one."""
@@ -113,23 +114,25 @@ class Schedule:
         edges = graph.edges()
         self._owner = _owners(edges, ends)
         self._parts = parts = _parts(edges, self._owner, len(steps))
-        self._pairs = {*edges}
+        self._pairs = pairs = {*edges}
         spare: list[Pair] = []
         add: list[Pair] = []
-        stands: list[tuple[int, ...]] = []  # for each step: itself, or what it waits for where it gave the graph nothing
+        instead: dict[int, tuple[int, ...]] = {}  # of a step that gave the graph nothing, what that waits for
         for number, (part, step) in enumerate(zip(parts, steps, strict=True)):
-            after = tuple({each: None for before in step.after for each in stands[before]})
-            stands.append((number,) if part.entries else after)
+            after = step.after
+            if instead:
+                after = tuple({each: None for before in after for each in instead.get(before, (before,))})
             if not part.entries:
+                instead[number] = after
                 continue
-            before = behind[number]
-            if before in part.whole and before not in after and after:
+            whole, before = part.whole, behind[number]
+            if before in whole and before not in after and after:
                 spare += parts[before].leading_to(part)
-            for each in after:
-                if each not in part.whole:
-                    add += [pair for pair in parts[each].leading_to(part) if pair not in self._pairs]
-            part.after.update(after)
-            part.whole.update(after)
+            missing = [each for each in after if each not in whole]
+            for each in missing:
+                add += [pair for pair in parts[each].leading_to(part) if pair not in pairs]
+            part.whole = {*whole, *missing} if missing else whole
+            part.after = {*part.after, *after} if missing else part.after
         graph.connect(add)
         self._pairs.update(add)
         self.recorded = Arrangement(lanes, tuple(steps), [], spare)
@@ -174,9 +177,10 @@ class Schedule:
                     before.add(place.behind)
                     add += [pair for pair in parts[place.behind].leading_to(part) if pair not in self._pairs]
                 needed = _needed(before, places)
-                for each in part.whole - needed:
-                    remove += parts[each].leading_to(part)
-                waits = {*needed, *(part.after - part.whole)}
+                for each in part.whole:
+                    if each not in needed:
+                        remove += parts[each].leading_to(part)
+                waits = {*needed, *(each for each in part.after if each not in part.whole)}
             step = steps[number]
             lane = None if step.lane is None else place.lane
             steps[number] = Step(step.name, step.place, lane, tuple(sorted(waits)), step.why)
@@ -228,8 +232,11 @@ def _needed(steps: set[int], places: "dict[int, _Place]") -> set[int]:
 def estimated(used: Sequence[tuple[Sequence[Piece | Token], Sequence[Piece | Token]]]) -> list[float]:
     """Return what steps may take, in microseconds, by the memory that they read and write."""
     times = []
-    for pieces in used:
-        moved = sum([piece[1] - piece[0] for each in pieces for piece in each if not isinstance(piece, Token)])
+    for reads, writes in used:
+        moved = 0
+        for piece in chain(reads, writes):
+            if type(piece) is tuple:
+                moved += piece[1] - piece[0]
         times.append(LEAST_TIME + moved / BYTES_A_MICROSECOND)
     return times
 
@@ -258,28 +265,35 @@ def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[
             "operation has to end what it begins"
         )
     parts = [_Part() for _ in range(count)]
-    inside = [(one, other) for one, other in edges if owner[one] == owner[other]]
-    leading, led = {one for one, _ in inside}, {other for _, other in inside}  # to, and from, another node of their own step
+    leading, led = set(), set()  # to, and from, another node of their own step
+    across: list[tuple[Any, Any, int, int]] = []
+    for one, other in edges:
+        first, second = owner[one], owner[other]
+        if first == second:
+            leading.add(one)
+            led.add(other)
+        else:
+            across.append((one, other, first, second))
     for node, number in owner.items():
         part = parts[number]
         if node not in led:
             part.entries.append(node)
         if node not in leading:
             part.exits.append(node)
-    found: Counter[tuple[int, int]] = Counter()  # edges from exits to entries, of steps that have several
-    for one, other in edges:
-        first, second = owner[one], owner[other]
-        if first != second:
-            part = parts[second]
-            part.after.add(first)
-            if one not in leading and other not in led:
-                if len(parts[first].exits) == 1 and len(part.entries) == 1:
-                    part.whole.add(first)
-                else:
-                    found[first, second] += 1
-    for (first, second), count in found.items():
-        if count == len(parts[first].exits) * len(parts[second].entries):
-            parts[second].whole.add(first)
+    found: Counter[tuple[int, int]] = Counter()  # edges from exits to entries
+    for one, other, first, second in across:
+        part = parts[second]
+        if first not in part.after:
+            part.after = (*part.after, first)
+        if one not in leading and other not in led:
+            if len(parts[first].exits) == 1 and len(part.entries) == 1:
+                part.whole = (*part.whole, first)
+            else:
+                found[first, second] += 1
+    for (first, second), known in found.items():
+        part = parts[second]
+        if known == len(parts[first].exits) * len(part.entries):
+            part.whole = (*part.whole, first)
     return parts
 
 

@@ -2,7 +2,8 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from operator import sub
+from itertools import repeat
+from operator import add, sub
 
 from handlepool.tensors.layout import Layout, Piece, Token
 
@@ -78,11 +79,11 @@ class Operands:
                 return False
         return True
 
-    def pieces(self, addresses: Sequence[int]) -> list[Piece]:
+    def pieces(self, addresses: Sequence[int]) -> tuple[Piece, ...]:
         """Return the memory of arrays that begin at these addresses."""
         if self.dense:
-            return [(address, address + reach, None) for address, reach in zip(addresses, self.reaches, strict=True)]
-        return [layout.piece(address) for layout, address in zip(self.layouts, addresses, strict=True)]
+            return tuple(zip(addresses, map(add, addresses, self.reaches), repeat(None)))
+        return tuple([layout.piece(address) for layout, address in zip(self.layouts, addresses, strict=True)])
 
 
 class Memory:
