@@ -83,7 +83,7 @@ class Recording:
     captured : RecordedGraph
         What was captured, which that may be a copy of with other edges.
     schedule : Schedule or None
-        Where calls are nodes that the driver orders by choice.
+        Where calls are nodes, and the driver can tell what was captured for each.
     arrangement : Arrangement or None
         Of these, how the graph that is launched has them.
     times : list of float or None

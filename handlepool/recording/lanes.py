@@ -135,7 +135,7 @@ class Lanes:
     wanted, got : int
         Lanes.
     exact : bool
-        Whether the driver can put a stream behind nodes by choice.
+        Whether the driver can tell which nodes of the capture a stream is behind.
     refused : str
         What a call was refused for, also where the function caught that: without the call a program would be another one.
     """

@@ -378,6 +378,37 @@ def test_what_streams_share_is_used_beside_nothing_and_is_named(scene):
         assert scene.read(program.outputs) == 2 + 3 + 2 + 4
 
 
+@handlepool.operation
+def noting(scene, x):
+    scene.driver.noted = scene.driver.current_stream().ptr
+    return scene.plus(x, 1)
+
+
+def given_late(scene, x, seen):
+    """What is given to a call's stream when others have read and changed its array, which are on other lanes."""
+    y = noting(scene, x)
+    z = [plus(scene, y, value) for value in (10, 20)]
+    times(scene, y, 100)
+
+    def work(seen, y):
+        seen[...] = y
+
+    scene.driver.enqueue(scene.driver.noted, work, writes=[seen], reads=[y])
+    return z
+
+
+def test_g17_what_is_given_to_a_lane_after_its_last_call_comes_after_all(scene):
+    x, seen = scene.array(1), scene.array(0)
+    with handlepool.record(given_late, scene, x, seen, lanes=8) as program:
+        for _ in range(3):
+            scene.put(seen, lambda: 0)
+            program.replay()
+            assert scene.read(seen) == 200
+        assert [scene.read(y) for y in program.outputs] == [12, 22]
+        (late,) = program.explain().serial
+        assert late.why.startswith("given to a lane after its last call")
+
+
 def overwritten_where_it_was_given_back(scene):
     kept = scene.array(1)
     scene.driver.kept_array = kept  # where nobody sees it
