@@ -219,13 +219,7 @@ class RecordedGraph(Protocol):
         """``launch(pointer)`` enqueues all of it on a stream, as one launch. For one thread at a time, once it is ready."""
 
     def edges(self) -> Sequence[Edge]:
-        """Return the edges as they were captured, and connected. Nodes compare as those of `Driver.dependencies`."""
-
-    def connect(self, edges: Sequence[tuple[Any, Any]]) -> None:
-        """Let nodes run after others that were captured before them, to the end; also where edges cannot be taken away.
-
-        For a graph that was captured and is not ready yet. Called inside `Driver.relaxed`.
-        """
+        """Return the edges as they were captured. Nodes compare as those of `Driver.dependencies`."""
 
     def allocations(self) -> Sequence[Any]:
         """Return the nodes that allocate memory each time the graph runs; they compare as those of `edges`."""
@@ -454,6 +448,13 @@ class Driver(Protocol):
         """Return the nodes of its capture that whatever a capturing stream is given next will run after.
 
         They are opaque, have a hash, and compare by identity of the node. None where the driver has no such call.
+        """
+
+    def set_dependencies(self, pointer: int, nodes: Sequence[Any]) -> None:
+        """Let whatever a capturing stream is given next run after these nodes of its capture alone, each to its end.
+
+        The first stream of the capture must come to be behind all nodes by its end. CUDA does not say so of a stream that was
+        moved away from its last node; the host driver does.
         """
 
     def capture_failure(self, error: BaseException) -> str | None:

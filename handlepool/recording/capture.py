@@ -6,7 +6,6 @@ Arrays come from memory of the recording's own, so that what was allocated for a
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -83,7 +82,7 @@ class Recording:
     captured : RecordedGraph
         What was captured, which that may be a copy of with other edges.
     schedule : Schedule or None
-        Where calls are nodes, and the driver can tell what was captured for each.
+        Where calls are nodes that the driver orders by choice.
     arrangement : Arrangement or None
         Of these, how the graph that is launched has them.
     times : list of float or None
@@ -282,6 +281,7 @@ class Recording:
         value: Any = None
         error: BaseException | None = None
         ending: BaseException | None = None
+        goes_on = False
         try:
             driver.begin_capture(slot.pointer)
             self._capture = driver.capture_id(slot.pointer)
@@ -289,6 +289,7 @@ class Recording:
         except BaseException as trouble:
             error = trouble
         try:
+            goes_on = error is not None and self._goes_on(slot.pointer)
             for scratch in self.scratch:
                 scratch.keep_recorded(self._capture)
             with driver.relaxed():
@@ -300,22 +301,29 @@ class Recording:
             abort_capture(driver, slot.pointer)
         try:
             if error is not None or ending is not None:
-                self._raise(error, ending)
+                self._raise(error, ending, goes_on)
         finally:
             del error, ending  # or the error, its traceback and this frame would keep each other
         return value
+
+    def _goes_on(self, pointer: int) -> bool:
+        """Whether a capture is under way that nothing has spoiled, as far as the driver can tell."""
+        try:
+            return self.pool.driver.dependencies(pointer) is not None
+        except Exception:
+            return False
 
     def _arrange(self) -> None:
         """Make what was captured ready to be launched, on as many lanes as were asked for."""
         lanes, captured = self.lanes, self.captured
         assert captured is not None
         if lanes is not None and lanes.exact:
-            self.schedule = Schedule(captured, lanes.steps, lanes.ends, lanes.behind, lanes.got)
+            self.schedule = Schedule(captured, lanes.steps, lanes.ends, lanes.got)
             self.arrangement = self.schedule.on(lanes.limit, estimated(lanes.used))
         try:
             self.graph = captured.arranged(*(self.arrangement.edges if self.arrangement else ()))
-        except CaptureError:  # the driver cannot copy it, nor take an edge away
-            self.arrangement = None if self.schedule is None else self.schedule.recorded._replace(remove=[])
+        except CaptureError:  # the driver cannot copy it
+            self.arrangement = None if self.schedule is None else self.schedule.recorded
         assert self.graph is not None
         self.graph.instantiate()
 
@@ -337,10 +345,6 @@ class Recording:
             self._rehearsed = ()  # both hold plans, which `release_plans` is to let go of
             lanes.calls.clear()
             return value
-        except BaseException:
-            with suppress(Exception):  # the capture was invalidated, and its end says by what
-                lanes.gather()
-            raise
         finally:
             end()
 
@@ -370,8 +374,11 @@ class Recording:
                     with driver.relaxed():
                         tensors.end()
 
-    def _raise(self, error: BaseException | None, ending: BaseException | None) -> None:
-        """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error."""
+    def _raise(self, error: BaseException | None, ending: BaseException | None, goes_on: bool) -> None:
+        """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error.
+
+        The capture ``goes_on`` where nothing spoiled it: then its end misses no more than what the error kept from being done.
+        """
         first = error or ending
         assert first is not None
         try:
@@ -397,7 +404,7 @@ class Recording:
                 ) from ending
             causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
             cause = next(filter(None, causes), None)
-            if error is not None and (cause is None or _says_all(error)):
+            if error is not None and (cause is None or _says_all(error) or (goes_on and causes[0] is None)):
                 raise error
             place = "" if error is None else _place_of(error)
             where = f" at {place}" if place and place not in str(cause) else ""  # the host driver names it, too

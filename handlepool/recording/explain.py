@@ -181,7 +181,7 @@ class Explanation:
         if not self.nodes:
             lines.append("No call of a graph function or an operation is in it, and lanes are for those alone")
         if not self.exact:
-            lines.append("The driver cannot tell what was captured for which call, so all run one after the other")
+            lines.append("The driver cannot put a node behind others by choice, so all run one after the other")
         elif self.wanted > self.recorded and self.recorded < self.limit:
             lines.append(f"Up to {self.wanted} lanes were wanted: no more side streams of the device were free")
         if self.recorded > self.got:

@@ -1,12 +1,11 @@
 """Lanes: the calls of a sequential function, recorded as nodes that wait for what their data asks for alone (guarantee 17).
 
-A lane is a leased side slot whose stream takes part in the capture. A node goes on one lane, behind the lane's last: what other
-libraries keep by stream, and the slot's scratch, is used by one node at a time. The books are a region's, with a track for each
-lane. They say what each node follows by its data, on other lanes too. Those edges are made when the capture has ended
-(`handlepool.recording.schedule`).
+A lane is a leased side slot whose stream takes part in the capture. A node goes on one lane, which is first put behind exactly
+the nodes that it follows by its data, and behind the lane's last: what other libraries keep by stream, and the slot's scratch,
+is used by one node at a time. The books are a region's, with a track for each lane.
 
-The main stream gets no node. So whatever is launched there unseen is seen at the next node, as work that stands after all before
-it, and before all that comes: new books begin behind it.
+Outside of nodes the main stream is behind all leaves. So whatever is launched there unseen stands after all before it; that it
+was is seen at the next node, which starts new books behind it.
 
 There are as many lanes as the data allows: `handlepool.recording.schedule` brings them down to the number that was asked for.
 
@@ -17,6 +16,7 @@ that stream alone, as outside of recordings: the books do not know who used it w
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from handlepool._util import do_all, leaves
@@ -44,7 +44,6 @@ LEFT_FREE = 4
 """Side slots that a recording does not lease for more lanes than were asked for."""
 MOST_NODES = 20_000
 """Of one recording."""
-LATE = "given to a lane after its last call, as what frees memory where that was allocated"
 
 
 class _Node:
@@ -56,18 +55,21 @@ class _Node:
         Its lane's, and its place there.
     known : dict
         By track, the last call that it comes after, itself included.
+    ends : tuple
+        The nodes of the capture that whatever follows it waits for.
     step : int
         Its place among all steps.
     steps : tuple of int
         The steps that whatever follows it waits for.
     """
 
-    __slots__ = ("call", "known", "step", "steps", "track")
+    __slots__ = ("call", "ends", "known", "step", "steps", "track")
 
     def __init__(self, track: Track, step: int) -> None:
         self.track = track
         self.call = track.count
         self.known: Needs = NOTHING
+        self.ends: tuple[Any, ...] = ()
         self.step = step
         self.steps: tuple[int, ...] = (step,)
 
@@ -78,17 +80,17 @@ class _Lane:
     Attributes
     ----------
     ends : tuple
-        The nodes of the capture that its stream is behind.
-    last : int
-        The last step that these are of; -1 for none.
+        The nodes of the capture that its stream was behind when it was last looked at.
+    shown : bool
+        Whether code of the user's had its stream, and may use that again.
     """
 
-    def __init__(self, slot: Slot, number: int, ends: tuple[Any, ...], last: int) -> None:
+    def __init__(self, slot: Slot, number: int, ends: tuple[Any, ...]) -> None:
         self.slot = slot
         self.pointer = slot.pointer
         self.number = number
         self.ends = ends
-        self.last = last
+        self.shown = False
         self.begin()
 
     def begin(self) -> None:
@@ -122,10 +124,8 @@ class Lanes:
     calls : list of Made
         Those that became nodes.
     ends : list of tuple of node
-        For each step, the nodes of the capture that it ends with; nothing where it gave that none. Of other work that is told of
-        as several steps, the last one has them.
-    behind : list of int
-        For each step, the one that its stream was behind already, so that the capture has an edge; -1 for none.
+        For each step, what whatever follows it waits for; nothing for other work that is told of as several steps, but for the
+        last of these.
     read : list of pieces
         What plans read that were launched as nodes.
     used : list of (pieces, pieces)
@@ -135,7 +135,7 @@ class Lanes:
     wanted, got : int
         Lanes.
     exact : bool
-        Whether the driver can tell which nodes of the capture a stream is behind.
+        Whether the driver can put a stream behind nodes by choice.
     refused : str
         What a call was refused for, also where the function caught that: without the call a program would be another one.
     """
@@ -144,7 +144,6 @@ class Lanes:
         self.limit = limit
         self.steps: list[Step] = []
         self.ends: list[tuple[Any, ...]] = []
-        self.behind: list[int] = []
         self.read: list[Pieces] = []
         self.used: list[tuple[Pieces, Pieces]] = []
         self.own: set[tuple[int, int]] = set()
@@ -154,20 +153,21 @@ class Lanes:
         self.refused = ""
         self._width = 1 if limit == 1 else MOST_SIDE_SLOTS
         self._pool = pool
+        self._keep = keep
         self._driver = pool.driver
-        self._read = pool.driver.dependencies
+        self._ask = pool.driver.dependencies
         self._device = device
         self._sides = pool.device(device).sides
         self._leased = leased
-        self._keep = keep
         self._lanes: list[_Lane] = []
         self._pointers: set[object] = set()  # of the main stream and the lanes
         self._of: dict[Track, _Lane] = {}
         self._uses = Uses()
         self._leaves: dict[_Node, None] = {}  # an ordered set
-        self._base_step: tuple[int, ...] = ()  # what every node comes after
-        self._seen: tuple[Any, ...] = ()  # what the main stream was behind when it was last looked at
-        self._last = -1  # the step that this is of
+        self._base: tuple[Any, ...] = ()  # what every node comes after
+        self._base_step: tuple[int, ...] = ()
+        self._put: tuple[Any, ...] = ()  # what the main stream was left behind
+        self._behind: tuple[Any, ...] = ()  # and what the last node was put behind
         self._new: list[tuple[int, int]] = []  # memory that was allocated inside the node
         self._blocks: list[object] = []  # memory that is kept
         self._keeps = False
@@ -198,7 +198,7 @@ class Lanes:
         self._pointers.add(slot.pointer)
         base = self._driver.dependencies(slot.pointer)
         self.exact = base is not None
-        self._seen = base or ()
+        self._base = self._put = base or ()
         self._keeps = self.exact and not memory.recycle(self.may_have, self._pointers.__contains__)
         memory.tell(self.allocated)
         watches = [self._driver.watch_shared(self._shared, check=False), self._driver.watch_plain(self._plain)]
@@ -341,6 +341,7 @@ class Lanes:
             In a finaliser that found its thread in the middle of the books.
         """
         opened = self._begin(Made.of(name, writes, what), reads, writes, keep)
+        opened[1].shown = True
         try:
             result = call(opened[1].slot)
             written = [] if new is None else [*new(result)]
@@ -384,8 +385,8 @@ class Lanes:
         try:
             self.calls.append(made)
             if self.exact:
-                if (found := self._read(self._main.pointer)) != self._seen:
-                    self._see_others(found or (), made.place)
+                if (found := self._dependencies(self._main.pointer)) != self._put:
+                    self._see_others(found, made.place)
                 if self._unwritten:
                     self._check_written(made, reads, writes, keep)
             self._others.clear()
@@ -411,9 +412,12 @@ class Lanes:
 
     def _fail(self, opened: _Open) -> None:
         """End a node that raised an error."""
+        _, lane, node, reads, writes, met, changed = opened
         try:
             self._why = "it raised an error"
-            self._end(opened[1], opened[2], opened[0].place)
+            if self._called:
+                self._take_in_called(node, {*reads}, {*writes}, met, changed)
+            self._end(lane, node, opened[0].place)
         except Exception:  # the capture was invalidated, and the first error says by what
             self._inside = False
 
@@ -478,7 +482,7 @@ class Lanes:
         return any(start <= piece[0] and piece[1] <= stop for start, stop in self._new)
 
     def join(self, name: str, outputs: object) -> None:
-        """Be told that the function has returned its ``outputs``, and let the main stream come after all lanes.
+        """Let the main stream come after all lanes, as a capture's end asks for; ``outputs`` are the function's.
 
         Raises
         ------
@@ -487,24 +491,18 @@ class Lanes:
         """
         if not self.exact:
             return
-        self._see_others(self._dependencies(self._main.pointer), "the end")
+        driver, pointer = self._driver, self._main.pointer
+        self._see_others(self._dependencies(pointer), "the end")
         for array in leaves(outputs):
-            piece = piece_of(self._driver, array)
+            piece = piece_of(driver, array)
             if piece is not None:
                 self._unwritten.check_returned(name, array, piece)
         for lane in self._lanes:
-            if lane.slot is not self._main and not _same(found := self._dependencies(lane.pointer), lane.ends):
-                self.steps.append(Step("other work", "the end", None, _steps(self._leaves) or self._base_step, LATE))
-                self._tell_step(lane.last)
-                self.ends[-1] = found
-        self.gather()
-
-    def gather(self) -> None:
-        """Let the main stream come after all lanes, or the end of the capture would find fault with that alone."""
-        for lane in self._lanes:
-            if lane.slot is not self._main:
-                self._driver.record_event(lane.slot.end_event, lane.pointer)
-                self._driver.wait_event(self._main.pointer, lane.slot.end_event)
+            if lane.slot is self._main:
+                continue
+            driver.set_dependencies(lane.pointer, self._put)  # adds nothing to what the main stream is behind
+            driver.record_event(lane.slot.end_event, lane.pointer)
+            driver.wait_event(pointer, lane.slot.end_event)
 
     def forget(self) -> None:
         """Let go of what was kept for the recording."""
@@ -514,7 +512,7 @@ class Lanes:
         if self._held is not None:
             self._held.close()
         self._tensors = self._held = None
-        self._seen = ()
+        self._base = self._put = self._behind = ()
         self._current = None
         for name in ("_main", "_memory", "_keep"):
             self.__dict__.pop(name, None)
@@ -522,10 +520,9 @@ class Lanes:
     # One node
 
     def _start(self, needs: Needs, made: Made, used: tuple[Pieces, Pieces]) -> tuple[_Lane, _Node]:
-        """Choose a lane, and note what its next node follows."""
-        of, direct = self._of, []
-        for track, call in needs.items():
-            direct.append(of[track].nodes[call - 1])
+        """Choose a lane, and put it behind what its next node follows."""
+        of = self._of
+        direct = [of[track].nodes[call - 1] for track, call in needs.items()]
         if len(direct) == 1 and direct[0].call == direct[0].track.count:  # the last of its lane
             lane = of[direct[0].track]
         else:
@@ -542,8 +539,13 @@ class Lanes:
         track.count = call = track.count + 1
         node = _Node(track, len(self.steps))
         node.known = track.known = {**track.known, track: call}
+        self._behind = after = _ends(direct) or self._base
+        if self.exact and (
+            lane.shown or after != lane.ends
+        ):  # what somebody gave a lane outside of nodes is left behind, and refused
+            self._driver.set_dependencies(lane.pointer, after)
         self.steps.append(Step(made.name, made.place, lane.number, _steps(direct) or self._base_step))
-        self._tell_step(lane.last, used)
+        self._tell_step(used)
         lane.nodes.append(node)
         self._nodes += 1
         return lane, node
@@ -589,19 +591,19 @@ class Lanes:
             slot = self._main
         else:
             self._leased.append(slot)
-        lane = _Lane(slot, len(lanes), self._seen, self._last)
-        lanes.append(lane)
-        self.got = len(lanes)
-        self._of[lane.track] = lane
-        self._pointers.add(slot.pointer)
         if slot is not self._main:
             bind_to_thread(self._pool.sound(slot))
             self._driver.record_event(slot.start_event, self._main.pointer)
             self._driver.wait_event(slot.pointer, slot.start_event)
+        lane = _Lane(slot, len(lanes), self._put)
+        lanes.append(lane)
+        self.got = len(lanes)
+        self._of[lane.track] = lane
+        self._pointers.add(slot.pointer)
         return lane
 
     def _end(self, lane: _Lane, node: _Node, place: str, users: Sequence[_Node] = (), *, alone: bool = False) -> bool:
-        """Take a node in that was captured; whether anything was.
+        """Take a node in that was captured, and put the main stream behind all leaves again; whether anything was captured.
 
         Whatever follows the node follows its ``users``, too.
         """
@@ -609,46 +611,33 @@ class Lanes:
         self._last_place = place
         for each in users:
             lane.track.learn(each.known)
-        captured = not self.exact or self._captured(lane, node, place, alone)
+        known = node.known = lane.track.known
         if users or self._why:  # it comes after more than it was begun behind
-            known = node.known = lane.track.known
-            node.steps = tuple(sorted({node.step, *(each.step for each in users)}))
             self._leaves = {leaf: None for leaf in self._leaves if known.get(leaf.track, 0) < leaf.call}
         self._leaves[node] = None
-        if self._why and self.exact:
-            self.steps[node.step] = self.steps[node.step]._replace(why=self._why)
-            self._start_anew(_steps(self._leaves))
-        return bool(self._why) or captured
-
-    def _captured(self, lane: _Lane, node: _Node, place: str, alone: bool) -> bool:
-        """Look what a node gave to the capture; whether there is anything."""
-        ends = self._read(lane.pointer) or ()
-        captured = ends != lane.ends and not _same(ends, lane.ends)
-        if captured:
-            self.ends[node.step] = lane.ends = ends
-            lane.last = node.step
-        if lane.slot is self._main:
-            self._seen, self._last = lane.ends, lane.last
-        elif not alone and not _same(found := self._dependencies(self._main.pointer), self._seen):
-            if captured:
+        if not self.exact:
+            return True  # nobody can tell
+        node.ends = lane.ends = self._dependencies(lane.pointer)
+        if not (alone or lane.slot is self._main) and not _same(found := self._dependencies(self._main.pointer), self._put):
+            if not _same(node.ends, self._behind):
                 self.refused = (
                     f"{self.steps[node.step].name} at {place} gave work both to the current stream and to the one that is "
                     f"recorded, which were one when it was called for real, and have no order here: let it launch on the stream "
                     f"that is current inside it"
                 )
-            self._behind_all(lane, node)
-            self.ends[node.step], self.behind[node.step] = found, self._last
-            self._seen, self._last, captured = found, node.step, True
+            node.ends = tuple(dict.fromkeys(node.ends + found))  # which is after all before it
             self._why = self._why or "it gave work to the stream that is recorded, and not to its own lane alone"
-        return captured
-
-    def _behind_all(self, lane: _Lane, node: _Node) -> None:
-        """Let a node come after all that was recorded before it."""
-        for leaf in self._leaves:
-            lane.track.learn(leaf.known)
-        node.known = lane.track.known
-        step = self.steps[node.step]
-        self.steps[node.step] = step._replace(after=tuple(sorted({*step.after, *_steps(self._leaves)})))
+        captured = node.ends != self._behind and not _same(node.ends, self._behind)
+        if users:
+            node.ends = tuple(dict.fromkeys([*node.ends, *_ends(users)]))
+            node.steps = tuple(sorted({node.step, *(each.step for each in users)}))
+        self.ends[node.step] = node.ends
+        self._put = _ends(self._leaves) or self._base
+        self._driver.set_dependencies(self._main.pointer, self._put)
+        if self._why:
+            self.steps[node.step] = self.steps[node.step]._replace(why=self._why)
+            self._start_anew(tuple(leaf.step for leaf in self._leaves))
+        return bool(self._why) or captured
 
     def _check_nothing(self, name: str, place: str, reads: Pieces, writes: Pieces, result: object) -> None:
         """Refuse a call that gave the capture nothing and wrote something all the same: that ran now, and at no replay."""
@@ -671,37 +660,29 @@ class Lanes:
     # What is no node
 
     def _dependencies(self, pointer: int) -> tuple[Any, ...]:
-        return self._read(pointer) or ()
+        return self._ask(pointer) or ()
 
     def _see_others(self, found: tuple[Any, ...], place: str) -> None:
-        """Start new books where the main stream was given something since the last node; it is behind these nodes now."""
-        if _same(found, self._seen):
+        """Start new books where the main stream, which is behind these nodes, was given something since the last node."""
+        if _same(found, self._put):
             return
+        self._put = found
         self._unwritten.clear()  # nobody knows what it wrote
-        after = _steps(self._leaves) or self._base_step
+        after = tuple(sorted(leaf.step for leaf in self._leaves)) or self._base_step
         for name, why, where in self._others.steps(self._last_place, place):
             self.steps.append(Step(name, where, None, after, why))
             self._tell_step()
             after = (len(self.steps) - 1,)
-        self._moved(found)
+        self.ends[-1] = found
         self._start_anew(after)
 
-    def _moved(self, found: tuple[Any, ...]) -> None:
-        """Be told what the main stream is behind now that the last step gave it work."""
-        self.ends[-1], self.behind[-1] = found, self._last
-        self._seen, self._last = found, len(self.steps) - 1
-        for lane in self._lanes:
-            if lane.slot is self._main:
-                lane.ends, lane.last = found, self._last
-
-    def _tell_step(self, behind: int = -1, used: tuple[Pieces, Pieces] = ((), ())) -> None:
+    def _tell_step(self, used: tuple[Pieces, Pieces] = ((), ())) -> None:
         self.ends.append(())
-        self.behind.append(behind)
         self.used.append(used)
 
     def _start_anew(self, steps: tuple[int, ...]) -> None:
         """Have all that follows come after what the main stream is behind now."""
-        self._base_step = steps
+        self._base, self._base_step = self._put, steps
         self._uses.close()
         self._uses = Uses()
         self._leaves, self._of = {}, {}
@@ -722,7 +703,13 @@ class Lanes:
         elif not self._why:
             self._why = f"it uses {name}, which streams share"
             if self.exact:
-                self._behind_all(lane, lane.nodes[-1])
+                behind = dict.fromkeys((*self._dependencies(lane.pointer), *self._put))
+                self._driver.set_dependencies(lane.pointer, tuple(behind))
+                for leaf in self._leaves:
+                    lane.track.learn(leaf.known)
+                lane.nodes[-1].known = lane.track.known
+                step = self.steps[-1]
+                self.steps[-1] = step._replace(after=tuple(sorted({*step.after, *(leaf.step for leaf in self._leaves)})))
 
     def _plain(self, name: str) -> None:
         """Be told of work by the driver, which may be another thread's, or a branch's."""
@@ -743,12 +730,15 @@ def _direct(producers: Sequence[_Node]) -> list[_Node]:
     return direct
 
 
-def _steps(nodes: Collection[_Node]) -> tuple[int, ...]:
+def _ends(nodes: Collection[_Node]) -> tuple[Any, ...]:
+    """Return what whoever follows some nodes waits for."""
+    ends = [each.ends for each in nodes]
+    return ends[0] if len(ends) == 1 else tuple(dict.fromkeys(chain.from_iterable(ends)))
+
+
+def _steps(nodes: Sequence[_Node]) -> tuple[int, ...]:
     """Return the steps that whoever follows some nodes waits for."""
-    if len(nodes) == 1:
-        (only,) = nodes
-        return only.steps
-    return tuple(sorted({step for each in nodes for step in each.steps}))
+    return nodes[0].steps if len(nodes) == 1 else tuple(sorted([step for each in nodes for step in each.steps]))
 
 
 def _last_step(lane: _Lane) -> int:

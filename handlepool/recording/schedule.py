@@ -1,6 +1,4 @@
-"""Schedules: the steps of a recording as parts of its graph, the edges between them, and more so that few of them run at once.
-
-What was captured has each lane's steps in a row. Edges to what else a step waits for are added to it at once.
+"""Schedules: the steps of a recording as parts of its graph, and edges so that at most so many of them run at once.
 
 A recording is made with as many lanes as its data allows. Only then is the whole graph known: who chooses among few lanes while
 recording puts independent parts behind each other. Here steps are given to lanes in the order in which they could run, and of
@@ -87,58 +85,40 @@ class Schedule:
     Parameters
     ----------
     graph : RecordedGraph
-        Gets the edges by which each step comes after those that it waits for.
     steps : sequence of Step
         In the order in which they were recorded.
-    ends : sequence of sequence of node
-        For each step, the nodes that it ends with; none for one that gave the graph nothing.
-    behind : sequence of int
-        For each step, the one that it was captured behind; -1 for none.
+    ends : sequence of tuple of node
+        For each step, what whatever followed it waited for; none for a step that is counted with the next one.
     lanes : int
         How many were recorded.
 
     Attributes
     ----------
     recorded : Arrangement
-        The graph as it was recorded, without edges of the capture that others imply.
+        The graph as it was captured.
 
     Raises
     ------
     CaptureError
-        For work that no step is known to have made, which has no known order.
+        For work in the graph that no step is known to have made, and that nothing waits for.
     """
 
-    def __init__(
-        self, graph: RecordedGraph, steps: Sequence[Step], ends: Sequence[Sequence[Any]], behind: Sequence[int], lanes: int
-    ) -> None:
-        edges = graph.edges()
-        self._owner = _owners(edges, ends)
-        self._parts = parts = _parts(edges, self._owner, len(steps))
-        self._pairs = pairs = {*edges}
-        spare: list[Pair] = []
-        add: list[Pair] = []
-        instead: dict[int, tuple[int, ...]] = {}  # of a step that gave the graph nothing, what that waits for
-        for number, (part, step) in enumerate(zip(parts, steps, strict=True)):
-            after = step.after
-            if instead:
-                after = tuple({each: None for before in after for each in instead.get(before, (before,))})
-            if not part.entries:
-                instead[number] = after
-                continue
-            whole, before = part.whole, behind[number]
-            if before in whole and before not in after and after:
-                spare += parts[before].leading_to(part)
-            missing = [each for each in after if each not in whole]
-            for each in missing:
-                add += [pair for pair in parts[each].leading_to(part) if pair not in pairs]
-            part.whole = {*whole, *missing} if missing else whole
-            part.after = {*part.after, *after} if missing else part.after
-        graph.connect(add)
-        self._pairs.update(add)
-        self.recorded = Arrangement(lanes, tuple(steps), [], spare)
+    def __init__(self, graph: RecordedGraph, steps: Sequence[Step], ends: Sequence[Sequence[Any]], lanes: int) -> None:
+        self.recorded = Arrangement(lanes, tuple(steps), [], [])
+        self._owner = _owners(graph.edges(), ends)
+        lost = graph.nodes - len(self._owner)
+        if lost:
+            raise CaptureError(
+                f"{lost} of {graph.nodes} operations were given to the stream of a call after the call had ended, so that nobody "
+                f"knows what comes after them: a call has to give its work while it runs, and to free there what it allocates "
+                f"with cudaMallocAsync"
+            )
+        self._graph = graph
+        self._parts: list[_Part] = []
+        self._pairs: set[Pair] = set()
 
     def steps_of(self, nodes: Sequence[Any]) -> list[int | None]:
-        """Return the step that made each of some nodes of the graph; None where none is known to have."""
+        """Return the step that made each of some nodes of the graph."""
         return [self._owner.get(node) for node in nodes]
 
     def on(self, lanes: int, times: Sequence[float]) -> Arrangement:
@@ -154,6 +134,7 @@ class Schedule:
         """
         if lanes >= self.recorded.lanes:
             return self.recorded
+        self._look()
         places = _Placing(self._parts, times, lanes).run()
         if len(places) < sum(bool(part.entries) for part in self._parts) or not places:
             return self.recorded
@@ -161,7 +142,14 @@ class Schedule:
 
     def exits(self) -> list[list[Any]]:
         """Return the nodes that each step ends with: none of a step that gave the graph nothing."""
+        self._look()
         return [part.exits for part in self._parts]
+
+    def _look(self) -> None:
+        if not self._parts:
+            edges = self._graph.edges()
+            self._parts = _parts(edges, self._owner, len(self.recorded.steps))
+            self._pairs = {*edges}
 
     def _arrangement(self, places: "dict[int, _Place]") -> Arrangement:
         parts = self._parts
@@ -258,12 +246,7 @@ def _owners(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> dict[Any, i
 
 
 def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[_Part]:
-    """Return what each of so many steps became, as it was captured."""
-    if any(one not in owner or other not in owner for one, other in edges):
-        raise CaptureError(
-            "something was given to the stream of a call after the call had ended, so that nobody knows what it comes after: an "
-            "operation has to end what it begins"
-        )
+    """Return what each of so many steps became."""
     parts = [_Part() for _ in range(count)]
     leading, led = set(), set()  # to, and from, another node of their own step
     across: list[tuple[Any, Any, int, int]] = []
@@ -280,7 +263,7 @@ def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[
             part.entries.append(node)
         if node not in leading:
             part.exits.append(node)
-    found: Counter[tuple[int, int]] = Counter()  # edges from exits to entries
+    found: Counter[tuple[int, int]] = Counter()  # edges from exits to entries, of steps that have several
     for one, other, first, second in across:
         part = parts[second]
         if first not in part.after:

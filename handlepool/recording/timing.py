@@ -168,8 +168,8 @@ class Timed(ABC):
             self._refuse()
         if recording.lanes is not None and not recording.lanes.exact:
             raise ArgumentError(
-                f"{self._name} cannot be measured or tuned: the driver gives one lane, since it cannot tell what was captured "
-                f"for which call"
+                f"{self._name} cannot be measured or tuned: the driver gives one lane, since it cannot put a node behind others "
+                f"by choice"
             )
         if recording.schedule is None or recording.lanes is None or recording.lanes.limit == 1:
             how = "without lanes, and" if recording.lanes is None else "on one lane alone, and so"

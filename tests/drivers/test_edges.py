@@ -48,6 +48,7 @@ class Library:
         self.state, self.nodes, self.status, self.given = state, nodes, status, None
         self.array = (ctypes.c_void_p * len(nodes))(*nodes)
         self.cuStreamGetCaptureInfo_v3 = lambda *places: self.info(*places)
+        self.cuStreamUpdateCaptureDependencies_v2 = lambda *given: self.update(*given)
 
     def info(self, pointer, state, identity, graph, nodes, data, count):
         assert (pointer, identity, graph) == (3, None, None)
@@ -57,14 +58,23 @@ class Library:
         nodes._obj.contents = self.array if self.nodes else ctypes.c_void_p()
         return self.status
 
+    def update(self, pointer, nodes, data, count, flags):
+        assert (data, count, flags) == (None, len(nodes), 1)
+        self.given = pointer, tuple(nodes)
+        return self.status
+
 
 def dependencies(library):
     return Dependencies(library, lambda status: f"CUDA_ERROR_{status}")
 
 
 @pytest.mark.parametrize("nodes", [(), (7,), (7, 8, 2**63 + 9)])
-def test_dependencies_are_read_with_edge_data(nodes):
-    assert dependencies(Library(nodes=nodes)).read(3) == nodes
+def test_dependencies_are_read_with_edge_data_and_put_without(nodes):
+    library = Library(nodes=nodes)
+    found = dependencies(library)
+    assert found.read(3) == nodes
+    found.put(3, nodes)
+    assert library.given == (3, nodes)
 
 
 def test_what_was_read_stays_as_it_was_when_the_driver_answers_another_question():
@@ -93,6 +103,8 @@ def test_a_refusal_of_the_driver_and_an_invalidated_capture_raise():
     refused = dependencies(Library(status=901))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_901"):
         refused.read(3)
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_901"):
+        refused.put(3, (7,))
     with pytest.raises(CaptureError, match="0x3 is not capturing"):
         dependencies(Library(state=INVALIDATED)).read(3)
 
@@ -100,5 +112,7 @@ def test_a_refusal_of_the_driver_and_an_invalidated_capture_raise():
 @pytest.mark.cupy
 def test_the_bindings_that_are_installed_agree_on_the_numbers():
     driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    flags = driver.CUstreamUpdateCaptureDependencies_flags
+    assert int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES) == 1
     assert int(driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE) == ACTIVE
     assert driver.CUresult(901).name == "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"

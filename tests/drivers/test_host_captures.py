@@ -108,96 +108,96 @@ def fork_and_join(driver, log, branches=3):
     return origin.end_capture()
 
 
-def given_in_turn(driver, log):
-    """Four operations on two streams behind a first one, and one that follows them all; what each stream ends with."""
+def behind_its_producers(driver, log, put):
+    """Four operations on two streams that follow the first alone, and one that follows them all; ``put`` says who is put so."""
     origin, sides = driver.create_stream(), [driver.create_stream() for _ in range(2)]
     origin.begin_capture()
     give(driver, origin, log, "first")
+    first, ends = driver.dependencies(origin.ptr), []
     for side in sides:
         order(driver, origin, side)
-    ends = []
     for i in range(4):
+        side = sides[i % 2].ptr
+        if put:
+            driver.set_dependencies(side, first)
         give(driver, sides[i % 2], log, i)
-        ends += driver.dependencies(sides[i % 2].ptr)
-    for side in sides:
-        order(driver, side, origin)
+        ends += driver.dependencies(side)
+    driver.set_dependencies(origin.ptr, ends)
     give(driver, origin, log, "last")
-    with driver.relaxed():
-        return driver.end_capture(origin.ptr), ends
+    return origin.end_capture()
 
 
-def orders_of(connected):
+def orders_of(make):
     orders = set()
     for seed in range(200):
         driver, log = HostDriver(scheduler="adversarial", seed=seed), []
-        graph, ends = given_in_turn(driver, log)
-        with driver.relaxed():
-            graph.connect([(ends[one], ends[other]) for one, other in connected])
-        stream = driver.create_stream()
-        graph.launch(stream.ptr)
-        driver.synchronize_stream(stream.ptr)
+        make(driver, log).launch()
         assert (log[0], log[-1]) == ("first", "last")
         orders.add(tuple(log[1:-1]))
     return orders
 
 
-def test_an_operation_that_is_connected_with_one_of_another_stream_follows_it():
-    orders = orders_of([(0, 3), (1, 2)])
-    assert len(orders) == 4
-    assert all(order.index(0) < order.index(3) and order.index(1) < order.index(2) for order in orders)
+def test_an_operation_that_is_put_behind_its_producers_runs_beside_all_others():
+    assert len(orders_of(lambda driver, log: behind_its_producers(driver, log, put=True))) == 24
 
 
-def test_control_an_operation_that_is_not_connected_follows_its_stream_alone():
-    orders = orders_of([])
+def test_control_an_operation_that_is_not_put_elsewhere_follows_its_stream():
+    orders = orders_of(lambda driver, log: behind_its_producers(driver, log, put=False))
     assert len(orders) == 6
     assert all(order.index(0) < order.index(2) and order.index(1) < order.index(3) for order in orders)
 
 
-def test_what_was_captured_first_cannot_be_connected_behind_what_came_later(driver):
-    graph, ends = given_in_turn(driver, [])
-    with pytest.raises(ContractError, match="was captured before"):
-        graph.connect([(ends[3], ends[0])])
-
-
-def written_twice(connected):
-    """Two operations of two streams that write one array."""
+def written_twice(put):
+    """Two operations of one stream that write one array; with ``put`` the second is not behind the first."""
     driver = HostDriver(scheduler="adversarial", check_order=True)
-    stream, side = driver.create_stream(), driver.create_stream()
+    stream = driver.create_stream()
     with stream:
         array = driver.asarray(np.zeros(4))
     stream.begin_capture()
-    order(driver, stream, side)
     ends = []
-    for value, each in enumerate((stream, side)):
-        driver.enqueue(each.ptr, lambda out, value=value: out.fill(value), writes=[array])
-        ends += driver.dependencies(each.ptr)
-    order(driver, side, stream)
-    with driver.relaxed():
-        graph = driver.end_capture(stream.ptr)
-        graph.connect([tuple(ends)] if connected else [])
-    graph.launch(stream.ptr)
+    for value in range(2):
+        if put:
+            driver.set_dependencies(stream.ptr, ())
+        driver.enqueue(stream.ptr, lambda out, value=value: out.fill(value), writes=[array])
+        ends += driver.dependencies(stream.ptr)
+    driver.set_dependencies(stream.ptr, ends)
+    graph = stream.end_capture()
+    graph.launch(stream)
     driver.synchronize_stream(stream.ptr)
     return driver
 
 
-def test_the_checker_sees_what_is_not_connected():
+def test_the_checker_sees_what_is_behind_nothing_on_its_own_stream():
     with pytest.raises(ContractError, match="not ordered"):
-        written_twice(connected=False)
+        written_twice(put=True)
 
 
-def test_control_the_checker_takes_what_is_connected():
-    assert not written_twice(connected=True).order.found
+def test_control_the_checker_takes_what_follows_its_stream():
+    assert not written_twice(put=False).order.found
 
 
-def test_dependencies_are_those_of_a_capture(driver):
-    one, log = driver.create_stream(), []
-    with pytest.raises(CaptureError, match="not capturing"):
-        driver.dependencies(one.ptr)
+def test_what_is_behind_nothing_and_is_followed_by_nothing_is_named_at_the_end(driver):
+    stream, log = driver.create_stream(), []
+    stream.begin_capture()
+    give(driver, stream, log, "lost")
+    driver.set_dependencies(stream.ptr, ())
+    with pytest.raises(CaptureError, match="not waited for: lost"):
+        stream.end_capture()
+
+
+def test_dependencies_are_those_of_a_capture_and_of_that_one_alone(driver):
+    one, other, log = driver.create_stream(), driver.create_stream(), []
+    for call in (driver.dependencies, lambda pointer: driver.set_dependencies(pointer, ())):
+        with pytest.raises(CaptureError, match="not capturing"):
+            call(one.ptr)
     one.begin_capture()
+    other.begin_capture()
     assert driver.dependencies(one.ptr) == ()
     give(driver, one, log, "one")
-    assert [node.label for node in driver.dependencies(one.ptr)] == ["one"]
+    with pytest.raises(ContractError, match="another capture"):
+        driver.set_dependencies(other.ptr, driver.dependencies(one.ptr))
     one.end_capture()
+    other.end_capture()
 
 
 def test_branches_of_a_graph_stay_without_order_and_fork_and_join_hold():

@@ -106,12 +106,6 @@ def bindings(request):
     return Bindings(request.param)
 
 
-def test_edges_are_added_as_plain_ones(bindings):
-    graph = bindings.graph([1, 2, 3], [(1, 2)])
-    Rewiring(bindings).connect(graph, [(1, 3), (2, 3)])
-    assert bindings.graphs[graph][1] == dict.fromkeys([(1, 2), (1, 3), (2, 3)], PLAIN)
-
-
 def test_nodes_that_allocate_are_told(bindings):
     bindings.CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_MEM_ALLOC=10)
     bindings.cuGraphNodeGetType = lambda node: (Status(0), 10 if node in (2, 5) else 0)

@@ -236,26 +236,19 @@ def test_parallel_products_sorts_and_softmaxes_are_the_same_at_every_replay(defa
 
 
 def test_control_all_lanes_on_one_stream_give_something_else(default, torch, monkeypatch):
-    original, stream = Lanes._new_lane, {}
-
-    class OnOneStream(books._Lane):
-        """Its stream is behind the last step of any lane, and that edge goes where the lane's data does not ask for it."""
-
-        ends = property(lambda lane: stream["ends"], lambda lane, ends: stream.update(ends=ends))
-        last = property(lambda lane: stream["last"], lambda lane, last: stream.update(last=last))
+    original = Lanes._new_lane
 
     def new_lane(lanes):
         if not lanes._lanes:
             return original(lanes)
         if len(lanes._lanes) >= lanes.limit:
             return None
-        lane = OnOneStream(lanes._lanes[0].slot, len(lanes._lanes), stream["ends"], stream["last"])
+        lane = books._Lane(lanes._lanes[0].slot, len(lanes._lanes), lanes._put)
         lanes._lanes.append(lane)
         lanes._of[lane.track] = lane
         lanes.wanted = lanes.got = len(lanes._lanes)
         return lane
 
-    monkeypatch.setattr(books, "_Lane", OnOneStream)
     monkeypatch.setattr(Lanes, "_new_lane", new_lane)
     assert different(torch, beside(calm(operations())), given(torch), replays=100) > 0
 

@@ -57,14 +57,9 @@ class CudaGraph:
             raise
 
     def edges(self) -> list[Edge]:
-        if self._edges is None:  # nothing but `connect` changes a graph that was captured
+        if self._edges is None:  # nothing changes a graph that was captured
             self._edges = _rewiring.edges(self.pointer)
         return self._edges
-
-    def connect(self, edges: Sequence[tuple[int, int]]) -> None:
-        if edges:
-            _rewiring.connect(self.pointer, edges)
-            self._edges = [*self.edges(), *edges]
 
     def allocations(self) -> list[int]:
         return _rewiring.allocations(self.pointer)

@@ -359,6 +359,9 @@ class CudaDriver:
     def dependencies(self, pointer: int) -> tuple[int, ...] | None:
         return _dependencies.read(pointer)
 
+    def set_dependencies(self, pointer: int, nodes: Sequence[int]) -> None:
+        _dependencies.put(pointer, nodes)
+
     def capture_failure(self, error: BaseException) -> str | None:
         return failures.failure(error)
 

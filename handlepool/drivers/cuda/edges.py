@@ -2,11 +2,13 @@
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from handlepool.errors import CaptureError
 
+_SET = 1
+"""CU_STREAM_SET_CAPTURE_DEPENDENCIES: in the place of those that were."""
 _ACTIVE = 1
 """CU_STREAM_CAPTURE_STATUS_ACTIVE."""
 
@@ -46,7 +48,10 @@ class _Answer(threading.local):
 
 
 class Dependencies:
-    """What the next node of a capturing stream will run after. Nodes are integers here.
+    """What the next node of a capturing stream will run after: read, and put to other nodes.
+
+    Nodes are integers here. Edges that are put are plain, so whatever comes next waits for each node's end: a programmatic edge
+    that was read is put back as more order than it was, never less.
 
     The driver library is called by ctypes: cuda-bindings make an object of each node, which takes longer than the call. The
     library's own names and arguments are the same under each generation of the bindings.
@@ -63,11 +68,12 @@ class Dependencies:
         self._name_of = name_of
         self._answer = _Answer()
         try:
-            self._info = library.cuStreamGetCaptureInfo_v3
+            self._info, self._update = library.cuStreamGetCaptureInfo_v3, library.cuStreamUpdateCaptureDependencies_v2
         except AttributeError:  # a driver older than CUDA 12.3
-            self._info = None
+            self._info = self._update = None
             return
         self._info.argtypes = [ctypes.c_void_p] * 7
+        self._update.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
 
     def read(self, pointer: int) -> tuple[int, ...] | None:
         """See `handlepool.drivers.protocol.Driver.dependencies`."""
@@ -82,6 +88,13 @@ class Dependencies:
                 f"stream {pointer:#x} is not capturing, or its capture was invalidated (state {answer.state.value})"
             )
         return tuple(answer.nodes[: answer.count.value])  # the driver's memory, which the next call on the capture may change
+
+    def put(self, pointer: int, nodes: Sequence[int]) -> None:
+        """See `handlepool.drivers.protocol.Driver.set_dependencies`."""
+        count = len(nodes)
+        status = self._update(pointer, (ctypes.c_void_p * count)(*nodes), None, count, _SET)
+        if status:
+            self._refuse(status)
 
     def _refuse(self, status: int) -> None:
         raise RuntimeError(f"CUDA driver error: {self._name_of(status)}")

@@ -57,11 +57,6 @@ class Rewiring:
             )
         self._change("cuGraphAddDependencies", graph, ones, others)
 
-    def connect(self, graph: int, edges: Sequence[Edge]) -> None:
-        """Give a graph edges more, also one that allocates memory."""
-        node = self._bindings.CUgraphNode
-        self._change("cuGraphAddDependencies", graph, [node(one) for one, _ in edges], [node(other) for _, other in edges])
-
     def begins_early(self, graph: int) -> bool:
         """Whether something in a graph begins before what it is behind has ended."""
         return not all(_is_plain(data) for *_, data in self._with_data(graph))

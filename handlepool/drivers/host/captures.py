@@ -233,6 +233,15 @@ class Captures:
         with self._lock:
             return self._of(queue).frontier
 
+    def set_dependencies(self, queue: "Queue", nodes: Sequence[Node]) -> None:
+        """Let whatever the stream is given next run after these nodes alone."""
+        with self._lock:
+            capture = self._of(queue).capture
+            for node in nodes:
+                if capture is None or capture.last.get(node.lane) is None:
+                    raise ContractError(f"{queue!r} cannot be put behind a node of another capture than {capture!r}")
+            queue.frontier = tuple(dict.fromkeys(nodes))
+
     @staticmethod
     def _of(queue: "Queue") -> "Queue":
         if queue.capture is None:

@@ -372,6 +372,10 @@ class HostDriver(Controls):
         self._note("dependencies")
         return self._streams.captures.dependencies(self._streams.resolve(pointer))
 
+    def set_dependencies(self, pointer: int, nodes: Sequence[Any]) -> None:
+        self._note("set_dependencies")
+        self._streams.captures.set_dependencies(self._streams.resolve(pointer), nodes)
+
     def capture_failure(self, error: BaseException) -> str | None:
         cause: BaseException | None = error
         while cause is not None:

@@ -25,17 +25,8 @@ class RecordedGraph:
         self._destroyed = False
 
     def edges(self) -> Sequence[Edge]:
-        """Return the edges as they were captured, and connected."""
+        """Return the edges as they were captured."""
         return [(earlier, node) for node in self.graph.nodes for earlier in node.after]
-
-    def connect(self, edges: Sequence[tuple[Any, Any]]) -> None:
-        """Let nodes run after others that were captured before them."""
-        self._note("connect_graph")
-        place = {node: number for number, node in enumerate(self.graph.nodes)}
-        for earlier, node in edges:
-            if place[earlier] >= place[node]:
-                raise ContractError(f"{node.label!r} was captured before {earlier.label!r}, and cannot come after it")
-            node.after = (*node.after, earlier)
 
     def allocations(self) -> Sequence[Any]:
         """Nothing: what is allocated under a capture is allocated then."""
