@@ -32,6 +32,7 @@ def x(pool, stream):
     return x
 
 
+@pytest.mark.alone  # others would keep the GPU at work
 def test_small_launches_stay_on_the_callers_stream(pool, x):
     found = forks(pool, ParallelStates(4, pool=pool), x)
     assert found[0] == 4
