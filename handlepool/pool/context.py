@@ -79,9 +79,6 @@ class NodesByData(Protocol):
 class UnderWay(Protocol):
     """A recording under way, as far as what stands below recordings knows it."""
 
-    def launches(self, plan: object, reads: Sequence[Any], writes: Sequence[Any]) -> None:
-        """Take note of a plan that a node launches, and of what it reads and writes."""
-
     @property
     def scratch(self) -> set[Any]:
         """Where slots were given scratch under its capture."""

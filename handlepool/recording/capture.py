@@ -130,12 +130,6 @@ class Recording:
         """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
         self._plans[id(plan)] = plan
 
-    def launches(self, plan: object, reads: Sequence[Piece], writes: Sequence[Piece]) -> None:
-        """Take note of a plan that a node launches, and of what it reads and writes."""
-        self.keep(plan)
-        self.reads.update(reads)
-        self.writes.update(writes)
-
     def engines(self) -> list[str]:
         """Return which engines the plans have that were launched, in order."""
         found = [getattr(getattr(plan, "executable", None), "engine", None) for plan in self._plans.values()]

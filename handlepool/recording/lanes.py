@@ -82,15 +82,15 @@ class _Lane:
     ends : tuple
         The nodes of the capture that its stream was behind when it was last looked at.
     shown : bool
-        Whether code of the user's had its stream, and may use that again.
+        Whether code of the user's has had its stream, and may use that again.
     """
 
-    def __init__(self, slot: Slot, number: int, ends: tuple[Any, ...]) -> None:
+    def __init__(self, slot: Slot, number: int, ends: tuple[Any, ...], *, shown: bool = False) -> None:
         self.slot = slot
         self.pointer = slot.pointer
         self.number = number
         self.ends = ends
-        self.shown = False
+        self.shown = shown
         self.begin()
 
     def begin(self) -> None:
@@ -540,9 +540,8 @@ class Lanes:
         node = _Node(track, len(self.steps))
         node.known = track.known = {**track.known, track: call}
         self._behind = after = _ends(direct) or self._base
-        if self.exact and (
-            lane.shown or after != lane.ends
-        ):  # what somebody gave a lane outside of nodes is left behind, and refused
+        # What somebody gave a lane outside of nodes is not followed: then it is nobody's, and `Schedule` refuses it.
+        if self.exact and (lane.shown or after != lane.ends):
             self._driver.set_dependencies(lane.pointer, after)
         self.steps.append(Step(made.name, made.place, lane.number, _steps(direct) or self._base_step))
         self._tell_step(used)
@@ -595,7 +594,7 @@ class Lanes:
             bind_to_thread(self._pool.sound(slot))
             self._driver.record_event(slot.start_event, self._main.pointer)
             self._driver.wait_event(slot.pointer, slot.start_event)
-        lane = _Lane(slot, len(lanes), self._put)
+        lane = _Lane(slot, len(lanes), self._put, shown=slot is self._main)
         lanes.append(lane)
         self.got = len(lanes)
         self._of[lane.track] = lane
