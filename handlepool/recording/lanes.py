@@ -540,7 +540,7 @@ class Lanes:
         node = _Node(track, len(self.steps))
         node.known = track.known = {**track.known, track: call}
         self._behind = after = _ends(direct) or self._base
-        # What somebody gave a lane outside of nodes is not followed: then it is nobody's, and `Schedule` refuses it.
+        # User code that has had a lane may have given it something since. No node follows that, and `Schedule` refuses it.
         if self.exact and (lane.shown or after != lane.ends):
             self._driver.set_dependencies(lane.pointer, after)
         self.steps.append(Step(made.name, made.place, lane.number, _steps(direct) or self._base_step))
@@ -590,7 +590,6 @@ class Lanes:
             slot = self._main
         else:
             self._leased.append(slot)
-        if slot is not self._main:
             bind_to_thread(self._pool.sound(slot))
             self._driver.record_event(slot.start_event, self._main.pointer)
             self._driver.wait_event(slot.pointer, slot.start_event)
@@ -626,7 +625,7 @@ class Lanes:
                 )
             node.ends = tuple(dict.fromkeys(node.ends + found))  # which is after all before it
             self._why = self._why or "it gave work to the stream that is recorded, and not to its own lane alone"
-        captured = node.ends != self._behind and not _same(node.ends, self._behind)
+        captured = not _same(node.ends, self._behind)
         if users:
             node.ends = tuple(dict.fromkeys([*node.ends, *_ends(users)]))
             node.steps = tuple(sorted({node.step, *(each.step for each in users)}))

@@ -20,6 +20,8 @@ class Operands:
         Whether the outputs are allocated for the launch.
     dense : bool
         Whether none has gaps.
+    reaches : tuple of int
+        From each array's address to its end, in bytes.
     read, outputs : tuple of int
         Where none has gaps, the bytes of each input, and of each output.
     written, made : tuple of int
