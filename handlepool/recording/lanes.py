@@ -383,7 +383,6 @@ class Lanes:
             raise self._refuse(f"{made.name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}")
         self._busy = True
         try:
-            self.calls.append(made)
             if self.exact:
                 if (found := self._dependencies(self._main.pointer)) != self._put:
                     self._see_others(found, made.place)
@@ -398,6 +397,7 @@ class Lanes:
             if self._held is not None:
                 self._hold(lane, node, keep)
             self._expected, self._inside, self._current, self._why = None, True, lane, ""
+            self.calls.append(made)  # now: one that could not be begun is missed at the end, also where the function caught that
             return made, lane, node, reads, writes, met, changed
         finally:
             self._busy = False

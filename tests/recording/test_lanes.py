@@ -452,7 +452,7 @@ def test_g17_work_on_a_lanes_stream_that_nothing_waits_for_is_refused(scene, goe
         z = keeping(scene, x)
         later = plus(scene, z, 1)
         scene.driver.enqueue(scene.driver.kept_pointer, lambda y: y.fill(7), writes=[y])
-        return [later, plus(scene, z, 5)] if goes_on else [later]
+        return plus(scene, later, 5) if goes_on else later
 
     with pytest.raises(CaptureError, match="not waited for"):
         replayed(scene, function, scene.array(1), scene.array(0))
@@ -474,7 +474,7 @@ def test_g17_the_same_where_the_driver_does_not_mind_is_refused_by_what_no_call_
         z = keeping(scene, x)
         later = plus(scene, z, 1)
         scene.driver.enqueue(scene.driver.kept_pointer, lambda y: y.fill(7), writes=[y])
-        return [later, plus(scene, z, 5)]
+        return plus(scene, later, 5)
 
     with pytest.raises(CaptureError, match=r"1 of \d operations were given to the stream of a call after the call had ended"):
         replayed(scene, function, scene.array(1), scene.array(0))
@@ -494,6 +494,37 @@ def test_an_error_of_the_functions_own_is_raised_also_where_a_stream_of_its_own_
 
     with pytest.raises(ZeroDivisionError):
         handlepool.record(function, scene, scene.array(1), scene.array(0), lanes=2)
+    assert works(scene)
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_a_lane_that_could_not_be_begun_is_none_and_what_was_to_be_on_it_is_missed(scene, monkeypatch, caught):
+    def function(scene, x):
+        made = []
+        for value in range(6):
+            try:
+                made.append(plus(scene, x, value))
+            except ZeroDivisionError:
+                if not caught:
+                    raise
+                made.append(x)
+        return made
+
+    made, former = [], type(scene.driver).wait_event
+
+    def wait_event(driver, pointer, event):
+        if thread.recording is not None and pointer != thread.recording.lanes._main.pointer:
+            made.append(pointer)
+            if len(made) == 2:
+                raise ZeroDivisionError
+        former(driver, pointer, event)
+
+    monkeypatch.setattr(type(scene.driver), "wait_event", wait_event)
+    with pytest.raises(CaptureError if caught else ZeroDivisionError, match="other work" if caught else None):
+        handlepool.record(function, scene, scene.array(1), lanes=8)
+    assert len(made) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
     assert works(scene)
 
 
