@@ -63,7 +63,7 @@ _DICTS: tuple[dict[object, object], ...] = ({}, OrderedDict())
 _VIEWS = frozenset([type(view) for each in _DICTS for view in (each.values(), each.items())])
 _EMPTY: tuple[Any, ...] = ([], (), set(), deque(), *[view for each in _DICTS for view in (each.values(), each.items())])
 CACHE = type(lru_cache(len))
-_HOLDERS = frozenset(
+HOLDERS = frozenset(
     [type(iter(each)) for each in _EMPTY]
     + [type(reversed(each)) for each in _EMPTY if isinstance(each, (list, deque))]
     + [GeneratorType, map, filter, zip, enumerate, reversed]
@@ -301,7 +301,7 @@ def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None
             inside = [*value]
         elif type(value) is MappingProxyType:
             inside = [*value.values()]
-        elif type(value) in _HOLDERS:
+        elif type(value) in HOLDERS:
             inside = gc.get_referents(value)
         elif type(value) in _WEAK:
             inside = (value(),)

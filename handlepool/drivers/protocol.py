@@ -224,6 +224,9 @@ class RecordedGraph(Protocol):
     def allocations(self) -> Sequence[Any]:
         """Return the nodes that allocate memory each time the graph runs; they compare as those of `edges`."""
 
+    def host_copies(self) -> Sequence[int]:
+        """Return the addresses that the graph copies to from the host, where the driver refused no such copy before."""
+
     def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
         """Return a graph of the same nodes, with edges more and edges less; itself where there is nothing to do.
 
@@ -291,6 +294,8 @@ class RecordingMemory(Protocol):
         """Give what no array has back to the device; called inside `Driver.relaxed`. Whether that was all."""
 
 
+Bring = Callable[[np.ndarray[Any, Any], Callable[[], Any]], Any]
+ReadHost = Callable[[np.ndarray[Any, Any], str, bool], None]
 BeforePlain = Callable[[int, Sequence[Piece], Sequence[Piece]], None]
 """Told of a stream, and of the memory that is about to be read and written on it."""
 
@@ -490,6 +495,24 @@ class Driver(Protocol):
         -------
         callable
             What ends it.
+        """
+
+    def watch_host_data(self, bring: Bring, read: ReadHost) -> Callable[[], None]:
+        """Have this thread's `asarray` ask for its arrays, and its work tell of host memory that it reads.
+
+        A driver that does not see its work's reads tells of none; `RecordedGraph.host_copies` has the copies then.
+
+        Parameters
+        ----------
+        bring : callable
+            Given the values and a function that makes the array as ever. Returns the array.
+        read : callable
+            Given the memory, the name of the work, and whether the work is one that CuPy does by a copy from the host.
+
+        Returns
+        -------
+        callable
+            Ends it.
         """
 
     def order_plain(self, before: BeforePlain) -> None:

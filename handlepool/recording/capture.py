@@ -12,14 +12,15 @@ from typing import Any, TypeVar
 from handlepool._util import do_all, leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph, abort_capture
 from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
-from handlepool.pool.context import LIBRARIES, on_device, recordings, run_on, thread
+from handlepool.pool.context import LIBRARIES, on_device, place_of_call, recordings, run_on, thread
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import SideSlots
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.workspace import DeviceScratch
+from handlepool.recording.host_copies import REMEDIES
 from handlepool.recording.lanes import Lanes
-from handlepool.recording.rehearsal import Made, New, check_same
+from handlepool.recording.rehearsal import CONSTANT, Made, New, check_same
 from handlepool.recording.schedule import Arrangement, Schedule, estimated
 from handlepool.regions.accesses import Memory
 from handlepool.regions.memory import underneath
@@ -121,6 +122,7 @@ class Recording:
         self._name = name
         self._rehearsed = rehearsed
         self._memory = pool.driver.recording_memory()
+        self._allocated_at: dict[int, str] = {}  # by address
         self._tensors: Any = None  # where torch's come from, where it is in use
         self.kept = Kept(self._memory.holds)
         self.held: list[Any] = []
@@ -289,6 +291,7 @@ class Recording:
             with driver.relaxed():
                 self.graph = self.captured = driver.end_capture(slot.pointer)
                 if error is None:
+                    self._check_host_copies(self.captured)
                     self._arrange()
         except BaseException as trouble:
             ending = trouble
@@ -306,6 +309,21 @@ class Recording:
             return self.pool.driver.dependencies(pointer) is not None
         except Exception:
             return False
+
+    def _check_host_copies(self, captured: RecordedGraph) -> None:
+        """Refuse copies from the host: a replay would read that memory again, whatever it holds by then."""
+        for address in captured.host_copies():
+            place = self._allocated_at.get(address)
+            where = f"an array that was allocated at {place}" if place else f"device memory at {address:#x}"
+            raise CaptureError(
+                f"{self._name} cannot be recorded: it copies from the host into {where}, and every replay would read that host "
+                f"memory again. {REMEDIES}"
+            )
+
+    def _allocated(self, block: object) -> None:
+        self._allocated_at[self.pool.driver.block_range(block)[0]] = place_of_call()
+        if self.lanes is not None:
+            self.lanes.allocated(block)
 
     def _arrange(self) -> None:
         """Make what was captured ready to be launched, on as many lanes as were asked for."""
@@ -334,7 +352,7 @@ class Recording:
             value = self._call(slot, function, args, kwargs)
             if lanes.refused:
                 raise CaptureError(lanes.refused)
-            check_same(self._name, self._rehearsed, lanes.calls)
+            check_same(self._name, self._rehearsed, [each for each in lanes.calls if each.what != (CONSTANT,)])
             lanes.join(self._name, value)
             self._rehearsed = ()  # both hold plans, which `release_plans` is to let go of
             lanes.calls.clear()
@@ -345,6 +363,7 @@ class Recording:
     def _call(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         driver, tensors = self.pool.driver, self._tensors
         allocator = driver.swap_allocator(self._memory.allocator)
+        self._memory.tell(self._allocated)
         try:
             thread.recording = self
             recordings.append(self)  # after: a launch that sees it asks the thread
@@ -363,6 +382,7 @@ class Recording:
                 pass
             finally:
                 driver.swap_allocator(allocator)
+                self._memory.tell(None)
                 self.held.clear()
                 if tensors is not None:
                     with driver.relaxed():

@@ -200,9 +200,8 @@ class Lanes:
         self.exact = base is not None
         self._base = self._put = base or ()
         self._keeps = self.exact and not memory.recycle(self.may_have, self._pointers.__contains__)
-        memory.tell(self.allocated)
         watches = [self._driver.watch_shared(self._shared, check=False), self._driver.watch_plain(self._plain)]
-        return partial(do_all, [*watches, partial(memory.tell, None), partial(memory.recycle, None)])
+        return partial(do_all, [*watches, partial(memory.recycle, None)])
 
     def takes(self, pool: object, pointer: int) -> bool:
         """Whether a call of a pool on a stream becomes a node: the outermost, on the main stream."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from handlepool._util import as_integer, check_ran, flag, holds_values, leaves, shown
-from handlepool.drivers.protocol import LEGACY_STREAM
+from handlepool.drivers.protocol import LEGACY_STREAM, Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
 from handlepool.pool.context import run_on, thread
@@ -21,8 +21,10 @@ from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording import drawing, tensors
 from handlepool.recording.capture import Recording
+from handlepool.recording.host_copies import HostCopies
 from handlepool.recording.program import Program
 from handlepool.recording.rehearsal import Entries, Launches, Rehearsal, check_same
+from handlepool.recording.state import State
 from handlepool.recording.tuning import shown_progress
 from handlepool.recording.update import Inputs
 from handlepool.regions.data_order import open_order
@@ -124,6 +126,9 @@ def record(
     driver = chosen.driver
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
     inputs, given = Inputs(driver, args, kwargs), Entries(args, kwargs)
+    wait = partial(_settle, driver, home.pointer)
+    reached: Callable[[], State] = partial(State, driver, function, args, kwargs, given.containers, wait)
+    before, copies = reached(), HostCopies(chosen, name)
     rehearsal = Rehearsal(chosen, home.pointer)
     launches, again = Launches(chosen), Launches(chosen)
     first: Callable[..., Any] = partial(run_on, chosen, stream, home.device, None)
@@ -131,24 +136,34 @@ def record(
         first = partial(_rehearsed, rehearsal, chosen, home, first)
     if measured or lanes is None:
         first = partial(launches.around, first)
-    returned = first(function, args, kwargs)
+    with copies.noted():
+        returned = first(function, args, kwargs)
     if returned is None:
         raise _nothing(name)
     check_ran(function, returned)
     given.check(name)
+    before.check(name, taken_only=True)
+    del before
     shapes = _shapes(returned)
     del returned
     for new in (rehearsal.new, launches.new):
         new.end()
     tunings = _tuned(chosen, name, launches, home) if measured else ()
+    copies.upload()
+    given.renew()
+    state = reached()
     recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)
     try:
         recording.kept.add(function, args, kwargs)
+        capture: Callable[..., Any] = recording.capture
         if lanes is None:
-            outputs = again.around(recording.capture, function, args, kwargs)
+            capture = partial(again.around, capture)
+        with copies.repeated(recording.kept.add):
+            outputs = capture(function, args, kwargs)
+        state.check(name)
+        given.check(name)
+        if lanes is None:
             check_same(name, launches.calls, again.calls)
-        else:
-            outputs = recording.capture(function, args, kwargs)
         if outputs is None:
             raise _nothing(name)
         for one, other in zip_longest(shapes, _shapes(outputs), fillvalue="nothing"):
@@ -162,11 +177,19 @@ def record(
     except BaseException:
         outputs, done = None, False
         try:
+            # First, so that no attribute keeps an array of the recording's memory, which no replay has written.
+            state.restore()
             done = recording.destroy()
         finally:
             if not done:
                 defer(recording.settle)
         raise
+
+
+def _settle(driver: Driver, pointer: int) -> None:
+    """Wait for a stream, whose work may still write NumPy's arrays."""
+    with driver.relaxed():
+        driver.synchronize_stream(pointer)
 
 
 def _shapes(returned: object) -> list[str]:

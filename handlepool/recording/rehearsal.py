@@ -22,6 +22,8 @@ T = TypeVar("T")
 Pieces = Collection[Piece | Token]
 
 
+CONSTANT = "a constant"
+"""Tells copies of constants from the calls that both calls of a function make: the first call has the constants themselves."""
 BENEATH = 7
 """The least calls from the launch of a shortcut up to that of the user's: of a graph function, and of what begins a node."""
 
@@ -253,6 +255,22 @@ class Entries:
             if not isinstance(value, tuple):
                 self._found.append((place, value, inside))
             left += [(f"{place}[{shown(key)}]", each) for key, each in inside if isinstance(each, (list, tuple, dict))]
+
+    @property
+    def containers(self) -> list[Any]:
+        """The lists and dictionaries."""
+        return [value for _, value, _ in self._found]
+
+    def renew(self) -> None:
+        """Take the new entries out, so that the second call finds the arguments as the first one did."""
+        for _, value, inside in self._found:
+            if isinstance(value, dict):
+                known = {key for key, _ in inside}
+                for key in [*dict.keys(value)]:
+                    if key not in known:
+                        dict.__delitem__(value, key)
+            else:
+                del value[len(inside) :]
 
     def check(self, name: str) -> None:
         """Refuse a function that took an entry out, or gave one anew: no replay does that. New entries are none of these.

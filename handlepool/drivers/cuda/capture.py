@@ -64,6 +64,9 @@ class CudaGraph:
     def allocations(self) -> list[int]:
         return _rewiring.allocations(self.pointer)
 
+    def host_copies(self) -> list[int]:
+        return _rewiring.host_copies(self.pointer)
+
     def arranged(self, add: Sequence[tuple[int, int]] = (), remove: Sequence[tuple[int, int]] = ()) -> "CudaGraph":
         pairs = {*self.edges()}.difference(remove).union(add)
         roots, leaves = ends(_rewiring.nodes(self.pointer), pairs)

@@ -6,12 +6,14 @@ for threads is that a handle is used by one thread at a time; who keeps it is th
 """
 
 import inspect
+import threading
 from array import array as buffer
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from ctypes import byref, c_int
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -29,7 +31,17 @@ from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, BeforePlain, Copy, Handle, SavedPlan, Stream
+from handlepool.drivers.protocol import (
+    LEGACY_STREAM,
+    PER_THREAD_STREAM,
+    BeforePlain,
+    Bring,
+    Copy,
+    Handle,
+    ReadHost,
+    SavedPlan,
+    Stream,
+)
 from handlepool.errors import ArrayTypeError, CaptureError, DriverNotAvailableError
 from handlepool.tensors import frontend
 from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, one_run, span
@@ -189,6 +201,7 @@ class CudaDriver:
     def __init__(self) -> None:
         self._edges: dict[int, Events] = {}  # by device: of allocations in branches
         self._made_for: dict[int, str] = {}
+        self._host_data = threading.local()  # its attribute `bring` makes the arrays of `asarray`
         self._reached: set[tuple[int, int]] = set()  # devices, with those whose memory they were asked to reach
         for name in ("current_stream", "record_event", "wait_event", "is_capturing"):  # an object's own are found sooner
             setattr(self, name, getattr(self, name))
@@ -384,6 +397,11 @@ class CudaDriver:
                 return refusal if refusal.status in _STICKY else None
         return None
 
+    def watch_host_data(self, bring: Bring, read: ReadHost) -> Callable[[], None]:
+        own = self._host_data
+        before, own.bring = getattr(own, "bring", None), bring
+        return partial(setattr, own, "bring", before)
+
     def watch_plain(self, report: Callable[[str], None]) -> Callable[[], None]:
         return _nothing  # CuPy tells nobody
 
@@ -407,7 +425,12 @@ class CudaDriver:
         # in the order of the memory for the copy.
         values = np.asarray(values)
         order = sorted(range(values.ndim), key=lambda axis: -abs(values.strides[axis]))
-        return cupy.asarray(values.transpose(order), order="C").transpose(np.argsort(order).tolist())
+
+        def copy() -> Any:
+            return cupy.asarray(values.transpose(order), order="C").transpose(np.argsort(order).tolist())
+
+        bring = getattr(self._host_data, "bring", None)
+        return copy() if bring is None else bring(values, copy)
 
     def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(cupy.asnumpy(array, order="A"))

@@ -68,10 +68,31 @@ class Rewiring:
 
     def allocations(self, graph: int) -> list[int]:
         """Return the nodes that allocate memory, as `cudaMallocAsync` becomes them."""
+        return [int(node) for node in self._of_kind(graph, "CU_GRAPH_NODE_TYPE_MEM_ALLOC")]
+
+    def host_copies(self, graph: int) -> list[int]:
+        """Return the addresses that nodes copy to from the host's memory."""
+        found = []
+        for node in self._of_kind(graph, "CU_GRAPH_NODE_TYPE_MEMCPY"):
+            (copy,) = self._answer(self._bindings.cuGraphMemcpyNodeGetParams(node))
+            if self._is_host(copy.srcMemoryType, copy.srcDevice) and not self._is_host(copy.dstMemoryType, copy.dstDevice):
+                found.append(int(copy.dstDevice))
+        return found
+
+    def _is_host(self, kind: Any, address: Any) -> bool:
+        kinds = self._bindings.CUmemorytype
+        if kind != kinds.CU_MEMORYTYPE_UNIFIED:
+            return bool(kind == kinds.CU_MEMORYTYPE_HOST)
+        attribute = self._bindings.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        status, found = self._bindings.cuPointerGetAttribute(attribute, address)
+        # CUDA does not know pageable memory of the host's.
+        return bool(status) or int(found) == int(kinds.CU_MEMORYTYPE_HOST)
+
+    def _of_kind(self, graph: int, name: str) -> list[Any]:
         *_, count = self._answer(self._bindings.cuGraphGetNodes(graph))
         nodes = self._answer(self._bindings.cuGraphGetNodes(graph, count))[0] if count else ()
-        kind = self._bindings.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEM_ALLOC
-        return [int(node) for node in nodes if self._answer(self._bindings.cuGraphNodeGetType(node))[0] == kind]
+        kind = getattr(self._bindings.CUgraphNodeType, name)
+        return [node for node in nodes if self._answer(self._bindings.cuGraphNodeGetType(node))[0] == kind]
 
     def copy(self, graph: int) -> int:
         """Return a copy of a graph.

@@ -41,7 +41,7 @@ from handlepool.drivers.host.array_arguments import (
     tried,
     walk,
 )
-from handlepool.drivers.host.memory import Memory, accesses, plain_reads
+from handlepool.drivers.host.memory import Memory, accesses, plain_reads, tell_plain
 from handlepool.drivers.host.race_checker import caller
 from handlepool.drivers.host.scheduler import NOTHING
 from handlepool.drivers.host.streams import Queue, StreamTable
@@ -109,6 +109,8 @@ class ArrayWork:
     def queue(self, function: Callable[..., object], writes: Sequence[HostArray], reads: Sequence[Any], label: str) -> None:
         """Queue a function of raw arrays on the current stream."""
         queue = self._queue_for([*writes, *reads], label)
+        if (watched := self._streams.thread.host_data) is not None:
+            tell_plain(watched[1], reads, label, label in COPIED)
         written, read = [raw_view(array) for array in writes], [raw_view(array) for array in reads]
         if not all(raw.flags.writeable for raw, _ in written):
             raise ValueError(f"{label} would write to an array that is read-only")
@@ -578,6 +580,8 @@ SEVERAL = {"arys", "args", "arrays", "tup"}
 
 RULES: dict[Any, Rule] = {getitem: _gets, setitem: _sets, np.copyto: _copyto, np.copy: _copied, np.einsum: _einsum}
 INDEXING = {getitem: "an index", setitem: "an assignment"}
+COPIED = frozenset(["set", "copyto", *INDEXING.values()])
+"""Work whose NumPy arrays CuPy copies to the device each time."""
 """What messages call them."""
 
 BARE = {getitem, setitem, np.copyto, np.einsum}

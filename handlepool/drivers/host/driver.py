@@ -30,7 +30,9 @@ from handlepool.drivers.protocol import (
     LEGACY_STREAM,
     PER_THREAD_STREAM,
     BeforePlain,
+    Bring,
     Copy,
+    ReadHost,
     SavedPlan,
     check_operands,
     operand_name,
@@ -290,6 +292,11 @@ class HostDriver(Controls):
     def order_plain(self, before: BeforePlain) -> None:
         self._work.before = before
 
+    def watch_host_data(self, bring: Bring, read: ReadHost) -> Callable[[], None]:
+        thread = self._thread
+        before, thread.host_data = thread.host_data, (bring, read)
+        return partial(setattr, thread, "host_data", before)
+
     def watch_plain(self, report: Callable[[str], None]) -> Callable[[], None]:
         self._streams.watchers.append(report)
         return partial(self._streams.watchers.remove, report)
@@ -400,9 +407,14 @@ class HostDriver(Controls):
         self._note("asarray")
         ours = isinstance(values, HostArray) and work_of(values) is self._work
         source = values if ours else np.array(values, order="K")
-        array = self._work.like(source.shape, source.dtype, raw_view(source)[0])
-        self._enqueue(self._current_queue(), np.copyto, (array,), (source,), "copy to the device")
-        return array
+
+        def copy() -> HostArray:
+            array = self._work.like(source.shape, source.dtype, raw_view(source)[0])
+            self._enqueue(self._current_queue(), np.copyto, (array,), (source,), "copy to the device")
+            return array
+
+        watched = self._thread.host_data
+        return copy() if ours or watched is None else watched[0](source, copy)
 
     def asnumpy(self, array: Array) -> np.ndarray[Any, Any]:
         """Return a copy on the host, after the current stream has run what it was given."""

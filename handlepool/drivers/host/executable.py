@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from handlepool.drivers.host.array import Raw, address_of, raw_view
 from handlepool.drivers.host.contract import HandleUse
-from handlepool.drivers.host.memory import Block, Memory, accesses, plain_reads
+from handlepool.drivers.host.memory import Block, Memory, accesses, plain_reads, tell_plain
 from handlepool.drivers.host.streams import StreamTable
 from handlepool.drivers.protocol import ALIGNMENT, Copy, SavedPlan, scratch_of
 from handlepool.errors import ArgumentError, ContractError
@@ -86,6 +86,8 @@ class HostExecutable:
                     )
             queue = use.bound_queue()
             checked = self._streams.scheduler.order is not None
+            if (watched := self._streams.thread.host_data) is not None:
+                tell_plain(watched[1], [operands[index] for index in dict.fromkeys(self._reads())], self.name)
             views = [raw_view(array) for array in operands]
             plain = next((self.titles[index] for index in written if views[index][1] is None), None)
             if plain is not None:
@@ -121,6 +123,9 @@ class HostExecutable:
             copy_all(True)
         if plain is not None:  # nobody else waits for who reads it
             self._streams.wait_on_host(queue.tail, f"{self.name}, which writes NumPy's memory")
+
+    def _reads(self) -> list[int]:
+        return [index for step in self._steps for index in step.reads]
 
     def shortcut(self, *_: Any) -> None:
         """None."""

@@ -32,6 +32,10 @@ class RecordedGraph:
         """Nothing: what is allocated under a capture is allocated then."""
         return ()
 
+    def host_copies(self) -> Sequence[int]:
+        """Nothing: a thread that watches its host data has refused such copies."""
+        return ()
+
     def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
         """Return a graph of the same nodes, with edges more and edges less."""
         self._note("arrange_graph")

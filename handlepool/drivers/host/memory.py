@@ -19,7 +19,7 @@ from handlepool.drivers.host.limit import ADVICE
 from handlepool.drivers.host.race_checker import Access, Past, caller
 from handlepool.drivers.host.scheduler import Scheduler
 from handlepool.drivers.host.streams import Event, Queue, Stream, StreamTable
-from handlepool.drivers.protocol import ASARRAY, PER_THREAD_STREAM
+from handlepool.drivers.protocol import ASARRAY, PER_THREAD_STREAM, ReadHost
 from handlepool.errors import CaptureError, ContractError
 
 ALIGNMENT = 256
@@ -121,6 +121,13 @@ class Lease:
 def accesses(views: Sequence[tuple[Raw, Block | None]], *, writes: bool) -> list[Access]:
     """Return accesses to what `raw_view` gave; none to arrays that this driver did not make."""
     return [Access(block, view, writes) for view, block in views if block is not None]
+
+
+def tell_plain(read: ReadHost, arrays: Iterable[Any], label: str, copies: bool = False) -> None:
+    """Tell of NumPy's arrays among operands; those without axes are numbers to CuPy."""
+    for array in arrays:
+        if isinstance(array, np.ndarray) and array.ndim:
+            read(array, label, copies)
 
 
 def plain_reads(arrays: Iterable[Any]) -> list[Access]:

@@ -136,6 +136,8 @@ class ThreadState(threading.local):
         """The queues of the per-thread default stream."""
         self.relaxed = 0
         self.allocator: Any = None
+        self.host_data: Any = None
+        """Of `Driver.watch_host_data`: what makes `asarray`'s arrays, and what is told of host memory that is read."""
         scheduler.meet()
 
 
