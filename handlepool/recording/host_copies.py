@@ -124,7 +124,7 @@ class HostCopies:
         known = self._read[number] if number < len(self._read) else None
         if known is None or not (_lies_there(known, values) or _alike(known, values)):
             raise self._refuse(
-                f"{label} at {place_of_call()} reads NumPy's {shown(values)}, whose values the first call did not read"
+                f"{label} at {place_of_call()} reads NumPy's {shown(values)}, with other values than in the first call"
             )
 
     def _refuse(self, fault: str) -> CaptureError:

@@ -16,7 +16,7 @@ from handlepool.pool.context import NOT_CACHED, place_of_call, recordings, threa
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 from handlepool.recording.update import PLAIN, piece_of
-from handlepool.tensors.layout import Piece, Token
+from handlepool.tensors.layout import Piece, Token, share
 
 T = TypeVar("T")
 Pieces = Collection[Piece | Token]
@@ -165,20 +165,30 @@ class New:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._kind = driver.array_types[0]
-        self._made: list[tuple[ReferenceType[Any], Made]] = []  # weak: the first call takes no more memory for being looked at
+        # Weak, so that the first call takes no more memory for being looked at. To the memory, which views outlive an array by.
+        self._made: list[tuple[ReferenceType[Any], Piece, Made]] = []
         self._held: list[tuple[Any, Piece, Made]] = []
 
     def add(self, arrays: object, call: Made, among: Set[object] | None = None) -> None:
         """Take note of the arrays that a call made; with ``among`` of those whose memory is there."""
         for array in (arrays,) if type(arrays) is self._kind else leaves(arrays):
-            if isinstance(array, self._driver.array_types) and (among is None or piece_of(self._driver, array) in among):
-                self._made.append((ref(array), call))
+            if isinstance(array, self._driver.array_types):
+                piece = piece_of(self._driver, array)
+                if among is None or piece in among:
+                    self._made.append((self._weak(array), piece, call))
 
     def end(self) -> None:
         """Be told that the first call has ended. What is left is held from here on, so that nothing else comes to lie there."""
-        left = [(made(), call) for made, call in self._made]
-        self._held = [(array, piece_of(self._driver, array), call) for array, call in left if array is not None]
+        left = [(made(), piece, call) for made, piece, call in self._made]
+        self._held = [each for each in left if each[0] is not None]
         self._made.clear()
+
+    def _weak(self, array: Any) -> ReferenceType[Any]:
+        block = self._driver.array_block(array)
+        try:
+            return ref(array) if block is None else ref(block)
+        except TypeError:  # CuPy's views hold the array instead
+            return ref(array)
 
     def check(self, name: str, reads: Pieces, writes: Pieces) -> None:
         """Refuse a function whose second call read, and did not write, what its first one made: each replay reads the same.
@@ -190,9 +200,9 @@ class New:
         """
         if not self._held:
             return
-        read, written = ({each[0] for each in pieces if not isinstance(each, Token)} for pieces in (reads, writes))
-        for _, (begin, *_), call in self._held:
-            if begin in read and begin not in written:
+        read, written = ([each for each in pieces if not isinstance(each, Token)] for pieces in (reads, writes))
+        for _, held, call in self._held:
+            if any(share(held, each) for each in read) and not any(share(held, each) for each in written):
                 raise CaptureError(
                     f"{name} keeps state in a new array each time: its second call read what its first one had made by {call}, "
                     f"and every replay would read just that. Write state into one array, by out= or state[...] = new, or take it "

@@ -44,8 +44,9 @@ MOST_HOST_BYTES = 64 << 20
 _MISSING: Any = object()
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic, Enum, range, np.dtype, type)
 _LIBRARIES = frozenset(
-    "numpy cupy cupyx cupy_backends cuda cudnn handlepool torch jax jaxlib triton pytest _pytest pluggy hypothesis".split()
+    ["cuda", "cudnn", "cupy", "cupy_backends", "cupyx", "handlepool", "jax", "jaxlib", "numpy", "torch", "triton"]
 )
+_TESTING = frozenset(["pytest", "_pytest", "pluggy", "hypothesis"])
 """Packages whose functions and objects keep caches and counters of their own."""
 _OPEN = (SimpleNamespace, functools.partial, UserDict, UserList)
 """Types of the standard library whose instances are a user's data."""
@@ -166,8 +167,11 @@ class State:
             arrays: list[Any] = [then, now]
             one, other = ((piece_of(self._driver, each), each.shape, each.strides, each.dtype) for each in arrays)
             return one == other
-        if hasattr(then, "data_ptr"):
-            return (then.data_ptr(), then.shape, then.stride()) == (now.data_ptr(), now.shape, now.stride())
+        if _is_tensor(then):
+            alike = (then.shape, then.stride(), then.dtype) == (now.shape, now.stride(), now.dtype)
+            if then.device.type == "cpu":
+                return alike and bool((then == now).all())
+            return alike and then.data_ptr() == now.data_ptr()
         if isinstance(then, MethodType):
             return then.__func__ is now.__func__ and then.__self__ is now.__self__
         if isinstance(then, (list, tuple)):
@@ -191,7 +195,7 @@ class State:
             )
         if place.kind is _POSITION:
             return f"{name} took values from {label}, which no replay does. Take them before, and pass them as arguments"
-        was = "a NumPy array's values" if place.kind is _VALUES else f"from {_told(then)} to {_told(now)}"
+        was = "values of the host's" if place.kind in (_VALUES, _TENSOR) else f"from {_told(then)} to {_told(now)}"
         return f"{name} changed {label} ({was}) when it was called again to be recorded, which no replay does. {_ADVICE}"
 
 
@@ -215,7 +219,7 @@ class _Walk:
     ----------
     found : list of (path, kind, owner, names)
     host_arrays : int
-        NumPy's arrays among the owners.
+        NumPy's arrays and tensors of the host among the owners.
     """
 
     def __init__(self, driver: Driver, given: Iterable[Any]) -> None:
@@ -235,7 +239,8 @@ class _Walk:
         left = self._left
         left += [(key, value) for key, value in kwargs.items()]
         left += [(f"argument {place}", value) for place, value in enumerate(args)]
-        left.append(("self", function))
+        bound = not isinstance(function, FunctionType)
+        left.append(("self" if bound else function.__qualname__, function))
         while left and len(self._entered) < MOST_PLACES:
             path, value = left.pop()
             if value is None or (isinstance(value, _SCALARS) and not isinstance(value, type)):
@@ -276,6 +281,10 @@ class _Walk:
             self._enter_iterator(path, value)
         elif (kind := _kind_of_generator(value)) is not None:
             self._add(path, kind, value)
+        elif _is_tensor(value):
+            # A tensor of a GPU is compared by its memory, where an attribute has it.
+            if value.device.type == "cpu" and self._takes(value.nbytes):
+                self._add(path, _TENSOR, value)
         else:
             self._enter_object(path, value)
 
@@ -283,10 +292,16 @@ class _Walk:
         if array.dtype.hasobject:
             self._add(path, _OBJECTS, array)
             self._all(f"{path}[...]", array.ravel().tolist())
-        elif array.flags.writeable and self._host_bytes + array.nbytes <= MOST_HOST_BYTES:
-            self._host_bytes += array.nbytes
-            self.host_arrays += 1
+        elif array.flags.writeable and self._takes(array.nbytes):
             self._add(path, _VALUES, array)
+
+    def _takes(self, nbytes: int) -> bool:
+        """Whether so many bytes of the host's are compared, too."""
+        if self._host_bytes + nbytes > MOST_HOST_BYTES:
+            return False
+        self._host_bytes += nbytes
+        self.host_arrays += 1
+        return True
 
     def _enter_iterator(self, path: str, value: Any) -> None:
         if type(value).__name__ != "_lru_cache_wrapper":
@@ -399,7 +414,7 @@ def _names(code: CodeType) -> frozenset[str]:
 @functools.cache
 def _is_library(module: str | None) -> bool:
     root = str(module).partition(".")[0]
-    return root in _LIBRARIES or root in sys.stdlib_module_names
+    return root in _LIBRARIES or root in _TESTING or root in sys.stdlib_module_names
 
 
 def _is_data(kind: type) -> bool:
@@ -422,6 +437,10 @@ def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
         for name, value in vars(base).items()
         if isinstance(value, MemberDescriptorType) and not _is_library(base.__module__)
     )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def _kind_of_generator(value: Any) -> "_Kind | None":
@@ -606,6 +625,7 @@ _CLASS = _Kind(_read_class, _write_class, "{path}.{key}")
 _DEFAULTS = _Kind(_read_defaults, _write_defaults, "{path}.{key}")
 _VALUES = _Kind(_read_values, _write_values, "{path}")
 _OBJECTS = _Kind(_read_objects, _write_objects, "{path}")
+_TENSOR = _Kind(lambda owner, _: {"": owner.detach().clone()}, lambda owner, then, _: owner.data.copy_(then[""]), "{path}")
 _BYTES = _Kind(lambda owner, _: {"": bytes(owner)}, lambda owner, then, _: owner.__init__(then[""]), "{path}")
 _POSITION = _Kind(lambda owner, _: {"": _position(owner, None)}, _write_nothing, "{path}")
 _GENERATOR = _Kind(lambda owner, _: {"": getattr(owner, "bit_generator", owner).state}, _write_bits, "{path}")

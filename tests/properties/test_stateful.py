@@ -1,0 +1,64 @@
+"""Random programs that keep state are recorded rightly or refused, and refused ones go on as they were (guarantee 19)."""
+
+import os
+
+import pytest
+from harness import stateful
+
+from handlepool.recording import state
+
+FIRST = int(os.environ.get("FIRST", "0"))
+COUNT = int(os.environ.get("COUNT", "400"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [None, 1, 4])
+def test_g19_random_stateful_programs_give_the_plain_functions_values_or_are_refused(lanes):
+    verdicts = [stateful.check(seed, lanes) for seed in range(FIRST, FIRST + COUNT)]
+    assert verdicts.count("accepted") > COUNT // 4
+    assert verdicts.count("refused") > COUNT // 4
+
+
+@pytest.mark.parametrize("statement", stateful.KEPT)
+def test_g19_each_kind_of_state_is_refused_or_right(monkeypatch, statement):
+    monkeypatch.setattr(stateful, "Program", _only(statement))
+    for lanes in (None, 4):
+        stateful.check(1, lanes)
+
+
+@pytest.mark.parametrize("statement", [*stateful.PURE, *stateful.IN_PLACE])
+def test_g19_each_kind_without_state_or_with_state_in_one_array_is_accepted(monkeypatch, statement):
+    monkeypatch.setattr(stateful, "Program", _only(statement))
+    for lanes in (None, 4):
+        assert stateful.check(1, lanes) == "accepted"
+
+
+def test_g19_control_without_the_comparison_programs_go_wrong(monkeypatch):
+    monkeypatch.setattr(state.State, "check", lambda *_, **__: None)
+    wrong = 0
+    for seed in range(60):
+        try:
+            stateful.check(seed, 4)
+        except AssertionError:
+            wrong += 1
+    assert wrong > 5
+
+
+def test_g19_control_without_putting_back_refused_programs_go_on_with_memory_that_nothing_wrote(monkeypatch):
+    monkeypatch.setattr(state.State, "restore", lambda *_: None)
+    wrong = 0
+    for seed in range(60):
+        try:
+            stateful.check(seed, 4)
+        except AssertionError:
+            wrong += 1
+    assert wrong > 5
+
+
+def _only(statement):
+    class Program(stateful.Program):
+        def __init__(self, seed):
+            self.statements = [statement]
+            self.kept = statement in stateful.KEPT
+
+    return Program
