@@ -215,8 +215,16 @@ class Recording:
         found += [(block.pointer, block.pointer + block.nbytes) for block in blocks]
         return found if self._tensors is None else found + self._tensors.ranges
 
-    def capture(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    def capture(
+        self,
+        function: Callable[..., T],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        check_state: Callable[[], object] = bool,
+    ) -> T:
         """Call a function with all that it gives to streams captured; its value.
+
+        With lanes ``check_state`` is called before the calls are compared with the first call's.
 
         The stream that is captured is a side slot's: the caller's may be the null stream, which cannot be captured. It takes part
         in no fork meanwhile. Whatever happens, no capture is left open.
@@ -238,7 +246,7 @@ class Recording:
         self._leased.append(slot)
         try:
             bind_to_thread(self.pool.sound(slot))
-            value = self._captured(slot, function, args, kwargs)
+            value = self._captured(slot, partial(self._in_lanes, slot, function, args, kwargs, check_state))
         finally:
             self._end_leases()
         assert self.graph is not None
@@ -272,7 +280,7 @@ class Recording:
             owner.release(self._taken.pop(0)[1], captured=True)
         sides.release_captured()
 
-    def _captured(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    def _captured(self, slot: Slot, call: Callable[[], T]) -> T:
         driver = self.pool.driver
         value: Any = None
         error: BaseException | None = None
@@ -281,7 +289,7 @@ class Recording:
         try:
             driver.begin_capture(slot.pointer)
             self._capture = driver.capture_id(slot.pointer)
-            value = self._in_lanes(slot, function, args, kwargs)
+            value = call()
         except BaseException as trouble:
             error = trouble
         try:
@@ -339,7 +347,14 @@ class Recording:
         assert self.graph is not None
         self.graph.instantiate()
 
-    def _in_lanes(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    def _in_lanes(
+        self,
+        slot: Slot,
+        function: Callable[..., T],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        check_state: Callable[[], object],
+    ) -> T:
         lanes = self.lanes
         torch = torch_in_use(self.pool.driver) or torch_among(function, args, kwargs)
         if torch is not None:
@@ -352,6 +367,8 @@ class Recording:
             value = self._call(slot, function, args, kwargs)
             if lanes.refused:
                 raise CaptureError(lanes.refused)
+            # First, since state is often the cause of other work.
+            check_state()
             check_same(self._name, self._rehearsed, [each for each in lanes.calls if each.what != (CONSTANT,)])
             lanes.join(self._name, value)
             self._rehearsed = ()  # both hold plans, which `release_plans` is to let go of

@@ -126,8 +126,7 @@ def record(
     driver = chosen.driver
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
     inputs, given = Inputs(driver, args, kwargs), Entries(args, kwargs)
-    wait = partial(_settle, driver, home.pointer)
-    reached: Callable[[], State] = partial(State, driver, function, args, kwargs, given.containers, wait)
+    reached = partial(State, driver, function, args, kwargs, given.containers)
     before, copies = reached(), HostCopies(chosen, name)
     rehearsal = Rehearsal(chosen, home.pointer)
     launches, again = Launches(chosen), Launches(chosen)
@@ -142,7 +141,7 @@ def record(
         raise _nothing(name)
     check_ran(function, returned)
     given.check(name)
-    before.check(name, taken_only=True)
+    before.check(name)
     del before
     shapes = _shapes(returned)
     del returned
@@ -151,7 +150,7 @@ def record(
     tunings = _tuned(chosen, name, launches, home) if measured else ()
     copies.upload()
     given.renew()
-    state = reached()
+    state = reached(partial(_settle, driver, home.pointer))
     recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)
     try:
         recording.kept.add(function, args, kwargs)
@@ -159,7 +158,7 @@ def record(
         if lanes is None:
             capture = partial(again.around, capture)
         with copies.repeated(recording.kept.add):
-            outputs = capture(function, args, kwargs)
+            outputs = capture(function, args, kwargs, partial(state.check, name))
         state.check(name)
         given.check(name)
         if lanes is None:

@@ -97,8 +97,9 @@ class State:
     args, kwargs : tuple, dict
     given : iterable of list or dict
         Containers of arguments, which every call is given anew: their entries are no state.
-    settle : callable
-        Waits for work that may still write NumPy's arrays; called once if there are any.
+    settle : callable, optional
+        Waits for work that may still write NumPy's arrays; called once if there are any. Without it the snapshot is of iterators
+        alone, which cannot be put back.
     """
 
     def __init__(
@@ -108,24 +109,19 @@ class State:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         given: Iterable[Any],
-        settle: Callable[[], object],
+        settle: Callable[[], object] | None = None,
     ) -> None:
         self._driver = driver
         walk = _Walk(driver, given)
         walk.run(function, args, kwargs)
-        if walk.host_arrays:
+        if settle is None:
+            walk.found = [each for each in walk.found if each[1] is _POSITION]
+        elif walk.host_arrays:
             settle()
         self._places = [_Place(path, kind, owner, names, kind.read(owner, names)) for path, kind, owner, names in walk.found]
 
-    def check(self, name: str, *, taken_only: bool = False) -> None:
-        """Refuse a function that has changed something since the snapshot.
-
-        Parameters
-        ----------
-        name : str
-            The function's.
-        taken_only : bool
-            Whether to look at iterators alone, which cannot be put back.
+    def check(self, name: str) -> None:
+        """Refuse a function of a name that has changed something since the snapshot.
 
         Raises
         ------
@@ -133,8 +129,6 @@ class State:
             Naming the first change.
         """
         for place in self._places:
-            if taken_only and place.kind is not _POSITION:
-                continue
             now = place.kind.read(place.owner, place.names)
             key = next(self._changes(place.then, now), _MISSING)
             if key is not _MISSING:
