@@ -234,29 +234,38 @@ def inputs(driver: Any) -> list[Any]:
 
 
 def check(seed: int, lanes: int | None) -> str:
-    """Record a random program and call it: "accepted", or "refused"; AssertionError for another value."""
+    """Check a random program on a host driver of its own: "accepted", or "refused"."""
+    with standing_in(handlepool.HandlePool(driver=HostDriver(scheduler="adversarial", seed=seed, strict=True))):
+        return check_on(handlepool.default_pool().driver, seed, lanes)
+
+
+def check_on(driver: Any, seed: int, lanes: int | None) -> str:
+    """Record a random program and call it, on the default pool's driver: "accepted", or "refused".
+
+    Raises
+    ------
+    AssertionError
+        For another value than the plain function's, and for a program without state that is refused.
+    """
     program = Program(seed)
     where = f"seed {seed}, lanes {lanes}: {program.statements}"
-    with standing_in(handlepool.HandlePool(driver=HostDriver(scheduler="adversarial", seed=seed, strict=True))):
-        driver = handlepool.default_pool().driver
-        _seed(seed)
-        plain = program.make(driver)
-        xs = inputs(driver)
-        wanted = [plain(x).get() for x in xs]
-        _seed(seed)
-        step = program.make(driver)
-        xs = inputs(driver)
-        try:
-            recorded = handlepool.record(step, xs[0].copy(), lanes=lanes)
-        except CaptureError as error:
-            if not program.kept:
-                raise AssertionError(f"{where}: refused without need") from error
-            verdict, found = "refused", [step(x).get() for x in xs[1:]]
-        else:
-            verdict, found = "accepted", [recorded(x).get() for x in xs[1:]]
-            recorded.close()
-        for number, (one, other) in enumerate(zip(found, wanted[1:], strict=True), 1):
-            assert np.array_equal(one, other), f"{where}: {verdict}, and call {number} gave {one}, not {other}"
+    _seed(seed)
+    plain = program.make(driver)
+    wanted = [plain(x).get() for x in inputs(driver)]
+    _seed(seed)
+    step = program.make(driver)
+    xs = inputs(driver)
+    try:
+        recorded = handlepool.record(step, xs[0].copy(), lanes=lanes)
+    except CaptureError as error:
+        if not program.kept:
+            raise AssertionError(f"{where}: refused without need") from error
+        verdict, found = "refused", [step(x).get() for x in xs[1:]]
+    else:
+        verdict, found = "accepted", [recorded(x).get() for x in xs[1:]]
+        recorded.close()
+    for number, (one, other) in enumerate(zip(found, wanted[1:], strict=True), 1):
+        assert np.array_equal(one, other), f"{where}: {verdict}, and call {number} gave {one}, not {other}"
     return verdict
 
 
