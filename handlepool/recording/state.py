@@ -11,6 +11,7 @@ import functools
 import gc
 import random
 import sys
+import warnings
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -589,9 +590,12 @@ def _position(iterator: Any, _: Any) -> Any:
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, gc.get_referents(iterator))
     try:
-        return iterator.__reduce__()
+        with warnings.catch_warnings():
+            # Python 3.12 says of itertools' that 3.14 cannot do so. There `cycle` tells nothing once it has begun anew.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return iterator.__reduce__()
     except TypeError:
-        return repr(iterator)
+        return repr(iterator), gc.get_referents(iterator)
 
 
 def _write_nothing(*_: object) -> None:

@@ -14,6 +14,10 @@ _MEANINGS = {
 """Errors of stream capture by their numbers, which are the same in the runtime and in the driver."""
 
 
+_FROM_HOST = (
+    "a copy from the host, whose memory every replay would read again: pass the array as an argument, or make it on the device "
+    "in an operation"
+)
 _INSTEAD = {
     "cuBLAS": "use handlepool.matmul or handlepool.linear for cupy.matmul, dot, tensordot and einsum",
     "cuRAND": "draw cupy.random's numbers before it, and copy them in",
@@ -26,7 +30,9 @@ def failure(error: BaseException | None) -> str | None:
     while error is not None:
         meaning = _MEANINGS.get(getattr(error, "status", 0))
         if meaning is None and isinstance(error, RuntimeError):  # CuPy asks before it calls
-            if "capturing" in str(error):
+            if "H2D transfers" in str(error):
+                meaning = _FROM_HOST
+            elif "capturing" in str(error):
                 meaning = _MEANINGS[900]
             elif isinstance(error, NotImplementedError) and "during stream capture" in str(error):
                 meaning = "a library's call that CuPy refuses while a stream is captured"
