@@ -95,8 +95,10 @@ def record(
         For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded; inside
         ``torch.cuda.use_mem_pool``, where torch keeps to that pool; and where torch uses the GPU and is older than 2.8. For graph
         functions that were others at the second call, and results of other shapes or types. With ``lanes`` also for operations
-        that were others, in the body of a fork, and for an operation that wrote and gave no work to the stream. For state that is
-        kept in a new array each time, ``self.h = conv2d(self.h, w)``, where a call of handlepool's reads it: write it in place.
+        that were others, in the body of a fork, and for an operation that wrote and gave no work to the stream. For state: an
+        attribute, a container, a closure, a global or a random generator that the second call changes, by its name. Write state
+        in place, in one array. For a copy from the host, except an array of the driver's ``asarray`` with equal bytes in both
+        calls, which is a constant. The function's objects are left as its first call left them.
     DriverNotAvailableError
         With ``plans`` on the host driver.
     ArgumentError

@@ -84,7 +84,8 @@ def test_the_example_of_recording_runs(make_driver, monkeypatch):
             "next_images": next_images,
             "use": lambda outputs: used.extend(map(arrays.take, outputs)),
         }
-        first, second, tuned, third = blocks_of("recording.md")
+        first, state, second, tuned, third = blocks_of("recording.md")
+        exec(state, {"__name__": "example"})
         exec(first, names)
         assert names["program"].closed
         names |= {"v": arrays.random(8, 16, 3, 3), "w": w, **{x: arrays.random(2, 16, 14, 14) for x in ("x", "x2", "x3")}}
