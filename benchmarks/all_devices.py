@@ -1,8 +1,8 @@
 """Everything that wants several GPUs of one host, in order of importance: ``python benchmarks/all_devices.py [FOLDER]``.
 
-Each part runs in processes of its own, and ends by its budget or by the time that is left in all. A part that fails or is cut off
-leaves the results that it has written, and the next one follows. In the end stand the bounds, requests and pairs, and `log.txt` has
-the output of all parts. On the host driver, and with --quick, sizes are small.
+Each part runs in processes of its own, and ends by its budget or by the time that is left in all. A part that fails or is cut
+off leaves the results that it has written, and the next part follows. In the end stand the bounds, requests and pairs. `log.txt`
+has the output of all parts. On the host driver, and with --quick, sizes are small.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PARTS: dict[str, tuple[float, str, tuple[str, ...], tuple[str, ...]]] = {
         *(170, "devices.py", ("--way", "recorded", "spread", "processes")),
         (*LENGTHS, "--seconds", "0.25", "--repeats", "9"),
     ),
-    "devices-dask": (120, "devices.py", ("--way", "dask"), (*LENGTHS, "--seconds", "0.1", "--repeats", "5")),
+    "devices-dask": (140, "devices.py", ("--way", "dask"), (*LENGTHS, "--seconds", "0.1", "--repeats", "5")),
     "serving": (90, "serving.py", (), ()),
     "sizing": (80, "sizing.py", (), ()),
     "devices-eager": (75, "devices.py", ("--way", "eager"), (*LENGTHS, "--seconds", "0.1", "--repeats", "5")),

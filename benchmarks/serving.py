@@ -1,11 +1,11 @@
 """Requests to a network on every device: one process for all devices, and a process for each.
 
-Each device has so many client threads. A client sends its next image when it has the scores of the last one: an image of NumPy's goes
-to the device, the client's recorded program replays, the scores come back. So the host's share of a request, and what threads of one
-process take from each other, are in the figures.
+Each device has so many client threads. A client sends its next image when it has the scores of the last image. An array of
+NumPy's goes to the device, the client's recorded program replays, and the scores come back. So the figures have the host's share
+of a request, and the time that threads of one process take from each other.
 
-The two ways take turns. Latencies are those of all requests of a sample; the scores of every client are compared with those of the
-first one.
+The two ways take turns. Latencies are those of all requests of all samples. The scores of each client are compared with those of
+the first client.
 """
 
 import multiprocessing

@@ -65,15 +65,21 @@ def keys(pool: Any, places: list[list[int]], streams: int, look: Callable[[], No
         raise errors[0]
 
 
+def made(pool: Any, device: int) -> int:
+    """Return how many handles a pool has on a device, idle ones included."""
+    stats = pool.stats(device)
+    return int(stats["handles_created"] - stats["handles_destroyed"])
+
+
 def measure(row: str, pool: Any, options: Any) -> list[dict[str, Any]]:
     """Handles, bytes and the formulas of each device of this process."""
     driver = pool.driver
     devices = [0] if row in ("each", "fork") else list(options.devices)
-    before, found, at = {}, [], perf_counter()
+    before, first, found, at = {}, {}, [], perf_counter()
     for device in devices:
         with driver.device(device):
             pool.get_handle()  # the first handle of a process costs more than later ones
-            before[device] = used(driver)
+            before[device], first[device] = used(driver), made(pool, device)
     start = perf_counter()
 
     def look() -> None:
@@ -81,8 +87,8 @@ def measure(row: str, pool: Any, options: Any) -> list[dict[str, Any]]:
         at = perf_counter()
         for device in devices:
             with driver.device(device):
-                grown, live = used(driver) - before[device], pool.stats(device)["handles_live"] - 1
-            found.append({"device": device, "handles": live, "bytes": grown, "formula": expected, "seconds": at - start})
+                grown, handles = used(driver) - before[device], made(pool, device) - first[device]
+            found.append({"device": device, "handles": handles, "bytes": grown, "formula": expected, "seconds": at - start})
 
     per_device = max(1, options.threads // len(options.devices))
     if row == "fork":

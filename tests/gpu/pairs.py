@@ -1,7 +1,8 @@
 """Run the tests marked ``two_gpus`` on all pairs of devices: ``python tests/gpu/pairs.py``.
 
 Pairs that share no device run at once, each in a process that sees these two devices alone. The results are written after each
-round, so a run that is cut off leaves those of the rounds before it. The exit status is 1 where a test failed or a pair did not end.
+round, so a run that is cut off leaves the results of the rounds before. The exit status is 1 where a test failed or a pair did
+not end.
 """
 
 import argparse
