@@ -52,10 +52,13 @@ class Client:
             with self.driver.device(self.device), self.stream:
                 self.request()
                 together.wait(PATIENCE)
-                end = perf_counter() + seconds
-                while (start := perf_counter()) < end:
+                now = perf_counter()
+                end = now + seconds
+                while now < end:
+                    start = now
                     self.request()
-                    taken.append(perf_counter() - start)
+                    now = perf_counter()
+                    taken.append(now - start)
         except threading.BrokenBarrierError:
             pass
         except Exception as error:
