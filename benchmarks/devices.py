@@ -17,6 +17,9 @@ All other times are wall times for an item over all devices. What keeps items in
 when it stops. Before a way is timed its results are compared, bit for bit, with that of one device: one of each device, or all
 that it has in flight. The results are written after each length of an item, with the least of these from which on `spread` over
 all devices is quicker than one device: give short ones, as --items 0.05 0.1 0.2 2, to see where that is.
+
+A device on which one item fails before a length is timed, for it has too little memory say, is left out from there on. What fails
+later ends that length. Both are said in the results, and the exit status is 1.
 """
 
 import argparse
@@ -53,7 +56,12 @@ MOST_HOST_MICROSECONDS = 60.0
 FROM_MILLISECONDS = {"spread": 2.0, "spread, host to host": 2.0, "dask, host to host": 20.0}
 """From which length of an item on there is a bound."""
 SCALING = {"spread": 0.95, "spread, host to host": 0.9, "dask, host to host": 0.9}
-"""At least so many times one device, for each device."""
+"""At least so many times one device, for each device, where `AT_LEAST` has no number of devices."""
+AT_LEAST = {"spread": {4: 3.7, 8: 7.2}, "spread, host to host": {4: 3.4, 8: 6.0}, "dask, host to host": {4: 3.4, 8: 6.0}}
+"""At least so many times one device, by the number of devices."""
+ALONE = "device {}, alone"
+FAILURES = (handlepool.HandlePoolError, RuntimeError, MemoryError, OSError)
+"""The errors of a device that is lost or full, and of a process that has ended."""
 
 
 def chain(calls: int) -> Callable[[Any, Any], Any]:
@@ -100,6 +108,27 @@ def _until_done(driver: Any, devices: Sequence[int], run: Callable[[], object], 
             with driver.device(device):
                 driver.synchronize_stream(driver.current_stream().ptr)
         return perf_counter() - start
+
+
+def fits(driver: Any, work: Work, devices: Sequence[int], left_out: dict[int, str]) -> list[int]:
+    """Return the devices on which an item can be computed, and note why the others cannot."""
+    found = []
+    for device in devices:
+        try:
+            with closing(Resident(driver, work, 1, [device])) as resident:
+                resident.results(partial(resident.recorded, [device]))
+            found.append(device)
+        except handlepool.PoisonedContextError:
+            raise
+        except FAILURES as error:
+            left_out[device] = said(error)
+            print(f"device {device} is left out: {left_out[device]}", flush=True)
+    return found
+
+
+def said(error: BaseException) -> str:
+    """Return an error's type and first line."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}"
 
 
 class Resident:
@@ -226,11 +255,12 @@ class Processes:
                 there.close()  # so that the end of the process is the pipe's
                 self.processes.append(process)
                 self.pipes.append(here)
+            self.devices = list(devices)
         finally:
             os.environ.pop("CUDA_VISIBLE_DEVICES")
             if before is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = before
-        self.found = [pipe.recv() for pipe in self.pipes]
+        self.found = self._received()
 
     def timed(self, what: str, count: int) -> float:
         """Seconds for so many items over all."""
@@ -243,8 +273,16 @@ class Processes:
     def _ask(self, what: str, count: int) -> None:
         for pipe in self.pipes:
             pipe.send((what, count))
-        for pipe in self.pipes:
-            pipe.recv()
+        self._received()
+
+    def _received(self) -> list[Any]:
+        found = []
+        for device, pipe in zip(self.devices, self.pipes, strict=True):
+            try:
+                found.append(pipe.recv())
+            except EOFError:
+                raise ChildProcessError(f"the process of device {device} has ended") from None
+        return found
 
     def close(self) -> None:
         """Let them end."""
@@ -386,6 +424,9 @@ def cases_of(
     first = devices[:1]
     one = max(2, count // len(devices))
     add(ONE, partial(resident.timed, partial(resident.recorded, first), first), number=one)
+    for device in devices[1:] if "recorded" in options.way else ():
+        alone = partial(resident.timed, partial(resident.recorded, [device]), [device])
+        add(ALONE.format(device), alone, number=max(2, one // 4))
     if "eager" in options.way:
         eager = partial(resident.eager, devices)
         add("eager", partial(resident.timed, eager, devices), resident.results(eager))
@@ -409,7 +450,8 @@ def cases_of(
         try:
             cluster = stack.enter_context(closing(Cluster(driver.name, devices)))
         except ImportError as error:
-            skipped[:] = [f"dask, which needs handlepool[dask]: {error}"]
+            reason = f"dask, which needs handlepool[dask]: {error}"
+            skipped += [] if reason in skipped else [reason]
         else:
             network, found = chain(calls), []
             cluster.timed(network, work, len(devices), found)
@@ -434,9 +476,9 @@ def compare(ratios: Ratios, samples: dict[str, list[float]], milliseconds: float
     for name in samples:
         bound = None
         if count > 1 and milliseconds >= FROM_MILLISECONDS.get(name, math.inf):
-            bound = 1 / (SCALING[name] * count)
+            bound = 1 / AT_LEAST[name].get(count, SCALING[name] * count)
             bound = None if "host" in name and copies > bound * one else bound
-        if name not in (ONE, BUS, HOST):
+        if name not in (ONE, BUS, HOST) and not name.startswith("device "):
             ratios.compare(samples, name, ONE, bound, f", {milliseconds:g} ms, {count} devices")
 
 
@@ -471,6 +513,7 @@ def main() -> int:
     times: dict[str, Any] = {}
     ratios, skipped, more = Ratios(), [], {}
     wins: dict[float, bool] = {}
+    left_out: dict[int, str] = {}
     with pool_on_a_stream(options.driver) as (pool, _), quiet():
         driver = pool.driver
         seen = driver.device_count()
@@ -478,22 +521,39 @@ def main() -> int:
         if len({*options.devices}) < len(options.devices) or not {*options.devices} <= {*range(seen)}:
             parser.error(f"--devices {options.devices}: name each once; there are 0 to {seen - 1}")
         work = Work(driver, options.shape)
-        more = {"devices": len(options.devices), "shape": str(options.shape), "item_bytes": work.image.nbytes, "calls": {}}
+        more = {"shape": str(options.shape), "item_bytes": work.image.nbytes, "calls": {}, "left_out": left_out}
+        failed = False
         for milliseconds in (0.0, *options.items):  # 0: one convolution
-            calls = work.calls(driver, milliseconds)
-            lasts = max(milliseconds / 1e3, 5e-5)
-            count = len(options.devices) * max(4, round(options.seconds / lasts))
             heading = f"items of {milliseconds:g} ms, microseconds an item"
             chosen = options
             if not milliseconds:
                 heading = "items of one convolution, microseconds an item"
                 chosen = argparse.Namespace(**{**vars(options), "way": [way for way in options.way if way == "spread"]})
-            with ExitStack() as stack:
-                samples = sampled(cases_of(stack, driver, work, calls, count, chosen, skipped), options.repeats)
+            try:
+                devices = fits(driver, work, options.devices, left_out)
+                if not devices:
+                    skipped.append(f"{heading}: no device is left")
+                    break
+                options.devices = chosen.devices = devices
+                more["devices"] = len(devices)
+                with driver.device(devices[0]):
+                    calls = work.calls(driver, milliseconds)
+                    # From host to host a convolution takes longer than it computes.
+                    lasts = max(milliseconds / 1e3, 5e-5) if milliseconds else 2e-4
+                    count = len(devices) * max(4, round(options.seconds / lasts))
+                    with ExitStack() as stack:
+                        samples = sampled(cases_of(stack, driver, work, calls, count, chosen, skipped), options.repeats)
+            except FAILURES as error:
+                failed = True
+                skipped.append(f"{heading}: {said(error)}")
+                print(f"not timed: {skipped[-1]}", flush=True)
+                if isinstance(error, handlepool.PoisonedContextError):
+                    break
+                continue
             times[heading] = {name: summary(values) for name, values in samples.items()}
             more["calls"][heading] = calls
             if milliseconds:
-                compare(ratios, samples, milliseconds, len(options.devices))
+                compare(ratios, samples, milliseconds, len(devices))
                 if "spread" in samples:
                     wins[milliseconds] = statistics.median(samples["spread"]) < statistics.median(samples[ONE])
                     more["spread_wins_from_ms"] = wins_from(wins)
@@ -502,7 +562,7 @@ def main() -> int:
                 ratios.add(f"an item of one convolution, {HOST} / {MOST_HOST_MICROSECONDS:g} microseconds", shares, 1.0)
             write(options, "devices", driver.name, times, ratios, skipped, **more)
         publish(options, "devices", driver.name, times, ratios, skipped, **more)
-    return 0
+    return int(failed or bool(left_out) or not times)
 
 
 if __name__ == "__main__":

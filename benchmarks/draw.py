@@ -508,9 +508,30 @@ def draw(results: dict[str, Any], folder: Path, name: str) -> list[Path]:
     return written
 
 
+def with_parts(results: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the results of `devices.py` with the ways of other files of the same run.
+
+    Each file has timed one device beside its own ways, so its times are scaled by that.
+    """
+    one = "one device, recorded"
+    for part in ("dask", "eager"):
+        path = folder / f"devices-{part}.json"
+        other = json.loads(path.read_text()) if path.exists() else {"devices": None, "times": {}}
+        for heading, times in other["times"].items():
+            found = results["times"].get(heading, {})
+            if other["devices"] != results["devices"] or one not in found:
+                continue
+            scale = found[one]["median"] / times[one]["median"]
+            new = {name: {key: value * scale for key, value in t.items()} for name, t in times.items() if name not in found}
+            found |= new
+    return results
+
+
 def sources(folder: Path, name: str) -> list[tuple[str, dict[str, Any]]]:
     """What pictures of a script are made of, each with its picture's name; of networks there is one for each batch and type."""
     path = folder / f"{name}.json"
+    if name == "devices" and path.exists():
+        return [(name, with_parts(json.loads(path.read_text()), folder))]
     if name != "networks":
         return [(name, json.loads(path.read_text()))] if path.exists() else []
     jax = gathered(folder, "networks_jax")

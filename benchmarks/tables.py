@@ -18,6 +18,9 @@ BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTAL
 NAMES = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory")
 NETWORKS = {"networks": "networks", "networks-short": "networks", "networks-jax": "networks_jax"}
 """Blocks of networks, and the script of each; of a script there may be several files."""
+SEVERAL_GPUS = ("serving", "sizing")
+"""Files that a folder has where several GPUs were used; ``devices*.json`` beside them."""
+ONE_DEVICE = "one device, recorded"
 SHORT = (ONE_LANE, TUNED, "torch graph", "Inductor", JAX)
 SIDE_STREAMS = ("fork,", "map,", "map into outputs,")
 """How the cases begin that go over side streams eagerly."""
@@ -165,12 +168,70 @@ def networks_short(every: list[Networks], jax: list[Networks]) -> str:
     return f"{table(('µs on the device (by the clock)', *columns), first.rows(columns))}\n{where}\n"
 
 
+def devices(every: Results) -> str:
+    """Return items a second, relative to one device, by way and length of an item, of all files of `devices.py`."""
+    ones: dict[float, float] = {}
+    rows: dict[str, dict[float, str]] = {}
+    least: dict[str, float] = {}
+    for results in every["devices"]:
+        for heading, found in results["times"].items():
+            if " ms, " not in heading:
+                continue
+            length, one = float(heading.split()[2]), found[ONE_DEVICE]["median"]
+            ones.setdefault(length, one)
+            for name, taken in found.items():
+                if name not in (ONE_DEVICE, "one device, spread, host to host") and not name.startswith("device "):
+                    rows.setdefault(name, {})[length] = f"{one / taken['median']:.2f}"
+        for ratio, entry in results["ratios"].items():
+            if entry["bound"] is not None and f" / {ONE_DEVICE}, " in ratio:
+                least[ratio.partition(f" / {ONE_DEVICE}, ")[0]] = 1 / entry["bound"]
+    lengths = sorted(ones)
+    order = sorted(rows, key=lambda name: (name not in least, name.startswith("the bus"), name))
+    body = [
+        (name, *(rows[name].get(length, "") for length in lengths), f"{least[name]:.1f}" if name in least else "")
+        for name in order
+    ]
+    last = every["devices"][-1]
+    head = f"{last['devices']} devices, times the items of one"
+    text = table((head, *(f"{length:g} ms ({ones[length] / 1e3:.2g})" for length in lengths), "at least"), body)
+    return text + "\n" + conditions(last)
+
+
+def serving(every: Results) -> str:
+    """Return requests a second and latencies."""
+    results = every["serving"]
+    rows = [
+        (name, *spread(each["requests_a_second"], 0), f"{each['p50']:,.0f}", f"{each['p99']:,.0f}")
+        for name, each in results["served"].items()
+    ]
+    head = f"{results['network']}, {results['devices']} devices, {results['threads']} clients each"
+    return table((head, "requests a second", "quartiles", "p50, µs", "p99, µs"), rows) + "\n" + conditions(results)
+
+
+def sizing(every: Results) -> str:
+    """Return handles and memory of each device beside the formulas."""
+    results = every["sizing"]
+    rows = []
+    for name, found in results["sizes"].items():
+        handles, by_formula = (", ".join(map(str, sorted({each[key] for each in found}))) for key in ("handles", "formula"))
+        sizes = [each["bytes"] / 2**20 for each in found]
+        seconds = max(each["seconds"] for each in found)
+        expected = found[0]["expected_bytes"] / 2**20
+        rows.append((name, handles, by_formula, f"{min(sizes):,.0f} to {max(sizes):,.0f}", f"{expected:,.0f}", f"{seconds:.2f}"))
+    head = f"{results['devices']} devices, {results['threads']} threads, {results['streams']} streams"
+    columns = head, "handles on a device", "by the formula", "MiB on a device", "by the formula", "seconds"
+    return table(columns, rows) + "\n" + conditions(results)
+
+
 WRITERS: dict[str, Callable[[Results], str]] = {
     "bounds": bounds,
     "overlap": overlap,
     "crossover": crossover,
     "wrong": wrong,
     "memory": memory,
+    "devices": devices,
+    "serving": serving,
+    "sizing": sizing,
     "networks": lambda every: networks(every["networks"]),
     "networks-jax": lambda every: networks(every["networks_jax"]),
     "networks-short": lambda every: networks_short(every["networks"], every.get("networks_jax", [])),
@@ -196,9 +257,16 @@ def main() -> int:
     parser.add_argument("pages", type=Path, nargs="+", help="what to fill")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page would change")
     options = parser.parse_args()
-    paths = {name: options.folder / f"{name}.json" for name in NAMES}
+    asked = {name for page in options.pages for _, name, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}
+    others = (*SEVERAL_GPUS, "devices")
+    wanted = NAMES if asked - {*others} else ()
+    paths = {name: options.folder / f"{name}.json" for name in (*wanted, *(name for name in others if name in asked))}
     every: Results = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     every |= {script: found for script in NETWORKS.values() if (found := gathered(options.folder, script))}
+    if "devices" in every:
+        # `all_devices.py` writes a file for each selection of ways; numbered files are of other runs.
+        parts = [options.folder / f"devices-{part}.json" for part in ("dask", "eager")]
+        every["devices"] = [json.loads(path.read_text()) for path in parts if path.exists()] + [every["devices"]]
     missing = [str(path) for path in paths.values() if not path.exists()]
     if missing and (options.check or not every):
         parser.error(f"there is no {', '.join(missing)}")

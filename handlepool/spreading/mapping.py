@@ -112,8 +112,8 @@ def spread(
 
     Notes
     -----
-    What the items themselves raise is raised in the place of the item, after all results before it; and so is what a device lacks
-    to take part, memory for what is shared, say.
+    What the items themselves raise is raised in the place of the item, after all results before it. What a device lacks to take
+    part, memory for what is shared, say, makes the item fail that it was to compute.
 
     What the function itself allocates at its first item, CuPy allocates in its plain way, which CUDA forbids while another thread
     captures in global mode, as ``torch.cuda.graph`` does by default: take a result of each device before.
@@ -250,7 +250,7 @@ class Spread(Iterator[Any]):
         self._given = 0
         self._taken = 0
         self._last = False  # whether no item is to be given any more
-        self._failure: Exception | None = None  # of the items themselves, or of a device that could not be made ready
+        self._failure: Exception | None = None  # of the items themselves, or of a capture that is under way
         self._flights: deque[Flight] = deque()  # in order, those that are not taken
         # One advance at a time: another thread that finds the turn taken is refused, and so is this one, by `_taking`, where
         # `on_done` or the items call. It is an `RLock`, which whoever does not have it cannot release.
@@ -273,11 +273,12 @@ class Spread(Iterator[Any]):
                 self._status.check()
             return self._advance(self._stations)
         except BaseException as error:
+            failed = isinstance(error, Exception) and not isinstance(error, StopIteration)
             try:
-                if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                if failed:
                     self._status.diagnose(error)
             finally:
-                self._end()
+                self._end(error if failed else None)
             raise
 
     def close(self) -> None:
@@ -310,7 +311,8 @@ class Spread(Iterator[Any]):
             except RuntimeError:  # another thread has it
                 pass
 
-    def _end(self) -> None:
+    def _end(self, failure: BaseException | None = None) -> None:
+        """Give back all that it has. An error of that is a note of the failure that ends the spread, where there is one."""
         stations, self._stations = self._stations, None
         self._flights.clear()
         if self._shows and stations is not None:
@@ -322,9 +324,12 @@ class Spread(Iterator[Any]):
             return
         try:
             stations.close()
-        except BaseException:
+        except BaseException as error:
             defer(partial(_settle, stations, self._status))
-            raise
+            if failure is None or not isinstance(error, Exception):
+                error.add_note(f"spread({self._name}): raised while it gave back what it had")
+                raise
+            failure.add_note(f"spread({self._name}): giving back what it had failed: {type(error).__name__}: {error}")
         finally:
             self._items = iter(())  # a generator ends, and what it has open is closed
 
@@ -375,11 +380,15 @@ class Spread(Iterator[Any]):
                 return
             self._given += 1
             try:
-                station.start()
-            except Exception as error:
-                error.add_note(f"spread({self._name}): device {station.device} was made ready for item {index}")
+                station.start(index)
+            except CaptureError as error:
+                # The caller's mistake, which has nothing to do with the item.
                 self._last, self._failure = True, error
                 return
+            except Exception as error:
+                self._last = self._last or self._raises
+                self._flights.append(self._not_given(index, station.device, error))
+                continue
             self._flights.append(self._give(station, index, item))
 
     def _give(self, station: Station, index: int, item: Any) -> Flight:

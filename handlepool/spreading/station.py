@@ -176,10 +176,12 @@ class Station:
         self._ways: dict[Hashable, Way] = {}  # of `_programs` those that are plain, by items that were seen to go so
         self.running: deque[Flight] = deque()
 
-    def start(self) -> None:
-        """Make the streams, and copy what is shared, where that was not done yet."""
+    def start(self, index: int) -> None:
+        """Make the streams, and copy what is shared, where that was not done yet; for an item."""
         if self._shared is not None:
             return
+        # Where this fails the device has had its turn, and the next item goes to another one.
+        self.last = index
         driver = self._driver
         with on_device(driver, self.device):
             if not self._streams:

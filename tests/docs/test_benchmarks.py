@@ -67,7 +67,7 @@ def written(tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *NETWORKS, "devices"])
+@pytest.mark.parametrize("name", [*SCRIPTS, *NETWORKS, "devices", "serving", "sizing"])
 def test_a_script_runs_without_a_gpu_and_writes_what_it_found(name, written):
     _, results = written(name)
     assert results["benchmark"] == name
@@ -141,6 +141,139 @@ def test_all_runs_a_selection_and_says_which_bounds_are_kept(tmp_path):
     assert [line.partition(":")[0] for line in verdicts] == [*["acquire"] * 4, "lifetimes", "exits"]
     assert all(line.endswith(("not judged", "  kept")) for line in verdicts)
     assert all((tmp_path / f"{name}.json").exists() for name in ("acquire", "lifetimes", "exits"))
+
+
+@pytest.mark.parametrize(("count", "bounds"), [(2, (1.9, 1.8, 1.8)), (4, (3.7, 3.4, 3.4)), (8, (7.2, 6.0, 6.0))])
+def test_what_several_devices_must_give(module, count, bounds):
+    devices, names = module("devices"), ("spread", "spread, host to host", "dask, host to host")
+    for copies, expected in ((1.0, bounds), (1e9, (bounds[0], None, None))):  # where the bus is too slow there is no bound
+        ratios = module("common").Ratios()
+        samples = {devices.ONE: [100.0], devices.BUS: [copies], **{name: [100.0 / count] for name in names}}
+        devices.compare(ratios, samples, 20, count)
+        found = [bound and round(1 / bound, 6) for _, bound in ratios.found.values()]
+        assert found == [*expected]
+
+
+@pytest.fixture
+def devices_on(module, make_driver, monkeypatch, tmp_path):
+    """`devices.py` on a host driver of three devices: ``devices_on(*options)`` gives the exit status and the results."""
+    devices, driver = module("devices"), make_driver(devices=3, memory=1 << 26, check_order=False)
+
+    def run(*options):
+        path = tmp_path / "devices.json"
+        quick = ["--quick", "--driver", "host", "--way", "recorded", "spread", "--json", str(path), *options]
+        monkeypatch.setattr(sys, "argv", ["devices.py", *quick])
+        with handlepool.HandlePool(driver=driver) as pool:
+            monkeypatch.setattr("handlepool.pool.default._default", pool)
+            monkeypatch.setattr(pool, "close", lambda: None)
+            status = devices.main()
+            driver.fail_at(0)
+            monkeypatch.undo()
+        return status, json.loads(path.read_text())
+
+    return SimpleNamespace(run=run, driver=driver, module=devices)
+
+
+def test_a_device_that_is_full_is_left_out_which_is_said(devices_on, capsys):
+    with devices_on.driver.device(1):
+        full = devices_on.driver.empty((devices_on.driver.memory_info()[0] - 500,), (1,), np.dtype("u1"))
+    status, results = devices_on.run("--items", "0.2")
+    del full
+    assert (status, results["devices"]) == (1, 2)
+    assert "out of memory" in results["left_out"]["1"]
+    assert "device 1 is left out: " in capsys.readouterr().out
+    assert "spread / one device, recorded, 0.2 ms, 2 devices" in results["ratios"]
+
+
+def test_a_device_that_is_taken_away_ends_a_length_and_the_next_one_goes_on_without_it(devices_on, monkeypatch):
+    sampled, taken = devices_on.module.sampled, []
+
+    def sample(cases, repeats):
+        taken.append(len(cases))
+        if len(taken) == 2:  # of the first length that is timed
+            devices_on.driver.lose_device(2)
+        return sampled(cases, repeats)
+
+    monkeypatch.setattr(devices_on.module, "sampled", sample)
+    status, results = devices_on.run("--items", "0.2", "0.3")
+    assert status == 1
+    assert "device 2 was taken away" in results["left_out"]["2"]
+    assert [line.partition(",")[0] for line in results["not_timed"]] == ["items of 0.2 ms"]
+    assert "device 2 was taken away" in results["not_timed"][0]
+    assert "spread / one device, recorded, 0.3 ms, 2 devices" in results["ratios"]
+
+
+def test_a_process_that_ends_is_named(module):
+    devices = module("devices")
+    here, there = devices.multiprocessing.Pipe()
+    there.close()
+    processes = object.__new__(devices.Processes)
+    processes.devices, processes.pipes = [3], [here]
+    with pytest.raises(ChildProcessError, match="process of device 3 has ended"):
+        processes._received()
+
+
+def test_a_client_that_fails_is_named(module, make_pool, monkeypatch):
+    serving, pool = module("serving"), make_pool()
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    options = SimpleNamespace(network="ensemble", side=9, thin=32, dtype="float32", threads=2)
+    server = serving.Server(pool.driver, [0, 1], options)
+    assert len(server.sample(0.01)) >= 4
+    pool.driver.lose_device(1)
+    with pytest.raises(SystemExit, match=r"a client of device 1 failed: .*device 1 was taken away"):
+        server.sample(0.01)
+    pool.driver.fail_at(0)
+    server.close()
+    serving.check("same", server.scores, server.scores[0])
+    with pytest.raises(SystemExit, match=r"other: relative error 1\.0e\+00"):
+        serving.check("other", [2 * server.scores[0]], server.scores[0])
+
+
+def test_all_devices_goes_on_after_a_part_that_is_cut_off(tmp_path):
+    done = run("all_devices", tmp_path, "--only", "sizing", "serving", "--quick", "--driver", "host", "--limit", "9.5")
+    assert done.returncode == 1
+    assert "sizing: cut off after" in done.stdout
+    assert any(line.split() == ["serving", "not", "begun", "0"] for line in done.stdout.splitlines())
+    assert "sizing.py" in (tmp_path / "log.txt").read_text()
+
+
+def test_all_devices_writes_what_its_parts_found(tmp_path):
+    done = run("all_devices", tmp_path, "--only", "serving", "--quick", "--driver", "host")
+    assert done.returncode == 0, done.stdout
+    assert "a process for each device" in done.stdout
+    assert json.loads((tmp_path / "serving.json").read_text())["served"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
+def test_pairs_are_all_and_disjoint_in_a_round(count, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "tests" / "gpu"))
+    rounds = importlib.import_module("pairs").rounds(range(count))
+    assert sorted(pair for pairs in rounds for pair in pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    assert all(len({device for pair in pairs for device in pair}) == 2 * len(pairs) for pairs in rounds)
+
+
+def test_handles_of_each_device_are_as_many_as_the_formula_says(written):
+    _, results = written("sizing")
+    assert len(results["sizes"]) == 4
+    for found in results["sizes"].values():
+        assert {each["device"] for each in found} == {0, 1}
+        assert all(each["handles"] == each["formula"] > 0 for each in found)
+
+
+def test_figures_of_several_gpus_fill_a_page_by_themselves(written, tmp_path):
+    folder = written("devices")[0].parent
+    for name in ("serving", "sizing"):
+        written(name)
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- figures: {name} -->\n<!-- end -->\n" for name in ("devices", "serving", "sizing")))
+    shutil.copy(folder / "devices.json", tmp_path)
+    refused(run("tables", tmp_path, page, "--check"), "serving.json")
+    assert run("tables", folder, page).returncode == 0
+    text = page.read_text(encoding="utf-8")
+    assert "| 2 devices, times the items of one | 0.2 ms" in text
+    assert "| one process for all devices |" in text
+    assert "| one process, every thread uses every device | 8 | 8 |" in text
+    assert run("tables", folder, page, "--check").returncode == 0
 
 
 def test_all_says_what_failed_and_goes_on(tmp_path):

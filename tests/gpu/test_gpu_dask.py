@@ -1,5 +1,6 @@
 """Dask's workers on a GPU, and on two: tiles bit for bit, and a worker whose context is lost."""
 
+import os
 from collections import OrderedDict
 
 import numpy as np
@@ -30,10 +31,12 @@ def expected(pool, monkeypatch):
 
 
 def cluster_of(devices):
-    """A worker of two threads for each device."""
+    """A worker of two threads for each device, of those that this process sees."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [given.split(",")[device] if given else str(device) for device in devices]
     workers = {
-        index: {"cls": distributed.Nanny, "options": {"nthreads": 2, "env": {"CUDA_VISIBLE_DEVICES": str(device)}}}
-        for index, device in enumerate(devices)
+        index: {"cls": distributed.Nanny, "options": {"nthreads": 2, "env": {"CUDA_VISIBLE_DEVICES": device}}}
+        for index, device in enumerate(visible)
     }
     scheduler = {"cls": distributed.Scheduler, "options": {"dashboard_address": ":0"}}
     return distributed.SpecCluster(scheduler=scheduler, workers=workers, silence_logs=50)

@@ -22,6 +22,7 @@ from handlepool import (
     ContractError,
     DeviceMismatchError,
     HandlePool,
+    HandlePoolError,
     ItemError,
     OwnershipError,
     PoisonedContextError,
@@ -605,20 +606,91 @@ def test_items_that_raise_do_so_after_the_results_before_them(pool):
     assert same(got, expected(pool)[:5])
 
 
+def given(results):
+    """Results until the end or an error, and that error."""
+    got = []
+    try:
+        got.extend(results)
+    except (HandlePoolError, RuntimeError) as error:
+        return got, error
+    return got, None
+
+
 def test_a_device_that_cannot_take_part_ends_all_after_what_was_computed(pool):
-    """What is shared does not fit the second one."""
+    """An array in ``shared`` has gaps, so that no other device can have it."""
     driver, before = pool.driver, streams(pool)
     with driver.device(0):
         gaps = driver.asarray(np.repeat(SHIFT, 2))[::2]
-    results, got = handlepool.spread(add, ARRAYS, shared=(gaps,), devices=[0, 1], to="host", errors="return"), []
-    with pytest.raises(ArgumentError, match="gaps between its elements") as caught:
-        got.extend(results)
-    assert "device 1 was made ready for item 1" in caught.value.__notes__[0]
+    results = handlepool.spread(add, ARRAYS, shared=(gaps,), devices=[0, 1], to="host")
+    got, error = given(results)
+    assert isinstance(error, ItemError)
+    assert (error.index, error.device, type(error.__cause__)) == (1, 1, ArgumentError)
     assert [np.unique(y).tolist() for y in got] == [[RIGHT[0]]]
     assert next(results, "ended") == "ended"
-    del caught
+    del error
     gc.collect()
     assert streams(pool) == before
+
+
+LEFT = (0, 2_000, 60_000)
+"""Bytes free where not even the filters fit, where an item does not, and where scratch does not."""
+
+
+@pytest.mark.parametrize("left", LEFT)
+@pytest.mark.parametrize("errors", ["raise", "return"])
+def test_a_device_with_less_free_memory_is_named_and_the_other_one_goes_on(make_driver, monkeypatch, left, errors):
+    items = images(12, size=32)
+    with current(make_driver(devices=2, memory=1 << 24), monkeypatch) as pool:
+        right = expected(pool, given=items)
+        driver = pool.driver
+        with driver.device(1):
+            full = driver.empty((driver.memory_info()[0] - left,), (1,), np.dtype("u1"))
+        results = handlepool.spread(conv, items, shared=(WEIGHTS,), to="host", errors=errors)
+        got, error = given(results)
+        assert full.nbytes > 0
+        failed = [y for y in got if isinstance(y, ItemError)]
+        if errors == "raise":
+            assert (type(error), error.device, len(got)) == (ItemError, 1, 1)
+            failed = [error]
+        else:
+            assert (error, len(got)) == (None, 12)
+        assert all(isinstance(each.__cause__, MemoryError) and each.device == 1 for each in failed)
+        assert failed
+        pairs = [(y, right[index]) for index, y in enumerate(got) if not isinstance(y, ItemError)]
+        assert pairs
+        assert all((y == z).all() for y, z in pairs)
+
+
+@pytest.mark.parametrize("to", [None, "host"])
+@pytest.mark.parametrize("taken", [0, 1, 2, 5])
+def test_a_device_that_is_taken_away_is_named(make_driver, monkeypatch, to, taken):
+    """Results that it had already computed may come before; the error of the end is a note."""
+    with current(make_driver(devices=2), monkeypatch) as pool:
+        results = handlepool.spread(conv, images(40), shared=(WEIGHTS,), to=to)
+        for _ in range(taken):
+            next(results)
+        pool.driver.lose_device(1)
+        got, error = given(results)
+        pool.driver.fail_at(0)
+        assert (type(error), error.device) == (ItemError, 1)
+        assert "device 1 was taken away" in str(error)
+        assert taken + len(got) == error.index
+        assert next(results, "ended") == "ended"
+
+
+def test_other_devices_go_on_without_one_that_is_taken_away(make_driver, monkeypatch):
+    with current(make_driver(devices=2), monkeypatch) as pool:
+        right = expected(pool, given=images(40))
+        results = handlepool.spread(conv, images(40), shared=(WEIGHTS,), to="host", errors="return")
+        got = [next(results)]
+        pool.driver.lose_device(1)
+        more, error = given(results)
+        pool.driver.fail_at(0)
+        got += more
+        assert len(got) == 40
+        assert {y.device for y in got if isinstance(y, ItemError)} == {1}
+        assert all((y == z).all() for y, z in zip(got, right, strict=True) if not isinstance(y, ItemError))
+        assert "spread(conv): raised while it gave back what it had" in error.__notes__
 
 
 def failing_later(driver):

@@ -134,13 +134,8 @@ class CallLog:
         if self._fault is not None:
             self._fault(method)
 
-    def fail_always(self, error: Exception, spared: Container[str]) -> None:
-        """Make every call from now fail but those that are spared."""
-
-        def fault(called: str) -> None:
-            if called not in spared:
-                raise error
-
+    def fail_by(self, fault: Callable[[str], None]) -> None:
+        """Ask a function before every call from now; what it raises the call raises."""
         self._fault = fault
 
     def fail_at(self, k: int, method: str | None, error: BaseException | None, spared: Container[str]) -> None:

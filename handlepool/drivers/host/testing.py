@@ -12,6 +12,9 @@ from handlepool.drivers.host.memory import Memory, accesses
 from handlepool.drivers.host.race_checker import Order
 from handlepool.drivers.host.streams import Event, Latch, Queue, Stream, StreamTable
 
+_ASKS = ("current_device", "current_stream", "owns_stream", "wrap_stream", "set_device", "device_count", "array_device")
+"""Calls that ask the host alone, and succeed also without a device."""
+
 
 class Controls:
     """The part of `HostDriver` that is not of the protocol.
@@ -116,8 +119,26 @@ class Controls:
     def lose_context(self, error: Exception | None = None) -> Exception:
         """Make every further call fail but those that ask for the current device and stream, as after an illegal address."""
         lost = self.lost = error or RuntimeError("an illegal memory access was encountered")
-        self._log.fail_always(lost, ("current_device", "current_stream", "owns_stream", "wrap_stream"))
+
+        def fault(called: str) -> None:
+            if called not in _ASKS:
+                raise lost
+
+        self._log.fail_by(fault)
         return lost
+
+    def lose_device(self, device: int) -> None:
+        """Make every further call fail that is made while a device is current, as where a GPU is taken away.
+
+        Work that the device was given before still runs, and other devices go on. ``fail_at(0)`` brings the device back.
+        """
+        thread = self._thread
+
+        def fault(called: str) -> None:
+            if thread.device == device and called not in _ASKS:
+                raise RuntimeError(f"device {device} was taken away")
+
+        self._log.fail_by(fault)
 
     def _current_queue(self) -> Queue:
         thread = self._thread
