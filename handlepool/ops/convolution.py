@@ -115,8 +115,8 @@ def as_shape(function: str, shape: Any) -> Shape:
         extents = () if isinstance(shape, _BYTES) else tuple(map(as_integer, shape))
     except TypeError:
         extents = ()
-    if len(extents) != 4 or min(extents) < 1:
-        raise ArgumentError(f"{function}: shape={shown(shape)}; it must be four integers, each 1 or more")
+    if len(extents) != 4 or min(extents) < 0:
+        raise ArgumentError(f"{function}: shape={shown(shape)}; it must be four integers, each 0 or more")
     return extents
 
 
@@ -128,6 +128,8 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
     if layout.ndim != rank:
         raise ArgumentError(f"{function}: {name} has {layout.ndim} axes, shape {layout.shape}; it must have {rank}")
     check_type(function, name, layout, like)
+    if not layout.size:
+        return
     strides = [stride // layout.dtype.itemsize for stride in layout.strides]
     order = axis_order(layout.shape, strides)
     dense = dense_strides(layout.shape, order)
@@ -169,6 +171,8 @@ def check_vector(function: str, bias: Layout, extent: int, of: str, like: tuple[
 def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, Shape], groups: int) -> None:
     """Raise for channels of images and filters (K, C / groups, R, S) that do not fit."""
     (x, x_shape), (w, w_shape) = image, weight
+    if min(w_shape[2:]) < 1:
+        raise ArgumentError(f"{function}: {w} {w_shape} has filters without taps; give R and S of 1 or more")
     if w_shape[1] * groups != x_shape[1]:
         raise ArgumentError(
             f"{function}: {x_shape[1]} channels in {x} {x_shape} and {w_shape[1]} x groups={groups} in {w} {w_shape}; {w} must "
@@ -261,7 +265,7 @@ def conv2d(
     Returns
     -------
     array, shape (N, K, P, Q)
-        ``out``, or a new array of the kind and type of ``x``.
+        ``out``, or a new array of the kind and type of ``x``; an empty one for a batch of no images.
 
     Raises
     ------
@@ -429,7 +433,7 @@ def _check(
         check_vector("conv2d", rest.pop(0), w.shape[0], "filters", like)
     for add in rest:
         shape = result_shape(x.shape, w.shape, **how)
-        if add.shape != shape and min(shape) > 0:  # else nothing comes out, which is said elsewhere
+        if add.shape != shape and min(shape[2:]) > 0:  # else nothing comes out, which is said elsewhere
             raise ArgumentError(f"conv2d: add of shape {add.shape} for a result of {shape}; it must be of that shape")
         check_type("conv2d", "add", add, like)
 

@@ -106,7 +106,7 @@ def conv2d_weight_grad(
     Returns
     -------
     array, shape (K, C / groups, R, S)
-        ``out``, or a new array of the type of ``x`` that lies as ``x`` does.
+        ``out``, or a new array of the type of ``x`` that lies as ``x`` does; zeros for a batch of no images.
 
     Raises
     ------

@@ -152,7 +152,7 @@ def pointwise(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned:
         raise ArgumentError(
             f"{title(node)}: its inputs {listed} must have the same number of axes; a bias of K channels is written (1, K, 1, 1)"
         )
-    shape = tuple(max(extents) for extents in zip(*arrays, strict=True))
+    shape = tuple(map(broadcast, zip(*arrays, strict=True)))
     if any(extent not in (1, full) for array in arrays for extent, full in zip(array, shape, strict=True)):
         raise ArgumentError(f"{title(node)}: its inputs {listed} do not broadcast; on each axis extents must be equal or 1")
     return shape
@@ -167,7 +167,12 @@ def matmul(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bo
             f"{title(node)}: A {a} and B {b} do not multiply; give (..., M, K) and (..., K, N) with the same number of "
             "axes and batch axes that are equal or 1"
         )
-    return (*(max(pair) for pair in batches), a[-2], b[-1])
+    return (*map(broadcast, batches), a[-2], b[-1])
+
+
+def broadcast(extents: Sequence[int]) -> int:
+    """Return the extent that extents of 1 and one other broadcast to; the other may be 0."""
+    return 0 if 0 in extents else max(extents)
 
 
 def reduction(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
@@ -270,12 +275,14 @@ def _convolved(node: Any, image: Shape, weight: Shape) -> Shape:
     def what() -> str:
         return f"{title(node)}: image {image} and weight {weight}"
 
-    if image[1] % weight[1]:
+    if min(weight[2:]) < 1:
+        raise ArgumentError(f"{what()}: a filter without taps computes nothing; give each spatial axis of the weight 1 or more")
+    if image[1] % weight[1] if weight[1] else image[1]:
         raise ArgumentError(
             f"{what()}: the image's {image[1]} channels are no multiple of the weight's {weight[1]}; "
             "axis 1 of a weight holds the channels of one group"
         )
-    groups = image[1] // weight[1]
+    groups = image[1] // weight[1] if image[1] else 1
     if weight[0] % groups:
         raise ArgumentError(
             f"{what()}: {image[1]} channels by {weight[1]} make {groups} groups, which do not divide {weight[0]} "
@@ -298,7 +305,7 @@ def _convolved(node: Any, image: Shape, weight: Shape) -> Shape:
 
 
 def _yields(node: Any, image: Shape, weight: Shape, loss: Shape) -> bool:
-    if not len(image) == len(weight) == len(loss) or min(image) < 1 or min(weight) < 1:
+    if not len(image) == len(weight) == len(loss) or min(*image, *weight) < 0:
         return False
     return _convolved(node, image, weight) == loss
 
@@ -425,10 +432,10 @@ def _input_shape(node: Any, port: str, tensor: Any) -> Shape:
     if tensor.is_virtual:
         raise ArgumentError(f"{title(node)}: its {port} {tensor.name!r} is virtual, but no node before it makes it")
     most = MOST_AXES if node.node_type.name not in MERGED else len(shape)
-    if not 1 <= len(shape) <= most or min(shape) < 1 or len(tensor.stride) != len(shape):
+    if not 1 <= len(shape) <= most or min(shape) < 0 or len(tensor.stride) != len(shape):
         raise ArgumentError(
             f"{title(node)}: its {port} {tensor.name!r} has shape {shape} and strides {tuple(tensor.stride)}; "
-            f"give 1 to {MOST_AXES} axes, a stride for each, and no empty axis"
+            f"give 1 to {MOST_AXES} axes, a stride for each, and no extent below 0"
         )
     return shape
 
