@@ -68,6 +68,8 @@ class Copy:
         Bytes from there to its first element, where it is a part of what cuDNN takes or gives.
     steps : tuple of int
         Its strides in bytes then; none where it is all, and dense.
+    zeros : bool
+        Whether each launch sets the rest of the copy to zero, since cuDNN reads it.
     """
 
     operand: int
@@ -78,6 +80,7 @@ class Copy:
     nbytes: int
     first: int = 0
     steps: tuple[int, ...] = ()
+    zeros: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from handlepool.pool.default import FromFork, chosen_pool, current_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors import frontend
-from handlepool.tensors.inference import axis_order, dense_strides
+from handlepool.tensors.inference import Convolution, axis_order, dense_strides
 from handlepool.tensors.layout import Layout
 
 Pair = int | Sequence[int]
@@ -192,10 +192,17 @@ def result_shape(
     return x[0], w[0], height, width
 
 
-def check_result(function: str, x: Shape, w: Shape, dy: Shape, how: Mapping[str, Any]) -> None:
-    """Raise where images and filters do not lead to the result whose gradient was given."""
+def check_result(function: str, x: Shape, w: Shape, dy: Shape, how: Mapping[str, Any], transposed: bool = False) -> None:
+    """Raise where images and filters do not lead to the result whose gradient was given.
+
+    With ``transposed``, the images may have any size of a transposed convolution: see `Convolution.transposes`.
+    """
     shape = result_shape(x, w, **how)
-    if dy != shape:
+    if dy == shape:
+        return
+    before, after = zip(*how["padding"], strict=True)
+    node = Convolution(before, after, how["stride"], how["dilation"], False)
+    if not transposed or dy[:2] != shape[:2] or min(dy[2:]) < 1 or not node.transposes(dy[2:], w[2:], x[2:]):
         raise ArgumentError(
             f"{function}: images {x} and filters {w} lead to {shape}, and dy is {dy}; correct the shape, or stride, padding and "
             f"dilation"

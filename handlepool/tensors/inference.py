@@ -102,6 +102,15 @@ class Convolution:
             (size[i] - 1) * self.stride[i] + extent - self.before[i] - self.after[i] for i, extent in enumerate(self.extent(taps))
         )
 
+    def transposes(self, size: Sequence[int], taps: Sequence[int], image: Sequence[int]) -> bool:
+        """Whether a transposed convolution of ``size`` may have the spatial extents of ``image``.
+
+        As in torch, the output padding, which is how far an image exceeds the smallest one, is less than stride or dilation. From
+        the stride on the image leads to more than ``size``, and the loss counts as 0 there.
+        """
+        smallest = self.smallest(size, taps)
+        return all(0 <= image[i] - smallest[i] < max(self.stride[i], self.dilation[i]) for i in range(len(smallest)))
+
 
 def conv_fprop(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Image (N, C, …) and weight (K, C / groups, …)."""
@@ -120,7 +129,7 @@ def conv_dgrad(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned
             f"{title(node)}: with stride {geometry.stride}, images of several sizes lead to loss {loss} by filter "
             f"{weight}; call set_dim on its output, with {smallest} for the smallest"
         )
-    if not _yields(node, shape, weight, loss):
+    if not _yields(node, shape, weight, loss, geometry):
         raise ArgumentError(
             f"{title(node)}: an image of shape {shape} and filter {weight} do not lead to loss {loss}; "
             "call set_dim on its output with the shape of the image"
@@ -304,10 +313,14 @@ def _convolved(node: Any, image: Shape, weight: Shape) -> Shape:
     return (image[0], weight[0], *spatial)
 
 
-def _yields(node: Any, image: Shape, weight: Shape, loss: Shape) -> bool:
+def _yields(node: Any, image: Shape, weight: Shape, loss: Shape, transposed: Convolution | None = None) -> bool:
+    """Whether an image and a weight lead to a loss; with ``transposed``, whether they may in a transposed convolution."""
     if not len(image) == len(weight) == len(loss) or min(*image, *weight) < 0:
         return False
-    return _convolved(node, image, weight) == loss
+    found = _convolved(node, image, weight)
+    if transposed is not None and found[:2] == loss[:2] and min(loss[2:]) > 0:
+        return transposed.transposes(loss[2:], weight[2:], image[2:])
+    return found == loss
 
 
 def axis_order(shape: Sequence[int], strides: Sequence[int]) -> Shape:
