@@ -10,7 +10,10 @@ from handlepool.tensors.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """The sum of arrays of one shape, in float32 and in their order, and an activation of it; the output may be an input."""
+    """The sum of arrays of one shape, in float32 and in their order, and an activation of it; the output may be an input.
+
+    The sum of no arrays is 0.
+    """
 
     activation: str | None = None
 

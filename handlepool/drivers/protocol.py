@@ -68,6 +68,8 @@ class Copy:
         Bytes from there to its first element, where it is a part of what cuDNN takes or gives.
     steps : tuple of int
         Its strides in bytes then; none where it is all, and dense.
+    zeros : bool
+        Whether each launch sets the rest of the copy to zero, since cuDNN reads it.
     """
 
     operand: int
@@ -78,6 +80,7 @@ class Copy:
     nbytes: int
     first: int = 0
     steps: tuple[int, ...] = ()
+    zeros: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,7 +532,7 @@ class Driver(Protocol):
         """Return a host array's copy on the current device, ready for the current stream."""
 
     def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
-        """Return a device array's copy on the host, ordered after the current stream."""
+        """Return a device array's copy on the host, ordered after the current stream of the array's device."""
 
     def peek(self, array: Any) -> np.ndarray[Any, Any] | None:
         """Return an array's copy on the host, ordered after the current stream, for who compares it; None under a capture.
@@ -681,7 +684,7 @@ def check_operands(
     DeviceMismatchError
         For an array on another device.
     ArgumentError
-        For an array that is empty or misaligned.
+        For an array that is misaligned.
     """
     for index, array in enumerate(operands):
         kinds: Any = (*driver.array_types, View)
@@ -695,10 +698,8 @@ def check_operands(
                 f"{name}: {operand(index)} is on device {found} and the current device is {device}; make device {found} "
                 f"current, or copy the array"
             )
-        if not array.size:
-            raise ArgumentError(f"{name}: {operand(index)} is empty, of shape {array.shape}")
         alignment = array.dtype.itemsize if index in copied else TENSOR_ALIGNMENT
-        if address := driver.array_pointer(array) % alignment:
+        if array.size and (address := driver.array_pointer(array) % alignment):
             raise ArgumentError(
                 f"{name}: {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of "
                 f"{alignment}, which no launch takes; pass a copy; for an output, pass another array, and copy from that"

@@ -351,12 +351,10 @@ def layout_of_spec(name: str, operand: str, array: Any) -> Layout:
     Raises
     ------
     ArrayTypeError, ArgumentError
-        For what has them not, and for what is empty.
+        For what has them not.
     """
     if not all(has(array, attribute) for attribute in ("shape", "strides", "dtype")):
         raise ArrayTypeError(f"{name}: {operand} is a {kind_of(array)}; pass an array or an ArraySpec")
-    if 0 in array.shape:
-        raise ArgumentError(f"{name}: {operand} is empty, of shape {array.shape}")
     return Layout.of(array)
 
 

@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from handlepool.drivers.kernel import Add
 from handlepool.drivers.protocol import ALIGNMENT, Copy, Driver, Executable, Handle, scratch_of
 from handlepool.errors import GraphNotSupportedError
+from handlepool.graphs.empty import without_empty
 from handlepool.graphs.forms import conform
 from handlepool.graphs.plan import Plan, at_their_places
 from handlepool.graphs.plan_key import plan_key
@@ -92,6 +94,9 @@ class Builder(Protocol):
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
         """Plan and build it; see `handlepool.drivers.protocol.Driver.compile`."""
 
+    def zeros(self, name: str, output: Layout, title: str) -> Executable:
+        """Return a kernel that fills an array with zeros; name and title are for messages."""
+
     def made_for(self) -> str:
         """Return what plans depend on beside their graph; see `handlepool.drivers.protocol.Driver.made_for`."""
 
@@ -126,6 +131,11 @@ class OnDevice:
             own = None if settings.get("saved") is None or handles.builder else self._own()
             handle = own or handles.for_building()
             return self._driver.compile(graph, operands, handle=handle, copies=copies, **settings)
+
+    def zeros(self, name: str, output: Layout, title: str) -> Executable:
+        """Return a kernel that fills an array with zeros: a sum of no arrays."""
+        with self._slots.handles.build_lock, self._driver.relaxed():
+            return self._driver.kernel(Add(), (output,), name=name, titles=(title,))
 
     def made_for(self) -> str:
         """As of the driver."""
@@ -163,6 +173,21 @@ def build(
         layouts = tuple(_layout(tensor, scalar) for tensor in outputs)
         operands = [*inputs, *outputs]
         titles = drafted.titles()
+        made = partial(
+            Plan,
+            name,
+            builder.device,
+            inputs=drafted.taken(),
+            outputs=layouts,
+            single=drafted.single,
+            keys=drafted.keys,
+            places=drafted.places(),
+            _graph=graph,
+            _choose=choose,
+            asked=(recipe.function, recipe.settings, request),
+        )
+        if any(0 in tensor.dim for tensor in operands):
+            return made(without_empty(graph, len(inputs), layouts, name, titles, partial(builder.zeros, name)), in_place=())
         copies = conform(
             graph, operands, len(inputs), shapes, lambda place: f"{name}: {titles[place]}", recipe.copies, request.copied
         )
@@ -193,22 +218,9 @@ def build(
             executable = make(**asked)
     except GraphNotSupportedError as error:
         raise refusal(name, graph, [*inputs, *outputs], error) from error
-    plan = Plan(
-        name,
-        builder.device,
-        executable,
-        drafted.taken(),
-        layouts,
-        drafted.single,
-        at_their_places(drafted.taken(), layouts) if all(node.node_type.name == "POINTWISE" for node in graph.nodes) else (),
-        graph,
-        drafted.keys,
-        drafted.places(),
-        choose,
-        copies,
-        key,
-        (recipe.function, recipe.settings, request),
-    )
+    pointwise = all(node.node_type.name == "POINTWISE" for node in graph.nodes)
+    in_place = at_their_places(drafted.taken(), layouts) if pointwise else ()
+    plan = made(executable, in_place=in_place, copies=copies, key=key)
     if compare is not None:
         original = draft(recipe, request, lambda: builder.new_graph(**own))  # `conform` has changed the first one
         inputs, given = original.operands()

@@ -9,7 +9,8 @@ each of some thousand graphs against float64, by ``benchmarks/geometries.py``, w
 - *A convolution alone*, or a gradient, takes images and filters without gaps, contiguous or channels-last in any mixture, and
   images that are channels-last with gaps. With a bias alone, what has no gaps. With more behind it, what is channels-last without
   gaps; addends fill the output, or are one for each channel, or one element. Contiguous arrays are right with a bias and relu.
-  Padding is the same on both sides.
+  Padding is the same on both sides. A loss is the whole result of the image; where its last rows or columns are missing, as they
+  may be in a transposed convolution, zeros are appended.
 - *A matrix product* has three axes; its factors are contiguous or transposed, and without anything behind it so is its output,
   gaps allowed. With more behind it, the rest is contiguous; addends fill it, repeat along the batch, or are a row, a column, or
   one element.
@@ -135,6 +136,8 @@ class _Forms:
         self.places = {tensor.uid: place for place, tensor in enumerate(operands)}
         self.parts: dict[int, tuple[Shape, Shape]] = {}
         """Operands of which cuDNN gives or takes more than there is: their shape, and where that begins."""
+        self.completed: set[int] = set()
+        """Those of these inputs whose rest is zeros."""
 
     def virtual(self) -> list[Any]:
         """Return the tensors between nodes."""
@@ -150,12 +153,13 @@ class _Forms:
         always: bool = False,
         part: tuple[int, Sequence[int]] = (0, ()),
         larger: Shape = (),
+        zeros: bool = False,
     ) -> None:
         """Have an operand copied.
 
         ``steps`` are in elements, of its memory along the axes of the copy. ``elements`` is how many the copy has, and ``part``
         where in it the operand begins and with what steps, if they are not all of these and dense. ``larger`` is the shape that
-        it is repeated to, as messages tell it.
+        it is repeated to, as messages tell it. ``zeros`` is as in `Copy`.
         """
         assert all(each.operand != place for each in self.copies), "a copy reads the caller's memory, never another copy"
         tensor = self.operands[place]
@@ -175,6 +179,12 @@ class _Forms:
                     f"one that does not, of shape {tuple(tensor.dim)}"
                 )
                 remedy = "pad the images before, as numpy.pad does"
+                if zeros:
+                    what = (
+                        f"{self.called(place)}, of shape {dim}, lacks rows or columns of {tuple(tensor.dim)}, the result that "
+                        f"images of this size lead to"
+                    )
+                    remedy = "append zeros to it, as numpy.pad does"
             if not (self.copying or always):
                 raise GraphNotSupportedError(what)
             raise ArgumentError(
@@ -183,7 +193,7 @@ class _Forms:
         strides = tuple(int(step) * itemsize for step in steps)
         first, within = part[0] * itemsize, tuple(int(step) * itemsize for step in part[1])
         offset = scratch_of(self.copies)
-        self.copies.append(Copy(place, place >= self.inputs, tuple(shape), strides, offset, nbytes, first, within))
+        self.copies.append(Copy(place, place >= self.inputs, tuple(shape), strides, offset, nbytes, first, within, zeros))
 
     def _advice(self, larger: Shape) -> str:
         kinds = {node.node_type.name for node in self.graph.nodes}
@@ -215,6 +225,7 @@ class _Forms:
             math.prod(dim),
             place < self.inputs and sum(extent > 1 for extent in dim) < 2,
             (first, [dense[axis] for axis in order]) if begin else (0, ()),
+            zeros=place in self.completed,
         )
         tensor.set_stride(list(dense))
 
@@ -362,6 +373,7 @@ def _convolution(forms: _Forms, node: Any) -> None:
     if len(forms.shapes[next(iter(node.inputs.values())).uid]) == 3:
         _lift(forms, node)
     _even(forms, node)
+    _complete(forms, node)
     first, second = (node.inputs[port] for port in _CONVOLUTIONS[node.node_type.name])
     (made,) = [tensor for tensor in node.outputs.values() if tensor is not None]
     core = {tensor.uid for tensor in (first, second, made)}
@@ -452,6 +464,24 @@ def _even(forms: _Forms, node: Any) -> None:
             if place is not None:
                 forms.parts[place] = (full, (0, 0, *more))
             _declare(tensor, larger, list(dense_strides(larger) if place is None else tensor.stride))
+
+
+def _complete(forms: _Forms, node: Any) -> None:
+    """Append zeros to a loss that lacks rows or columns of the result that the image leads to; see `Convolution.transposes`.
+
+    cuDNN was measured with losses of the whole result alone.
+    """
+    if node.node_type.name != "CONV_DGRAD":
+        return
+    loss, weight = node.inputs["loss"], node.inputs["filter"]
+    (image,) = [forms.shapes[tensor.uid] for tensor in node.outputs.values() if tensor is not None]
+    shape, taps = forms.shapes[loss.uid], forms.shapes[weight.uid][2:]
+    whole = (*shape[:2], *Convolution.of(node, len(shape)).forward(image[2:], taps))
+    if whole != shape:
+        place = forms.places[loss.uid]
+        forms.parts[place] = (shape, (0,) * len(shape))
+        forms.completed.add(place)
+        _declare(loss, list(whole), list(loss.stride))
 
 
 def _has_form(tensor: Any, form: str) -> bool:

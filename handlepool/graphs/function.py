@@ -251,7 +251,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             normalise(dict(settings))
             check_arrays(self._name, driver, device, arrays, outs)
             plan = self._build(pool, device, key, arrays, outs, options)
-        if option_key is not None and not copied:
+        if option_key is not None and not copied and plan.launches:
             pool.plans.shorten(device, key, (self, option_key, arrays[0].shape), partial(shortcut, pool, arrays, outs))
         return plan
 
@@ -382,6 +382,11 @@ class GraphFunction(ArrayCall[P, R_co]):
         )
         request = Request(layouts[: len(arrays)], layouts[len(arrays) :], None, dict(options))
         plan = build(self._recipe, request, DescribedDevice(device), None, files=files)
+        if not plan.candidates:
+            raise ArgumentError(
+                f"{self._name}.compile(device=...) was given an empty array, for which cuDNN plans nothing; a call with it needs "
+                f"no plan"
+            )
         if not plan.key or plan.executable.save() is None:
             raise ArgumentError(f"{self._name}.compile(device=...) cannot keep its plan: {UNKEPT}")
         return plan

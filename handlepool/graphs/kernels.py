@@ -6,8 +6,9 @@ from typing import Any, cast
 import numpy as np
 
 from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel
-from handlepool.drivers.protocol import operand_name
+from handlepool.drivers.protocol import Executable, operand_name
 from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.graphs.empty import WithoutEmpty
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import GraphCall, check_arrays, hit, launch_new, told_apart
 from handlepool.graphs.plan import Plan, at_their_places
@@ -89,8 +90,19 @@ class KernelFunction(GraphFunction[..., Any]):
                 output = out
             operands = (*inputs, _with_axes(output, inputs[0].ndim))
             titles = [operand_name(place, len(inputs), len(given)) for place in range(len(operands))]
-            with pool.device(device).handles.build_lock, driver.relaxed():
-                executable = driver.kernel(kernel, operands, name=name, titles=titles)
+            executable: Executable
+            if not output.size:
+                executable = WithoutEmpty(name, titles)
+            else:
+                full = [place for place, layout in enumerate(operands) if layout.size]
+                if len(full) < len(operands) and not isinstance(kernel, Concat):
+                    raise GraphNotSupportedError(f"{name}: an array is empty, which the kernel of our own does not take")
+                with pool.device(device).handles.build_lock, driver.relaxed():
+                    executable = driver.kernel(
+                        kernel, [operands[place] for place in full], name=name, titles=[titles[place] for place in full]
+                    )
+                if len(full) < len(operands):
+                    executable = WithoutEmpty(name, titles, executable, full)
             return Plan(name, device, executable, inputs, (output,), True, _in_place(kernel, inputs, output), asked=key)
 
         return cast("Plan", pool.plans.get_or_build(device, key, build))

@@ -295,6 +295,8 @@ class GraphCall:
 
     def launch(self, slot: Slot) -> Any:
         """Enqueue on the slot's stream, in order with the callers and with branches, and return the outputs."""
+        if not self.plan.launches:
+            return self._nothing()
         if recordings and (lanes := lanes_for(self._pool, slot.pointer)) is not None:
             what = self.plan, *[call.plan for call in self._more]
             reads, writes = self.pieces()
@@ -308,9 +310,17 @@ class GraphCall:
 
     def enqueue(self, slot: Slot) -> Any:
         """Enqueue on a side slot's stream, for which a fork sees to the order."""
+        if not self.plan.launches:
+            return self._nothing()
         launch(self._pool, self.plan, slot, self._own, self._given)
         for call in self._more:
             call.enqueue(slot)
+        return self.result
+
+    def _nothing(self) -> Any:
+        """Launch nothing for a result without elements."""
+        if thread.recording is not None:
+            thread.recording.launches_nothing = True
         return self.result
 
     def pieces(self) -> tuple[list[Piece], list[Piece]]:

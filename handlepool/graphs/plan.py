@@ -26,7 +26,7 @@ class Plan:
     workspace_size : int
         Bytes of scratch that a launch needs.
     candidates : int
-        Number of plans that cuDNN proposed for the graph.
+        Number of plans that cuDNN proposed for the graph; 0 where an array is empty.
     graph : str
         The graph as text: JSON of its nodes and tensors, as the frontend writes it.
     inputs, outputs : tuple of Layout
@@ -68,7 +68,8 @@ class Plan:
     def alias_pairs(self) -> tuple[AliasPair, ...]:
         """Of each output and each operand before it."""  # found when it is first launched with ``out=``
         layouts, inputs = self.inputs + self.outputs, len(self.inputs)
-        pairs = [(one, other) for one in range(inputs, len(layouts)) for other in range(one)]
+        full = [place for place, layout in enumerate(layouts) if layout.size]
+        pairs = [(one, other) for one in full if one >= inputs for other in full if other < one]
         return tuple(self._pair(layouts, one, other) for one, other in pairs)
 
     def _pair(self, layouts: tuple[Layout, ...], one: int, other: int) -> AliasPair:
@@ -109,6 +110,11 @@ class Plan:
     def candidates(self) -> int:
         """Number of plans proposed."""
         return self.executable.candidates
+
+    @cached_property
+    def launches(self) -> bool:
+        """Whether it launches anything: a result without elements needs nothing."""
+        return any(layout.size for layout in self.outputs)
 
     @property
     def graph(self) -> str:
@@ -175,6 +181,11 @@ class Plan:
         )
 
     def _other(self, index: int, keep: bool) -> "Plan":
+        if not self.candidates:
+            raise ArgumentError(
+                f"{self.name}: plan {shown(index)} of none: an array is empty, and cuDNN computes nothing; select a plan for "
+                f"arrays with elements"
+            )
         number = as_integer(index, -1)
         if not 0 <= number < self.candidates:
             last = self.candidates - 1

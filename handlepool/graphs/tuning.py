@@ -246,6 +246,10 @@ def tune_plan(name: str, arrays: tuple[Any, ...], states: ParallelStates | None,
     try:
         with pool.driver.relaxed():
             plan = find(pool)
+            if not plan.candidates:
+                raise ArgumentError(
+                    f"{name}.tune was given an empty array, for which cuDNN plans nothing; tune with arrays that have elements"
+                )
             converted = convert(name, pool, arrays)
             if converted is not None:
                 arrays = converted.arrays

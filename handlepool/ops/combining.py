@@ -52,7 +52,7 @@ def concat(arrays: Sequence[ArrayT], axis: int, *extra: Never, out: Any = None, 
     Parameters
     ----------
     arrays : list or tuple of array
-        One or more, at most 63, of one type, whichever it is, and with equal extents but along the axis.
+        One or more, at most 63, of one type, whichever it is, and with equal extents but along the axis. Empty ones add nothing.
     axis : int
         1 is the channels of (N, C, H, W); below zero it counts from the last one.
     out : array, optional

@@ -34,7 +34,7 @@ from handlepool.pool.default import FromFork, chosen_pool, current_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors import frontend
-from handlepool.tensors.inference import axis_order, dense_strides
+from handlepool.tensors.inference import Convolution, axis_order, dense_strides
 from handlepool.tensors.layout import Layout
 
 Pair = int | Sequence[int]
@@ -115,8 +115,8 @@ def as_shape(function: str, shape: Any) -> Shape:
         extents = () if isinstance(shape, _BYTES) else tuple(map(as_integer, shape))
     except TypeError:
         extents = ()
-    if len(extents) != 4 or min(extents) < 1:
-        raise ArgumentError(f"{function}: shape={shown(shape)}; it must be four integers, each 1 or more")
+    if len(extents) != 4 or min(extents) < 0:
+        raise ArgumentError(f"{function}: shape={shown(shape)}; it must be four integers, each 0 or more")
     return extents
 
 
@@ -128,6 +128,8 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
     if layout.ndim != rank:
         raise ArgumentError(f"{function}: {name} has {layout.ndim} axes, shape {layout.shape}; it must have {rank}")
     check_type(function, name, layout, like)
+    if not layout.size:
+        return
     strides = [stride // layout.dtype.itemsize for stride in layout.strides]
     order = axis_order(layout.shape, strides)
     dense = dense_strides(layout.shape, order)
@@ -169,6 +171,8 @@ def check_vector(function: str, bias: Layout, extent: int, of: str, like: tuple[
 def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, Shape], groups: int) -> None:
     """Raise for channels of images and filters (K, C / groups, R, S) that do not fit."""
     (x, x_shape), (w, w_shape) = image, weight
+    if min(w_shape[2:]) < 1:
+        raise ArgumentError(f"{function}: {w} {w_shape} has filters without taps; give R and S of 1 or more")
     if w_shape[1] * groups != x_shape[1]:
         raise ArgumentError(
             f"{function}: {x_shape[1]} channels in {x} {x_shape} and {w_shape[1]} x groups={groups} in {w} {w_shape}; {w} must "
@@ -188,10 +192,17 @@ def result_shape(
     return x[0], w[0], height, width
 
 
-def check_result(function: str, x: Shape, w: Shape, dy: Shape, how: Mapping[str, Any]) -> None:
-    """Raise where images and filters do not lead to the result whose gradient was given."""
+def check_result(function: str, x: Shape, w: Shape, dy: Shape, how: Mapping[str, Any], transposed: bool = False) -> None:
+    """Raise where images and filters do not lead to the result whose gradient was given.
+
+    With ``transposed``, the images may have any size of a transposed convolution: see `Convolution.transposes`.
+    """
     shape = result_shape(x, w, **how)
-    if dy != shape:
+    if dy == shape:
+        return
+    before, after = zip(*how["padding"], strict=True)
+    node = Convolution(before, after, how["stride"], how["dilation"], False)
+    if not transposed or dy[:2] != shape[:2] or min(dy[2:]) < 1 or not node.transposes(dy[2:], w[2:], x[2:]):
         raise ArgumentError(
             f"{function}: images {x} and filters {w} lead to {shape}, and dy is {dy}; correct the shape, or stride, padding and "
             f"dilation"
@@ -261,7 +272,7 @@ def conv2d(
     Returns
     -------
     array, shape (N, K, P, Q)
-        ``out``, or a new array of the kind and type of ``x``.
+        ``out``, or a new array of the kind and type of ``x``; an empty one for a batch of no images.
 
     Raises
     ------
@@ -429,7 +440,7 @@ def _check(
         check_vector("conv2d", rest.pop(0), w.shape[0], "filters", like)
     for add in rest:
         shape = result_shape(x.shape, w.shape, **how)
-        if add.shape != shape and min(shape) > 0:  # else nothing comes out, which is said elsewhere
+        if add.shape != shape and min(shape[2:]) > 0:  # else nothing comes out, which is said elsewhere
             raise ArgumentError(f"conv2d: add of shape {add.shape} for a result of {shape}; it must be of that shape")
         check_type("conv2d", "add", add, like)
 

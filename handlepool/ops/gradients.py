@@ -50,7 +50,9 @@ def conv2d_input_grad(
     w : array, shape (K, C / groups, R, S)
         Filters, of the same type.
     shape : (N, C, H, W)
-        Of the images: with a stride, images of several sizes lead to one result.
+        Of the images: with a stride, images of several sizes lead to one result. As a transposed convolution it takes every size
+        that torch's ``output_padding`` leads to, which is less than stride or dilation. From the stride on, the images lead to
+        more rows or columns than ``dy`` has, and the gradient of these counts as 0.
     stride, padding, dilation, groups
         As given to `handlepool.conv2d`.
     out, workspace_limit, allow_tf32, deterministic, pool
@@ -106,7 +108,7 @@ def conv2d_weight_grad(
     Returns
     -------
     array, shape (K, C / groups, R, S)
-        ``out``, or a new array of the type of ``x`` that lies as ``x`` does.
+        ``out``, or a new array of the type of ``x`` that lies as ``x`` does; zeros for a batch of no images.
 
     Raises
     ------
@@ -155,7 +157,7 @@ def _check_input(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape
     dy, w = layouts
     _check("conv2d_input_grad", [("dy", dy), ("w", w)], outs)
     check_channels("conv2d_input_grad", ("shape", shape), ("w", w.shape), groups)
-    check_result("conv2d_input_grad", shape, w.shape, dy.shape, how)
+    check_result("conv2d_input_grad", shape, w.shape, dy.shape, how, transposed=True)
 
 
 def _check_weight(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape: Shape, groups: int, **how: Any) -> None:

@@ -128,7 +128,7 @@ def mean2d(x: ArrayT, *extra: Never, keepdims: bool = False, out: Any = None, po
     Raises
     ------
     ArgumentError
-        For types and strides that cannot be taken.
+        For types and strides that cannot be taken, and for images without pixels, whose mean is no number.
     """
     if extra:
         raise misplaced(mean2d, extra)
@@ -183,6 +183,10 @@ def _describe_mean(layouts: tuple[Layout, ...], **how: Any) -> Described:
 def _describe_whole(layouts: tuple[Layout, ...], *, keepdims: bool) -> Described:
     x = _check("mean2d", layouts)
     images, channels, height, width = x.shape
+    if images * channels and not height * width:
+        raise ArgumentError(
+            f"mean2d: images of shape {x.shape} have no pixels, and a mean of no pixels is no number; pass images with pixels"
+        )
     shape = (images, channels, 1, 1) if keepdims else (images, channels)
     return Windows("mean", (height, width)), dense(shape, x.dtype)
 

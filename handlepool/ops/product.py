@@ -54,7 +54,7 @@ def matmul(
     Returns
     -------
     array, shape (..., M, N)
-        ``out``, or a new array of the kind and type of ``a``.
+        ``out``, or a new array of the kind and type of ``a``; a product over no columns, K = 0, is 0.
 
     Raises
     ------

@@ -79,6 +79,9 @@ class NodesByData(Protocol):
 class UnderWay(Protocol):
     """A recording under way, as far as what stands below recordings knows it."""
 
+    launches_nothing: bool
+    """Whether a call had a result without elements, for which nothing is launched."""
+
     @property
     def scratch(self) -> set[Any]:
         """Where slots were given scratch under its capture."""

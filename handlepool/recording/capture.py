@@ -92,6 +92,8 @@ class Recording:
         Where slots were given scratch under this capture.
     event : event
         Of the program that was made of it; None once that cannot be used any more.
+    launches_nothing : bool
+        Whether a call had a result without elements, for which nothing is launched: then the graph may be empty.
     kept : Kept
         What the graph reads.
     held : list
@@ -119,6 +121,7 @@ class Recording:
         self.reads: set[Piece | Token] = set()
         self.writes: set[Piece | Token] = set()
         self.event: Any = None
+        self.launches_nothing = False
         self._name = name
         self._rehearsed = rehearsed
         self._memory = pool.driver.recording_memory()
@@ -250,7 +253,7 @@ class Recording:
         finally:
             self._end_leases()
         assert self.graph is not None
-        if not self.graph.nodes:
+        if not self.graph.nodes and not self.launches_nothing:
             raise CaptureError(
                 f"{self._name} gave no work to the current stream or to streams that it forked from that, so there is nothing to "
                 f"replay"

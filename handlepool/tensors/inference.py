@@ -102,6 +102,15 @@ class Convolution:
             (size[i] - 1) * self.stride[i] + extent - self.before[i] - self.after[i] for i, extent in enumerate(self.extent(taps))
         )
 
+    def transposes(self, size: Sequence[int], taps: Sequence[int], image: Sequence[int]) -> bool:
+        """Whether a transposed convolution of ``size`` may have the spatial extents of ``image``.
+
+        As in torch, the output padding, which is how far an image exceeds the smallest one, is less than stride or dilation. From
+        the stride on the image leads to more than ``size``, and the loss counts as 0 there.
+        """
+        smallest = self.smallest(size, taps)
+        return all(0 <= image[i] - smallest[i] < max(self.stride[i], self.dilation[i]) for i in range(len(smallest)))
+
 
 def conv_fprop(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Image (N, C, …) and weight (K, C / groups, …)."""
@@ -120,7 +129,7 @@ def conv_dgrad(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned
             f"{title(node)}: with stride {geometry.stride}, images of several sizes lead to loss {loss} by filter "
             f"{weight}; call set_dim on its output, with {smallest} for the smallest"
         )
-    if not _yields(node, shape, weight, loss):
+    if not _yields(node, shape, weight, loss, geometry):
         raise ArgumentError(
             f"{title(node)}: an image of shape {shape} and filter {weight} do not lead to loss {loss}; "
             "call set_dim on its output with the shape of the image"
@@ -152,7 +161,7 @@ def pointwise(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned:
         raise ArgumentError(
             f"{title(node)}: its inputs {listed} must have the same number of axes; a bias of K channels is written (1, K, 1, 1)"
         )
-    shape = tuple(max(extents) for extents in zip(*arrays, strict=True))
+    shape = tuple(map(broadcast, zip(*arrays, strict=True)))
     if any(extent not in (1, full) for array in arrays for extent, full in zip(array, shape, strict=True)):
         raise ArgumentError(f"{title(node)}: its inputs {listed} do not broadcast; on each axis extents must be equal or 1")
     return shape
@@ -167,7 +176,12 @@ def matmul(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bo
             f"{title(node)}: A {a} and B {b} do not multiply; give (..., M, K) and (..., K, N) with the same number of "
             "axes and batch axes that are equal or 1"
         )
-    return (*(max(pair) for pair in batches), a[-2], b[-1])
+    return (*map(broadcast, batches), a[-2], b[-1])
+
+
+def broadcast(extents: Sequence[int]) -> int:
+    """Return the extent that extents of 1 and one other broadcast to; the other may be 0."""
+    return 0 if 0 in extents else max(extents)
 
 
 def reduction(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
@@ -270,12 +284,14 @@ def _convolved(node: Any, image: Shape, weight: Shape) -> Shape:
     def what() -> str:
         return f"{title(node)}: image {image} and weight {weight}"
 
-    if image[1] % weight[1]:
+    if min(weight[2:]) < 1:
+        raise ArgumentError(f"{what()}: a filter without taps computes nothing; give each spatial axis of the weight 1 or more")
+    if image[1] % weight[1] if weight[1] else image[1]:
         raise ArgumentError(
             f"{what()}: the image's {image[1]} channels are no multiple of the weight's {weight[1]}; "
             "axis 1 of a weight holds the channels of one group"
         )
-    groups = image[1] // weight[1]
+    groups = image[1] // weight[1] if image[1] else 1
     if weight[0] % groups:
         raise ArgumentError(
             f"{what()}: {image[1]} channels by {weight[1]} make {groups} groups, which do not divide {weight[0]} "
@@ -297,10 +313,14 @@ def _convolved(node: Any, image: Shape, weight: Shape) -> Shape:
     return (image[0], weight[0], *spatial)
 
 
-def _yields(node: Any, image: Shape, weight: Shape, loss: Shape) -> bool:
-    if not len(image) == len(weight) == len(loss) or min(image) < 1 or min(weight) < 1:
+def _yields(node: Any, image: Shape, weight: Shape, loss: Shape, transposed: Convolution | None = None) -> bool:
+    """Whether an image and a weight lead to a loss; with ``transposed``, whether they may in a transposed convolution."""
+    if not len(image) == len(weight) == len(loss) or min(*image, *weight) < 0:
         return False
-    return _convolved(node, image, weight) == loss
+    found = _convolved(node, image, weight)
+    if transposed is not None and found[:2] == loss[:2] and min(loss[2:]) > 0:
+        return transposed.transposes(loss[2:], weight[2:], image[2:])
+    return found == loss
 
 
 def axis_order(shape: Sequence[int], strides: Sequence[int]) -> Shape:
@@ -425,10 +445,10 @@ def _input_shape(node: Any, port: str, tensor: Any) -> Shape:
     if tensor.is_virtual:
         raise ArgumentError(f"{title(node)}: its {port} {tensor.name!r} is virtual, but no node before it makes it")
     most = MOST_AXES if node.node_type.name not in MERGED else len(shape)
-    if not 1 <= len(shape) <= most or min(shape) < 1 or len(tensor.stride) != len(shape):
+    if not 1 <= len(shape) <= most or min(shape) < 0 or len(tensor.stride) != len(shape):
         raise ArgumentError(
             f"{title(node)}: its {port} {tensor.name!r} has shape {shape} and strides {tuple(tensor.stride)}; "
-            f"give 1 to {MOST_AXES} axes, a stride for each, and no empty axis"
+            f"give 1 to {MOST_AXES} axes, a stride for each, and no extent below 0"
         )
     return shape
 

@@ -160,6 +160,8 @@ def share(one: Piece, other: Piece) -> bool:
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
     """Whether two elements of an array share a byte, or may: an axis steps into what the quicker axes reach over."""
+    if 0 in shape:
+        return False
     reach = itemsize
     for step, extent in sorted((abs(step), extent) for step, extent in zip(strides, shape, strict=True) if extent > 1):
         if step < reach:
@@ -196,7 +198,7 @@ class Layout:
     Attributes
     ----------
     reach : int
-        Bytes from the first element's begin to the last one's end.
+        Bytes from the first element's begin to the last one's end; 0 without elements.
     """
 
     shape: tuple[int, ...]
@@ -206,6 +208,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         reach = sum((extent - 1) * step for extent, step in zip(self.shape, self.strides, strict=True)) + self.dtype.itemsize
+        reach = 0 if 0 in self.shape else reach
         object.__setattr__(self, "reach", reach)
 
     @classmethod

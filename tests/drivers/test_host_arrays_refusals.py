@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -180,14 +181,60 @@ def test_arrays_of_another_driver_are_refused(make_driver, make_pool):
     assert np.array_equal(one.asarray(y + 1).get(), M + 1)
 
 
-def test_arrays_of_another_device_are_refused(make_driver):
+def test_work_with_arrays_of_another_device_is_refused(make_driver):
     driver = make_driver(devices=2)
     with driver.device(1):
         y = driver.asarray(M)
-    for call in (lambda: y + 1, lambda: y.get(), lambda: np.median(y), lambda: y.__setitem__(0, 1), lambda: y.copy()):
+    for call in (lambda: y + 1, lambda: np.median(y), lambda: y.__setitem__(0, 1), lambda: y.copy(), lambda: copy.deepcopy(y)):
         with pytest.raises(DeviceMismatchError, match="an array of device 1 is used while device 0 is current"):
             call()
     assert "HostArray(" in repr(y)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_values_of_arrays_of_another_device_are_read_as_cupy_reads_them(make_driver, checks):
+    driver = make_driver(devices=2, checks=checks)
+    with driver.device(1):
+        y = driver.asarray(M)
+    reads = (y.get, lambda: driver.asnumpy(y), lambda: np.asarray(y), y.tolist, lambda: pickle.loads(pickle.dumps(y)))
+    assert all(np.array_equal(read(), M) for read in reads)
+    assert (driver.current_device(), y.item(5), y.tobytes(), f"{y[0]:}") == (0, M.item(5), M.tobytes(), str(M[0]))
+
+
+@pytest.mark.parametrize("name", ["get", "asnumpy"])
+def test_a_read_waits_for_the_current_stream_of_the_arrays_device(make_driver, name):
+    driver = make_driver(devices=2)
+    with driver.device(1):
+        stream = driver.create_stream().use()
+        y = driver.asarray(np.zeros(3))
+        latch = driver.latch(stream.ptr)
+        y += 1
+    found = []
+
+    def release():
+        found.append(y._raw.sum())
+        latch.release()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    assert (y.get() if name == "get" else driver.asnumpy(y)).sum() == 3
+    thread.join()
+    assert found != [3]
+
+
+def test_a_read_from_another_device_ends_a_capture_in_words(make_driver):
+    driver = make_driver(devices=2)
+    with driver.device(1):
+        y = driver.asarray(M)
+    stream = driver.create_stream()
+    with stream:
+        stream.begin_capture()
+        for read in (y.get, lambda: driver.asnumpy(y)):
+            with pytest.raises(CaptureError, match="waits for the values of a host array"):
+                read()
+        with pytest.raises(CaptureError):
+            stream.end_capture()
+    assert np.array_equal(y.get(), M)
 
 
 def test_a_forked_child_is_told():

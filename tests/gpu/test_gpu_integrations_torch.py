@@ -54,6 +54,23 @@ def random(*shape, seed=0, dtype="float32", layout="contiguous"):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_an_empty_batch_has_torchs_values_and_gradients(torch, conv2d, dtype, layout, geometry):
+    groups = geometry.get("groups", 1)
+    x, w, b = (
+        random(0, 16, 15, 14, dtype=dtype, layout=layout),
+        random(32, 16 // groups, 3, 3, dtype=dtype),
+        random(32, dtype=dtype),
+    )
+    y, theirs = conv2d(x, w, b, **geometry), torch.nn.functional.conv2d(x, w, b, **geometry)
+    assert y.shape == theirs.shape
+    for mine, wanted in zip(*(torch.autograd.grad(each.sum(), (x, w, b)) for each in (y, theirs)), strict=True):
+        assert torch.equal(mine, wanted)
+
+
+@pytest.mark.filterwarnings("default")  # torch's own, once in a process, of a plan that it could not build
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_values_and_gradients_are_torchs(torch, conv2d, dtype, layout, geometry):
     groups = geometry.get("groups", 1)
     x = random(2, 16, 15, 14, dtype=dtype, layout=layout)

@@ -8,11 +8,13 @@ import time
 from importlib.util import find_spec
 
 import hypothesis
+import numpy as np
 import pytest
 from harness.arrays import Arrays
-from harness.operation_calls import MAKERS, calls
+from harness.operation_calls import MAKERS, TOLERANCE, calls
+from harness.transposed_cases import random_case
 
-from handlepool import GraphNotSupportedError
+from handlepool import GraphNotSupportedError, conv2d_input_grad
 
 SECONDS = 13
 """For each kind of operation. Most of it builds plans and compiles kernels."""
@@ -47,3 +49,29 @@ def test_g18_each_operation_is_the_reference_and_what_torch_gives(pool, stream, 
     print(f"{right} right, {refused} refused")
     assert right >= LEAST
     assert refused <= right // 2
+
+
+def test_g18_transposed_convolutions_of_any_output_padding_are_the_reference(pool, stream):
+    """Also of the stride or more, which dilation allows: cuDNN gets a loss that zeros were appended to."""
+    until, right, beyond, refused = time.monotonic() + 2 * SECONDS, 0, 0, 0
+    for seed in range(400):
+        if right >= LEAST and time.monotonic() > until:
+            break
+        case = random_case(seed)
+        arrays = Arrays(pool, case.dtype)
+        dy, w = (arrays.random(*shape, layout=layout) for shape, layout in zip((case.dy, case.w), case.layouts, strict=True))
+        values = arrays.take(dy), arrays.take(w)
+        expected, bound = case.wanted(*values), case.wanted(*map(np.abs, values)).max()
+        for _ in range(2):
+            try:
+                made = arrays.take(conv2d_input_grad(dy, w, case.shape, **case.options, pool=pool))
+            except GraphNotSupportedError:  # cuDNN has no plan
+                refused += 1
+                break
+            assert np.abs(made - expected).max() <= TOLERANCE[case.dtype] * max(1.0, bound), f"seed {seed}: {case}"
+        else:
+            right += 1
+            beyond += any(map(int.__ge__, case.more, case.stride))
+    print(f"{right} right, {beyond} of them with an output padding of the stride or more, {refused} refused")
+    assert beyond >= LEAST // 4
+    assert refused <= right // 4

@@ -163,6 +163,15 @@ def test_the_forward_of_an_autograd_function_takes_parameters(default, torch, in
     assert same(mine[1], w64.grad)
 
 
+def test_an_empty_batch_is_a_tensor_as_torch_gives(default, torch, integers):
+    x, w = integers(0, 16, 8, 8), integers(16, 16, 3, 3)
+    y = conv2d(x, w)
+    theirs = torch.nn.functional.conv2d(x, w)
+    assert (type(y), y.shape, y.dtype, y.device) == (type(theirs), theirs.shape, theirs.dtype, theirs.device)
+    assert not handlepool.conv2d_weight_grad(x, theirs, tuple(w.shape)).any()
+    assert handlepool.conv2d_input_grad(theirs, w, tuple(x.shape)).shape == x.shape
+
+
 # Errors
 
 
@@ -185,8 +194,6 @@ def test_what_cannot_be_taken(default, torch, integers):
             conv2d(wrong, w)
     with pytest.raises(ArrayTypeError, match="host memory"):
         conv2d(x, w, out=torch.empty(1, 16, 6, 6))
-    with pytest.raises(ArgumentError, match="empty"):
-        conv2d(x[:0], w)
     with pytest.raises(ArgumentError, match="shares memory"):
         conv2d(x, integers(16, 16, 1, 1), out=x)
 

@@ -263,7 +263,7 @@ BAD = {
     "an out over an input": (ArgumentError, "shares memory", lambda a: {"x": a.x, "w": a.w[:4], "conv2d::Y": a.x[:, :4]}),
     "a list for an array": (ArrayTypeError, "list", lambda a: {"x": [1.0], "w": a.w}),
     "None for an array": (ArrayTypeError, "NoneType", lambda a: {"x": a.x, "w": a.w, "conv2d::Y": None}),
-    "an empty array": (ArgumentError, "is empty", lambda a: {"x": a.x[:0], "w": a.w}),
+    "an empty array": (ArgumentError, "out= of convolve", lambda a: {"x": a.x[:0], "w": a.w, "conv2d::Y": a.poisoned(*Y)}),
     "an array of another device": (DeviceMismatchError, "device 1", lambda a: {"x": a.far, "w": a.w}),
     "no arrays": (ArgumentError, "without arrays", lambda a: {}),
     "no dictionary": (ArgumentError, "takes a dictionary of arrays by reference", lambda a: [a.x, a.w]),

@@ -32,6 +32,7 @@ def additions():
         yield Add(), [lying((), dtype)] * 2
         yield Add(), [Layout((4, 6), (0, alike.dtype.itemsize), alike.dtype), lying((4, 6), dtype, "NCHW")]
         yield Add(), [lying((40_000,), dtype)] * 3
+        yield from ((Add(), [each]) for each in (alike, lying((3, 7, 5, 5), dtype, "NCHW"), sliced((2, 8, 5, 7), dtype, 2)))
         yield Add(), [lying((2, 1, 3, 1, 2, 3, 2), dtype, "NCHW"), lying((2, 1, 3, 1, 2, 3, 2), dtype)]
 
 
@@ -110,7 +111,7 @@ def depthwise():
 def expected_of(kernel, xs):
     """What the kernel is to compute of NumPy's arrays, in float64."""
     if isinstance(kernel, Add):
-        total = np.sum([x.astype(np.float64) for x in xs], 0)
+        total = np.sum([x.astype(np.float64) for x in xs], 0) if xs else np.zeros(())
         return total if kernel.activation is None else reference.ACTIVATIONS[kernel.activation](total)
     if isinstance(kernel, Concat):
         return np.concatenate(xs, kernel.axis).astype(np.float64)
@@ -210,7 +211,7 @@ def check(kernel, operands, run, what=""):
     np.lib.stride_tricks.as_strided(inside[first:], y.shape, steps)[...] = True
     run(arrays, memories)
     what = f"{kernel} over {', '.join(map(str, operands))} {what}"
-    found, expected = y.astype(np.float64), expected_of(kernel, arrays[:-1])
+    found, expected = y.astype(np.float64), np.broadcast_to(expected_of(kernel, arrays[:-1]), y.shape)
     assert np.array_equal(np.isnan(found), np.isnan(expected)), what
     found, expected = np.nan_to_num(found), np.nan_to_num(expected)
     error = np.linalg.norm(found - expected) / max(

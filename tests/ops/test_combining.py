@@ -144,7 +144,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
         "add: activation=3": lambda: add(x, activation=3),
         r"add: activation=\['relu'\]; it can be .*, or None": lambda: add(x, activation=["relu"]),
         r"add: activation=<numpy.ndarray .*>; it can be .*, or None": lambda: add(x, activation=np.ones(2)),
-        "add: argument 1 is empty": lambda: add(x, x[:0]),
+        r"add: argument 1 is of shape \(0, 8, 6, 8\)": lambda: add(x, x[:0]),
         "concat was called without arrays": lambda: concat([], 1),
         r"concat: argument 1 is of shape \(2, 8, 6, 4\) .* along axis 1 alone": lambda: concat([x, y], 1),
         r"concat: argument 1 is of shape \(8, 6, 8\)": lambda: concat([x, x[0]], 0),
@@ -156,7 +156,6 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
         r"concat: axis=\[1\]; it must be an integer": lambda: concat([x, x], [1]),
         r"concat: axis=<numpy.ndarray .*>; it must be an integer": lambda: concat([x, x], np.array([1, 0])),
         "concat: argument 1 is float16 and argument 0 is float32": lambda: concat([x, half], 1),
-        "concat: argument 0 is empty": lambda: concat([x[:0], x], 0),
         "concat takes a list or a tuple of arrays, not <": lambda: concat(x, 1),
         "concat takes arrays, axis by position": lambda: concat([x, x], 1, x),
         r"the output is float32 of shape \(2, 16, 6, 8\)": lambda: concat([x, x], 1, out=x),
@@ -168,7 +167,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
             else concat([x, x], 1, out=x[:0])
         ),
     }.items():
-        with pytest.raises(ArgumentError, match=match if "overlap" not in match else "overlap|empty"):
+        with pytest.raises(ArgumentError, match=match if "overlap" not in match else "overlap|the output is"):
             call()
     with pytest.raises(ArrayTypeError, match="add: argument 1 is a list"):
         add(x, [x])

@@ -124,8 +124,7 @@ AXES = [(name, shape) for name in ("x", "w") for shape in ((8, 8), (4, 8, 8), (2
 UNFIT = {
     "none": ("NoneType", lambda scene: {"w": None}),
     **{f"{name} {shape}": (f"{name} has {len(shape)} axes.*must have 4", of(name, shape)) for name, shape in AXES},
-    "no images": ("empty", of("x", (0, 4, 8, 8))),
-    "no rows": ("empty", of("x", (2, 4, 0, 8))),
+    "no rows": ("nothing comes out", of("x", (2, 4, 0, 8))),
     "channels": (r"4 channels in x.*3 x groups=1 in w.*C / groups", of("w", (6, 3, 3, 3))),
     "groups": ("2 groups, which do not divide 5 filters", lambda scene: {"w": given(scene, "w", (5, 2, 3, 3)), "groups": 2}),
     **{

@@ -152,7 +152,6 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool, function):
         ),
         r"window={2: 2}; it must be an integer, or two": lambda: function(x, {2: 2}),
         "window=b'12'; it must be": lambda: function(x, b"12"),
-        rf"{name}: argument 0 is empty, of shape \(0, 8, 6, 8\)": lambda: function(x[:0], 2),
         r"takes one array of images \(N, C, H, W\), not \(8, 6, 8\)": lambda: function(x[0], 2),
         "x is int32; it must be one of": lambda: function(each_pool.driver.asarray(np.ones((1, 1, 4, 4), np.int32)), 2),
         r"out= of \w+ is float32 of shape \(2, 8, 6, 8\); the output is float32 of shape \(2, 8, 3, 4\)": lambda: function(

@@ -277,7 +277,13 @@ def test_a_directory_that_went_or_was_opened_to_others_is_used_no_further(files)
     files.path.rmdir()
     assert files.load("a graph") is None
     files.save("a graph", PLAN)
-    assert files.counts() == {"plan_files_written": 1, "plan_files_missed": 3, "plan_files_unwritten": 2}
+    files.reject("a graph")
+    assert files.counts() == {
+        "plan_files_written": 1,
+        "plan_files_missed": 3,
+        "plan_files_unwritten": 2,
+        "plan_files_rejected": 1,
+    }
 
 
 def test_a_full_directory_loses_nothing_and_keeps_no_halves(files, monkeypatch):

@@ -266,6 +266,18 @@ def test_g5_scratch_only_grows_and_is_the_drivers_own_allocation(make_pool):
     assert pool.stats()["scratch_bytes"] == 5376
 
 
+def test_g5_scratch_of_exactly_the_size_is_used_again(make_pool):
+    pool = make_pool()
+    size = 1024  # which no rounding makes larger
+    slot = pool.internals.slot()
+    for take in (pool.get_workspace, slot.reserve):
+        take(size)
+        allocated = pool.driver.calls["allocate"]
+        for _ in range(3):
+            take(size)
+        assert pool.driver.calls["allocate"] == allocated
+
+
 def test_g5_a_workspace_is_the_callers_whatever_other_keys_do(make_pool, in_thread):
     pool = make_pool()
     mine = pool.get_workspace(1000)

@@ -402,6 +402,25 @@ def own(scene):
     return SimpleNamespace(work=work, end=lambda: driver.wait_event(driver.current_stream().ptr, end), stream=stream)
 
 
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_call_on_a_stream_of_the_functions_own_is_no_node_and_is_recorded(scene, own, lanes):
+    driver, (begin, end) = scene.driver, [scene.driver.create_event() for _ in range(2)]
+
+    def function(scene, x):
+        y = plus(scene, x, 1)
+        driver.record_event(begin, driver.current_stream().ptr)
+        driver.wait_event(own.stream.ptr, begin)
+        with own.stream:
+            z = plus(scene, y, 10)
+        driver.record_event(end, own.stream.ptr)
+        driver.wait_event(driver.current_stream().ptr, end)
+        return adding(scene, y, z)
+
+    value, how = replayed(scene, function, scene.array(1), lanes=lanes)
+    assert value == 2 + 12
+    assert len(how.nodes) == 2
+
+
 @handlepool.operation
 def ending(scene, own, x, y):
     own.end()

@@ -187,7 +187,7 @@ UNFIT = [
     (weight_gradient, "do not lead to loss"),
     (of("relu", (2, 3, 4, 5), dim=[2, 3, 4, 6]), r"declared with shape \(2, 3, 4, 6\), but comes out as \(2, 3, 4, 5\)"),
     (of("relu", (2, 3, 4, 5), strides=[1, 1]), "one per axis"),
-    (of_input(dim=[2, 0, 4, 5], stride=[1, 1, 1, 1], name="hole"), "'hole' has shape"),
+    (of_input(dim=[2, -1, 4, 5], stride=[1, 1, 1, 1], name="hole"), "'hole' has shape"),
     (of_input(dim=[2, 3], stride=[3, 1], is_virtual=True, name="ghost"), "'ghost' is virtual, but no node before it makes it"),
 ]
 

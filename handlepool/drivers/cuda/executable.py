@@ -14,6 +14,8 @@ from handlepool.drivers.cuda.early import barrier
 from handlepool.drivers.cuda.planning import MOST_OPERANDS, Planned
 from handlepool.drivers.protocol import AliasPair, Copy, Driver, Handle, check_operands
 
+_BYTE = np.dtype(np.uint8)
+
 
 def new_buffer() -> Any:
     """Return an array for the operands' addresses; see `Driver.launch_buffer`."""
@@ -85,6 +87,8 @@ class CudaExecutable:
                         theirs = self._at(array.data.ptr, copy.shape, copy.strides, array.dtype)
                         start = workspace + self._copies_at + copy.offset + copy.first
                         ours = self._at(start, copy.shape, copy.steps or None, array.dtype)
+                        if copy.zeros:
+                            self._at(start - copy.first, (copy.nbytes,), None, _BYTE).data.memset_async(0, copy.nbytes)
                         cupy.copyto(theirs, ours) if output else cupy.copyto(ours, theirs)
         finally:
             driver.pop_stream(stream, previous)

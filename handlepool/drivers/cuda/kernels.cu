@@ -111,7 +111,8 @@ ENTRY void add(BY_VALUE Pointers operands, BY_VALUE Sum sum) {
     FOR_EACH_INDEX(i, sum.count) {
         offset_t places[RANK];
         unravel(i, sum.extents, places);
-        float total[PACK];
+        // The sum of no inputs is 0.
+        float total[PACK] = {};
 #pragma unroll unrolled
         for (int k = 0; k < inputs; ++k) {
             const Pack x = ((const Pack*)operands.at[k])[offset_of(places, sum.steps[k])];
@@ -125,7 +126,7 @@ ENTRY void add(BY_VALUE Pointers operands, BY_VALUE Sum sum) {
     }
     FOR_EACH_INDEX(i, sum.tail) {
         const offset_t place = sum.count * PACK + i;
-        float total = widen(((const ELEMENT*)operands.at[0])[place]);
+        float total = inputs ? widen(((const ELEMENT*)operands.at[0])[place]) : 0;
         for (int k = 1; k < inputs; ++k) total += widen(((const ELEMENT*)operands.at[k])[place]);
         ((ELEMENT*)operands.at[inputs])[place] = narrow(activated(total));
     }

@@ -177,7 +177,7 @@ def _add(kernel: Add, operands: Sequence[Layout]) -> Launch:
     count = y.size // pack
     steps = [each[operand] for operand in range(len(operands)) for _, each in axes]
     steps += [0] * (capacity - len(operands)) * rank
-    macros: Macros = {"PACK": pack, "RANK": rank, "OPERANDS": capacity, "EXACT": int(len(operands) <= EXACT), **_type(y)}
+    macros: Macros = {"PACK": pack, "RANK": rank, "OPERANDS": capacity, "EXACT": int(1 < len(operands) <= EXACT), **_type(y)}
     macros |= _activation(kernel.activation)
     geometry = (len(operands) - 1, count, tail, *(extent for extent, _ in axes), *steps)
     return _launch("add", macros, operands, geometry, max(count, tail))

@@ -262,6 +262,10 @@ class DescribedDevice:
             raise
         return DescribedExecutable(planned, name, titles, self.properties.name)
 
+    def zeros(self, *_: Any) -> NoReturn:
+        """Raise: the kernel is our own, and needs no plan of cuDNN's."""
+        raise GraphNotSupportedError("zeros are written by a kernel that is not planned ahead")
+
     def made_for(self) -> str:
         """Return what `CudaDriver.made_for` does where the device is."""
         self._made_for = self._made_for or made_for(self.properties.kind)

@@ -7,6 +7,7 @@ here by its protocols, and goes on to `handlepool.drivers.host.array_functions`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,6 +61,9 @@ class Work(Protocol):
 
     def finish(self, reads: "Sequence[HostArray]", writes: "Sequence[HostArray]", label: str) -> None:
         """Wait on the host for what may not run after a read, or a write, by the host."""
+
+    def home(self, array: "HostArray", label: str) -> AbstractContextManager[object]:
+        """Make the device of an array current, for a copy to the host."""
 
     def peek(self, array: "HostArray") -> Raw | None:
         """Return a copy of an array's elements for who looks at it; None where they are not there."""
@@ -196,11 +200,12 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     # To the host
 
     def _values(self, label: str) -> Raw:
-        self._work.finish([self], [], label)
+        with self._work.home(self, label):
+            self._work.finish([self], [], label)
         return self._raw.copy(order="K")
 
     def get(self, stream: Any = None, order: str = "C", out: Raw | None = None, blocking: bool = True) -> Raw:
-        """Return a copy as a NumPy array, after those who write the array.
+        """Return a copy as a NumPy array, after those who write the array. It may be of any device.
 
         Parameters
         ----------

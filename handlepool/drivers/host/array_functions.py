@@ -8,6 +8,7 @@ NumPy has waits on the host for those who write its arguments, runs at once, and
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -44,7 +45,7 @@ from handlepool.drivers.host.array_arguments import (
 from handlepool.drivers.host.memory import Memory, accesses, plain_reads, tell_plain
 from handlepool.drivers.host.race_checker import caller
 from handlepool.drivers.host.scheduler import NOTHING
-from handlepool.drivers.host.streams import Queue, StreamTable
+from handlepool.drivers.host.streams import Device, Queue, StreamTable
 from handlepool.drivers.protocol import ASARRAY, BeforePlain
 from handlepool.errors import ArrayTypeError, CaptureError, DeviceMismatchError, ForkedProcessError
 from handlepool.tensors.inference import dense_strides
@@ -133,13 +134,7 @@ class ArrayWork:
             While the current stream is captured: nothing that was recorded has run.
         """
         queue = self._queue_for([*reads, *writes], label)
-        if queue.capture is not None:
-            what = f"{label} at {caller()}, which waits for the values of a host array,"
-            queue.capture.spoil(what)
-            raise CaptureError(
-                f"{what} while {queue!r} is captured: what is captured has not run. Keep there to what "
-                f"docs/host-arrays.md lists as queued, and ask for values after the replay"
-            )
+        self._refuse_capture(queue, label)
         scheduler = self._streams.scheduler
         touched = [
             *accesses([raw_view(array) for array in reads], writes=False),
@@ -151,6 +146,28 @@ class ArrayWork:
         # These raise what has failed already. The checker hears nothing of them: CuPy waits for the current stream alone.
         for operation in scheduler.conflicting(touched) or [NOTHING]:
             scheduler.wait(operation, f"{operation.label!r}, whose result {label} needs")
+
+    def home(self, array: HostArray, label: str) -> AbstractContextManager[object]:
+        """Make the device of an array current, as CuPy does for a copy to the host.
+
+        Raises
+        ------
+        CaptureError
+            While the current stream is captured.
+        """
+        if array.device == self._streams.thread.device or owner_of(array) is None:
+            return nullcontext()
+        self._refuse_capture(self._current(), label)
+        return Device(self._streams, array.device)
+
+    def _refuse_capture(self, queue: Queue, label: str) -> None:
+        if queue.capture is not None:
+            what = f"{label} at {caller()}, which waits for the values of a host array,"
+            queue.capture.spoil(what)
+            raise CaptureError(
+                f"{what} while {queue!r} is captured: what is captured has not run. Keep there to what "
+                f"docs/host-arrays.md lists as queued, and ask for values after the replay"
+            )
 
     def peek(self, array: HostArray) -> Raw | None:
         """Return a copy of an array's elements for who looks at it, or None while the current stream is captured.

@@ -8,6 +8,7 @@ beside the protocol).
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -417,11 +418,14 @@ class HostDriver(Controls):
         return copy() if ours or watched is None else watched[0](source, copy)
 
     def asnumpy(self, array: Array) -> np.ndarray[Any, Any]:
-        """Return a copy on the host, after the current stream has run what it was given."""
+        """Return a copy on the host, after the current stream of the array's device has run what it was given."""
         self._note("asnumpy")
+        home: AbstractContextManager[object] = nullcontext()
         if isinstance(array, HostArray):
             self._work.check(array, "asnumpy")
-        self._streams.synchronize(self._current_queue())
+            home = self._work.home(array, "asnumpy")
+        with home:
+            self._streams.synchronize(self._current_queue())
         raw, block = raw_view(array)
         if self.order is not None and block is not None:
             self.order.host_reads(block, raw, "copy to the host")

@@ -113,8 +113,10 @@ class HostExecutable:
                         place = (copy.operand,)
                         if output:
                             give(partial(np.copyto, theirs, ours), (), place, "copy of an output")
-                        else:
-                            give(partial(np.copyto, ours, theirs), place, (), "copy of an operand")
+                            continue
+                        if copy.zeros:
+                            give(partial(scratch.fill, 0), (), (), "zeros around a copy")
+                        give(partial(np.copyto, ours, theirs), place, (), "copy of an operand")
 
             copy_all(False)
             for step in self._steps:

@@ -28,7 +28,7 @@ def evaluation(kernel: Kernel, inputs: int) -> Evaluation:
 
 def _add(kernel: Add) -> Callable[[Sequence[Array], Array], None]:
     def compute(xs: Sequence[Array], y: Array) -> None:
-        total = xs[0].astype(np.float32)
+        total = xs[0].astype(np.float32) if xs else np.zeros(y.shape, np.float32)
         for x in xs[1:]:
             total += x.astype(np.float32)
         y[...] = total if kernel.activation is None else OPERATIONS[kernel.activation]({}, total)

@@ -149,8 +149,6 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
             raise ArgumentError(f"conv2d: {name} is {_named(value)}; it must be one of float16, bfloat16, float32")
         if value is not None and value.dtype is not x.dtype:
             raise ArgumentError(f"conv2d: {name} is {_named(value)} and x is {_named(x)}; convert one of them")
-        if value is not None and 0 in [extent for extent in value.shape if isinstance(extent, int)]:  # others are not known
-            raise ArgumentError(f"conv2d: {name} is empty, of shape {tuple(value.shape)}")
     filters, channels = w.shape[:2]
     if x.shape[1] != channels * groups or filters % groups:
         raise ArgumentError(

@@ -1,0 +1,114 @@
+"""Plans of calls with empty arrays, so that no driver gets an extent of 0.
+
+There is one rule for all that is launched:
+
+- A result without elements launches nothing.
+- A sum over no elements is 0, as in torch. So a convolution, a gradient or a matrix product over an empty axis writes zeros.
+- An empty array contributes nothing to a concatenation.
+- Any other result with elements of an empty array is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from handlepool.drivers.protocol import Executable, Handle
+from handlepool.errors import GraphNotSupportedError
+from handlepool.tensors.inference import title
+from handlepool.tensors.layout import Layout
+
+_SUMS = ("CONV_FPROP", "CONV_DGRAD", "CONV_WGRAD", "MATMUL")
+"""Kinds of nodes that give zeros where they sum over nothing."""
+_TYPES = ("float16", "bfloat16", "float32")
+"""Types that the kernel writes zeros of, by NumPy's names."""
+
+
+class WithoutEmpty:
+    """An executable that launches another one with some of its operands, or launches nothing.
+
+    Parameters
+    ----------
+    name : str
+        Of the function, for messages.
+    titles : sequence of str
+        Names of the operands, for messages.
+    inner : Executable, optional
+        The launch, if there is one.
+    places : sequence of int
+        Places of the operands that ``inner`` takes.
+    """
+
+    workspace_size = 0
+    candidates = 0
+    untried = False
+
+    def __init__(self, name: str, titles: Sequence[str], inner: Executable | None = None, places: Sequence[int] = ()) -> None:
+        self.name, self.titles = name, titles
+        self.engine = "nothing" if inner is None else inner.engine
+        self._inner = inner
+        self._places = tuple(places)
+
+    def launch(
+        self,
+        handle: Handle,
+        operands: Sequence[Any],
+        workspace: int,
+        check: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """Launch the operands with elements; see `handlepool.drivers.protocol.Executable.launch`."""
+        if self._inner is None:
+            return
+
+        def check_all(addresses: Sequence[int]) -> None:
+            every = [0] * len(operands)
+            for place, address in zip(self._places, addresses, strict=True):
+                every[place] = address
+            assert check is not None
+            check(every)
+
+        self._inner.launch(handle, [operands[place] for place in self._places], workspace, None if check is None else check_all)
+
+    def shortcut(self, *_: Any) -> None:
+        """Return None."""
+
+    def save(self) -> None:
+        """Return None: planning takes no time."""
+
+
+def without_empty(
+    graph: Any,
+    inputs: int,
+    outputs: Sequence[Layout],
+    name: str,
+    titles: Sequence[str],
+    zeros: Callable[[Layout, str], Executable],
+) -> WithoutEmpty:
+    """Return the executable of a graph with an empty operand.
+
+    Parameters
+    ----------
+    graph : cudnn.pygraph
+        Its shapes were inferred, so that they fit.
+    inputs : int
+        Number of inputs.
+    outputs : sequence of Layout
+    name : str
+        Of the function, for messages.
+    titles : sequence of str
+        Names of the operands, for messages.
+    zeros : callable
+        Makes the kernel that fills an array with zeros, from a layout and a title.
+
+    Raises
+    ------
+    GraphNotSupportedError
+        For a result with elements that is more than one sum over nothing.
+    """
+    if not any(layout.size for layout in outputs):
+        return WithoutEmpty(name, titles)
+    nodes = graph.nodes
+    if len(nodes) > 1 or nodes[0].node_type.name not in _SUMS or outputs[0].dtype.name not in _TYPES:
+        raise GraphNotSupportedError(
+            f"an array is empty, and the result of {title(nodes[-1])} is not, {outputs[0].shape}: only a convolution or a matrix "
+            f"product alone, in {', '.join(_TYPES)}, takes an empty array then. Make that node a graph function of its own"
+        )
+    return WithoutEmpty(name, titles, zeros(outputs[0], titles[inputs]), (inputs,))
