@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.hidden import hidden
 
 import handlepool
 
@@ -74,18 +75,18 @@ def chains(xs):
 def test_a_recording_takes_slots_and_memory_for_the_lanes_that_it_is_recorded_on(make_pool, lanes):
     pool = make_pool(devices=1, check_order=False)
     xs = [pool.driver.asarray(np.ones((32, 32), np.float32)) for _ in range(16)]
-    leased = []
+    leased = hidden([])
 
     def watched(xs):
         ys = chains(xs)
-        leased.append(pool.stats(0)["handles_leased"])
+        leased().append(pool.stats(0)["handles_leased"])
         return ys
 
     with handlepool.record(watched, xs, pool=pool, lanes=lanes) as program:
         how = program.explain()
-        assert row(f"recorded with `lanes={lanes}`", whole=True) == [lanes, how.recorded, leased[-1], program.nbytes]
+        assert row(f"recorded with `lanes={lanes}`", whole=True) == [lanes, how.recorded, leased()[-1], program.nbytes]
         assert how.got == lanes
-        assert leased[-1] == 1 + how.recorded
+        assert leased()[-1] == 1 + how.recorded
     assert pool.stats(0)["handles_leased"] == 0
 
 

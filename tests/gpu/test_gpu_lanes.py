@@ -55,7 +55,7 @@ class World:
                 for number, array in flat.given.items():
                     array[...] = flat.initial(number)
                 program.replay()
-                found = {("array", base): array.copy() for base, array in flat.arrays.items()}
+                found = {("array", base): array.copy() for base, array in flat.left().items()}
                 found |= {("token", number): token.hidden.copy() for number, token in flat.tokens.items()}
         expected = Sequential(make, cupy.copy, numpy=False, sizes=sizes).run(case)
         names = [name for name in expected if name[0] != "look" and expected[name].size]

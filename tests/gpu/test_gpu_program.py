@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from harness.hidden import hidden
 
 import handlepool
 from handlepool import (
@@ -384,10 +385,10 @@ def test_what_is_met_under_the_capture_for_the_first_time_is_recorded_or_refused
     monkeypatch.setattr(sys.modules["handlepool.recording.record"], "_shapes", lambda _: "")
     states = ParallelStates(3, pool=pool)
     given = [[random_array(shape, "float32") for shape in ((1, 24, side, side), (40, 24, 3, 3))] for side in (15, 17)]
-    calls = iter(given)
+    calls = hidden(iter(given))
 
     def body():
-        image, weight = next(calls)
+        image, weight = next(calls())
         return states.map(conv, [image] * 3, [weight] * 3)
 
     try:
@@ -418,14 +419,14 @@ def test_a_program_is_replayed_on_its_own_device(pool, stream, images, weights):
 
 
 def test_captures_of_other_threads_survive_records_updates_replays_and_closes(pool, stream, images, weights, captured_elsewhere):
-    out, calls = conv(images[0], weights), []
+    out, calls = conv(images[0], weights), hidden([])
 
     def recorded(x, w):
         # Eager work allocates nothing, since CuPy on its own does not take care of captures; what is recorded does.
-        calls.append(1)
-        temporary = cupy.empty(1 << 22, np.uint8) if len(calls) % 2 == 0 else out
+        calls().append(1)
+        temporary = cupy.empty(1 << 22, np.uint8) if len(calls()) % 2 == 0 else out
         handlepool.conv2d(x, w, padding=1, out=out)
-        calls[-1] = temporary
+        calls()[-1] = temporary
         return out
 
     def body():
@@ -516,12 +517,12 @@ def test_a_program_that_was_used_in_a_branch_or_a_task_is_usable_while_another_t
     programs = []
 
     def record():
-        calls = []
+        calls = hidden([])
 
         def body(x):
             parts = ParallelStates(8, pool=pool).map(lambda i: x + i, range(8))
-            calls.append(1)
-            if len(calls) == 2:
+            calls().append(1)
+            if len(calls()) == 2:
                 inside.set()
                 go.wait(ALL)
             return parts

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from harness.accounts import RESTORES, Accounts
 from harness.graphs import convolution as conv
+from harness.hidden import hidden
 from harness.lines import some_lines
 from harness.scenes import TIMEOUT, Scene, Thread
 from harness.timed_driver import Fake, TimedDriver
@@ -541,12 +542,12 @@ def test_tuning_in_a_recording_a_branch_or_a_task_is_refused(make):
     scene = make(GREEDY, SOCIABLE)
     x, w = arrays_of(scene.driver)
     y = conv(x, w)
-    told = []
+    told = hidden([])
 
     def inside(*_):
         with pytest.raises(CaptureError) as error:
             conv.tune(x, w, states=scene.states)
-        told.append(str(error.value).partition(":")[0])
+        told().append(str(error.value).partition(":")[0])
 
     def recorded():
         if thread.recording is not None:
@@ -559,9 +560,9 @@ def test_tuning_in_a_recording_a_branch_or_a_task_is_refused(make):
     with ParallelStateExecutor(1, pool=scene.pool) as executor:
         executor.submit(inside).result()
     scene.states.with_state(0, inside)
-    assert len(told) == 4
-    assert "inside a recording" in told[0]
-    assert all("inside a branch or a task" in text for text in told[1:])
+    assert len(told()) == 4
+    assert "inside a recording" in told()[0]
+    assert all("inside a branch or a task" in text for text in told()[1:])
 
 
 SPECS = [ArraySpec(shape, np.float32) for shape in SHAPES]

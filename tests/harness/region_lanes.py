@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.hidden import hidden
 from harness.region_cases import SMALL, Case, Look, Make, Sizes, leaves
 from harness.region_runs import Sequential, Values
 from harness.region_worlds import World, books_of, default_pool, expected_of
@@ -33,13 +34,18 @@ class Flat(Sequential):
         self.later = {number: self.initial(number) for number in numbers}
         self.given = {**self.arrays, **self.later, **{number: token.hidden for number, token in self.tokens.items()}}
         self.first = self.arrays
+        self.left: Callable[[], dict[int, Any]] = hidden({})
 
     def once(self) -> list[Any]:
         """All steps; the arrays that are left."""
         self.arrays = dict(self.first)
-        self.programs.clear()
         self.steps(self.case.steps)
-        return [*self.arrays.values()]
+        # An attribute that holds other arrays after each call would be refused.
+        self.programs.clear()
+        self.left().clear()
+        self.left().update(self.arrays)
+        self.arrays = self.first
+        return [*self.left().values()]
 
     def make(self, step: Make) -> None:
         self.arrays[step.made] = self.later[step.made]
@@ -144,7 +150,7 @@ def run(
                     driver.copy(array, flat.initial(number))
                 before(program)
                 program.replay()
-                values = {("array", base): array.get() for base, array in flat.arrays.items()}
+                values = {("array", base): array.get() for base, array in flat.left().items()}
                 values |= {("token", number): token.hidden.get() for number, token in flat.tokens.items()}
         except (ContractError, CaptureError) as found:
             error = found

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from harness.hidden import hidden
 
 import handlepool
 from handlepool import (
@@ -355,12 +356,12 @@ def test_g16_the_watch_ends_with_the_pool(make_pool):
 def test_memory_that_a_workspace_of_a_capture_had_may_become_an_arrays(make_pool, whose):
     pool = make_pool(check=True)
     stream = pool.driver.create_stream()
-    slots, given = [], []
+    slots, given = hidden([]), hidden([])
 
     def work():
-        slots.append(pool.internals.slot())
+        slots().append(pool.internals.slot())
         workspace = pool.get_workspace(512)
-        given.append(pool.driver.array_pointer(workspace))
+        given().append(pool.driver.array_pointer(workspace))
         pool.driver.enqueue(pool.driver.current_stream().ptr, lambda given: given.fill(1), writes=[workspace], reads=[])
         return workspace
 
@@ -372,13 +373,13 @@ def test_memory_that_a_workspace_of_a_capture_had_may_become_an_arrays(make_pool
             stream.begin_capture("thread_local")
             work()
             graph = stream.end_capture()
-    assert slots[-1].handed_out(given[-1]) == (whose != "a program")  # recorded on a stream of its own, which is gone
+    assert slots()[-1].handed_out(given()[-1]) == (whose != "a program")  # recorded on a stream of its own, which is gone
     if whose == "a program":
         program.close()
     else:
         del graph
         pool.trim(captured=True)
-    assert not slots[-1].handed_out(given[-1])
+    assert not slots()[-1].handed_out(given()[-1])
 
 
 def test_without_checks_nothing_is_wrapped_or_watched(make_pool, in_thread):

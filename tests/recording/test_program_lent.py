@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from harness.accounts import RESTORES
 from harness.graphs import double
+from harness.hidden import hidden
 from harness.scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_waits_of_the_last
 from harness.uses import ON_A_SIDE_STREAM, in_a_branch
 
@@ -31,14 +32,16 @@ class Recorded:
         assert self._inside.wait(TIMEOUT)
 
     def _record(self, scene, stream):
-        calls = []
+        calls = hidden([])
+        # The function does not reach this object, whose thread is assigned meanwhile.
+        inside, go = self._inside, self._go
 
         def body(x):
-            calls.append(1)
+            calls().append(1)
             parts = ParallelStates(16, pool=scene.pool).map(lambda i: scene.plus(x, i), range(16))
-            if len(calls) == 2:
-                self._inside.set()
-                self._go.wait(TIMEOUT)
+            if len(calls()) == 2:
+                inside.set()
+                go.wait(TIMEOUT)
             return parts
 
         with stream:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from harness.accounts import RESTORES, Accounts
 from harness.graphs import double
+from harness.hidden import hidden
 from harness.lines import at_line
 from harness.scenes import TIMEOUT, Scene, Thread
 from harness.uses import Foreign, assert_usable
@@ -74,12 +75,12 @@ def work(scene):
 
 def second(scene, does):
     """A function that works as `work` does, and does something more when it is called the second time."""
-    calls = []
+    calls = hidden([])
 
     def function(x):
         outputs = work(scene)(x)
-        calls.append(1)
-        if len(calls) == 2:
+        calls().append(1)
+        if len(calls()) == 2:
             does(outputs[0])
         return outputs
 
@@ -177,9 +178,9 @@ def test_a_function_that_returns_nothing_is_refused_after_its_warm_up_or_the_sec
     with pytest.raises(ArgumentError, match="returned None"):
         handlepool.record(lambda: ran.append(1))
     assert ran == [1]
-    results = [scene.array(1), None]
+    results = hidden([scene.array(1), None])
     with pytest.raises(ArgumentError, match="returned None"):
-        handlepool.record(lambda: scene.put(scene.array(2), lambda: 3) is not None and results.pop(0))
+        handlepool.record(lambda: scene.put(scene.array(2), lambda: 3) is not None and results().pop(0))
 
 
 @handlepool.graph
@@ -203,34 +204,34 @@ def test_what_is_met_under_the_capture_for_the_first_time_is_recorded_and_harms_
     monkeypatch.setattr(sys.modules["handlepool.recording.record"], "check_same", lambda *_: None)
     monkeypatch.setattr(sys.modules["handlepool.recording.record"], "_shapes", lambda _: "")
     states = handlepool.ParallelStates(3)
-    made = []
+    made = hidden([])
 
     def new_each_time(x):
-        made.append(scene.pool.stats())
-        size = 8 * len(made)
+        made().append(scene.pool.stats())
+        size = 8 * len(made())
         own = scene.put(scene.array(size=size), lambda: 5)
-        scene.pool.get_workspace(1000 * len(made))
-        return states.map(double, [own] * len(made) * 2)
+        scene.pool.get_workspace(1000 * len(made()))
+        return states.map(double, [own] * len(made()) * 2)
 
     with handlepool.record(new_each_time, scene.array(1)) as program:
         stats = scene.pool.stats()
-        assert stats["plans_built"] > made[1]["plans_built"]
-        assert stats["handles_created"] > made[1]["handles_created"]
+        assert stats["plans_built"] > made()[1]["plans_built"]
+        assert stats["handles_created"] > made()[1]["handles_created"]
         program.replay()
         assert [scene.read(y) for y in program.outputs] == [10] * 4
 
 
 def test_a_plan_that_is_refused_under_the_capture_is_the_functions_own_error(scene):
-    calls = []
+    calls = hidden([])
 
     def body(x):
-        calls.append(1)
-        return scene.states.map(double if len(calls) == 1 else unsupported, [x])
+        calls().append(1)
+        return scene.states.map(double if len(calls()) == 1 else unsupported, [x])
 
     with pytest.raises(HandlePoolError) as error:
         handlepool.record(body, scene.array(1))
     assert not isinstance(error.value, CaptureError)
-    assert len(calls) == 2
+    assert len(calls()) == 2
 
 
 def test_arrays_of_objects_and_arrays_with_a_mask_are_refused(scene):
@@ -380,10 +381,10 @@ def test_another_drivers_work_inside_a_recording_is_its_own(scene):
 
 
 def test_work_on_a_stream_of_another_threads_recording_is_refused(scene):
-    begun, done, captured = threading.Event(), threading.Event(), []
+    begun, done, captured = threading.Event(), threading.Event(), hidden([])
 
     def theirs(y):
-        captured.append(scene.driver.current_stream())
+        captured().append(scene.driver.current_stream())
         begun.set()
         done.wait(TIMEOUT)
 
@@ -393,7 +394,7 @@ def test_work_on_a_stream_of_another_threads_recording_is_refused(scene):
             handlepool.record(second(scene, theirs), x, pool=scene.pool).close()
 
     def ours(y):
-        with captured[0]:
+        with captured()[0]:
             scene.states.map(scene.array, range(2))
 
     other = Thread(record)

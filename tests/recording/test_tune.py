@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.hidden import hidden
 from harness.lines import at_line, interrupt
 from harness.scenes import TIMEOUT, Scene, Thread, leased, works
 
@@ -121,15 +122,15 @@ def test_a_program_is_tuned_as_often_as_one_likes_and_to_any_number(scene):
 
 
 def test_the_function_is_not_called_again(scene):
-    calls = []
+    calls = hidden([])
 
     def function(x):
-        calls.append(1)
+        calls().append(1)
         return wide(scene, x)
 
     with handlepool.record(function, scene.array(1), lanes=4) as program:
         program.tune(seconds=0.01)
-    assert len(calls) == 2
+    assert len(calls()) == 2
 
 
 def test_what_was_tried_is_a_table(scene, measured):
@@ -342,7 +343,7 @@ def test_what_a_call_writes_and_does_not_say_is_restored_where_it_is_known_all_t
     """It is what it returned, or what a call inside it says."""
 
     @handlepool.operation
-    def hidden(scene, x, deep):
+    def silent(scene, x, deep):
         if returns:
             scene.put(deep.held.y, lambda y: y * 2, deep.held.y)
             return deep.held.y
@@ -350,7 +351,7 @@ def test_what_a_call_writes_and_does_not_say_is_restored_where_it_is_known_all_t
         return scene.plus(x, 0)
 
     def function(scene, x, y):
-        hidden(scene, x, SimpleNamespace(held=Held(y)))
+        silent(scene, x, SimpleNamespace(held=Held(y)))
         return wide(scene, x)
 
     y = scene.array(1)
