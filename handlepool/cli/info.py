@@ -121,11 +121,16 @@ def packages() -> dict[str, str]:
 
 
 def integrations() -> dict[str, str]:
-    """Whether other libraries' code has the pool's handles now, and for which of their versions it can."""
+    """Whether other libraries' code has the pool's handles now, and whether it can with the versions that are installed."""
     from handlepool.integrations import cudnn
 
-    known = " and ".join(f"{version}.*" for version in cudnn.KNOWN_VERSIONS)
-    return {"cudnn": f"{'' if cudnn.is_installed() else 'not '}installed; for nvidia-cudnn-frontend {known}"}
+    verdict = cudnn.judge()
+    if verdict.known:
+        case = f"for nvidia-cudnn-frontend {' and '.join(f'{version}.*' for version in cudnn.KNOWN_VERSIONS)}"
+    else:
+        passed = "passed the self-test" if verdict.broken is None else f"failed the self-test: {verdict.broken}"
+        case = f"nvidia-cudnn-frontend {verdict.version} is not known, and {passed}"
+    return {"cudnn": f"{'' if cudnn.is_installed() else 'not '}installed; {case}"}
 
 
 def cudnn_backend() -> dict[str, str]:

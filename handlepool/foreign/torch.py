@@ -17,14 +17,15 @@ and after.
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
-from handlepool._util import leaves
+from handlepool._util import leaves, name_of
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.tensors.frontend import NAMES
 from handlepool.tensors.layout import View, as_dtype
@@ -41,15 +42,12 @@ def view(tensor: Any) -> View:
     Raises
     ------
     ArgumentError
-        For a tensor that requires grad where gradients are recorded: none would be.
+        For a tensor whose derivatives would be lost.
     ArrayTypeError
         For a type that cuDNN has not, and for tensors without plain memory (sparse, fake, on the meta device).
     """
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(
-            "a tensor requires grad, and graph functions record no gradients: call them under torch.no_grad() or in the forward "
-            "of a torch.autograd.Function, or pass tensor.detach()"
-        )
+    if (tensor.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:  # noqa: SLF001 - it has no public name
+        _refuse_derivatives(tensor)
     dtype = _dtypes.get(tensor.dtype)
     if dtype is None:
         dtype = _dtype(tensor.dtype)
@@ -58,10 +56,59 @@ def view(tensor: Any) -> View:
         pointer = tensor.data_ptr()
         strides = tuple([step * size for step in tensor.stride()])
     except RuntimeError as error:
+        _refuse_derivatives(tensor)
         raise ArrayTypeError(f"a torch tensor without strided memory ({tensor.layout}): {error}") from error
     if tensor.is_neg() or (not pointer and tensor.numel()):
         raise ArrayTypeError(f"a torch tensor on {tensor.device} that is not in memory as it is; pass a copy")
     return View(pointer, tuple(tensor.shape), strides, dtype, tensor.get_device(), False, tensor)
+
+
+def derives() -> bool:
+    """Whether tensors may have derivatives now that are not in their memory: see `derived`."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - as `torch.autograd` asks
+
+
+def derived(tensor: Any) -> str | None:
+    """Say which derivative a tensor has that a view of its memory loses; None for those of backward mode."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - it has no public name
+        return "is inside a transform of torch.func (grad, jvp, vmap), which hides its memory"
+    if torch._C._is_fwd_grad_enabled() and forward_ad.unpack_dual(tensor).tangent is not None:  # noqa: SLF001
+        return "has a tangent of torch's forward mode"
+    return None
+
+
+def refuse_derived(name: str, values: Iterable[object]) -> None:
+    """Raise where one of a call's values is a tensor with a derivative that no region can order.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    for value in values:
+        if isinstance(value, torch.Tensor) and (found := derived(value)) is not None:
+            raise ArgumentError(
+                f"{name} was given a tensor that {found}, so a region cannot order it: call {name} outside of regions and "
+                f"programs, or pass plain tensors, as of torch.autograd.forward_ad.unpack_dual(tensor).primal"
+            )
+
+
+def _refuse_derivatives(tensor: Any) -> None:
+    """Raise for a tensor whose derivatives a graph function would lose; those of backward mode where gradients are recorded.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if (found := derived(tensor)) is not None:
+        raise ArgumentError(
+            f"a tensor {found}, and graph functions derive nothing: call them in a torch.autograd.Function that has a jvp and a "
+            f"vmap, or call handlepool.integrations.torch.conv2d, or pass a plain tensor"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            "a tensor requires grad, and graph functions record no gradients: call them under torch.no_grad() or in the forward "
+            "of a torch.autograd.Function, or pass tensor.detach()"
+        )
 
 
 def _dtype(kind: Any) -> np.dtype[Any]:
@@ -81,9 +128,13 @@ def elements(tensor: Any) -> View:
 
     Raises
     ------
+    ArgumentError
+        For a tensor whose forward derivatives would be lost.
     ArrayTypeError
         For tensors whose elements are not in memory as they are.
     """
+    if derives() and (found := derived(tensor)) is not None:
+        raise ArgumentError(f"it {found}, which a copy loses; pass a plain tensor")
     if tensor.layout is not torch.strided:
         raise ArrayTypeError(f"it is without strided memory ({tensor.layout})")
     if tensor.is_neg() or tensor.is_conj():
@@ -161,6 +212,8 @@ def run_branch(
         value = function(*args, **kwargs)
     finally:
         torch.cuda.set_stream(previous)
+    if derives():
+        refuse_derived(name_of(function), leaves(value))
     if pointer != caller:
         if held is None:
             record(value, caller, device)

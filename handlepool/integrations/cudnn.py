@@ -29,14 +29,15 @@ import cudnn
 
 import handlepool
 from handlepool import DriverNotAvailableError, HandlePool, OwnershipError, StreamError
+from handlepool.integrations.cudnn_assumptions import broken, called, missing
 
 __all__ = ["KNOWN_VERSIONS", "PooledHandle", "install", "is_installed", "pooled_handles", "uninstall"]
 
 KNOWN_VERSIONS = ("1.32",)
-"""Of nvidia-cudnn-frontend, each with all that begins like it."""
+"""Of nvidia-cudnn-frontend, each with all that begins like it. Others have to pass a self-test, `judge`."""
 
 
-class PooledHandle(cudnn.Handle):  # type: ignore[misc]
+class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
     """What `cudnn.create_handle` returns: in each thread the pool's handle for the current device and the thread's stream.
 
     The stream is what the thread itself has set with `cudnn.set_stream`. Where it has set none, it is the current one of torch or
@@ -275,6 +276,39 @@ class _Place(NamedTuple):
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+class Verdict(NamedTuple):
+    """Whether the frontend that is installed can have the pool's handles.
+
+    Attributes
+    ----------
+    version : str
+    known : bool
+        Whether this was written against that version.
+    broken : str or None
+        The first assumption that does not hold of it.
+    """
+
+    version: str
+    known: bool
+    broken: str | None
+
+
+def judge() -> Verdict:
+    """Look at the frontend that is installed: for a version that is not known with a self-test, for which no GPU is asked.
+
+    The self-test imports `cudnn.wrapper`, and with that torch, where that is installed.
+    """
+    version = str(getattr(cudnn, "__version__", "of an unknown version"))
+    known = version.startswith(tuple(f"{one}." for one in KNOWN_VERSIONS))
+    if known:
+        return Verdict(version, known, None)
+    try:
+        functions, methods = _places()
+    except (AttributeError, ImportError) as error:
+        return Verdict(version, known, f"it has cudnn.pygraph and cudnn.wrapper.Graph ({error})")
+    return Verdict(version, known, missing([place[:2] for place in functions + methods]) or broken())
+
+
 def _places() -> tuple[list[_Place], list[_Place]]:
     """Return what is replaced: functions, which `uninstall` puts back, and methods, which stay."""
     from cudnn import wrapper  # imports torch, where that is installed
@@ -296,6 +330,7 @@ def _places() -> tuple[list[_Place], list[_Place]]:
     return functions, methods
 
 
+_KNOWN = " and ".join(f"{one}.*" for one in KNOWN_VERSIONS)
 _lock = threading.RLock()  # guards what follows; held while names are changed, never while a handle is made
 _replaced: dict[str, tuple[_Place, Callable[..., Any]]] = {}
 _methods_replaced = False
@@ -318,13 +353,14 @@ def install() -> None:
     Raises
     ------
     DriverNotAvailableError
-        For a version of the frontend that is not known, and for one that lacks a name which is replaced; nothing is changed then.
+        For a frontend that lacks a name which is replaced, and for a version that is not known and does not pass a self-test. The
+        message says which assumption does not hold. Nothing is changed then.
 
     Warns
     -----
     RuntimeWarning
-        For each loaded module that has one of the functions as a name of its own, as after ``from cudnn import create_handle``:
-        it keeps the frontend's. Import such modules afterwards.
+        For a version that is not known and passed the self-test. And for each loaded module that has one of the functions as a
+        name of its own, as after ``from cudnn import create_handle``: it keeps the frontend's. Import such modules afterwards.
     """
     global _asked
     with _lock:
@@ -368,20 +404,21 @@ def _replace() -> None:
     again = [name for name, (place, made) in _replaced.items() if _is_back(place, made)]
     if _replaced and not again:
         return
-    version = str(getattr(cudnn, "__version__", "of an unknown version"))
-    known = " and ".join(f"{one}.*" for one in KNOWN_VERSIONS)
-    if not version.startswith(tuple(f"{one}." for one in KNOWN_VERSIONS)):
+    verdict = judge()
+    functions, methods = _places() if verdict.broken is None else ([], [])
+    wrong = verdict.broken or missing([place[:2] for place in functions + methods])
+    if wrong is not None:
         raise DriverNotAvailableError(
-            f"handlepool.integrations.cudnn knows nvidia-cudnn-frontend {known}, and {version} is installed: install one that it "
-            f"knows, or call handlepool.get_handle where handles are needed"
+            f"nvidia-cudnn-frontend {verdict.version} cannot be given the pool's handles, since this does not hold of it: "
+            f"{wrong}. Install {_KNOWN}, or call handlepool.get_handle where handles are needed"
         )
-    functions, methods = _places()
-    for owner, name, _ in functions + methods:
-        if not callable(getattr(owner, name, None)):
-            raise DriverNotAvailableError(
-                f"nvidia-cudnn-frontend {version} has no {_called(owner, name)}, which would be replaced: install {known} anew, "
-                f"or call handlepool.get_handle where handles are needed"
-            )
+    if not verdict.known:
+        warnings.warn(
+            f"nvidia-cudnn-frontend {verdict.version} is not known to handlepool, which knows {_KNOWN}: it passed a self-test, "
+            f"and is used",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     functions = [place for place in functions if not _replaced or place.name in again]
     originals = [getattr(place.owner, place.name) for place in functions]
     _warn_of_copies(dict(zip(map(id, originals), functions, strict=True)))
@@ -406,7 +443,7 @@ def _restore(*, asked: bool, contexts: int) -> None:
     for place, made in _replaced.values():
         if getattr(place.owner, place.name, None) is not made and not _is_back(place, made):
             raise OwnershipError(
-                f"{_called(place.owner, place.name)} was replaced by somebody else since handlepool.integrations.cudnn was "
+                f"{called(place.owner, place.name)} was replaced by somebody else since handlepool.integrations.cudnn was "
                 f"installed: let them put back what was there, then call uninstall again"
             )
     while _replaced:
@@ -419,10 +456,6 @@ def _is_back(place: _Place, made: Callable[..., Any]) -> bool:
     """Whether somebody has put back what was there, or the frontend's own, as at the end of a patch that was there first."""
     now = getattr(place.owner, place.name, None)
     return now is vars(made)["__wrapped__"] or getattr(now, "__globals__", None) is vars(place.owner)
-
-
-def _called(owner: Any, name: str) -> str:
-    return f"{owner.__name__}.{name}" if owner.__name__.startswith("cudnn") else f"cudnn.{owner.__name__}.{name}"
 
 
 def _warn_of_copies(originals: dict[int, _Place]) -> None:

@@ -20,6 +20,7 @@ from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.workspace import DeviceScratch
 from handlepool.recording.host_copies import REMEDIES
 from handlepool.recording.lanes import Lanes
+from handlepool.recording.random_numbers import refusal
 from handlepool.recording.rehearsal import CONSTANT, Made, New, check_same
 from handlepool.recording.schedule import Arrangement, Schedule, estimated
 from handlepool.regions.accesses import Memory
@@ -419,6 +420,8 @@ class Recording:
             if not isinstance(first, Exception):  # an interrupt
                 raise first
             self.pool.status.diagnose(first)
+            if (refused := refusal(error, "" if error is None else _place_of(error))) is not None:
+                raise CaptureError(f"{self._name} cannot be recorded: {refused}") from error
             if self.lanes is not None and self._is_out_of_memory(error):
                 lanes, calls = self.lanes, self.lanes.calls
                 took, advice = f"{self.nbytes:,} bytes on {lanes.got} lanes", ""

@@ -27,13 +27,13 @@ def elements(driver: Driver, place: str, tensor: Any) -> Any:
 
     Raises
     ------
-    ArrayTypeError
-        For tensors whose elements are not in memory as they are.
+    ArrayTypeError, ArgumentError
+        For tensors whose elements are not in memory as they are, and for those with derivatives that a copy loses.
     """
     try:
         return driver.array_over(integration().elements(tensor))
-    except ArrayTypeError as error:
-        raise ArrayTypeError(f"{place}, a {kind_of(tensor)}: {error}") from error
+    except (ArrayTypeError, ArgumentError) as error:
+        raise type(error)(f"{place}, a {kind_of(tensor)}: {error}") from error
 
 
 def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: int, *, strides: bool) -> None:

@@ -17,7 +17,7 @@ from handlepool.pool.slot import Slot
 from handlepool.regions.accesses import Memory
 from handlepool.regions.data_order import DataOrder, before, lanes_for, open_order, opened, ordering_pool
 from handlepool.regions.plain_calls import exact, piece_of, pieces_of
-from handlepool.regions.stream_order import in_torch, order, torch_among, torch_in_use
+from handlepool.regions.stream_order import in_torch, order, refuse_derived, torch_among, torch_in_use
 from handlepool.regions.track import Track
 from handlepool.regions.undeclared import Call, Watch
 from handlepool.tensors.layout import Piece, Token, share
@@ -93,6 +93,8 @@ class Operation(Generic[P, R_co]):
 
     def _in_order(self, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R_co:
         driver = pool.driver
+        if "torch" in modules:
+            refuse_derived(self.function, args, kwargs)
         reads, writes = self.accesses(driver, args, kwargs)
         device = pool.current_device()
         lanes = lanes_for(pool, driver.current_stream(device).ptr) if recordings else None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from handlepool._util import leaves
+from handlepool._util import leaves, name_of
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver
 from handlepool.errors import CaptureError
 from handlepool.pool.context import thread
@@ -33,14 +33,33 @@ def order(pool: PoolInternals, device: int, first: int, then: int) -> None:
 
 
 def torch_among(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleType | None:
-    """`handlepool.foreign.torch` where there are GPU tensors among a call's arguments or what its closure holds, or None."""
+    """`handlepool.foreign.torch` where there are GPU tensors among a call's arguments or what its closure holds, or None.
+
+    Raises
+    ------
+    ArgumentError
+        As `refuse_derived`.
+    """
     if "torch" not in sys.modules:
         return None
     tensor = getattr(sys.modules["torch"], "Tensor", None)
     if tensor is None:  # being imported just now
         return None
+    refuse_derived(function, args, kwargs)
     reached = leaves(args, kwargs, function, calls=True)
     return integration() if any(isinstance(value, tensor) and value.is_cuda for value in reached) else None
+
+
+def refuse_derived(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call with tensors of torch's forward mode or of `torch.func`, whose derivatives no region sees.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    # A torch that is being imported just now has no forward mode yet.
+    if hasattr(getattr(sys.modules.get("torch"), "autograd", None), "forward_ad") and integration().derives():
+        integration().refuse_derived(name_of(function), leaves(args, kwargs, function, calls=True))
 
 
 def torch_in_use(driver: Driver) -> ModuleType | None:

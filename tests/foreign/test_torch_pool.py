@@ -85,6 +85,7 @@ class Tensor:
 def torch(monkeypatch):
     torch = Allocator()
     monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch.autograd", SimpleNamespace(forward_ad=None))
     return torch
 
 

@@ -132,6 +132,65 @@ def test_control_gradcheck_sees_a_gradient_that_is_wrong(torch, conv2d, monkeypa
     assert not torch.autograd.gradcheck(conv2d, arguments, **tolerance, raise_exception=False)
 
 
+@pytest.mark.filterwarnings("default")  # torch's own, of how it compiles its rules
+@pytest.mark.parametrize("geometry", [{"padding": 1}, {"groups": 2, "stride": 2}], ids=str)
+def test_derivatives_forward_and_by_torch_func_are_torchs(torch, conv2d, geometry):
+    f, forward = torch.func, torch.autograd.forward_ad
+    shapes = (3, 8, 9, 8), (16, 8 // geometry.get("groups", 1), 3, 3), (16,)
+    points = [random(*shape, seed=seed).detach() for seed, shape in enumerate(shapes)]
+    tangents = [random(*shape, seed=seed + 3).detach() for seed, shape in enumerate(shapes)]
+
+    def run(convolve, points, tangents):
+        x, w, b = points
+
+        def bent(x, w, b):
+            return convolve(x, w, b, **geometry).sin()
+
+        def loss(*operands):
+            return bent(*operands).square().sum()
+
+        with forward.dual_level():
+            dual = forward.unpack_dual(bent(x, forward.make_dual(w, tangents[1]), forward.make_dual(b, tangents[2])))
+        gradient = f.grad(loss, argnums=(0, 1, 2))
+        each = f.vmap(f.grad(lambda w, x: loss(x[None], w, b)), in_dims=(None, 0))(w, x)
+        return [
+            *dual,
+            *f.jvp(bent, (x, w, b), tuple(tangents)),
+            *gradient(x, w, b),
+            *f.jvp(gradient, (x, w, b), tuple(tangents))[1],
+            f.jacfwd(lambda b: bent(x, w, b).sum((0, 2, 3)))(b),
+            f.jacrev(lambda b: bent(x, w, b).sum((0, 2, 3)))(b),
+            each,
+            f.vmap(bent, in_dims=(0, None, None))(torch.stack([x, 2 * x]), w, b),
+            f.vmap(bent, in_dims=(None, 0, 0))(x, torch.stack([w, 2 * w]), torch.stack([b, -b])),
+        ]
+
+    found = run(conv2d, points, tangents)
+    exact = run(torch.nn.functional.conv2d, [v.double() for v in points], [v.double() for v in tangents])
+    for got, value in zip(found, exact, strict=True):
+        assert float((got.double() - value).norm() / value.norm()) < 1e-3
+
+
+def test_a_tangent_is_refused_by_graph_functions_branches_operations_and_programs(torch, pool):
+    x, tangent = random(2, 8, 6, 6).detach(), random(2, 8, 6, 6, seed=1).detach()
+    doubled = handlepool.operation(lambda x: 2 * x)
+    program = handlepool.record(handlepool.mean2d, x.clone(), pool=pool)
+    forward = torch.autograd.forward_ad
+
+    def branch(function):
+        def call(x):
+            with ParallelStates(2, pool=pool).fork() as fork:
+                return fork.run(function, x)
+
+        return call
+
+    for call in (handlepool.mean2d, branch(handlepool.mean2d), branch(lambda x: 2 * x), branch(doubled), program):
+        with forward.dual_level(), pytest.raises(handlepool.ArgumentError, match="has a tangent of torch's forward mode"):
+            call(forward.make_dual(x, tangent))
+        with pytest.raises(handlepool.ArgumentError, match=r"is inside a transform of torch\.func"):
+            torch.func.vmap(call)(x[None])
+
+
 @pytest.mark.filterwarnings("default")  # the compiler's own
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 def test_opcheck(torch, conv2d, layout):

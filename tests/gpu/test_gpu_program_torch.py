@@ -1,5 +1,7 @@
 """Programs of torch's tensors: `update` and a call copy into them, in order with torch's stream. Collected only with torch."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -155,3 +157,51 @@ def test_a_parameter_that_requires_grad_is_written_and_its_version_says_so(pool,
         torch.cuda.synchronize()
         assert layer.weight._version > version
         assert bool((y == 32).all())
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+@pytest.mark.parametrize("node", [False, True], ids=["plain", "operation"])
+@pytest.mark.parametrize("kind", ["rand", "dropout", "normal_", "a generator of one's own"])
+def test_torchs_random_numbers_are_refused_with_their_line_and_the_first_call_draws(
+    pool, stream, torch, monkeypatch, lanes, node, kind
+):
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    x, own = torch.ones(SIZE, device="cuda"), torch.Generator("cuda")
+    draws = {
+        "rand": lambda x: x + torch.rand(SIZE, device="cuda"),
+        "dropout": lambda x: torch.nn.functional.dropout(x, training=True),
+        "normal_": lambda x: x.clone().normal_(),
+        "a generator of one's own": lambda x: x + torch.rand(SIZE, device="cuda", generator=own),
+    }
+    drawn = []
+
+    def draw(x):
+        y = draws[kind](x)
+        drawn.append(y)
+        return y
+
+    step = handlepool.operation(draw) if node else draw
+    torch.cuda.synchronize()
+    before = draws[kind](x)
+    with pytest.raises(handlepool.CaptureError, match="random number generator of torch's") as caught:
+        handlepool.record(lambda x: 2 * step(x), x, lanes=lanes)
+    assert f"{__file__}:{draws[kind].__code__.co_firstlineno} uses" in str(caught.value)
+    assert "CUDA generator not in capture mode" in str(caught.value.__cause__)
+    assert len(drawn) == 1
+    values = [before, *drawn, draws[kind](x)]
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(values, 2))
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+def test_random_numbers_that_were_drawn_before_are_an_argument_and_dropout_is_none_after_eval(
+    pool, stream, torch, monkeypatch, lanes
+):
+    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    dropout = torch.nn.Dropout().eval()
+    add = handlepool.operation(lambda x, noise: dropout(x) + noise)
+    x, noise = torch.ones(SIZE, device="cuda"), torch.rand(SIZE, device="cuda")
+    torch.cuda.synchronize()
+    with handlepool.record(add, x, noise, lanes=lanes) as program:
+        for _ in range(3):
+            drawn = torch.rand(SIZE, device="cuda")
+            assert bool((program(None, drawn) == 1 + drawn).all())

@@ -17,6 +17,7 @@ import handlepool
 from handlepool import CaptureError, ContractError, DriverNotAvailableError, HandlePool, OwnershipError, StreamError
 from handlepool.cli import info
 from handlepool.integrations import cudnn as shim
+from handlepool.integrations import cudnn_assumptions
 
 NAMES = ("create_handle", "set_stream", "get_stream", "destroy_handle")
 
@@ -133,24 +134,157 @@ def test_install_and_a_context_end_when_both_have_ended(pool):
     assert shim.is_installed()
 
 
-@pytest.mark.parametrize("version", ["1.31.0", "1.320.0", "2.0.0", "1.3"])
-def test_another_version_is_refused_and_the_known_ones_are_said(pool, monkeypatch, version):
-    before = cudnn.create_handle
+UNKNOWN = ["1.31.0", "1.320.0", "2.0.0", "1.3"]
+
+
+@pytest.mark.parametrize("version", UNKNOWN)
+def test_another_version_that_passes_the_self_test_is_warned_of_and_works(pool, monkeypatch, version):
     monkeypatch.setattr(cudnn, "__version__", version)
-    with pytest.raises(DriverNotAvailableError, match=rf"knows nvidia-cudnn-frontend 1\.32\.\*, and {version} is installed"):
+    with pytest.warns(RuntimeWarning, match=rf"{version} is not known to handlepool, which knows 1\.32\.\*: it passed") as caught:
+        shim.install()
+    assert [warning.filename for warning in caught] == [__file__]
+    assert cudnn.create_handle().backend_handle == handlepool.get_handle().backend_handle
+    found = info.collect()["integrations"]["cudnn"]
+    assert found == f"installed; nvidia-cudnn-frontend {version} is not known, and passed the self-test"
+    shim.uninstall()
+    with pytest.warns(RuntimeWarning, match="it passed a self-test"), shim.pooled_handles():  # over methods that have stayed
+        assert isinstance(cudnn.create_handle(), shim.PooledHandle)
+
+
+def test_a_warning_of_a_version_that_is_an_error_changes_nothing(pool, monkeypatch):
+    before = cudnn.create_handle
+    monkeypatch.setattr(cudnn, "__version__", "1.33.0")
+    with pytest.raises(RuntimeWarning):
         shim.install()
     assert cudnn.create_handle is before
+
+
+def from_source(text, owner=cudnn):
+    """A function that stands in a module of the frontend's."""
+    space = {**vars(owner)}
+    exec(text, space)
+    return next(value for name, value in space.items() if name not in vars(owner) or value is not vars(owner)[name])
+
+
+class HandleWithSlots:
+    __slots__ = ("backend", "stream")
+
+    def __init__(self, backend, ordinal=None, stream=None):
+        self.backend, self.stream = backend, stream
+
+
+BROKEN = {
+    "cudnn.Handle is a class of handles": (cudnn, "Handle", HandleWithSlots),
+    "cudnn.create_handle takes no argument": (cudnn, "create_handle", from_source("def f(device): return Handle(0)")),
+    "cudnn.create_handle takes no argument, and makes": (cudnn, "create_handle", from_source("def f(): return 7")),
+    r"cudnn.set_stream\(handle, stream\) binds": (cudnn, "set_stream", from_source("def f(h, s): h.stream = s")),
+    "and sets nothing else": (
+        cudnn,
+        "set_stream",
+        from_source(
+            "def f(handle, stream):\n"
+            " _pybind_module._raw_set_stream(handle.backend_handle, stream)\n"
+            " handle.stream = stream; handle.device = 0; handle.backend_handle = 3"
+        ),
+    ),
+    "cudnn.set_stream.*binds cuDNN's handle, then": (
+        cudnn,
+        "set_stream",
+        from_source(
+            "def f(handle, stream):\n handle.stream = stream\n _pybind_module._raw_set_stream(handle.backend_handle, stream)"
+        ),
+    ),
+    "cudnn.set_stream.*NameError: name '_other' is not defined": (
+        cudnn,
+        "set_stream",
+        from_source("def f(handle, stream): _other.bind(handle.backend_handle, stream)"),
+    ),
+    "cudnn.set_stream.*ImportError": (cudnn, "set_stream", from_source("def f(handle, stream):\n import ctypes\n ctypes.f()")),
+    "cudnn.get_stream.*returns the attribute": (cudnn, "get_stream", from_source("def f(handle): return 17")),
+    "cudnn.destroy_handle.*then sets backend_handle": (
+        cudnn,
+        "destroy_handle",
+        from_source("def f(handle): _pybind_module._raw_destroy_handle(handle.backend_handle)"),
+    ),
+    "keeps the handle that it is made with as _handle": (cudnn.pygraph, "_handle", property(lambda self: None, lambda *_: None)),
+    "asks its handle for backend_handle at each lowering": (
+        cudnn.pygraph,
+        "_backend_handle_for_lowering",
+        from_source("def f(graph, settings): return 1"),
+    ),
+    r"cudnn.pygraph.execute calls _execute\(": (
+        cudnn.pygraph,
+        "_execute",
+        from_source("def f(graph, tensors, handle=None, workspace=None): pass"),
+    ),
+    "cudnn.pygraph.execute calls": (cudnn.pygraph, "execute", from_source("def f(graph, tensors): graph.launch(tensors)")),
+    "cudnn.pygraph.execute_plan_at_index takes": (
+        cudnn.pygraph,
+        "execute_plan_at_index",
+        from_source("def f(graph, tensors, index, workspace, handle): pass"),
+    ),
+    "a cudnn.Graph has no handle and no workspace": (wrapper.Graph, "_Graph__handle", "auto"),
+    "has no handle and no workspace before": (wrapper.Graph, "__init__", from_source("def f(self): self.graph = None")),
+    "only where it has none": (
+        wrapper.Graph,
+        "__exit__",
+        from_source("def f(self, *error): self._Graph__workspace = torch.empty()", wrapper),
+    ),
+    "a call of a cudnn.Graph executes its graph with": (
+        wrapper.Graph,
+        "__call__",
+        from_source("def f(self, *tensors, **options): self._Graph__graph.execute({}, handle=options['handle'])"),
+    ),
+    "is what a cudnn.Graph asks for a handle": (wrapper, "get_default_handle", from_source("def f(device): pass")),
+    "cudnn.Graph.__call__ is there": (wrapper.Graph, "__call__", None),
+}
+
+
+@pytest.mark.parametrize("assumption", BROKEN)
+def test_another_version_of_which_an_assumption_does_not_hold_is_refused_with_that(pool, monkeypatch, assumption):
+    monkeypatch.setattr(cudnn, "__version__", "1.33.0")
+    monkeypatch.setattr(*BROKEN[assumption], raising=False)
+    before = [getattr(cudnn, name) for name in NAMES]
+    with pytest.raises(DriverNotAvailableError, match=f"1.33.0 cannot be given .* this does not hold of it: .*{assumption}"):
+        shim.install()
+    assert [getattr(cudnn, name) for name in NAMES] == before
     assert not shim.is_installed()
+    assert "not installed; nvidia-cudnn-frontend 1.33.0 is not known, and failed" in info.collect()["integrations"]["cudnn"]
+
+
+def test_the_self_test_is_refused_nothing_by_the_version_that_is_known_and_changes_nothing(pool, binding):
+    handle = cudnn.create_handle()
+    before = {**vars(handle)}
+    assert cudnn_assumptions.broken() is None
+    assert (vars(handle), binding) == (before, [])
 
 
 def test_a_frontend_without_a_name_that_is_replaced_is_refused_and_left_as_it_is(pool, monkeypatch):
     before = cudnn.create_handle
-    for owner, name, called in ((cudnn, "get_stream", "cudnn.get_stream"), (cudnn.pygraph, "_execute", "cudnn.pygraph._execute")):
-        with monkeypatch.context() as patch:
-            patch.delattr(owner, name)
-            with pytest.raises(DriverNotAvailableError, match=f"has no {called}"):
-                shim.install()
-        assert cudnn.create_handle is before
+    for version in (cudnn.__version__, "1.33.0"):
+        monkeypatch.setattr(cudnn, "__version__", version)
+        for owner, name, called in (
+            (cudnn, "get_stream", "cudnn.get_stream"),
+            (cudnn.pygraph, "_execute", "cudnn.pygraph._execute"),
+        ):
+            with monkeypatch.context() as patch:
+                patch.delattr(owner, name)
+                with pytest.raises(DriverNotAvailableError, match=f"does not hold of it: {called} is there"):
+                    shim.install()
+            assert cudnn.create_handle is before
+
+
+@pytest.mark.parametrize("name", ["Handle", "pygraph"])
+def test_the_integration_is_imported_and_refuses_also_where_a_class_of_the_frontends_is_missing(name):
+    code = (
+        f"import cudnn, cudnn.wrapper; del cudnn.{name}; cudnn.__version__ = '1.20.0'\n"
+        f"from handlepool.integrations import cudnn as shim\n"
+        f"try: shim.install()\n"
+        f"except Exception as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("DriverNotAvailableError nvidia-cudnn-frontend 1.20.0 cannot be given"), done.stderr
+    assert f"cudnn.{name}" in done.stdout
 
 
 def test_each_loaded_module_that_keeps_an_original_is_warned_of(pool, monkeypatch):

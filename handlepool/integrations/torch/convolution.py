@@ -5,14 +5,17 @@ any layout; what has gaps, or is neither contiguous nor channels-last, is copied
 """
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.integrations.torch.derivatives import define, derive
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _GEOMETRY = "int[] stride, int[] padding, int[] dilation, int groups, bool? allow_tf32, bool? deterministic"
@@ -110,7 +113,9 @@ def _integers(value: Any, count: int) -> list[int]:
     """Return as many integers, of Python's own type; none for anything else. As in torch, True is no integer."""
     try:
         values = [*value] if isinstance(value, Iterable) else [value] * count
-        return [operator.index(one) for one in values] if len(values) == count and bool not in map(type, values) else []
+        if len(values) != count or bool in [type(one) for one in values]:
+            return []
+        return [operator.index(one) for one in values]
     except TypeError:
         return []
 
@@ -188,69 +193,72 @@ def _dense(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last if x.stride(1) == 1 else torch.contiguous_format)
 
 
+def _plainly() -> ExitStack:
+    """Switch off derivatives of both kinds: those of an operation are not its kernel's."""
+    entered = ExitStack()
+    entered.enter_context(torch.no_grad())
+    entered.enter_context(forward_ad._set_fwd_grad_enabled(False))  # noqa: SLF001 - it has no public name
+    return entered
+
+
 def _conv2d(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    with torch.no_grad():
+    with _plainly():
         return handlepool.conv2d(_dense(x), _dense(w), bias=bias, out=_result(x, w, bias, *geometry), **_options(*geometry))
 
 
 def _input_grad(dy: Tensor, w: Tensor, shape: Sequence[int], *geometry: Any) -> Tensor:
-    with torch.no_grad():
+    with _plainly():
         return handlepool.conv2d_input_grad(_dense(dy), _dense(w), tuple(shape), out=_like(dy, shape), **_options(*geometry))
 
 
 def _weight_grad(x: Tensor, dy: Tensor, shape: Sequence[int], *geometry: Any) -> Tensor:
-    with torch.no_grad():
+    with _plainly():
         return handlepool.conv2d_weight_grad(_dense(x), _dense(dy), tuple(shape), out=_like(x, shape), **_options(*geometry))
 
 
-def _define(name: str, arguments: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
-    schema = f"({arguments}, {_GEOMETRY}) -> Tensor"
-    operation = torch.library.custom_op(f"handlepool::{name}", kernel, mutates_args=(), schema=schema)
-    operation.register_fake(fake)
-    return operation
-
-
-_forward = _define("conv2d", "Tensor x, Tensor w, Tensor? bias", _conv2d, _fake)
-_to_input = _define(
-    "conv2d_input_grad", "Tensor dy, Tensor w, SymInt[] shape", _input_grad, lambda dy, w, shape, *_: _like(dy, shape)
+_forward = define("conv2d", f"Tensor x, Tensor w, Tensor? bias, {_GEOMETRY}", _conv2d, _fake)
+_to_input = define(
+    "conv2d_input_grad",
+    f"Tensor dy, Tensor w, SymInt[] shape, {_GEOMETRY}",
+    _input_grad,
+    lambda dy, w, shape, *_: _like(dy, shape),
 )
-_to_weight = _define(
-    "conv2d_weight_grad", "Tensor x, Tensor dy, SymInt[] shape", _weight_grad, lambda x, dy, shape, *_: _like(x, shape)
+_to_weight = define(
+    "conv2d_weight_grad",
+    f"Tensor x, Tensor dy, SymInt[] shape, {_GEOMETRY}",
+    _weight_grad,
+    lambda x, dy, shape, *_: _like(x, shape),
 )
 
 
-# Their gradients. Each operation is linear in both of its first two arguments.
+# Their gradients
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    first, second, _, *ctx.geometry = inputs
-    ctx.save_for_backward(first, second)
+def _of_conv2d(x: Tensor, w: Tensor, geometry: Sequence[Any], needed: Sequence[bool], dy: Tensor) -> tuple[Tensor | None, ...]:
+    need_x, need_w, need_bias, *_ = needed
+    dx = _to_input(dy, w, x.shape, *geometry) if need_x else None
+    dw = _to_weight(x, dy, w.shape, *geometry) if need_w else None
+    return dx, dw, dy.sum((0, 2, 3)) if need_bias else None
 
 
-def _of_conv2d(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, w = ctx.saved_tensors
-    need_x, need_w, need_bias, *_ = ctx.needs_input_grad
-    dx = _to_input(dy, w, x.shape, *ctx.geometry) if need_x else None
-    dw = _to_weight(x, dy, w.shape, *ctx.geometry) if need_w else None
-    return dx, dw, dy.sum((0, 2, 3)) if need_bias else None, *[None] * len(ctx.geometry)
+def _of_input_grad(
+    dy: Tensor, w: Tensor, geometry: Sequence[Any], needed: Sequence[bool], ddx: Tensor
+) -> tuple[Tensor | None, ...]:
+    need_dy, need_w, *_ = needed
+    ddy = _forward(ddx, w, None, *geometry) if need_dy else None
+    dw = _to_weight(ddx, dy, w.shape, *geometry) if need_w else None
+    return ddy, dw
 
 
-def _of_input_grad(ctx: Any, ddx: Tensor) -> tuple[Any, ...]:
-    dy, w = ctx.saved_tensors
-    need_dy, need_w, *_ = ctx.needs_input_grad
-    ddy = _forward(ddx, w, None, *ctx.geometry) if need_dy else None
-    dw = _to_weight(ddx, dy, w.shape, *ctx.geometry) if need_w else None
-    return ddy, dw, *[None] * (1 + len(ctx.geometry))
+def _of_weight_grad(
+    x: Tensor, dy: Tensor, geometry: Sequence[Any], needed: Sequence[bool], ddw: Tensor
+) -> tuple[Tensor | None, ...]:
+    need_x, need_dy, *_ = needed
+    dx = _to_input(dy, ddw, x.shape, *geometry) if need_x else None
+    ddy = _forward(x, ddw, None, *geometry) if need_dy else None
+    return dx, ddy
 
 
-def _of_weight_grad(ctx: Any, ddw: Tensor) -> tuple[Any, ...]:
-    x, dy = ctx.saved_tensors
-    need_x, need_dy, *_ = ctx.needs_input_grad
-    dx = _to_input(dy, ddw, x.shape, *ctx.geometry) if need_x else None
-    ddy = _forward(x, ddw, None, *ctx.geometry) if need_dy else None
-    return dx, ddy, *[None] * (1 + len(ctx.geometry))
-
-
-_forward.register_autograd(_of_conv2d, setup_context=_keep)
-_to_input.register_autograd(_of_input_grad, setup_context=_keep)
-_to_weight.register_autograd(_of_weight_grad, setup_context=_keep)
+derive(_forward, _of_conv2d, folds=True)
+derive(_to_input, _of_input_grad, folds=True)
+derive(_to_weight, _of_weight_grad, folds=False)

@@ -1,0 +1,172 @@
+"""Operations of torch's dispatcher with derivatives of every kind: backward, forward, and those of `torch.func`.
+
+`torch.library.custom_op` drops the tangents of forward mode and has no derivatives under `torch.func`. So an operation here has a
+kernel for the key ``Autograd``, as torch's own operations have. The dispatcher calls it once for each level of nested transforms,
+with the tensors of that level. Each operation is linear in each of its first two arguments, which decides its forward derivative.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+from handlepool import ArgumentError
+
+Backward = Callable[[Tensor, Tensor, Sequence[Any], Sequence[bool], Tensor], tuple[Tensor | None, ...]]
+"""Takes the first two arguments, the geometry, which gradients are needed, and the output's gradient."""
+
+_library = torch.library.Library("handlepool", "FRAGMENT")
+
+
+def define(name: str, arguments: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
+    """Define an operation without derivatives; `derive` adds them.
+
+    Parameters
+    ----------
+    name : str
+        Without the namespace, which is ``handlepool``.
+    arguments : str
+        The arguments of its schema. It returns one tensor.
+    kernel : callable
+        Computes it, of tensors in memory.
+    fake : callable
+        Returns a tensor of the output's shape and layout, of tensors without memory.
+
+    Returns
+    -------
+    torch._ops.OpOverload
+    """
+    _library.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    # As `torch.library.custom_op` does: dynamo would trace the frames of a kernel, which torch calls from C++.
+    _library.impl(name, torch._disable_dynamo(kernel), "CompositeExplicitAutograd")  # noqa: SLF001
+    torch.library.register_fake(f"handlepool::{name}", fake, lib=_library)
+    return getattr(torch.ops.handlepool, name).default
+
+
+def derive(operation: Any, backward: Backward, *, folds: bool) -> None:
+    """Add an operation's derivatives, and its rule for `torch.vmap`.
+
+    Parameters
+    ----------
+    operation : torch._ops.OpOverload
+        Linear in each of its first two arguments, both tensors. Its third is a tensor that is added to the output's channels,
+        None, or the output's shape.
+    backward : callable
+        Returns the gradients of the leading arguments, which are computed by such operations.
+    folds : bool
+        Whether images lead the first argument and the output. Then a batch of these is more images.
+    """
+    name = operation._schema.name.partition("::")[2]  # noqa: SLF001 - it has no public name
+    _library.impl(name, partial(_with_derivatives, operation, backward), "Autograd", with_keyset=True)
+    torch.library.register_vmap(f"handlepool::{name}", partial(_batched, operation, folds), lib=_library)
+
+
+class _Call(NamedTuple):
+    """A call of an operation's kernel for autograd, with the modes it was called in."""
+
+    operation: Any
+    backward: Backward
+    keyset: Any
+    gradients: bool
+    tangents: bool
+
+    def below(self, *inputs: Any) -> Tensor:
+        """Go on with the dispatcher's next kernel: the operation's own, or that of the transform below.
+
+        `torch.autograd.Function` switches derivatives off, and the transforms below need them.
+        """
+        with (
+            torch.set_grad_enabled(self.gradients),
+            forward_ad._set_fwd_grad_enabled(self.tangents),  # noqa: SLF001 - it has no public name
+            torch._C._AutoDispatchBelowAutograd(),  # noqa: SLF001 - as `torch.library.custom_op` does
+        ):
+            result: Tensor = self.operation.redispatch(self.keyset & torch._C._after_autograd_keyset, *inputs)  # noqa: SLF001
+        return result
+
+
+class _Derived(torch.autograd.Function):  # type: ignore[misc]
+    """The derivatives of a call at one level of transforms."""
+
+    @staticmethod
+    def forward(call: _Call, *inputs: Any) -> Tensor:
+        return call.below(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.call, first, second, third, *ctx.geometry = inputs
+        ctx.third = None if isinstance(third, Tensor) else third
+        ctx.shape = output.shape
+        ctx.save_for_backward(first, second)
+        ctx.save_for_forward(first, second)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, *needed = ctx.needs_input_grad
+        if gradient is None:
+            return (None,) * (1 + len(needed))
+        found = ctx.call.backward(*ctx.saved_tensors, ctx.geometry, needed, gradient)
+        return None, *found, *[None] * (len(needed) - len(found))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor | None:
+        of_first, of_second, of_third = tangents[:3]
+        operation, third, geometry = ctx.call.operation, ctx.third, ctx.geometry
+        # Torch switches tangents off here, also those of the transforms below. The ones of this level are taken off instead.
+        with forward_ad._set_fwd_grad_enabled(ctx.call.tangents):  # noqa: SLF001 - it has no public name
+            first, second = [forward_ad.unpack_dual(value, level=0).primal for value in ctx.saved_tensors]
+            terms = []
+            if of_first is not None:
+                terms.append(operation(of_first, second, third, *geometry))
+            if of_second is not None:
+                terms.append(operation(first, of_second, third, *geometry))
+            if of_third is not None:
+                terms.append(of_third[:, None, None].expand(ctx.shape).clone())
+            return reduce(torch.add, terms) if terms else None
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _with_derivatives(operation: Any, backward: Backward, keyset: Any, *inputs: Any) -> Tensor:
+    call = _Call(operation, backward, keyset, torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled())  # noqa: SLF001
+    # A compiled `torch.func.jvp` makes tangents that `forward_ad.unpack_dual` does not see: so transforms always count.
+    transforms = torch._C._are_functorch_transforms_active()  # noqa: SLF001 - `Function.apply` asks the same
+    tensors = [value for value in inputs[:3] if isinstance(value, Tensor)]
+    needed = call.gradients and any(value.requires_grad for value in tensors)
+    if not (needed or transforms or any(map(_has_tangent, tensors))):
+        return call.below(*inputs)
+    # The dispatcher calls each transform in turn. `Function.apply` would do so again.
+    apply = super(torch.autograd.Function, _Derived).apply
+    with enable_single_level_autograd_function() if transforms else nullcontext():
+        result: Tensor = apply(call, *inputs)
+    return result
+
+
+def _batched(operation: Any, folds: bool, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+    """Compute an operation of a batch: of more images where it `folds`, else of each sample by itself."""
+    first, second, third, *geometry = inputs
+    shape = None if third is None or isinstance(third, Tensor) else third
+    dims = (in_dims[0], in_dims[1], None if shape is not None else in_dims[2])
+    if folds and dims[0] is not None and dims[1:] == (None, None):
+        images = first.movedim(dims[0], 0)
+        batch, count = images.shape[:2]
+        if shape is not None:
+            third = [batch * count, *shape[1:]]
+        y = operation(images.flatten(0, 1), second, third, *geometry)
+        return y.unflatten(0, (batch, count)), 0
+
+    if not info.batch_size:
+        raise ArgumentError(f"{operation}: torch.vmap was given a batch of no samples; give it one of at least one sample")
+
+    def sample(index: int) -> list[Any]:
+        pairs = zip((first, second, third), dims, strict=True)
+        return [value if dim is None else value.select(dim, index) for value, dim in pairs]
+
+    return torch.stack([operation(*sample(index), *geometry) for index in range(info.batch_size)]), 0
