@@ -125,8 +125,8 @@ class RunningPool(Protocol):
 class ThreadToken:
     """Stand for one thread, as long as anything refers to the token.
 
-    CPython gives the number of `threading.get_ident` to another thread once its thread has ended. A token is compared with ``is``,
-    and its object is not made again while a fork, a handle or a program still holds the token of its owner.
+    CPython gives the number of `threading.get_ident` to another thread once its thread has ended. A token is compared with
+    ``is``, and no other thread has it while a fork, a handle or a program still holds the token of its owner.
     """
 
     __slots__ = ("_life", "ident")

@@ -127,8 +127,8 @@ class ParallelStateExecutor(Executor):
         try:
             inner = self._threads.submit(self._run, call)
         except BaseException as error:
-            # `ThreadPoolExecutor` queues a call before it starts a thread for the call. So a thread that is there may take the call
-            # although no further thread could be started. Only the thread that empties the list may run or withdraw the task.
+            # `ThreadPoolExecutor` queues a call before it starts a thread for the call. So a thread that is there may take the
+            # call although no further thread could be started. The thread that empties the list runs or withdraws the task.
             if _taken(call) is not None:
                 task.withdraw()
                 raise

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from handlepool._util import check_ran, name_of
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, OwnershipError, PoolClosedError
-from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, launchers, on_device, recordings, run_on, thread
+from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, ThreadToken, launchers, on_device, recordings, run_on, thread
 from handlepool.pool.deferred import abandon, defer, deferred, settle
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
 
-_NOT_ENTERED, _LEFT = object(), object()
-"""What stands for the thread of a fork that is not open."""
+_NOT_ENTERED, _LEFT = None, False
+"""What stands for the thread of a fork that is not open; neither is true."""
 
 
 waited_for: dict[type, Callable[[Any], object]] = {}
@@ -106,7 +106,7 @@ class Fork:
         self._mark = object()  # stands for this fork where that must not be kept
         self._tracks: list[Track] = []  # of the leased states
         # The token of the thread that entered it, `_NOT_ENTERED` or `_LEFT`.
-        self._thread: object = _NOT_ENTERED
+        self._thread: ThreadToken | bool | None = _NOT_ENTERED
         self._pool = pool
         self._status = pool.status
         self._checked = pool.checked
@@ -733,13 +733,9 @@ class Fork:
             region = self._region = Region(self._driver, self._stream, self._ordinal, None, self._kept)
         return region
 
-    @property
-    def _open(self) -> bool:
-        return self._thread is not _NOT_ENTERED and self._thread is not _LEFT
-
     def _refuse(self) -> None:
         """Say why this fork cannot be used, where that is so."""
-        if not self._open:
+        if not self._thread:
             raise PoolClosedError("this fork was left, or not entered; run branches inside `with states.fork() as fork:`")
         if self._thread is not thread.token:
             raise OwnershipError(
@@ -932,7 +928,7 @@ class Fork:
     def __del__(self, _defer: Callable[[Any], None] = defer) -> None:
         # Nobody left it: its thread ended inside, or an interrupt came while it was left.
         try:
-            if self._open or self._leased or self._order is not None:
+            if self._thread or self._leased or self._order is not None:
                 _defer(self._settle)
         except AttributeError:  # an interrupt came while it was made
             pass
@@ -972,7 +968,7 @@ class Fork:
         raise TypeError("a fork owns the states that it leased and cannot be copied or pickled; make another with states.fork()")
 
     def __repr__(self) -> str:
-        state = f"{len(self._leased)} of {self._count} states leased" if self._open else "not open"
+        state = f"{len(self._leased)} of {self._count} states leased" if self._thread else "not open"
         return f"<Fork of {self._pool!r}, {state}>"
 
 
