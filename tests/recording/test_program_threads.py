@@ -74,7 +74,7 @@ def elsewhere(scene):
 @pytest.mark.parametrize("mine", USES)
 def test_each_use_is_refused_where_another_thread_made_one(scene, program, elsewhere, mine, theirs):
     elsewhere(USES[theirs], program, scene)
-    with pytest.raises(OwnershipError, match="belongs to thread 'elsewhere'.*'MainThread'.*hand_over"):
+    with pytest.raises(OwnershipError, match=r"belongs to thread 'elsewhere'.*'MainThread'.*hand_over"):
         USES[mine](program, scene)
     with pytest.raises(OwnershipError, match="belongs to thread 'elsewhere'"):
         program.hand_over()

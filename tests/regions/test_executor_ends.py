@@ -248,9 +248,10 @@ def test_a_submit_that_can_start_no_thread_leaves_nothing_behind(scene, monkeypa
     ran = []
     with ParallelStateExecutor(2, pool=scene.pool) as executor:
         go_on = busy(executor)
-        with monkeypatch.context() as patch, pytest.raises(type(error)):
+        with monkeypatch.context() as patch:
             no_more_threads(patch, error)
-            executor.submit(ran.append, "a call whose submit failed")
+            with pytest.raises(type(error)):
+                executor.submit(ran.append, "a call whose submit failed")
         go_on.set()
         (events,) = executor._events.values()
         assert [scene.read(executor.submit(scene.array, value).result(TIMEOUT)) for value in range(4)] == [0, 1, 2, 3]
