@@ -108,6 +108,13 @@ class CheckedSlot(Slot):
         super().end()
         self._end_given("the thread, stream or fork that it was for ended")
 
+    def withdraw(self, closed: Any) -> Slot | None:
+        """As `Slot.withdraw`."""
+        heir = super().withdraw(closed)
+        if heir is not None:
+            heir.handle.__dict__.update(_thread=None, _owner=f"{self._who}, whose pool was closed")
+        return heir
+
     @property
     def intact(self) -> bool:
         """As `Slot.intact`."""

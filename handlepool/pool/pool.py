@@ -150,6 +150,9 @@ class HandlePool:
             return slot.workspace(nbytes)
         except Exception as error:
             pool.status.diagnose(error)
+            if pool.status.closed:
+                # Whatever went wrong, a close took the slot and its scratch meanwhile.
+                pool.status.check()
             raise
 
     def prewarm(self, *, states: int = 0, workspace: int = 0, stream: Any = None) -> None:
