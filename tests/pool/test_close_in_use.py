@@ -260,6 +260,11 @@ def test_g1_control_a_close_at_every_line_that_does_not_look_whether_a_handle_is
     assert any(isinstance(error, ContractError) for error in errors)
 
 
+def closing(pool, closed):
+    pool.close()
+    closed.append(pool)
+
+
 @pytest.mark.parametrize("check", [False, True])
 def test_a_close_in_a_finaliser_at_every_line_of_a_call(check):
     """It runs in the thread of the call: in a launch, it leaves the handle to that."""
@@ -270,7 +275,8 @@ def test_a_close_in_a_finaliser_at_every_line_of_a_call(check):
             with world.stream:
                 call = make(world)
                 try:
-                    at_line(k, lambda call=call, values=values: values.append(call()), lambda: closed.append(world.pool.close()))
+                    close = functools.partial(closing, world.pool, closed)
+                    at_line(k, lambda call=call, values=values: values.append(call()), close)
                 except PoolClosedError:
                     values.append(None)
             del call
