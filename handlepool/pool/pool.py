@@ -209,9 +209,10 @@ class HandlePool:
     def close(self) -> None:
         """Destroy the handles that are not in use and their scratch; later uses raise `PoolClosedError`.
 
-        Any thread may call it, at any time, also in a finaliser and inside a branch. It waits for no other thread. A launch, a build
-        or a branch that is under way goes on with its handle and scratch. These are destroyed by the next call of its thread, by the
-        join, by a miss or a `trim` of another pool, or by another `close` of this one. What captures were given stays.
+        Any thread may call it, at any time, also in a finaliser and inside a branch. It waits for no other thread. A launch, a
+        build or a branch that is under way goes on with its handle and scratch. These are destroyed by the next call of its
+        thread, by the join, by a miss or a `trim` of another pool, or by another `close` of this one. What captures were given
+        stays.
 
         That covers the calls of this library. A handle that a thread got by `get_handle`, and a workspace, are destroyed although
         the thread has them: let threads end first that execute cuDNN graphs by themselves.

@@ -3,9 +3,9 @@
 `ThreadScheduler` runs operations on worker threads: two streams overlap for real. `AdversarialScheduler` has no thread and picks
 any operation that can run, by a seed: whatever order the program failed to ask for, it will not get, reproducibly.
 
-Python raises an interrupt after any call, in the main thread. The interrupt ends a wait of the program, and must lose no operation.
-An operation that was taken and not begun is put back, and one that was begun counts as done. All steps under the lock can be made
-again: `Scheduler._pending` has an operation until all that follows from it is settled, and the next thread goes on with that.
+Python raises an interrupt after any call, in the main thread. The interrupt ends a wait of the program, and loses no operation:
+it is put back where it was taken and not begun, and done where it was begun. All steps under the lock can be made again:
+`Scheduler._pending` has an operation until all that follows from it is settled, and the next thread goes on with that.
 """
 
 import atexit
