@@ -207,7 +207,9 @@ class HandlePool:
         self.internals.plans.clear()
 
     def close(self) -> None:
-        """Destroy the handles that are not in use and their scratch; later uses raise `PoolClosedError`.
+        """Destroy all handles that are not in use, and refuse later calls.
+
+        Later calls raise `PoolClosedError`. Scratch is freed with its handle.
 
         Any thread may call it, at any time, also in a finaliser and inside a branch. It waits for no other thread. A launch, a
         build or a branch that is under way goes on with its handle and scratch. These are destroyed by the next call of its

@@ -220,13 +220,15 @@ class Slot:
             self.busy = former
 
     def withdraw(self, closed: Any) -> "Slot | None":
-        """Take handle and scratch from the thread that owns the slot; a slot with both, None while a launch is made with them.
+        """Take handle and scratch from the owner, unless a launch uses them.
 
-        For a pool that is closed. A launch sets `busy`, and then reads the slot's handle. This puts ``closed`` in the handle's
-        place, and then reads `busy`. The interpreter runs one of these four steps at a time. So either this sees the launch and
-        leaves the handle to it, or the launch finds ``closed``, which raises before anything is enqueued. A hit that finds
-        ``closed`` misses. The launch and the hit pay nothing for that. A handle that `get_handle` returned before is the caller's
-        to watch: no step of this library stands between the caller's ``execute`` and cuDNN.
+        Return a new slot with both, or None where a launch is under way. It is for a pool that is closed.
+
+        A launch sets `busy`, and then reads the slot's handle. This puts ``closed`` in the handle's place, and then reads `busy`.
+        The interpreter runs one of these four steps at a time. So either this sees the launch and leaves the handle to it, or the
+        launch finds ``closed``, which raises before anything is enqueued. A hit that finds ``closed`` misses. The launch and the
+        hit pay nothing for that. A handle that `get_handle` returned before is the caller's to watch: no step of this library
+        stands between the caller's ``execute`` and cuDNN.
 
         One thread at a time calls this, and no handle is replaced meanwhile.
         """

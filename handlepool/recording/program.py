@@ -14,10 +14,11 @@ from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Record
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.graphs.tuning import Tuning
 from handlepool.pool import deferred as leftovers
-from handlepool.pool.context import ThreadToken, on_device, recordings, thread
+from handlepool.pool.context import on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording.outputs import Results
+from handlepool.recording.owner import OWNERS, Owned
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
 from handlepool.recording.timing import Timed
@@ -39,11 +40,8 @@ _streams: dict[int, Stream] = {}
 program has which defers its own end: this keeps the stream, whatever cycle it is in, until the program is closed."""
 _numbers = count()
 
-_OWNERS = ("replayed", "updated", "read", "handed over")
-"""The uses of a program that are for the thread it belongs to."""
 
-
-class Program(Timed):
+class Program(Owned, Timed):
     """Recorded work, made by `record`.
 
     It owns what it needs. Its outputs, scratch, plans and every allocation made while it was recorded live as long as it does,
@@ -101,8 +99,6 @@ class Program(Timed):
         # the collector runs inside a use may take it, too: it finds `_busy`, and is refused: it could only wait for itself.
         self._lock = threading.RLock()
         self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated, tuned, timed or closed
-        # The thread that `update`, `replay` and `outputs` belong to. It is read and set with the lock in hand.
-        self._user: ThreadToken | None = None
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Stream] = driver.current_stream
         self._is_capturing = driver.is_capturing
@@ -368,7 +364,7 @@ class Program(Timed):
 
     def _check_turn(self, what: str) -> None:
         """Wait for another thread's use. Refuse a use inside this thread's own, and one that would be refused after the wait."""
-        if what in _OWNERS:
+        if what in OWNERS:
             self._check_owner()
         with self._lock:
             if self._busy is not None:
@@ -377,44 +373,12 @@ class Program(Timed):
                     f"runs meanwhile: do it later"
                 )
 
-    def hand_over(self) -> None:
-        """Let another thread use `update`, `replay` and `outputs`: the next one that does so has them.
-
-        The threads see to it that the other one begins after this. The order on the GPU is the program's, as for any two replays.
-        It does nothing where the program has no owner, or an owner that has ended.
-
-        Raises
-        ------
-        OwnershipError
-            In another thread than the owner, and in a finaliser inside another use of the program.
-        """
-        self._use("handed over", self._leave)
-
-    def _leave(self) -> None:
-        self._check_owner()
-        self._user = None
-
     def _claim(self) -> None:
         """Make this thread the owner, where no other thread is. The lock is held."""
         if self._recording is None:
             self._refuse()
         self._check_owner()
         self._user = thread.token
-
-    def _check_owner(self) -> None:
-        user = self._user
-        # A thread that has ended uses nothing any more.
-        if user is not None and user is not thread.token and not user.over:
-            raise OwnershipError(
-                f"{self._name} belongs to {user!r}, and this is {thread.token!r}: update, replay and outputs are for the thread "
-                f"that used the program last. Call its hand_over() there first, or call the program, as in y = program(x), which "
-                f"any thread may do"
-            )
-
-    def _take_over(self) -> None:
-        """Make this thread the owner, whichever was: for users that take turns by rules of their own."""
-        with self._lock:
-            self._user = thread.token
 
     def _explain(self, error: Exception) -> None:
         """Raise what an error means, where that is known."""
