@@ -202,6 +202,7 @@ def cases(pool):
         "Program.close": None,
         "Program.explain": case(tuned.explain, measure=True),
         "Program.draw": case(tuned.draw, os.path.join(tempfile.gettempdir(), "nowhere", "x.png"), dark=False, measure=False),
+        "Program.hand_over": None,
         "Program.replay": case(program.replay, stream=None),
         "Program.tune": case(tuned.tune, (1, 2), goal="clock", seconds=0.01),
         "Program.update": case(program.update, x, w),

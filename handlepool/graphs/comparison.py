@@ -65,7 +65,8 @@ def compare(pool: PoolInternals, plan: Plan, graph: Any, operands: Sequence[Any]
         arrays.append(driver.adopt(View(driver.array_pointer(there), shape, strides, dtype, _where(pool), False, there)))
         exact.append(as_strided(memory.astype(np.float64), shape, [step * 8 for step in steps]))
     slot = pool.slot()
-    plan.executable.launch(slot.handle, arrays, slot.reserve(plan.workspace_size))
+    with slot.in_launch() as handle:
+        plan.executable.launch(handle, arrays, slot.reserve(plan.workspace_size))
     evaluation.run(exact, np.zeros(evaluation.workspace_size, np.uint8))
     tolerance = max(TOLERANCE.get(str(layout.dtype), COARSE) for layout in plan.inputs + plan.outputs)
     jumps = any(str(node.params.get("mode", "")).startswith(_JUMPS) for node in graph.nodes)

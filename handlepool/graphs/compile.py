@@ -127,7 +127,7 @@ class OnDevice:
     def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
         """Have the driver compile, without harm to a capture."""
         handles = self._slots.handles
-        with handles.build_lock, self._driver.relaxed():
+        with handles.building(), self._driver.relaxed():
             own = None if settings.get("saved") is None or handles.builder else self._own()
             handle = own or handles.for_building()
             return self._driver.compile(graph, operands, handle=handle, copies=copies, **settings)

@@ -17,7 +17,7 @@ from typing import Any
 from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.protocol import Copy, Driver, Executable, Handle
 from handlepool.errors import ContractError, OwnershipError
-from handlepool.pool.context import BranchRegion, thread
+from handlepool.pool.context import BranchRegion, ThreadToken, thread
 from handlepool.pool.slot import Slot
 from handlepool.pool.status import Status
 from handlepool.pool.workspace import DeviceScratch, Workspace
@@ -33,7 +33,7 @@ def _guarded(kind: Any) -> Any:
         def backend_handle(self) -> int | None:
             own = self.__dict__
             value: int | None = own["backend_handle"]
-            if value is not None and own["_thread"] != threading.get_ident():
+            if value is not None and own["_thread"] is not thread.token:
                 raise OwnershipError(
                     f"a handle of {own['_owner']} is used by {_this_thread()}: call get_handle() where the handle is used, and "
                     f"do not keep it for another thread, or beyond its fork"
@@ -51,7 +51,7 @@ def _guarded(kind: Any) -> Any:
 
 
 def _guard(handle: Handle) -> None:
-    handle.__dict__.setdefault("_thread", threading.get_ident())
+    handle.__dict__.setdefault("_thread", thread.token)
     handle.__dict__.setdefault("_owner", "nobody")
     kind: Any = type(handle)
     if "backend_handle" not in vars(kind):
@@ -62,7 +62,7 @@ def _claim(handle: Handle) -> None:
     """Let this thread use a handle that is in nobody's use, or its own."""
     own = handle.__dict__
     if own.get("_thread", 0) is None:
-        own["_thread"] = threading.get_ident()
+        own["_thread"] = thread.token
 
 
 def _this_thread() -> str:
@@ -82,7 +82,7 @@ class CheckedSlot(Slot):
         handle: Handle,
         workspaces: tuple[Workspace, Workspace] | None = None,
     ) -> None:
-        self._thread = 0
+        self._thread: ThreadToken | None = None
         self._who = "nobody"
         self._given: Any = None  # the last workspace; none of a capture, which a graph may use at any time
         super().__init__(status, driver, scratch, handle, workspaces)
@@ -93,7 +93,7 @@ class CheckedSlot(Slot):
     def begin(self, pointer: int) -> None:
         """As `Slot.begin`."""
         super().begin(pointer)
-        self._thread = threading.get_ident()
+        self._thread = thread.token
         self._who = f"{_this_thread()} for stream {pointer:#x} of device {self.device}"
         self._own(self.handle)
 
@@ -107,6 +107,13 @@ class CheckedSlot(Slot):
             own.update(_thread=None, _owner=f"{self._who}, whose thread, stream or fork has ended")
         super().end()
         self._end_given("the thread, stream or fork that it was for ended")
+
+    def withdraw(self, closed: Any) -> Slot | None:
+        """As `Slot.withdraw`."""
+        heir = super().withdraw(closed)
+        if heir is not None:
+            heir.handle.__dict__.update(_thread=None, _owner=f"{self._who}, whose pool was closed")
+        return heir
 
     @property
     def intact(self) -> bool:
@@ -139,7 +146,7 @@ class CheckedSlot(Slot):
         return super().reserve(nbytes)
 
     def _check_mine(self) -> None:
-        if self.owner is None or self._thread != threading.get_ident():
+        if self.owner is None or self._thread is not thread.token:
             ended = "" if self.owner is not None else ", whose thread, stream or fork has ended"
             raise OwnershipError(
                 f"a state of {self._who}{ended} is used by {_this_thread()}: use a state inside its call alone, in its own thread"

@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -124,7 +125,44 @@ class RunningPool(Protocol):
         """The driver."""
 
 
+class ThreadToken:
+    """Stand for one thread, as long as anything refers to the token.
+
+    CPython gives the number of `threading.get_ident` to another thread once its thread has ended. A token is compared with
+    ``is``, and no other thread has it while a fork, a handle or a program still holds the token of its owner.
+    """
+
+    __slots__ = ("_life", "ident")
+
+    def __init__(self, life: "_Life") -> None:
+        self.ident = threading.get_ident()
+        self._life = weakref.ref(life)
+
+    @property
+    def over(self) -> bool:
+        """Whether the thread has ended."""
+        return self._life() is None
+
+    def __repr__(self) -> str:
+        if self.over:
+            return "a thread that has ended"
+        # The thread lives, so its number is its own.
+        names = [f"thread {each.name!r}" for each in threading.enumerate() if each.ident == self.ident]
+        return names[0] if names else f"thread {self.ident}"
+
+
+class _Life:
+    """Die with the locals of a thread. A token refers to it weakly, so whoever holds a token keeps no thread's locals."""
+
+    __slots__ = ("__weakref__",)
+
+
 class _Thread(threading.local):
+    def __init__(self) -> None:
+        self._life = _Life()
+        self.token = ThreadToken(self._life)
+        """The calling thread's identity."""
+
     pool: RunningPool | None = None  # of the branch or task that this thread runs
     region: BranchRegion | None = None  # of the branch or task that this thread runs
     recording: UnderWay | None = None  # of `handlepool.record`, while it captures what this thread does

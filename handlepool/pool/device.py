@@ -1,6 +1,7 @@
 """What a pool has on one device: handles, idle slots, side slots and scratch."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from sys import getrefcount
@@ -13,7 +14,7 @@ from handlepool.pool.context import on_device
 from handlepool.pool.deferred import defer, deferred, settle_all
 from handlepool.pool.handles import DeviceHandles
 from handlepool.pool.side_streams import SideSlots
-from handlepool.pool.slot import Slot
+from handlepool.pool.slot import ClosedHandle, Slot
 from handlepool.pool.status import Status
 from handlepool.pool.stream import StreamReference
 from handlepool.pool.workspace import DeviceScratch
@@ -57,6 +58,8 @@ class DeviceSlots:
         self.handles = DeviceHandles(status, driver, device, self._make_room, self.describe)
         self.scratch = DeviceScratch(driver, device, scratch_limit, self.reclaim_scratch, self.describe)
         self.idle: list[Slot] = []  # reused last in, first out: the warmest scratch and the stream most likely alive
+        # The slots that threads owned when the pool was closed, as far as those threads were inside launches by then.
+        self.owned: list[Slot] = []
         self.edges = Events(driver)  # between streams that no fork orders
         self.slots: set[Slot] = set()  # all that are not destroyed: those that an interrupt lost are here alone
         self.sides = SideSlots(
@@ -64,6 +67,9 @@ class DeviceSlots:
         )
         self._new_slot = new_slot
         self._drain = drain
+        self._closed_handle = ClosedHandle(status)
+        # Guards which handle a slot has, against `repair` and `_withdraw` at once. No call is made under it.
+        self._lock = threading.RLock()
 
     # Slots
 
@@ -75,17 +81,27 @@ class DeviceSlots:
 
     def repair(self, slot: Slot) -> None:
         """Make a slot's handle right again that its caller destroyed or bound elsewhere."""
-        if not slot.intact:
-            self.handles.count(handles_destroyed=1)  # by its caller
-            try:
-                slot.replace_handle(self.handles.create())
-            except BaseException:
-                self.handles.count(handles_destroyed=-1)  # to be counted at the next try
-                raise
-        with self.driver.relaxed():
-            self.driver.bind_handle(slot.handle, slot.pointer)
+        with slot.in_launch():
+            if not slot.intact:
+                self.handles.count(handles_destroyed=1)  # by its caller
+                try:
+                    self._replace_handle(slot, self.handles.create())
+                except BaseException:
+                    self.handles.count(handles_destroyed=-1)  # to be counted at the next try
+                    raise
+            with self.driver.relaxed():
+                self.driver.bind_handle(slot.handle, slot.pointer)
         self.handles.count(handles_repaired=1, handles_rebound=1)
         _log.debug("device %d: handle repaired and bound to stream %#x", self.device, slot.pointer)
+
+    def _replace_handle(self, slot: Slot, handle: Handle) -> None:
+        with self._lock:
+            closed = self.status.closed
+            if not closed:
+                slot.replace_handle(handle)
+        if closed:
+            self.handles.destroy(handle)
+            self.status.check()
 
     # Idle slots
 
@@ -170,22 +186,43 @@ class DeviceSlots:
             self.settle_later()
 
     def _end(self) -> None:
-        """Do as `empty`, and destroy the handle that graphs were built with."""
-        self.handles.retire_builder()
+        """Do as `empty`, after taking the handle that graphs were built with and those of threads, where they are not in use."""
+        with self.handles.no_build() as nothing_is_built:
+            if nothing_is_built:
+                self.handles.retire_builder()
+                self._withdraw()
         self.empty()
+
+    def _withdraw(self) -> None:
+        """Take in the slots that threads owned when the pool was closed, but those in use."""
+        in_use: list[Slot] = []
+        try:
+            for slot in take_each(self.owned):
+                with self._lock:
+                    heir = slot.withdraw(self._closed_handle)
+                if heir is None:
+                    in_use.append(slot)
+                    continue
+                self.slots ^= {slot, heir}
+                heir.watch = slot.watch
+                self.take_in(heir)
+        finally:
+            self.owned += in_use
 
     def settle_later(self) -> None:
         """Have what is left of a closed pool destroyed when that can be."""
-        if not self.is_empty() and self._settle not in deferred:
-            defer(self._settle)
+        if not self.is_empty() and self.settle not in deferred:
+            defer(self.settle)
 
     def is_empty(self) -> bool:
         """Whether nothing is left that nobody owns."""
         sides, handles = self.sides, self.handles
-        return not (sides.capturing or sides.free or self.idle or handles.doomed or handles.builder or self.scratch.retired)
+        owned = self.owned or self.idle or sides.capturing or sides.free
+        building = handles.builder or handles.builds
+        return not (owned or building or handles.doomed or self.scratch.retired)
 
-    def _settle(self) -> bool:
-        """After the pool was closed: destroy what captures had that have ended since, and what could not be destroyed before."""
+    def settle(self) -> bool:
+        """After the pool was closed: destroy what was in use or captured then, and what could not be destroyed before."""
         try:
             with on_device(self.driver, self.device):
                 self._end()

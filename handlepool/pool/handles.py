@@ -4,7 +4,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from handlepool._util import do_all, take_each
@@ -57,6 +58,8 @@ class DeviceHandles:
     build_lock : RLock
         Held by the thread that uses it (guarantee 1). A finaliser that the collector runs in between may build, too: the binding
         has returned by then.
+    builds : int
+        How many builds are under way, in the thread that holds the lock.
     doomed : list of cudnn.Handle
         Those that nobody has and that could not be destroyed; `destroy_doomed` tries again.
     """
@@ -67,6 +70,7 @@ class DeviceHandles:
         self.counts = dict.fromkeys(COUNTED, 0)
         self.builder: Handle | None = None
         self.build_lock = threading.RLock()
+        self.builds = 0
         self.doomed: list[Handle] = []
         self._status = status
         self._driver = driver
@@ -139,6 +143,26 @@ class DeviceHandles:
         """Destroy the handles that could not be destroyed before."""
         do_all(partial(self.destroy, handle) for handle in take_each(self.doomed))
 
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Build alone: until the end no handle of the device is taken from this thread by a `close`."""
+        with self.build_lock:
+            self.builds += 1
+            try:
+                yield
+            finally:
+                self.builds -= 1
+
+    @contextmanager
+    def no_build(self) -> Iterator[bool]:
+        """Say whether no build is under way, and keep it so. This waits for none, and sees one of this thread, too."""
+        free = self.build_lock.acquire(blocking=False)
+        try:
+            yield free and not self.builds
+        finally:
+            if free:
+                self.build_lock.release()
+
     def for_building(self) -> Handle:
         """Return the handle that graphs are built with, with `build_lock` held. It lives as long as plans do: they keep it."""
         if self.builder is None:
@@ -150,9 +174,8 @@ class DeviceHandles:
         return self.builder
 
     def retire_builder(self) -> None:
-        """Let `destroy_doomed` destroy the handle that graphs were built with."""
-        with self.build_lock:
-            builder, self.builder = self.builder, None
+        """Let `destroy_doomed` destroy the handle that graphs were built with; inside `no_build`."""
+        builder, self.builder = self.builder, None
         if builder is not None:
             self.doomed.append(builder)
 

@@ -103,7 +103,9 @@ class PoolInternals:
     def missed(self, stream: Any = None) -> Slot:
         """Return this thread's slot for a stream where a hit did not find it."""
         status = self.status
-        status.check()
+        if status.unusable:
+            self._settle_closed()
+            status.check()
         try:
             return self._find(self.driver, stream)
         except Exception as error:
@@ -204,13 +206,21 @@ class PoolInternals:
             if status.poison is not None or status.lost(None) is not None:
                 return  # nothing can be destroyed, and trying would make CuPy's destructors complain; the process ends soon
             self.plans.clear()
-            for slot in self._live.end_all():
+            for slot in self._live.take_all():
+                self.devices[slot.device].owned.append(slot)
                 if slot.watch is not None and (stream := slot.watch()) is not None:
                     unplace(stream)
             do_all([settle_all, self.drain, *(partial(self._close_device, device) for device in list(self.devices.values()))])
         if isinstance(status.driver, CheckedDriver):
             status.driver.close()
         forget(self)
+
+    def _settle_closed(self) -> None:
+        """Destroy what `close` left to its threads: this thread's call may be the first after a launch that was under way."""
+        if self.status.closed and not self.status.untouchable:
+            for device in list(self.devices.values()):
+                if not device.is_empty():
+                    device.settle()
 
     def _close_device(self, device: DeviceSlots) -> None:
         with on_device(self.driver, device.device):

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from handlepool.drivers.protocol import Copy
 from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.pool.context import ThreadToken, thread
 
 Shortcut = Callable[[Any, tuple[Any, ...], Any], Any]
 MOST_SPLITS = 1024
@@ -36,7 +37,8 @@ class _Build(Generic[P]):
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # its thread's until it is past the build, by whatever way
-        self.thread = threading.get_ident()  # that builds; 0 afterwards
+        # The thread that builds. None afterwards.
+        self.thread: ThreadToken | None = thread.token
         self.plan: P | None = None
         self.error: Exception | None = None
         self.start = 0
@@ -172,7 +174,7 @@ class PlanCache(Generic[P]):
                         running = self._builds.setdefault((device, key), mine)
                     if running is mine:
                         return self._build(device, key, mine, build)
-                    if running.thread == mine.thread:
+                    if running.thread is mine.thread:
                         raise ArgumentError(
                             "a graph function called itself, or was called by a finaliser, with the same arrays while its graph "
                             "is being built"
@@ -186,7 +188,7 @@ class PlanCache(Generic[P]):
                         raise _retold(running.error) from _retold(running.error, running.error.__cause__)
                     # The builder was interrupted: that was meant for its thread alone, so another one builds.
         finally:
-            mine.thread = 0  # no call, so that no interrupt comes before
+            mine.thread = None  # no call, so that no interrupt comes before
             running = mine  # or an error, its traceback and this frame would keep each other, and all that the callers had
             del mine, running
 

@@ -150,6 +150,9 @@ class HandlePool:
             return slot.workspace(nbytes)
         except Exception as error:
             pool.status.diagnose(error)
+            if pool.status.closed:
+                # Whatever went wrong, a close took the slot and its scratch meanwhile.
+                pool.status.check()
             raise
 
     def prewarm(self, *, states: int = 0, workspace: int = 0, stream: Any = None) -> None:
@@ -204,10 +207,17 @@ class HandlePool:
         self.internals.plans.clear()
 
     def close(self) -> None:
-        """Destroy every handle and free all scratch but what captures were given; later uses raise `PoolClosedError`.
+        """Destroy all handles that are not in use, and refuse later calls.
 
-        Handles that threads still hold are destroyed too, so close a pool when its users are done. It may be called again, by any
-        thread. It then does what an earlier call could not do since the driver failed it, or nothing.
+        Later calls raise `PoolClosedError`. Scratch is freed with its handle.
+
+        Any thread may call it, at any time, also in a finaliser and inside a branch. It waits for no other thread. A launch, a
+        build or a branch that is under way goes on with its handle and scratch. These are destroyed by the next call of its
+        thread, by the join, by a miss or a `trim` of another pool, or by another `close` of this one. What captures were given
+        stays.
+
+        That covers the calls of this library. A handle that a thread got by `get_handle`, and a workspace, are destroyed although
+        the thread has them: let threads end first that execute cuDNN graphs by themselves.
 
         The default pool that was made when first asked for is everybody's. It destroys what is idle, and stays usable.
         """

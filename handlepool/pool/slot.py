@@ -2,9 +2,10 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from handlepool._util import at_least, do_all
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
@@ -22,8 +23,9 @@ def place(stream: Any, slot: "Slot | None") -> None:
         stream.handlepool.slot = slot
     except AttributeError:
         # Two threads that come here at once leave one of the two places; the other thread's next hit puts its slot back.
-        stream.handlepool = threading.local()
-        stream.handlepool.slot = slot
+        # A close takes the place off the stream at any time.
+        here = stream.handlepool = threading.local()
+        here.slot = slot
 
 
 def placed(stream: Any) -> "Slot | None":
@@ -41,6 +43,17 @@ class GetHandle(Protocol):
 
     def __call__(self, stream: Any = None) -> Handle:
         """Return this thread's handle for a stream."""
+
+
+class ClosedHandle:
+    """Stand in a slot for the handle that a closed pool took from it: whatever is asked of it raises `PoolClosedError`."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._status.check()
+        raise AttributeError(name)
 
 
 nobodys = Status(lambda: None)
@@ -115,6 +128,7 @@ class Slot:
         "_launching",
         "_scratch",
         "_status",
+        "_withdrawn",
         "buffer",
         "busy",
         "device",
@@ -149,6 +163,8 @@ class Slot:
         self._launching, self._handed = workspaces or (Workspace(), Workspace())
         self._eager: tuple[Workspace, Workspace] | None = None
         self._capture = 0
+        # The handle, once a closed pool has put a `ClosedHandle` in its place.
+        self._withdrawn: Handle | None = None
         self.pointer = -1
         self.key: Hashable = None
         self.owner: Status | None = None
@@ -189,6 +205,41 @@ class Slot:
     def replace_handle(self, handle: Handle) -> None:
         """Take a new handle for one that was destroyed."""
         self.handle = handle
+
+    @contextmanager
+    def in_launch(self) -> Iterator[Handle]:
+        """Give the handle for a call, during which a `close` leaves handle and scratch to this thread.
+
+        A launch does the same by itself, since this costs as much as a launch.
+        """
+        former = self.busy
+        try:
+            self.busy = True
+            yield self.handle
+        finally:
+            self.busy = former
+
+    def withdraw(self, closed: Any) -> "Slot | None":
+        """Take handle and scratch from the owner, unless a launch uses them.
+
+        Return a new slot with both, or None where a launch is under way. It is for a pool that is closed.
+
+        A launch sets `busy`, and then reads the slot's handle. This puts ``closed`` in the handle's place, and then reads `busy`.
+        The interpreter runs one of these four steps at a time. So either this sees the launch and leaves the handle to it, or the
+        launch finds ``closed``, which raises before anything is enqueued. A hit that finds ``closed`` misses. The launch and the
+        hit pay nothing for that. A handle that `get_handle` returned before is the caller's to watch: no step of this library
+        stands between the caller's ``execute`` and cuDNN.
+
+        One thread at a time calls this, and no handle is replaced meanwhile.
+        """
+        handle: Any = self.handle
+        if handle is not closed:
+            self._withdrawn = handle
+            self.handle = closed
+        if self.busy:
+            return None
+        self.end()
+        return self._successor(self._withdrawn)
 
     @property
     def scratch_bytes(self) -> int:
@@ -277,8 +328,11 @@ class Slot:
         A slot object is bound once in its life, so that whoever still knows it as the last owner's (a dying thread, a weak
         reference's callback) can only ever unbind that owner.
         """
+        return self._successor(self.handle)
+
+    def _successor(self, handle: Any) -> "Slot":
         self.forget_capture()
-        return type(self)(self._status, self._driver, self._scratch, self.handle, (self._launching, self._handed))
+        return type(self)(self._status, self._driver, self._scratch, handle, (self._launching, self._handed))
 
     def release_scratch(self) -> None:
         """Give the eager scratch back at once; for a slot that nobody uses."""

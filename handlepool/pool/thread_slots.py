@@ -125,9 +125,11 @@ class LiveSlots:
         """Whether no thread has a slot."""
         return not self._slots
 
-    def end_all(self) -> list[Slot]:
-        """Take every slot from its owner, for `left_behind`; the slots."""
-        slots = list(self._slots)
-        for slot in slots:
-            self.leave(slot)
-        return slots
+    def take_all(self) -> Iterator[Slot]:
+        """Hand out, once each, all slots that threads own or have left behind, as they are."""
+        while True:
+            try:
+                slot = self._slots.pop()
+            except KeyError:
+                return
+            yield slot

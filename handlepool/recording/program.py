@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from operator import attrgetter
-from threading import get_ident
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -19,6 +18,7 @@ from handlepool.pool.context import on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording.outputs import Results
+from handlepool.recording.owner import OWNERS, Owned
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
 from handlepool.recording.timing import Timed
@@ -41,7 +41,7 @@ program has which defers its own end: this keeps the stream, whatever cycle it i
 _numbers = count()
 
 
-class Program(Timed):
+class Program(Owned, Timed):
     """Recorded work, made by `record`.
 
     It owns what it needs. Its outputs, scratch, plans and every allocation made while it was recorded live as long as it does,
@@ -54,7 +54,11 @@ class Program(Timed):
     per-thread default stream, a bare pointer, another library's. After one of these, the next replay waits for the last replay
     alone, so order the readers there yourself.
 
-    Different programs may be replayed by different threads at once.
+    `update`, `replay` and `outputs` belong to the thread that used one of them last, until it calls `hand_over` or ends. Any
+    other thread gets an `OwnershipError`, since it would mix its values with those of the owner. Any thread may call the program,
+    at any time. A call overwrites inputs and outputs, so it makes the calling thread the owner: the former owner is refused from
+    then on, and does not take the values of the call for its own. Different programs may be replayed by different threads at
+    once.
 
     Attributes
     ----------
@@ -95,7 +99,6 @@ class Program(Timed):
         # the collector runs inside a use may take it, too: it finds `_busy`, and is refused: it could only wait for itself.
         self._lock = threading.RLock()
         self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated, tuned, timed or closed
-        self._updating = 0  # the thread that updates
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Stream] = driver.current_stream
         self._is_capturing = driver.is_capturing
@@ -119,9 +122,13 @@ class Program(Timed):
 
         A branch that asks for them here reads them, and waits for the branches that replay. In the body of a fork nothing waits
         for that: hand them to a branch, or to `Fork.wait`.
+
+        It is an `OwnershipError` where the program belongs to another thread.
         """
         if self._recording is None:
             self._refuse()
+        if self._user is not thread.token:
+            self._use("read", self._claim)
         if opened and thread.region is not None:
             self._after_branches(pieces_of(self._driver, self._outputs), (), None)
         return self._outputs
@@ -159,7 +166,7 @@ class Program(Timed):
         CaptureError
             When the stream, or that of the last replay where it is another, is being captured.
         OwnershipError
-            While `update` is under way in another thread, or in a finaliser inside another use of the program.
+            Where the program belongs to another thread (see `hand_over`), and in a finaliser inside another use of the program.
         PoolClosedError, ForkedProcessError, PoisonedContextError
             As their names say: after the program or its pool was closed, in a forked child.
         """
@@ -176,6 +183,8 @@ class Program(Timed):
                 # with the lock in hand finds the `finally`.
                 lock.acquire()
                 try:
+                    if self._user is not thread.token:
+                        self._claim()
                     self._busy = "replayed"
                     current = self._current_stream() if stream is None else stream
                     if (
@@ -228,8 +237,7 @@ class Program(Timed):
         self._use("updated", self._update, args, kwargs)
 
     def _update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._recording is None:
-            self._refuse()
+        self._claim()
         copies = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
         if opened:
             sources, targets = ([getattr(copy, name) for copy in copies] for name in ("source", "target"))
@@ -245,7 +253,8 @@ class Program(Timed):
         ``x.copy(order="K")``, where ``x`` itself is needed: passing that again is refused, since it has other values by now.
 
         All of it is enqueued on the current stream, whichever thread's and whichever stream that is, and nothing waits for the
-        GPU. What is returned is the caller's, and no later use of the program writes to it.
+        GPU. What is returned is the caller's, and no later use of the program writes to it. Afterwards `update`, `replay` and
+        `outputs` belong to the calling thread, as `hand_over` says.
 
         Parameters
         ----------
@@ -271,7 +280,7 @@ class Program(Timed):
         MemoryError
             For want of memory for the copies.
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
-            As in `replay`; but this waits for an update by another thread.
+            As in `replay`; but the program may belong to another thread, whose use this waits for.
         """
         self._status.check()
         return self._use("called", self._call, args, out, kwargs)
@@ -293,6 +302,8 @@ class Program(Timed):
             changed = [*pieces_of(driver, [copy.target for copy in given]), *results.pieces]
             keep = self, given, results
             self._after_branches([*self._memory.reads, *read], [*self._memory.writes, *changed], None, keep)
+        # Or the former owner would replay with the inputs of this call, or read its outputs, and take both for its own.
+        self._user = thread.token
         self._follow(None)
         self._inputs.copied(driver, given)
         self._enqueue(self._beside_torch([*given, *results.copies], turn))
@@ -343,28 +354,31 @@ class Program(Timed):
                 self._check_turn(what)
             with self._lock:  # CPython delivers no interrupt between the taking of it and the block
                 try:
-                    self._busy, self._updating = what, get_ident() if what == "updated" else 0
+                    self._busy = what
                     return act(*args)
                 finally:
-                    self._busy, self._updating = None, 0
+                    self._busy = None
         except Exception as error:
             self._explain(error)
             raise
 
     def _check_turn(self, what: str) -> None:
-        """Wait for another thread's use; refuse what comes inside this thread's own, or while another thread updates."""
-        # Another thread's launch is short. An update is for its own thread to order, but a close may come after any use.
-        if self._updating not in (0, get_ident()) and what not in ("closed", "called"):
-            raise OwnershipError(
-                f"{self._name} is being updated by another thread: whether a replay would see the old values or the new ones is "
-                f"for the program to say, so let one thread do both, or use a lock of your own"
-            )
+        """Wait for another thread's use. Refuse a use inside this thread's own, and one that would be refused after the wait."""
+        if what in OWNERS:
+            self._check_owner()
         with self._lock:
             if self._busy is not None:
                 raise OwnershipError(
                     f"{self._name} is being {self._busy} by this very thread, and this call comes from a finaliser that Python "
                     f"runs meanwhile: do it later"
                 )
+
+    def _claim(self) -> None:
+        """Make this thread the owner, where no other thread is. The lock is held."""
+        if self._recording is None:
+            self._refuse()
+        self._check_owner()
+        self._user = thread.token
 
     def _explain(self, error: Exception) -> None:
         """Raise what an error means, where that is known."""
@@ -512,7 +526,7 @@ class Program(Timed):
         stream = self._last, self._owner, _streams.pop(self._number, None)
         # No call from here on, after which an interrupt could come: the recording is whoever's the list is.
         held += [self._recording, self._inputs, self._outputs, stream, self._launch, self._launch_on]
-        self._recording = self._owner = self._last = None
+        self._recording = self._owner = self._last = self._user = None
         self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
 
     def _end_at_exit(self, deadline: float) -> None:

@@ -36,6 +36,9 @@ from handlepool.regions.stream_order import in_torch, order, torch_among
 
 T = TypeVar("T")
 
+_Call = tuple[StreamFuture[Any], Task, PoolInternals, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A submitted call: future, task, pool, function and arguments."""
+
 
 class ParallelStateExecutor(Executor):
     """Threads that run tasks on side streams of the submitter's device, each thread with a handle and scratch of its own.
@@ -112,16 +115,26 @@ class ParallelStateExecutor(Executor):
         except Exception as error:
             pool.status.diagnose(error)
             raise
-        task.region.keep_call(fn, args, kwargs)
-        future: StreamFuture[T] = StreamFuture(task)
-        # A list that the worker empties, since the frames of an error's traceback lead to the thread pool's own, which keeps what
-        # it was given: the error would keep itself, through the future, and the arguments.
-        call = [future, task, pool, fn, args, kwargs]
         try:
-            inner = self._threads.submit(self._run, call)
-        except RuntimeError:
+            task.region.keep_call(fn, args, kwargs)
+            future: StreamFuture[T] = StreamFuture(task)
+            # A list that the worker empties, since the frames of an error's traceback lead to the thread pool's own, which keeps
+            # what it was given: the error would keep itself, through the future, and the arguments.
+            call: list[_Call] = [(future, task, pool, fn, args, kwargs)]
+        except BaseException:
             task.withdraw()
             raise
+        try:
+            inner = self._threads.submit(self._run, call)
+        except BaseException as error:
+            # `ThreadPoolExecutor` queues a call before it starts a thread for the call. So a thread that is there may take the
+            # call although no further thread could be started. The thread that empties the list runs or withdraws the task.
+            if _taken(call) is not None:
+                task.withdraw()
+                raise
+            if not isinstance(error, Exception):
+                raise
+            return future
         # What happens to the inner future before it runs (shutdown, a failed initializer) happens to ours.
         inner.add_done_callback(lambda ended: _pass_on(ended, call))
         settle(self._pending, Task.settle)
@@ -161,12 +174,15 @@ class ParallelStateExecutor(Executor):
             order(pool, reference.device, theirs, stream.ptr)
         return Task(device, stream, outer, events, torch, theirs)
 
-    def _run(self, call: list[Any]) -> None:
+    def _run(self, call: "list[_Call]") -> None:
         future: StreamFuture[Any]
         task: Task
         pool: PoolInternals
-        future, task, pool, fn, args, kwargs = call
-        call.clear()
+        taken = _taken(call)
+        if taken is None:
+            return
+        future, task, pool, fn, args, kwargs = taken
+        del taken
         try:
             if not future.set_running_or_notify_cancel():
                 task.withdraw()
@@ -301,14 +317,20 @@ class _Leases(threading.local):
         self.by_device: dict[DeviceSlots, _Lease] = {}
 
 
-def _pass_on(inner: "Future[None]", call: list[Any]) -> None:
+def _taken(call: list[_Call]) -> _Call | None:
+    """Take a submitted call out of its list, in one step. None where another thread has taken the call."""
+    try:
+        return call.pop()
+    except IndexError:
+        return None
+
+
+def _pass_on(inner: "Future[None]", call: list[_Call]) -> None:
     """Pass on why a call will not run: it was cancelled by a shutdown, or the executor is broken."""
-    if not call:  # it ran
+    taken = _taken(call)
+    if taken is None:
         return
-    future: StreamFuture[Any]
-    task: Task
-    future, task, *_ = call
-    call.clear()
+    future, task, *_ = taken
     task.withdraw()
     if inner.cancelled():
         if future.cancel():

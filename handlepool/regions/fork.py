@@ -10,14 +10,13 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import partial
 from sys import modules
-from threading import get_ident
 from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
 from handlepool._util import check_ran, name_of
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, OwnershipError, PoolClosedError
-from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, launchers, on_device, recordings, run_on, thread
+from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, ThreadToken, launchers, on_device, recordings, run_on, thread
 from handlepool.pool.deferred import abandon, defer, deferred, settle
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
@@ -38,8 +37,8 @@ T = TypeVar("T")
 
 _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
 
-_NOT_ENTERED, _LEFT = 0, -1
-"""What stands for the thread of a fork that is not open."""
+_NOT_ENTERED, _LEFT = None, False
+"""What stands for the thread of a fork that is not open; neither is true."""
 
 
 waited_for: dict[type, Callable[[Any], object]] = {}
@@ -106,7 +105,8 @@ class Fork:
         self._counted = False  # whether the books are kept open for it: a fork in a branch is over with that
         self._mark = object()  # stands for this fork where that must not be kept
         self._tracks: list[Track] = []  # of the leased states
-        self._thread = _NOT_ENTERED  # or the thread that entered it, or `_LEFT`
+        # The token of the thread that entered it, `_NOT_ENTERED` or `_LEFT`.
+        self._thread: ThreadToken | bool | None = _NOT_ENTERED
         self._pool = pool
         self._status = pool.status
         self._checked = pool.checked
@@ -119,7 +119,7 @@ class Fork:
         self._started = False  # whether branches have been started ahead, all states together
 
     def __enter__(self) -> "Fork":
-        if self._thread:
+        if self._thread is not _NOT_ENTERED:
             raise OwnershipError("this fork was entered already; make a new one with states.fork()")
         pool = self._pool
         if self._status.unusable:
@@ -149,7 +149,7 @@ class Fork:
         self._within = None if order is None else order.running
         if self._pace is not None and order is None and outer is None:
             self._begin_at_pace(self._pace)
-        self._thread = get_ident()
+        self._thread = thread.token
         return self
 
     def _begin_at_pace(self, pace: Pace) -> None:
@@ -201,7 +201,7 @@ class Fork:
             After the fork was left, or the pool closed.
         """
         pool = self._pool
-        if self._thread != get_ident() or self._status.unusable or self._inherited:
+        if self._thread is not thread.token or self._status.unusable or self._inherited:
             self._refuse()
         driver = self._driver
         ordinal = self._ordinal
@@ -412,7 +412,7 @@ class Fork:
         hit, _ = launchers.get(bare if kind is FunctionType else kind, NO_LAUNCHER)
         if hit is None or (keywords and any(hasattr(value, "shape") for value in keywords.values())):
             return None  # a shortcut does not add the arrays of a partial's keywords
-        if self._thread != get_ident() or self._status.unusable or self._inherited:
+        if self._thread is not thread.token or self._status.unusable or self._inherited:
             self._refuse()
         if pool.current_device() != self._ordinal or self._driver.current_stream(self._ordinal) is not self._stream:
             return None
@@ -735,18 +735,18 @@ class Fork:
 
     def _refuse(self) -> None:
         """Say why this fork cannot be used, where that is so."""
-        if self._thread <= 0:
+        if not self._thread:
             raise PoolClosedError("this fork was left, or not entered; run branches inside `with states.fork() as fork:`")
-        if self._thread != get_ident():
+        if self._thread is not thread.token:
             raise OwnershipError(
-                f"a fork belongs to the thread that entered it ({self._thread}), and this is thread {get_ident()}; make a "
-                f"fork in each thread, or use ParallelStateExecutor"
+                f"a fork belongs to the thread that entered it ({self._thread}), and this is {thread.token}; make a fork in each "
+                f"thread, or use ParallelStateExecutor"
             )
         self._status.check()
         self._check_in_time()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._thread != get_ident():
+        if self._thread is not thread.token:
             self._refuse()
         status = self._status
         try:
@@ -928,7 +928,7 @@ class Fork:
     def __del__(self, _defer: Callable[[Any], None] = defer) -> None:
         # Nobody left it: its thread ended inside, or an interrupt came while it was left.
         try:
-            if self._thread > 0 or self._leased or self._order is not None:
+            if self._thread or self._leased or self._order is not None:
                 _defer(self._settle)
         except AttributeError:  # an interrupt came while it was made
             pass
@@ -968,7 +968,7 @@ class Fork:
         raise TypeError("a fork owns the states that it leased and cannot be copied or pickled; make another with states.fork()")
 
     def __repr__(self) -> str:
-        state = f"{len(self._leased)} of {self._count} states leased" if self._thread > 0 else "not open"
+        state = f"{len(self._leased)} of {self._count} states leased" if self._thread else "not open"
         return f"<Fork of {self._pool!r}, {state}>"
 
 

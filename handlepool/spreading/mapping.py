@@ -15,7 +15,7 @@ import numpy as np
 from handlepool._util import as_integer, at_least, attributes, bound_call, content, do_all, flag, holds_values, leaves, shown
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, CaptureError, DeviceMismatchError, ItemError, OwnershipError
-from handlepool.pool.context import thread
+from handlepool.pool.context import ThreadToken, thread
 from handlepool.pool.default import default_pool
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.pool import HandlePool
@@ -256,6 +256,8 @@ class Spread(Iterator[Any]):
         # `on_done` or the items call. It is an `RLock`, which whoever does not have it cannot release.
         self._turn = threading.RLock()
         self._taking = False
+        # The thread that the programs belong to.
+        self._thread: ThreadToken | None = None
         self._stations = Stations(pool.driver, stations)
 
     def __iter__(self) -> "Spread":
@@ -271,6 +273,9 @@ class Spread(Iterator[Any]):
                 raise StopIteration
             if self._status.unusable:
                 self._status.check()
+            if self._thread is not thread.token:
+                self._stations.take_over()
+                self._thread = thread.token
             return self._advance(self._stations)
         except BaseException as error:
             failed = isinstance(error, Exception) and not isinstance(error, StopIteration)
@@ -485,6 +490,11 @@ class Stations:
             for station in self.all:
                 station.land()
         return any(station.running for station in self.all)
+
+    def take_over(self) -> None:
+        """Have all programs belong to the calling thread, which takes the next result."""
+        for station in self.all:
+            station.take_over()
 
     def close(self) -> None:
         """Wait for what is in flight on each, and give back all that it has."""

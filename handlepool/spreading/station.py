@@ -259,6 +259,11 @@ class Station:
                 self._wait_for(self.running[0])
                 self._landed(self.running[0])
 
+    def take_over(self) -> None:
+        """Have its programs belong to the calling thread."""
+        for way in self._programs.values():
+            way.program._take_over()  # noqa: SLF001 - a spread sees to it that one thread at a time uses them
+
     def close(self) -> None:
         """Wait for what it has in flight, and give back all that it has."""
         if not self._streams:

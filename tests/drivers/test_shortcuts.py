@@ -35,6 +35,7 @@ from handlepool import (
 from handlepool.drivers.cuda import fast_launch as shortcuts
 from handlepool.pool import context
 from handlepool.pool.plan_cache import MOST_SHORTCUTS
+from handlepool.pool.slot import Slot
 
 pytestmark = pytest.mark.cupy
 
@@ -859,6 +860,84 @@ def test_after_an_error_of_the_entry_the_slot_launches_again(raw):
         double(x)
     raw.driver.error = None
     again(raw, double, x)
+
+
+# A pool that is closed meanwhile
+
+
+def closed_at(world, k):
+    """Close the pool in another thread at the k-th line of a known launch; whether there are so many, and who won.
+
+    A destroy takes its time on a GPU, where the number can be read still: here it stays for good. So a launch with a number that
+    was destroyed is one that came too late.
+    """
+    x, out, destroyed, left = world.array(), world.array(), [], k
+    known(world, double, x, out=out)
+    world.driver.destroy_handle = lambda handle: destroyed.append(handle.backend_handle)
+
+    def trace(frame, event, _):
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left == 0:
+                Thread(world.pool.close).finish()
+        return trace if frame.f_code.co_filename == "<a plan's launch>" else None
+
+    at_entry = []
+    world.driver.entering = lambda: at_entry.extend(destroyed)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        double(x, out=out)
+        outcome = "too late" if world.driver.launches[-1].handle in at_entry else "launched"
+    except PoolClosedError:
+        outcome = "refused"
+    finally:
+        sys.settrace(before)
+    world.pool.close()
+    assert len(destroyed) == len({*destroyed}) == world.pool.stats()["handles_created"]
+    return left <= 0, outcome
+
+
+def closed_at_every_line(make_world):
+    found = set()
+    for k in itertools.count(1):
+        there, outcome = closed_at(make_world(), k)
+        found.add(outcome)
+        if not there:
+            return found
+
+
+def test_g1_a_close_at_every_line_of_a_launch_leaves_the_entry_no_handle_that_is_destroyed(make_world):
+    assert closed_at_every_line(make_world) == {"launched", "refused"}
+
+
+def test_g1_control_a_launch_that_reads_the_slots_handle_before_it_is_busy(make_world, monkeypatch):
+    text, late = shortcuts._TEXT, "slot.handle.{bound}"
+    assert text.count(late) == 1
+    monkeypatch.setattr(shortcuts, "_TEXT", text.replace(late, "handle.{bound}"))
+    assert "too late" in closed_at_every_line(make_world)
+
+
+@pytest.mark.parametrize("careless", [False, True], ids=["in use", "control"])
+def test_g1_a_close_inside_the_entry_leaves_it_its_handle(raw, monkeypatch, careless):
+    x, destroyed = raw.array(), []
+    number = again_handle(raw, x)
+    withdraw = Slot.withdraw
+    if careless:
+        monkeypatch.setattr(Slot, "withdraw", lambda slot, closed: setattr(slot, "busy", False) or withdraw(slot, closed))
+    monkeypatch.setattr(raw.driver, "destroy_handle", lambda handle: destroyed.append(handle.backend_handle))
+    raw.driver.entering = lambda: Thread(raw.pool.close).finish() or destroyed.append("the entry goes on")
+    double(x)
+    assert (number in destroyed[: destroyed.index("the entry goes on")]) is careless
+    with pytest.raises(PoolClosedError):
+        double(x)
+    assert number in destroyed
+
+
+def again_handle(world, x):
+    known(world, double, x)
+    return again(world, double, x).handle
 
 
 # Branches

@@ -150,7 +150,7 @@ def close_late(program):
 
 
 def programs_of_daemon_threads():
-    """Recorded programs that daemon threads replay while the interpreter ends, one of them in all, and closed by a destructor."""
+    """Recorded programs that daemon threads use while the interpreter ends, one of them in all, and closed by a destructor."""
     ready = threading.Barrier(THREADS + 1)
     operands = arrays(handlepool.default_pool().driver)
     common = handlepool.record(convolve, *operands)
@@ -159,7 +159,7 @@ def programs_of_daemon_threads():
         own, asked = handlepool.record(convolve, *operands), False
         while True:
             own.replay()
-            common.replay()
+            common(*[None] * len(operands))
             if not asked:
                 asked = bool(ready.wait(TIMEOUT) + 1)
 

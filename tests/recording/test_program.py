@@ -620,16 +620,18 @@ def test_close_waits_for_the_last_replay_and_is_idempotent(scene):
     assert repr(program).endswith(", closed>")
 
 
-def test_replays_of_one_program_from_two_threads_come_one_after_the_other(scene):
+def test_replays_of_one_program_from_several_threads_come_one_after_the_other(scene):
     x = scene.array(0)
     program = handlepool.record(lambda: scene.put(x, lambda old: old + 1, x), pool=scene.pool)
-    start = threading.Barrier(4)
+    start, turn = threading.Barrier(4), threading.Lock()
 
     def body():
         with scene.driver.create_stream() as stream:
             start.wait(TIMEOUT)
             for _ in range(25):
-                program.replay()
+                with turn:
+                    program.replay()
+                    program.hand_over()
             stream.synchronize()
 
     for thread in [Thread(body) for _ in range(4)]:

@@ -369,10 +369,13 @@ def test_control_where_the_steps_are_no_turn_threads_get_the_values_of_others(pr
     def call(x, barrier):
         with turn:
             program.update(x)
+            program.hand_over()
         barrier.wait(TIMEOUT)
         with turn:
             program.replay()
-            return scene.plus(program.outputs, 0)
+            value = scene.plus(program.outputs, 0)
+            program.hand_over()
+            return value
 
     assert any(got != wanted for got, wanted in in_threads(scene, call, count=2))
 
@@ -423,7 +426,7 @@ def test_a_call_waits_for_another_threads_update_which_replays_do_not(scene, pro
     scene.driver.copy = waiting
     updating = Thread(update)
     assert inside.wait(TIMEOUT)
-    with pytest.raises(OwnershipError, match="updated by another thread"):
+    with pytest.raises(OwnershipError, match="belongs to thread"):
         program.replay()
     started = threading.Event()
 

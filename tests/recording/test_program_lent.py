@@ -70,6 +70,7 @@ def test_it_can_be_used_and_closed_while_another_thread_records_on_that_stream(m
                 program.update(scene.array(3))
                 program.replay()
                 assert scene.read(program.outputs) == 13
+                program.hand_over()
                 use(scene, program.replay)
         assert program.closed
 

@@ -622,7 +622,7 @@ def test_a_replay_or_an_update_while_another_thread_updates_is_refused(scene, in
 
     def meanwhile(target, source):
         for use in (program.replay, lambda: program.update(source)):
-            with pytest.raises(OwnershipError, match="is being updated by another thread"):
+            with pytest.raises(OwnershipError, match="belongs to thread 'MainThread'"):
                 in_thread(use)
         copy(target, source)
 

@@ -226,3 +226,56 @@ def test_g13_a_forked_child_is_told_when_it_asks_for_a_result(scene):
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         latches[0].release()
+
+
+# A submit that fails
+
+
+def no_more_threads(monkeypatch, error):
+    """Let no thread be started any more, as the system or the stack may have it."""
+
+    def start(self):
+        raise error
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+NO_THREADS = [RuntimeError("can't start new thread"), RecursionError("maximum recursion depth exceeded"), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", NO_THREADS, ids=lambda error: type(error).__name__)
+def test_a_submit_that_can_start_no_thread_leaves_nothing_behind(scene, monkeypatch, error):
+    ran = []
+    with ParallelStateExecutor(2, pool=scene.pool) as executor:
+        go_on = busy(executor)
+        with monkeypatch.context() as patch:
+            no_more_threads(patch, error)
+            with pytest.raises(type(error)):
+                executor.submit(ran.append, "a call whose submit failed")
+        go_on.set()
+        (events,) = executor._events.values()
+        assert [scene.read(executor.submit(scene.array, value).result(TIMEOUT)) for value in range(4)] == [0, 1, 2, 3]
+        assert None not in events.free
+    assert not ran
+    del executor, events
+    gc.collect()
+    deferred.settle(most=100)
+    sides = scene.pool.internals.devices[0].sides.made
+    assert scene.driver.calls["create_event"] - scene.driver.calls["destroy_event"] == 2 * sides
+
+
+def test_a_submit_whose_call_an_older_thread_takes_meanwhile_succeeds(scene, monkeypatch):
+    """The call is queued before a thread is started for it, so the thread that is there may run it at once."""
+    with ParallelStateExecutor(2, pool=scene.pool) as executor:
+        go_on = busy(executor)
+        begun = threading.Event()
+
+        def start(self):
+            go_on.set()
+            assert begun.wait(TIMEOUT)
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            future = executor.submit(begun.set)
+        assert future.result(TIMEOUT) is None

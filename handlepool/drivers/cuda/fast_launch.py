@@ -45,12 +45,10 @@ def launch(begin, arrays, out, fresh=None):
                 handle = slot.handle
             if handle.stream is not slot.pointer or slot.owner is not status{elsewhere}:
                 slot = find()
-                handle = slot.handle
         else:
             slot = begin(({operands},), launch, ({pointers},), ({blocks},))
-            handle = slot.handle
-            if handle.stream is not slot.pointer:
-                handle = sound(slot).handle
+            if slot.handle.stream is not slot.pointer:
+                sound(slot)
         if slot.busy:
             return NOT_CACHED  # inside another launch of this slot, in a finaliser: refused there
         if cache.recent is not entry:
@@ -61,7 +59,8 @@ def launch(begin, arrays, out, fresh=None):
             workspace = {workspace}
             buffer, location = slot.buffer
             {store}
-            {barrier}raw(location, {count}, workspace, handle.{bound}, index)
+            # The slot's handle as it is now that the slot is busy: see `Slot.withdraw`.
+            {barrier}raw(location, {count}, workspace, slot.handle.{bound}, index)
         finally:
             slot.busy = False
     except Exception as error:

@@ -345,7 +345,8 @@ class Memory:
         if region is not None and stream.ptr != region.stream.ptr:
             region = region.of(stream.ptr)
         source = stream if region is None else region.stream
-        # CuPy, too, gives each thread's per-thread default stream an arena of its own.
+        # CuPy, too, gives each thread's per-thread default stream an arena of its own. It knows the thread by this number, which
+        # goes to another thread later, so a missing wait between the two has to show here as it would there.
         key = (source.ptr, threading.get_ident()) if source.ptr == PER_THREAD_STREAM else source.ptr
         extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + dtype.itemsize
         nbytes = extent if all(shape) else 0

@@ -2,6 +2,10 @@
 
 `ThreadScheduler` runs operations on worker threads: two streams overlap for real. `AdversarialScheduler` has no thread and picks
 any operation that can run, by a seed: whatever order the program failed to ask for, it will not get, reproducibly.
+
+Python raises an interrupt after any call, in the main thread. The interrupt ends a wait of the program, and loses no operation:
+it is put back where it was taken and not begun, and done where it was begun. All steps under the lock can be made again:
+`Scheduler._pending` has an operation until all that follows from it is settled, and the next thread goes on with that.
 """
 
 import atexit
@@ -12,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from handlepool.drivers.host.race_checker import Access, Clock, Order
@@ -34,7 +39,20 @@ NO_CLOCK: Clock = {}
 class Operation:
     """One entry of a stream. Without a function it is a marker, which is done when what it waits for is done."""
 
-    __slots__ = ("accesses", "claimed", "clock", "dependents", "done", "function", "label", "missing", "time")
+    __slots__ = (
+        "accesses",
+        "begun",
+        "claimed",
+        "clock",
+        "dependents",
+        "done",
+        "function",
+        "label",
+        "offered",
+        "queued",
+        "time",
+        "waits",
+    )
 
     def __init__(
         self,
@@ -52,9 +70,15 @@ class Operation:
         """What surely runs before it; see `ordering`."""
         self.claimed = claimed
         """The thread that submitted it will run it, and no worker."""
-        self.missing = int(held)
-        """How many operations, and a latch's release, it still waits for."""
+        self.waits: set[Operation] = {self} if held else set()
+        """The operations that it still waits for; itself stands for the release of a latch."""
         self.dependents: list[Operation] = []
+        self.queued = False
+        """A scheduler has it; until then nothing comes of it."""
+        self.offered = False
+        """It is among what can run, or was."""
+        self.begun = False
+        """Its function was called."""
         self.done = False
         self.time = 0.0
         """When it was done, by `time.perf_counter`."""
@@ -62,7 +86,7 @@ class Operation:
 
 NOTHING = Operation()
 """An operation that was done before the first: the tail of a stream that was given nothing."""
-NOTHING.done = True
+NOTHING.done = NOTHING.queued = True
 
 
 class Scheduler:
@@ -79,7 +103,11 @@ class Scheduler:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._ready: deque[Operation] = deque()  # what can run and nobody runs yet
-        self._running = 0
+        self._running: dict[Operation, None] = {}
+        # Operations that may wait for nothing more, or whose dependents may not. To look at one twice does no harm.
+        self._pending: deque[Operation] = deque()
+        # Whether threads were told of all that was settled.
+        self._told = True
         self._errors: list[BaseException] = []
         self._latches: dict[Operation, None] = {}
         self._users: dict[Operation, None] = {}
@@ -108,13 +136,9 @@ class Scheduler:
     def _wake(self, spare: int) -> None:
         """After operations were offered, of which the calling worker will take ``spare``. The lock is held."""
 
-    def _take(self, awaited: Operation, purpose: str) -> Operation | None:
-        """Return what a thread that waits must run itself; None when what it waits for is done. The lock is held."""
+    def _take(self, awaited: Operation, purpose: str, taken: list[Operation]) -> None:
+        """Put what a thread that waits must run itself into a list; nothing, when what it waits for is done. The lock is held."""
         raise NotImplementedError
-
-    def _stray(self) -> Operation | None:
-        """Return an operation to run for no reason. The lock is held."""
-        return None
 
     # What they share
 
@@ -133,27 +157,42 @@ class Scheduler:
             if self.order is not None:
                 place = (lane, "a recorded graph") if line is None else (line.id, repr(line))
                 self.order.given(operation, *place, after)
+            held = operation in operation.waits
+            for earlier in after:
+                # One that is not queued never is: an interrupt came before.
+                if earlier.queued and not earlier.done:
+                    operation.waits.add(earlier)
+                    earlier.dependents.append(operation)
+            self._pending.append(operation)
+            # No call from here to the last of these, after which an interrupt could come: all of it is queued, or nothing.
+            operation.queued = True
             if line is not None:
                 line.tail = operation
-            if operation.missing:
+            if held:
                 self._latches[operation] = None
-            for earlier in after:
-                if not earlier.done:
-                    earlier.dependents.append(operation)
-                    operation.missing += 1
             if operation.accesses:
                 self._users[operation] = None
-            if not operation.missing:
-                self._settle(operation)
+            self._settle()
+
+    def disclaim(self, operation: Operation) -> None:
+        """Let a worker run an operation that the calling thread was to run, or all that is queued behind it would be stuck."""
+        with self._lock:
+            self._disclaim(operation)
+
+    def _disclaim(self, operation: Operation) -> None:
+        if operation.claimed:
+            operation.claimed = False
+            self._pending.append(operation)
+            self._settle()
 
     def release(self, operation: Operation) -> None:
         """Let a held operation go; harmless when that was done already."""
         with self._lock:
             if operation in self._latches:
+                operation.waits.discard(operation)
+                self._pending.append(operation)
                 del self._latches[operation]
-                operation.missing -= 1
-                if not operation.missing:
-                    self._settle(operation)
+                self._settle()
 
     def users(self, block: Any) -> list[Operation]:
         """Return the queued operations that touch a block of memory."""
@@ -171,12 +210,6 @@ class Scheduler:
 
     def nudge(self) -> None:
         """Mark a moment at which queued work may run, or not."""
-        while True:
-            with self._lock:
-                operation = self._stray()
-            if operation is None:
-                return
-            self._execute(operation)
 
     def wait(self, operation: Operation, purpose: str) -> None:
         """Return when an operation is done; raise what failed in queued work since the last wait.
@@ -202,57 +235,85 @@ class Scheduler:
         label = getattr(self._inside, "operation", None)
         if label is not None:
             raise ContractError(f"the queued operation {label!r} waits for {purpose}: queued work must not wait for streams")
-        while True:
-            with self._lock:
-                chosen = self._take(operation, purpose)
-            if chosen is None:
-                break
-            self._execute(chosen)
+        while self._run_one(partial(self._take, operation, purpose)):
+            pass
 
-    def _settle(self, operation: Operation, spare: int = 0) -> None:
+    def _settle(self, spare: int = 0) -> None:
         """Offer what waits for nothing more or, if it has no function (left), go on with what waits for it. The lock is held."""
-        ready = deque([operation])
-        while ready:
-            operation = ready.popleft()
-            if operation.function is not None:
-                if not operation.claimed:
+        pending = self._pending
+        while pending:
+            operation = pending[0]
+            self._told = False
+            if operation.queued and not operation.waits:
+                if operation.function is None:
+                    if not operation.done:
+                        operation.time = time.perf_counter()
+                        operation.done = True
+                    for dependent in operation.dependents:
+                        dependent.waits.discard(operation)
+                        pending.append(dependent)
+                    operation.dependents.clear()
+                elif not (operation.claimed or operation.offered):
+                    # No call in between.
+                    operation.offered = True
                     self._ready.append(operation)
-                continue
-            operation.done = True
-            operation.time = time.perf_counter()
-            for dependent in operation.dependents:
-                dependent.missing -= 1
-                if not dependent.missing:
-                    ready.append(dependent)
-            operation.dependents.clear()
-        self._changed.notify_all()
-        self._wake(spare)
+            pending.popleft()
+        if not self._told:
+            self._changed.notify_all()
+            self._wake(spare)
+            self._told = True
 
-    def _execute(self, operation: Operation) -> None:
-        """Run an operation that was counted as running, outside the lock."""
-        failure = self._call(operation)
+    def _run_one(self, take: Callable[[list[Operation]], None]) -> bool:
+        """Run what is taken, outside the lock; whether something was."""
+        _descend(HEADROOM)
+        taken: list[Operation] = []
+        try:
+            with self._lock:
+                self._settle()
+                take(taken)
+            if not taken:
+                return False
+            failure = self._call(taken[0])
+            with self._lock:
+                self._finish(taken[0], failure)
+            return True
+        except BaseException:
+            if taken:
+                self._put_back(taken[0])
+            raise
+
+    def _put_back(self, operation: Operation) -> None:
+        """Let another thread run what this one took, or, where it has begun, go on with what waits for it."""
         with self._lock:
-            self._finish(operation, failure)
+            if operation.begun:
+                self._finish(operation, None)
+                return
+            self._running.pop(operation, None)
+            operation.offered = False
+            self._pending.append(operation)
+            self._settle()
 
     def _call(self, operation: Operation) -> BaseException | None:
         """Call an operation's function, and return what it raised; an interrupt of a thread that waits goes straight on."""
-        function = operation.function
-        assert function is not None
+        function: Any = operation.function
         outer = getattr(self._inside, "operation", None)
         self._inside.operation = operation.label
         try:
             for access in operation.accesses:
                 access.block.check_live(operation.label)
+            # No call in between.
+            operation.begun = True
             function()
         except BaseException as error:
             if isinstance(error, Exception) or isinstance(threading.current_thread(), Worker):
+                operation.begun = True
                 return error
-            with self._lock:
-                self._finish(operation, None)
             raise
         finally:
             self._inside.operation = outer
-            operation.function = None  # what it holds goes here, before the lock is taken
+            if operation.begun:
+                # What it holds goes here, before the lock is taken.
+                operation.function = function = None
         return None
 
     def _finish(self, operation: Operation, failure: BaseException | None, spare: int = 0) -> None:
@@ -262,8 +323,9 @@ class Scheduler:
         operation.function = None
         operation.accesses = ()
         self._users.pop(operation, None)
-        self._running -= 1
-        self._settle(operation, spare)
+        self._running.pop(operation, None)
+        self._pending.append(operation)
+        self._settle(spare)
 
     def _pause(self, purpose: str) -> None:
         """Sleep until something changed. The lock is held, and there is nothing for this thread to run."""
@@ -286,6 +348,19 @@ class Scheduler:
 
 class Worker(threading.Thread):
     """A scheduler's own thread, which never releases a latch."""
+
+    wanted = True
+    """False where its start was interrupted, and so it was not counted."""
+
+
+def _descend(frames: int) -> None:
+    """Raise RecursionError where so many calls more would, and nothing is lost by it yet."""
+    if frames:
+        _descend(frames - 1)
+
+
+HEADROOM = 60
+"""Frames that a thread has free before it takes an operation, for its own steps and for those of most operations."""
 
 
 MAX_WORKERS = 64
@@ -329,13 +404,21 @@ class ThreadScheduler(Scheduler):
             self._idle += 1
             try:
                 worker.start()
-            except RuntimeError:  # the system has no more threads: what waits runs it, or a worker that is there
+            except BaseException as error:
+                # After an interrupt it may have begun, and wait for the lock.
+                worker.wanted = False
                 self._workers -= 1
                 self._idle -= 1
-                return
+                if isinstance(error, RuntimeError):
+                    # The system has no more threads: what waits runs the operation, or a worker that is there.
+                    return
+                raise
 
     def _run(self) -> None:
         self._lock.acquire()
+        if not getattr(threading.current_thread(), "wanted", True):
+            self._lock.release()
+            return
         self._idle -= 1
         try:
             while True:
@@ -347,7 +430,7 @@ class ThreadScheduler(Scheduler):
                 if not self._ready or self._closed:
                     return
                 operation = self._ready.popleft()
-                self._running += 1
+                self._running[operation] = None
                 self._lock.release()
                 try:
                     failure = self._call(operation)
@@ -360,25 +443,22 @@ class ThreadScheduler(Scheduler):
             self._changed.notify_all()
             self._lock.release()
 
-    def _take(self, awaited: Operation, purpose: str) -> Operation | None:
+    def _take(self, awaited: Operation, purpose: str, taken: list[Operation]) -> None:
         try:
-            while not awaited.done:
-                if awaited.claimed and not awaited.missing:
-                    awaited.claimed = False  # another thread may wait for it too, as `free` does: one of them runs it
-                    self._running += 1
-                    return awaited
-                if self._ready and not self._workers:
-                    self._running += 1
-                    return self._ready.popleft()
-                self._pause(purpose)
+            while not (awaited.done or taken):
+                if awaited.claimed and not awaited.waits:
+                    # Another thread may wait for it, too, as `free` does: one of them runs it.
+                    awaited.claimed = False
+                    self._running[awaited] = None
+                    taken.append(awaited)
+                elif self._ready and not self._workers:
+                    taken.extend(map(deque.popleft, (self._ready,)))
+                    self._running[taken[0]] = None
+                else:
+                    self._pause(purpose)
         except BaseException:
-            # This thread will not run it: a worker must, or all that is queued behind it would be stuck.
-            if awaited.claimed:
-                awaited.claimed = False
-                if not (awaited.missing or awaited.done):
-                    self._settle(awaited)
+            self._disclaim(awaited)
             raise
-        return None
 
     def close(self) -> None:
         """Let the workers end after what they are running: no thread of ours runs while the interpreter is taken down."""
@@ -416,21 +496,29 @@ class AdversarialScheduler(Scheduler):
         super().__init__()
         self._random = random.Random(seed)
 
-    def _take(self, awaited: Operation, purpose: str) -> Operation | None:
-        while not awaited.done:
+    def _take(self, awaited: Operation, purpose: str, taken: list[Operation]) -> None:
+        while not (awaited.done or taken):
             if self._ready:
-                return self._pick()
-            self._pause(purpose)
-        return None
+                self._pick(taken)
+            else:
+                self._pause(purpose)
 
-    def _stray(self) -> Operation | None:
-        return self._pick() if self._ready and self._random.random() < EAGERNESS else None
+    def nudge(self) -> None:
+        """As `Scheduler.nudge`."""
+        while self._ready and self._run_one(self._stray):
+            pass
 
-    def _pick(self) -> Operation:
+    def _stray(self, taken: list[Operation]) -> None:
+        """Put an operation to run for no reason into a list, or none. The lock is held."""
+        if self._ready and self._random.random() < EAGERNESS:
+            self._pick(taken)
+
+    def _pick(self, taken: list[Operation]) -> None:
         index = self._random.randrange(len(self._ready))
         self._ready[index], self._ready[-1] = self._ready[-1], self._ready[index]
-        self._running += 1
-        return self._ready.pop()
+        # By one call, or an interrupt between two could lose it.
+        taken.extend(map(deque.pop, (self._ready,)))
+        self._running[taken[0]] = None
 
 
 def make(name: str, seed: int) -> Scheduler | None:

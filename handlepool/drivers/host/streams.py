@@ -299,8 +299,12 @@ class StreamTable:
             return
         scheduler = self.scheduler
         operation = Operation(function, label=label, accesses=accesses, claimed=queue.synchronous and scheduler.inline)
-        scheduler.submit(operation, queue)
-        self._given(queue, operation)
+        try:
+            scheduler.submit(operation, queue)
+            self._given(queue, operation)
+        except BaseException:
+            scheduler.disclaim(operation)
+            raise
 
     def _given(self, queue: Queue, operation: Operation) -> None:
         if queue.synchronous:
@@ -350,8 +354,9 @@ class StreamTable:
         if queue.capture is not None and (mark := self.captures.mark(queue)) is not None:
             event.moment = mark
         elif event.timing:
-            event.moment = operation = Operation(label="event")
+            operation = Operation(label="event")
             self.scheduler.submit(operation, queue)
+            event.moment = operation
             if queue.synchronous:
                 self.scheduler.wait(operation, f"an event on {queue!r}")
         else:

@@ -1,0 +1,60 @@
+"""Whom a program belongs to: the thread that may update, replay and read it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from threading import RLock
+from typing import TypeVar
+
+from handlepool.errors import OwnershipError
+from handlepool.pool.context import ThreadToken, thread
+
+T = TypeVar("T")
+
+OWNERS = ("replayed", "updated", "read", "handed over")
+"""The uses of a program that are for the thread it belongs to."""
+
+
+class Owned(ABC):
+    """A program as far as it belongs to a thread."""
+
+    _name: str
+    _lock: RLock
+    _user: ThreadToken | None = None
+    """The thread that `update`, `replay` and `outputs` belong to. It is set with the lock in hand."""
+
+    def hand_over(self) -> None:
+        """Give the program up, so that another thread may own it.
+
+        The next thread that uses `update`, `replay` or `outputs` owns them. Your threads see to it that this use begins after
+        `hand_over`. The program sees to the order on the GPU, as for any two replays. Without an owner, or with an owner that has
+        ended, nothing happens.
+
+        Raises
+        ------
+        OwnershipError
+            In another thread than the owner, and in a finaliser inside another use of the program.
+        """
+        self._use("handed over", self._leave)
+
+    def _leave(self) -> None:
+        self._check_owner()
+        self._user = None
+
+    def _check_owner(self) -> None:
+        user = self._user
+        # A thread that has ended uses nothing any more.
+        if user is not None and user is not thread.token and not user.over:
+            raise OwnershipError(
+                f"{self._name} belongs to {user!r}, and this is {thread.token!r}: update, replay and outputs are for the thread "
+                f"that used the program last. Call its hand_over() there first, or call the program, as in y = program(x), which "
+                f"any thread may do"
+            )
+
+    def _take_over(self) -> None:
+        """Make this thread the owner: for a user inside the package whose threads take turns by themselves."""
+        with self._lock:
+            self._user = thread.token
+
+    @abstractmethod
+    def _use(self, what: str, act: Callable[[], T]) -> T:
+        """Do something while nothing else uses the program; return its value."""
