@@ -260,7 +260,7 @@ def test_numpys_memory_may_be_filled_anew_once_a_call_has_returned(scene):
 
 def test_arguments_that_were_given_by_keyword_are_named(scene):
     program = handlepool.record(lambda x: scene.plus(x, 1), x=scene.array(1), pool=scene.pool)
-    with program, pytest.raises(ArgumentError, match="leave all others out, which stay as they were, and give x by keyword"):
+    with program, pytest.raises(ArgumentError, match="0 positional arguments, and was given 1: give x by keyword"):
         program(scene.array(2))
 
 
@@ -794,7 +794,7 @@ def test_an_update_of_another_structure_names_the_place_and_copies_nothing(scene
 @pytest.mark.parametrize("new", [3, 2.0, True, "2", [2], np.zeros(8)], ids=repr)
 def test_an_update_of_what_is_no_array_is_refused(scene, new):
     program = handlepool.record(lambda x, options: scene.plus(x, options["add"][0]), scene.array(1), {"add": [2, scene.array(0)]})
-    with pytest.raises(ArgumentError, match=r"argument 1\['add'\]\[0\] was recorded as a int, which is no array"):
+    with pytest.raises(ArgumentError, match=r"argument 1\['add'\]\[0\] was recorded as 2 and is now "):
         program.update(scene.array(5), {"add": [new, None]})
     program.replay()
     assert scene.read(program.outputs) == 3
@@ -911,7 +911,7 @@ def test_an_update_of_an_array_that_cannot_be_written_is_refused(make_driver, ma
 
 def test_an_update_by_a_keyword_that_was_positional_says_so(scene):
     program = handlepool.record(work(scene), scene.array(1))
-    with program, pytest.raises(ArgumentError, match="keyword 'x': all of its arrays were positional"):
+    with program, pytest.raises(ArgumentError, match="keyword 'x': all of its arguments were positional"):
         program.update(x=scene.array(2))
 
 
