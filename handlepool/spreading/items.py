@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import attributes, kind_of, leaves, shown
+from handlepool._util import attributes, check_ends, kind_of, leaves, shown
 from handlepool.drivers.protocol import ASARRAY, Driver
 from handlepool.errors import ArrayTypeError
 from handlepool.recording.update import PLAIN, is_foreign
@@ -43,6 +43,7 @@ def check_copied(place: str, value: Any, driver: Driver, *, inside: bool) -> Non
 
     With ``inside`` also for one of the driver's inside an object: nothing would order its use after whoever writes it.
     """
+    check_ends(f"{place} holds", value)
     for leaf in leaves(value):
         if isinstance(leaf, np.ma.MaskedArray):
             raise ArrayTypeError(f"{place} holds {shown(leaf)}, whose mask is not copied to devices: pass its data and its mask")

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import do_all, frames_inside, kind_of, leaves
+from handlepool._util import check_ends, do_all, frames_inside, kind_of, leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, Stream
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.context import on_device, run_on
@@ -204,7 +204,11 @@ class Station:
             arrays, key, near = [item], (self._kind, (item.shape, item.strides, item.dtype)), True
         else:
             arrays = self._plain(item)
-            key = None if arrays is None else (type(arrays[0]), geometry(item))
+            try:
+                key = None if arrays is None else (type(arrays[0]), geometry(item))
+            except RecursionError:
+                check_ends(f"item {index} holds", item)
+                raise
             near = arrays is not None and self._near(arrays)
         way = self._ways.get(key)
         if way is None or arrays is None or not near or opened or self._eager.always:

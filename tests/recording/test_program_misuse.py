@@ -1015,3 +1015,66 @@ def test_a_dictionary_may_be_given_new_entries(scene, lanes):
     x = scene.array(1)
     with handlepool.record(function, scene, {"x": x}, lanes=lanes) as program:
         assert scene.read(program({"x": scene.array(2)})) == 112
+
+
+# Containers without an end
+
+
+def endless(kind, x):
+    """A container that contains itself, or lies deeper in others than a recursion goes."""
+    inner = [x]
+    if kind == "deep":
+        for _ in range(3000):
+            inner = [inner]
+        return inner
+    if kind == "dict":
+        outer = {"x": x}
+        outer["more"] = outer
+        return outer
+    outer = (x, inner) if kind == "tuple" else inner
+    inner.append(outer)
+    return outer
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tuple", "deep"])
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_a_container_without_an_end_is_refused_in_plain_words(scene, kind, lanes):
+    x, says = scene.array(1), "inside more than 100 others" if kind == "deep" else f"a {kind} that contains itself"
+    with pytest.raises(ArgumentError, match=says):
+        handlepool.record(lambda given: scene.plus(x, 1), endless(kind, x), lanes=lanes)
+    with pytest.raises(ArgumentError, match=says):
+        handlepool.record(lambda given: scene.plus(x, 1), given={"a": [endless(kind, x)]}, lanes=lanes)
+    with handlepool.record(lambda x: [scene.plus(x, 1), endless(kind, scene.plus(x, 2))], x, lanes=lanes) as program:
+        with pytest.raises(ArgumentError, match=f"<lambda> returned a .*{says[2:]}"):
+            program(scene.array(5))
+        program.replay()
+        assert scene.read(program.outputs[0]) == 2
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tuple", "deep"])
+def test_an_update_with_a_container_without_an_end_names_the_place(scene, kind):
+    with handlepool.record(lambda given: scene.plus(given[0], 1), [scene.array(1), [2]]) as program:
+        for given in (endless(kind, scene.array(2)), [scene.array(2), endless(kind, scene.array(2))]):
+            with pytest.raises(ArgumentError, match="argument 0"):
+                program(given)
+        assert scene.read(program(None)) == 2
+
+
+def test_one_list_in_two_places_has_an_end(scene):
+    pair = [scene.array(1), scene.array(2)]
+
+    def function(given):
+        return scene.put(scene.array(), np.add, given[0][0], given[1]["a"][1])
+
+    with handlepool.record(function, [pair, {"a": pair}]) as program:
+        assert scene.read(program(None)) == 3
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tuple", "deep"])
+def test_branches_take_containers_without_an_end(scene, kind):
+    x = scene.array(1)
+    with scene.states.fork() as fork:
+        y = fork.run(lambda given: scene.plus(x, 1), endless(kind, x))
+    ys = scene.states.map(lambda given: endless(kind, scene.plus(x, 2)), [endless(kind, x)] * 2)
+    assert scene.read(y) == 2
+    assert len(ys) == 2

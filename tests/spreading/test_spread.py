@@ -912,6 +912,22 @@ def test_masks_are_not_lost_but_refused(pool):
         [*handlepool.spread(conv, [masked], shared=(WEIGHTS,))]
 
 
+def test_a_container_that_contains_itself_is_refused_in_plain_words(pool):
+    def endless():
+        item = images(1)
+        item.append(item)
+        return item
+
+    says = "a list that contains itself"
+    with pytest.raises(ArgumentError, match=rf"spread\(conv\): shared holds {says}"):
+        handlepool.spread(conv, images(), shared=(endless(),))
+    for item in (endless(), [*endless(), 3], pool.driver.asarray(images(1)[0])):
+        returns = not isinstance(item, list)
+        function = (lambda x: [x + 1, endless()]) if returns else (lambda given: given[0] + 1)
+        with pytest.raises(ItemError, match=f"{'returned' if returns else 'item 0 holds'} {says}"):
+            next(handlepool.spread(function, [item]))
+
+
 def test_a_subclass_of_numpys_array_is_not_taken_for_one_but_refused(pool):
     """It may multiply otherwise, as numpy.matrix does."""
 
