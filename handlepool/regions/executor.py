@@ -10,8 +10,9 @@ Nothing has to be shut down for that: a worker's side slots are released with it
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
+from functools import partial
 from sys import modules
 from types import ModuleType
 from typing import Any, TypeVar
@@ -126,6 +127,31 @@ class ParallelStateExecutor(Executor):
         inner.add_done_callback(lambda ended: _pass_on(ended, call))
         settle(self._pending, Task.settle)
         return future
+
+    def map(self, fn: Callable[..., T], /, *iterables: Iterable[Any], **kwargs: Any) -> Iterator[T]:
+        """Run ``fn`` over the iterables, as `concurrent.futures.Executor.map`, each call a task.
+
+        Parameters
+        ----------
+        fn : callable
+        *iterables : iterable
+            Of its positional arguments, one entry of each for a call. The shortest says how many calls there are.
+        **kwargs
+            For the function, the same in every call. `map` keeps the names ``timeout``, ``chunksize`` and ``buffersize``, which
+            `concurrent.futures.Executor.map` explains: bind these with `functools.partial`.
+
+        Returns
+        -------
+        iterator
+            Of the results, in order. Each makes the current stream wait for the GPU, as `StreamFuture.result` does.
+
+        Raises
+        ------
+        ArgumentError, CaptureError, PoolClosedError, RuntimeError
+            As in `submit`.
+        """
+        own = {name: kwargs.pop(name) for name in ("timeout", "chunksize", "buffersize") if name in kwargs}
+        return super().map(partial(fn, **kwargs) if kwargs else fn, *iterables, **own)
 
     def _task(self, pool: PoolInternals, torch: ModuleType | None) -> Task:
         pool.status.check()

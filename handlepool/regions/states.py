@@ -80,19 +80,23 @@ class ParallelStates:
         """
         return Fork(self.pool.internals, self.count, stream, ordered=flag("ordered", ordered), pace=self._pace)
 
-    def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
+    def map(
+        self, function: Callable[..., T], /, *iterables: Iterable[Any], out: Iterable[Any] | None = None, **kwargs: Any
+    ) -> list[T]:
         """Run ``function`` over the iterables, each call a branch; results in order, ready on the caller's stream.
 
         Parameters
         ----------
         function : callable
-            `map` takes no keyword arguments for it: bind those with `functools.partial`, or call it in a lambda.
         *iterables : iterable
             Of its positional arguments, one entry of each for a call. They are equally long, but for `itertools.repeat`, `count`
             and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
             other iterables or ``out``, it is read to its end before the first call.
         out : iterable of array, optional
             What each call is to write to, its ``out``.
+        **kwargs
+            For the function, the same in every call, as ``padding=1``. `map` keeps the name ``out`` alone: bind one ``out`` for
+            all calls with `functools.partial`.
 
         Returns
         -------
@@ -110,7 +114,7 @@ class ParallelStates:
         free when none of them is left.
         """
         with Fork(self.pool.internals, self.count, once=True) as fork:
-            return fork.map(function, *iterables, out=out)
+            return fork.map(function, *iterables, out=out, **kwargs)
 
     def with_state(self, index: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run ``function(state, *args, **kwargs)`` on the state of an index, forked and joined at once.
