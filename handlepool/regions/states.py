@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from handlepool._util import as_integer, bound_call, check_ran, flag, shown
 from handlepool.errors import ArgumentError, OwnershipError, StateBusyError, StateIndexError
-from handlepool.pool.context import thread
+from handlepool.pool.context import process, thread
 from handlepool.pool.default import check_pool, default_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
@@ -53,7 +53,7 @@ class ParallelStates:
         check_pool("ParallelStates", pool)
         self.pool = pool
         self._pace = Pace()
-        self._locks: dict[tuple[int, int], threading.Lock] = {}
+        self._locks: dict[tuple[int, int, int], threading.Lock] = {}
 
     def __len__(self) -> int:
         return self.count
@@ -149,7 +149,8 @@ class ParallelStates:
         if not 0 <= number < self.count:
             raise StateIndexError(f"state {shown(index)} of {self.count}: the index must be 0 to {self.count - 1}")
         self.pool.internals.status.check()
-        lock = self._locks.setdefault((self.pool.driver.current_device(), number), threading.Lock())
+        # A lock that a thread of the parent had stays locked in a forked child, which has locks of its own.
+        lock = self._locks.setdefault((process(), self.pool.driver.current_device(), number), threading.Lock())
         # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another. It is
         # counted before the lock is taken and until after it is released, so that a finaliser that the collector runs just then
         # does not wait for its own thread.
