@@ -882,6 +882,72 @@ def test_an_array_in_the_closure_is_named_with_the_remedy(pool):
     assert same([*handlepool.spread(closed_over, images(), devices=[1], to="host")], expected(pool))
 
 
+W = None
+
+
+def reads_a_global(x):
+    return conv(x, W)
+
+
+def reads_one_in_a_comprehension(x):
+    return [conv(x, w) for w in W.values()]
+
+
+def reads_one_in_a_function_that_it_names(x):
+    return (lambda y: reads_a_global(y))(x)
+
+
+class Reads:
+    def __call__(self, x):
+        return x + conv(x, W)
+
+
+def reads_a_model(x):
+    return conv(x, W.weights)
+
+
+@pytest.mark.parametrize(
+    ("function", "keep"),
+    [
+        (reads_a_global, lambda w: w),
+        (partial(reads_a_global), lambda w: w),
+        (handlepool.operation(reads_a_global), lambda w: w),
+        (reads_one_in_a_comprehension, lambda w: {"a": w}),
+        (reads_one_in_a_function_that_it_names, lambda w: w),
+        (Reads(), lambda w: w),
+        (Reads().__call__, lambda w: w),
+        (reads_a_model, lambda w: SimpleNamespace(weights=w)),
+    ],
+)
+@pytest.mark.parametrize("lanes", [8, None])
+def test_a_global_of_another_device_is_named_with_the_remedy_first(pool, monkeypatch, function, keep, lanes):
+    with pool.driver.device(0):
+        monkeypatch.setitem(globals(), "W", keep(pool.driver.asarray(WEIGHTS)))
+    says = r"item 1 failed on device 1: its global W is on another device; pass it in shared=, and take it as an argument after"
+    with pytest.raises(ItemError, match=says) as caught:
+        list(handlepool.spread(function, images(), devices=[0, 1], lanes=lanes))
+    assert isinstance(caught.value.__cause__, DeviceMismatchError)
+    assert str(caught.value).endswith(str(caught.value.__cause__))
+    assert len([*handlepool.spread(function, images(), devices=[0], lanes=lanes)]) == COUNT
+
+
+def test_an_array_of_another_device_that_is_not_found_is_told_with_the_remedy_too(pool):
+    holder = {}
+    with pool.driver.device(0):
+        holder["w"] = pool.driver.asarray(WEIGHTS)
+
+    class Hides:
+        def __getattr__(self, name):
+            return holder[name]
+
+    hides = Hides()
+    says = "device 1: an array that it does not get as an argument is on another device; pass it in shared="
+    with pytest.raises(ItemError, match=says):
+        list(handlepool.spread(lambda x: conv(x, hides.w), images(), devices=[0, 1]))
+    with pytest.raises(ItemError, match="item 0 failed on device 0: ValueError: another"):
+        next(handlepool.spread(lambda x: (_ for _ in ()).throw(ValueError("another")), images()))
+
+
 class Other:
     """Another library's array."""
 
