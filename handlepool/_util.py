@@ -320,6 +320,35 @@ def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None
                 left += reversed([*inside])
 
 
+MOST_DEEP = 100
+"""Containers inside each other, which a recursion over them still takes."""
+
+
+def check_ends(what: str, *values: object) -> None:
+    """Refuse lists, tuples and dictionaries that contain themselves, and those that lie too deep in others.
+
+    Raises
+    ------
+    ArgumentError
+        That begins with ``what``, as "f was given".
+    """
+    left: list[tuple[object, Iterator[object]]] = [(values, iter(values))]
+    within: set[int] = set()
+    while left:
+        value = next(left[-1][1], left)
+        if value is left:
+            within.discard(id(left.pop()[0]))
+        elif isinstance(value, (list, tuple, dict)) and value:
+            if id(value) in within:
+                raise ArgumentError(f"{what} a {kind_of(value)} that contains itself, which has no end: take it out of itself")
+            if len(left) > MOST_DEEP:
+                raise ArgumentError(
+                    f"{what} a {kind_of(value)} inside more than {MOST_DEEP} others: take it out of some of these"
+                )
+            within.add(id(value))
+            left.append((value, iter([*value.values()] if isinstance(value, dict) else [*value])))
+
+
 def _begins_plain(values: Iterable[Any]) -> bool:
     try:
         first = [*islice(values, 16)]

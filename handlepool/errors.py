@@ -22,7 +22,10 @@ class CaptureError(HandlePoolError, RuntimeError):
 
 
 class ForkedProcessError(HandlePoolError, RuntimeError):
-    """A pool was used in a child made by ``os.fork``; CUDA does not survive a fork, so start the child with spawn."""
+    """A forked child used a pool whose driver its parent had loaded.
+
+    CUDA does not survive ``os.fork``: start the child with spawn, or fork before anything uses CUDA.
+    """
 
 
 class PoisonedContextError(HandlePoolError, RuntimeError):

@@ -190,6 +190,7 @@ def cases(pool):
         "HandlePool.stats": case(pool.stats, device=0),
         "HandlePool.trim": case(pool.trim, captured=False),
         "ParallelStateExecutor": case(with_executor, 1, pool=pool, thread_name_prefix="x", initializer=None, initargs=()),
+        "ParallelStateExecutor.map": case(executor.map, plain, [x, x], [w, w]),
         "ParallelStateExecutor.shutdown": case(ParallelStateExecutor(1, pool=pool).shutdown, wait=True, cancel_futures=False),
         "ParallelStateExecutor.submit": case(submitted, plain, x, w, padding=1),
         "ParallelStates": case(ParallelStates, 2, pool=pool),

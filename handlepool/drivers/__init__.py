@@ -17,6 +17,7 @@ _loaded: dict[str, Driver] = {}
 # is imported may ask for it, too.
 _lock = threading.RLock()
 _inherited: dict[str, Driver] = {}  # what a forked child has of its parent's, to be kept and never used (guarantee 13)
+_forked: list[int] = []  # the process's number, in a forked child
 
 
 def choose(name: str | None = None) -> tuple[str, str]:
@@ -93,7 +94,12 @@ def load(name: str | None = None, *, strict: bool = False) -> Driver:
                     "the process that forked this one had used CUDA, which does not survive a fork: start the child with "
                     "multiprocessing.get_context('spawn'), or fork before CUDA is used"
                 )
-            if problem := available(name):
+            if (problem := available(name)) and name == "cuda" and _forked:
+                raise DriverNotAvailableError(
+                    f"the cuda driver ({reason}) cannot run in this forked process: {problem}. Where any library of the parent "
+                    f"has used CUDA, start the child with multiprocessing.get_context('spawn')"
+                )
+            if problem:
                 raise DriverNotAvailableError(
                     f"the {name} driver ({reason}) cannot run here: {problem}. "
                     f"On a machine without a GPU, set {VARIABLE}=host or pass driver='host'"
@@ -115,6 +121,7 @@ def replace(name: str, driver: Driver | None) -> Driver | None:
 def _after_fork() -> None:
     """Let a forked child make drivers of its own: the host driver's threads are gone."""
     _inherited.update(_loaded)
+    _forked[:] = [os.getpid()]
     _loaded.clear()
     _lock.release()
 

@@ -576,6 +576,9 @@ class Driver(Protocol):
     def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
         """Return the addresses of many arrays; raises AttributeError or TypeError for what is none of the driver's."""
 
+    def part(self, array: Any, address: int, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
+        """Return an array over the memory that another one lies in, whose first element is at an address."""
+
     def array_block(self, array: Any) -> object:
         """Return the block of memory that an array lies in: of `block_type`, or anything else where that is not known."""
 

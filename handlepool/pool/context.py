@@ -259,8 +259,18 @@ def place_of_call(inside: int = 1) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def process() -> int:
+    """Return a number that is another one in a forked child."""
+    return _forks
+
+
+_forks = 0
+
+
 def _after_fork() -> None:
     """Let a forked child be in the middle of nothing that its parent recorded (guarantee 13)."""
+    global _forks
+    _forks += 1
     thread.recording = thread.rehearsal = thread.launched = None
     recordings.clear()
 

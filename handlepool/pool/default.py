@@ -46,6 +46,9 @@ def set_default_pool(pool: HandlePool) -> None:
 
     It is for applications, which know what limits or checks they want. A library, as one of several, leaves the choice to them.
 
+    A forked child may set it anew where its parent has loaded the default pool's driver. `ParallelStates` that were made on the
+    former default pool go on with the new one. Arrays, programs, forks, and executors that have run something stay the parent's.
+
     Parameters
     ----------
     pool : HandlePool
@@ -56,7 +59,7 @@ def set_default_pool(pool: HandlePool) -> None:
     ArgumentError
         For what is no pool.
     OwnershipError
-        When there is a default pool: something has used it, or another one was set.
+        When there is a default pool: something has used it, or another one was set. Not in a forked child that cannot use it.
     PoolClosedError, ForkedProcessError, PoisonedContextError
         When the pool cannot be used.
     """
@@ -67,14 +70,19 @@ def set_default_pool(pool: HandlePool) -> None:
     with _default_lock:  # of two threads that come at once, the second is told
         if _default is pool:
             return
-        if _default is not None:
+        former = _default
+        if former is not None and not former.internals.status.forked:
             raise OwnershipError(
-                f"set_default_pool came too late: {_default!r} is the default pool, and others may have kept what is its. Set "
+                f"set_default_pool came too late: {former!r} is the default pool, and others may have kept what is its. Set "
                 f"yours at the start of the program, before the first call that is given no pool"
             )
         pool.internals.is_default = True
         pool.get_handle = get_handle  # type: ignore[method-assign]
         _default = pool
+        if former is not None:
+            # As where another pool stands in: whatever a library keeps of the parent's default pool is on this one.
+            former.internals = pool.internals
+            _unbind()
 
 
 @contextmanager

@@ -19,6 +19,8 @@ What a pool promises, and what the promise rests on:
 """
 
 import logging
+import os
+import threading
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -86,7 +88,7 @@ class PoolInternals:
         self.checked = checked
         self.plans: PlanCache[CachedPlan] = PlanCache(plan_limit)
         self.plan_files = plan_files
-        self.status = Status(self._end_hits)
+        self.status = Status(self._end_hits, loaded=not (choice is None or isinstance(choice, str)))
         self.current_device: Callable[[], int] = lambda: self.driver.current_device()
         self._choice = choice
         self._strict = strict
@@ -280,3 +282,16 @@ class PoolInternals:
             return f"<HandlePool {name}, closed>"
         held = "; ".join(f"device {ordinal}: {slots.describe()}" for ordinal, slots in sorted(self.devices.items()))
         return f"<HandlePool {name}{', ' if held else ''}{held}>"
+
+
+def _after_fork() -> None:
+    """Let a forked child load drivers, also where another thread of the parent was loading one.
+
+    Before Python 3.12 a `cached_property` has one lock for all objects of the class, which that thread has.
+    """
+    loading = vars(PoolInternals)["driver"]
+    if hasattr(loading, "lock"):
+        loading.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

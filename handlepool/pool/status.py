@@ -1,6 +1,6 @@
 """Whether a pool can be used, and what is said where it cannot.
 
-It cannot where it was closed, was inherited by a forked child, or lost its CUDA context.
+It cannot where it was closed, was inherited by a forked child after its driver was loaded, or lost its CUDA context.
 
 A hit asks none of this. Whatever makes a pool unusable ends its slots, so that no hit succeeds and every call comes here.
 """
@@ -24,23 +24,26 @@ class Status:
     ----------
     end_hits : callable
         Ends the pool's slots; calls nothing of CUDA.
+    loaded : bool
+        Whether the pool was given a driver that is made already.
 
     Attributes
     ----------
     unusable : bool
         Any of the next three.
     closed, forked : bool
-        Whether `close` was called; whether this is a child made by ``os.fork``, and the pool its parent's.
+        Whether `close` was called; whether this is a child made by ``os.fork``, and the pool's driver its parent's.
     poison : BaseException or None
         The error that the CUDA context was lost by.
     driver : Driver or None
         Once it is loaded.
     """
 
-    __slots__ = ("_end_hits", "closed", "driver", "forked", "poison", "unusable")
+    __slots__ = ("_end_hits", "_loaded", "closed", "driver", "forked", "poison", "unusable")
 
-    def __init__(self, end_hits: Callable[[], None]) -> None:
+    def __init__(self, end_hits: Callable[[], None], loaded: bool = False) -> None:
         self._end_hits = end_hits
+        self._loaded = loaded
         self.unusable = False
         self.closed = False
         self.forked = False
@@ -66,13 +69,21 @@ class Status:
         if not self.unusable:
             return
         if self.forked:
-            raise ForkedProcessError(
-                "this pool was made before os.fork, and CUDA does not survive a fork: start the child with "
-                "multiprocessing.get_context('spawn'), or make a HandlePool in the child before CUDA is used in the parent"
-            )
+            raise ForkedProcessError(f"this pool's driver was loaded before os.fork, and {self._remedy()}")
         if self.poison is not None:
             raise _poisoned(self.poison) from self.poison
         raise PoolClosedError(f"<HandlePool {self.driver_name}, closed> was closed; make a new HandlePool")
+
+    def _remedy(self) -> str:
+        if self.driver_name == "cuda":
+            return (
+                "CUDA does not survive a fork: start the child with multiprocessing.get_context('spawn'), or fork before "
+                "anything uses CUDA"
+            )
+        return (
+            "the driver's threads do not survive a fork: start the child with multiprocessing.get_context('spawn'), or make a "
+            "HandlePool in the child. There handlepool.set_default_pool(handlepool.HandlePool()) replaces the default pool"
+        )
 
     @property
     def driver_name(self) -> str:
@@ -137,9 +148,13 @@ class Status:
             _log.debug("the context is lost: %s", cause)
 
     def fork(self) -> None:
-        """Know that this is a forked child: nothing inherited is used or destroyed (guarantee 13)."""
-        self.forked = self.unusable = True
-        self._end_hits()
+        """Know that this is a forked child: nothing inherited is used or destroyed (guarantee 13).
+
+        A pool whose driver was not loaded has inherited nothing, and goes on.
+        """
+        if self._loaded or self.driver is not None:
+            self.forked = self.unusable = True
+            self._end_hits()
 
 
 def _poisoned(cause: BaseException) -> PoisonedContextError:

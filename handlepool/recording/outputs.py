@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import kind_of
+from handlepool._util import check_ends, kind_of
 from handlepool.drivers.protocol import Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.recording import tensors
@@ -47,7 +47,7 @@ class Results:
     ------
     ArgumentError
         For another structure, shape or type; for two arrays of ``out`` that share memory; for an output that is neither an array
-        nor a number, a string or None.
+        nor a number, a string or None, and for a container that contains itself.
     ArrayTypeError
         For an output, or an array of ``out``, that is not the driver's.
     DeviceMismatchError
@@ -60,7 +60,11 @@ class Results:
         self._device = device
         self._made: dict[tuple[int, int], Any] = {}
         self.copies: list[Copy] = []
-        self.value = self._entry(f"{name}: out", outputs, out)
+        try:
+            self.value = self._entry(f"{name}: out", outputs, out)
+        except RecursionError:
+            check_ends(f"{name} returned", outputs)
+            raise
         targets = [copy.target for copy in self.copies]
         self.pieces = [piece_of(driver, target) for target in targets]
         for one, other in overlapping(driver, targets):

@@ -218,18 +218,20 @@ class Program(Owned, Timed):
         Parameters
         ----------
         *args, **kwargs
-            What was given to `record`, in the same places; positional arguments without an array are left out. Arrays are of the
-            driver's kind, and torch's tensors where tensors were, of the same shapes, strides and types, on the same device.
-            Tensors are copied in the order of torch's current stream, too. Containers are nested alike: lists and
-            tuples of the same lengths (one may stand for the other), dictionaries of the same keys. None leaves an argument, or
-            an entry, as it is. Every value is read before the first is overwritten, so inputs can be swapped.
+            The arguments of `record`, in the same places. Those without an array have the recorded value, or the positional
+            ones among them are all left out, and keywords one by one. Arrays are of the driver's kind, and torch's tensors where
+            tensors were, of the same shapes, strides and types, on the same device. Tensors are copied in the order of torch's
+            current stream, too. Containers are nested alike: lists and tuples of the same lengths (one may stand for the other),
+            dictionaries of the same keys. None leaves an argument with arrays, or an entry, as it is. Every value is read before
+            the first is overwritten, so inputs can be swapped.
 
         Raises
         ------
         ArgumentError, ArrayTypeError, DeviceMismatchError
-            For what differs from what was recorded, by its place; for two values for one memory, as for an array that was
-            recorded in two places; for a recorded array itself, where it has another one's values since an update or a call: pass
-            None for these. For anything but None in the place of an array of another library than torch. Nothing is copied then.
+            For what differs from what was recorded, by its place, also in an argument without an array; for two values for one
+            memory, as for an array that was recorded in two places; for a recorded array itself, where it has another one's
+            values since an update or a call: pass None for these. For anything but None in the place of an array of another
+            library than torch. Nothing is copied then.
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
             As in `replay`.
         """

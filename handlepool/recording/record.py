@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from handlepool._util import as_integer, check_ran, flag, holds_values, leaves, shown
+from handlepool._util import as_integer, check_ends, check_ran, flag, holds_values, leaves, shown
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
@@ -103,7 +103,8 @@ def record(
         With ``plans`` on the host driver.
     ArgumentError
         For ``lanes`` that are no integer from 1 to 32, for ``plans`` that are neither True nor False, for a function that returns
-        nothing, a generator or a coroutine, and for iterators as arguments, which the first call would use up.
+        nothing, a generator or a coroutine, for iterators as arguments, which the first call would use up, and for a list, tuple
+        or dictionary that contains itself.
     ArrayTypeError
         For an array of objects that holds arrays.
     OutOfMemoryError
@@ -237,6 +238,7 @@ def _check(
         raise CaptureError(
             f"{name} cannot be recorded with lanes in the body of a fork: record it before the fork, or without lanes"
         )
+    check_ends(f"{name} was given", args, kwargs)
     for value in leaves(args, kwargs):
         if isinstance(value, MappingView):
             raise ArgumentError(f"{name} was given {shown(value)}, a view of a dictionary; pass the dictionary, or a list")

@@ -1,11 +1,13 @@
-"""The arrays that a program reads, and what may be copied into them."""
+"""The arguments that a function was recorded with: arrays are copied into those, all else is compared with them."""
 
+import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from types import BuiltinFunctionType, MethodType
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from handlepool._util import kind_of, leaves, shown
+from handlepool._util import attributes, holds_values, kind_of, leaves, shown
 from handlepool.drivers.protocol import ASARRAY, Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import MASKED, is_array
@@ -39,17 +41,26 @@ class Copy(NamedTuple):
     tensor: Any = None
 
 
+class Plain(NamedTuple):
+    """An argument that holds no array, as it was recorded."""
+
+    value: Any
+
+
 class Inputs:
     """The arguments that a function was recorded with, as they were then. Those without an array cannot be updated.
 
+    A call gives all positional arguments, or those with an array alone: their count says which is meant.
     Arrays of other libraries than torch have their places, too, and stay as they are.
     """
 
     def __init__(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kind = driver.array_types
-        self._positional = [_fixed(argument) for argument in args if _has_array(argument, kind)]
-        self._named = {name: _fixed(argument) for name, argument in kwargs.items() if _has_array(argument, kind)}
-        self._others = {*kwargs} - {*self._named}
+        self._all = [_fixed(argument) if _has_array(argument, kind) else Plain(_fixed(argument)) for argument in args]
+        self._positional = [value for value in self._all if type(value) is not Plain]
+        self._named = {
+            name: _fixed(argument) if _has_array(argument, kind) else Plain(_fixed(argument)) for name, argument in kwargs.items()
+        }
         self._replaced: dict[int, Piece] = {}  # of those that another array was copied into, by where they begin
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -57,7 +68,8 @@ class Inputs:
         for place, value in enumerate(self._positional):
             yield from _arrays(f"argument {place}", value)
         for name, value in self._named.items():
-            yield from _arrays(name, value)
+            if type(value) is not Plain:
+                yield from _arrays(name, value)
 
     def match(self, driver: Driver, name: str, device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Copy]:
         """Return what is to be copied, for `copy_all`.
@@ -65,41 +77,43 @@ class Inputs:
         Raises
         ------
         ArgumentError
-            For another structure, shape, strides or type, for two values for the same memory, for what was recorded as an array
-            of another library than torch, and for a recorded array that has another one's values by now.
+            For another structure, shape, strides or type, for another value of what is no array, for two values for the same
+            memory, for what was recorded as an array of another library than torch, and for a recorded array that has another
+            one's values by now.
         ArrayTypeError
             For what is no array of the driver's, and no tensor in the place of one.
         DeviceMismatchError
             For an array on another device.
         """
-        if len(args) > len(self._positional):
-            raise ArgumentError(
-                f"{name} was recorded with {len(self._positional)} positional arguments that are arrays, or lists, tuples and "
-                f"dictionaries with arrays (what an object holds is none), and was given {len(args)}; leave all others out, "
-                f"which stay as they were"
-                + (f", and give {', '.join(self._named)} by keyword, as when it was recorded" if self._named else "")
-            )
-        if len(args) < len(self._positional) and not kwargs:
-            raise ArgumentError(
-                f"{name} was recorded with {len(self._positional)} positional arguments that hold arrays, and was given "
-                f"{len(args)}; pass None for what is to stay as it is"
-            )
+        recorded, count = self._positional, len(args)
+        if count != len(recorded):
+            if count == len(self._all):
+                recorded = self._all
+            elif count > len(recorded) or not kwargs:
+                self._refuse(name, count)
         unknown = [key for key in kwargs if key not in self._named]
-        if unknown and unknown[0] in self._others:
-            raise ArgumentError(
-                f"{name} was recorded with {unknown[0]}, which is no array, nor a list or dictionary with one, and stays as it "
-                f"was: leave it out, or record again"
-            )
         if unknown:
-            there = f"its keywords are {', '.join(self._named)}" if self._named else "all of its arrays were positional"
-            raise ArgumentError(f"{name} was not recorded with an array by the keyword {unknown[0]!r}: {there}")
-        places = [(f"argument {place}", old, new) for place, (old, new) in enumerate(zip(self._positional, args, strict=False))]
+            there = f"its keywords are {', '.join(self._named)}" if self._named else "all of its arguments were positional"
+            raise ArgumentError(f"{name} was not recorded with the keyword {unknown[0]!r}: {there}")
+        places = [(f"argument {place}", old, new) for place, (old, new) in enumerate(zip(recorded, args, strict=False))]
         places += [(key, self._named[key], new) for key, new in kwargs.items()]
         copies = [copy for place, old, new in places for copy in _copies(driver, f"{name}: {place}", device, old, new)]
         _check_values(driver, name, copies)
         for copy in copies if self._replaced else ():
             self._check_kept(driver, name, copy)
         return [copy for copy in copies if copy.shift]
+
+    def _refuse(self, name: str, count: int) -> NoReturn:
+        """Refuse as many positional arguments as there were neither in all nor with arrays."""
+        there, arrays = len(self._all), len(self._positional)
+        few = arrays != there
+        text = f"{name} was recorded with {there} positional arguments"
+        if few:
+            text += f", {arrays} of which are arrays, or lists, tuples and dictionaries with arrays"
+        fix = [f"give all of them{f', or those {arrays} alone' if few else ''}"] if there else []
+        fix += [f"give {', '.join(self._named)} by keyword"] if self._named else []
+        text += f", and was given {count}: {', and '.join(fix) or 'give none'}"
+        raise ArgumentError(f"{text}. None stands for an array that is to stay as it is")
 
     def _check_kept(self, driver: Driver, name: str, copy: Copy) -> None:
         """Refuse an input that was overwritten, and a part of one: who passes it may mean the values that it had.
@@ -190,8 +204,12 @@ def is_foreign(value: Any) -> bool:
 
 def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iterator[Copy]:
     if new is None:
-        return
-    if isinstance(old, (tuple, dict)):
+        # None may be a value of its own where there is no array: it says that an array stays, and that an entry does.
+        if type(old) is Plain and old.value is not None:
+            _check_unchanged(driver, place, old.value, new)
+    elif type(old) is Plain:
+        yield from _copies(driver, place, device, old.value, new)
+    elif isinstance(old, (tuple, dict)):
         for key in keys_of(place, old, new):
             yield from _copies(driver, f"{place}[{shown(key)}]", device, old[key], new[key])
     elif isinstance(old, driver.array_types):
@@ -262,10 +280,41 @@ def _check_unchanged(driver: Driver, place: str, old: Any, new: Any) -> None:
             f"write to it: record with what {_converters(driver)} makes of it, or pass None here and have its own "
             f"library write to it"
         )
-    if not (type(new) is type(old) and isinstance(old, PLAIN) and new == old):
+    if not same(old, new):
+        was, now = shown(old), shown(new)
         raise ArgumentError(
-            f"{place} was recorded as a {kind_of(old)}, which is no array and stays as it is; pass None, or record again"
+            f"{place} was recorded as {was} and is now {'another ' if was == now else ''}{now}; what is no array stays as it was "
+            f"recorded: give the same, or record again"
         )
+
+
+def same(old: Any, new: Any) -> bool:
+    """Whether two values, which are no arrays, mean the same to a function: one object, or equal ones of one type.
+
+    Signs of zeros count, and no comparison is called that a class of the user's has: it may be one of elements, or take a lock.
+    Of what can change, only the object itself is the same: how it was when it was recorded is not known.
+    """
+    kind = type(old)
+    if new is old:
+        return True
+    if type(new) is not kind:
+        return False
+    if isinstance(old, np.generic):
+        return old.dtype == new.dtype and old.tobytes() == new.tobytes() and bool(old.dtype.kind == "V" or old == new)
+    if kind in (int, bool, str, bytes):
+        return bool(old == new)
+    if kind in (float, complex):
+        return bool(old == new) and repr(old) == repr(new)
+    if kind is slice:
+        return same((old.start, old.stop, old.step), (new.start, new.stop, new.step))
+    if isinstance(old, tuple):
+        return len(old) == len(new) and all(map(same, old, new))
+    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+        return same((*attributes(old),), (*attributes(new),))
+    if kind in (MethodType, BuiltinFunctionType):
+        return bool(old == new)
+    known = str(kind.__module__).partition(".")[0] in (*sys.stdlib_module_names, "numpy") and kind.__hash__ is not None
+    return known and not any(map(holds_values, leaves(old, calls=True))) and (old == new) is True
 
 
 def _converters(driver: Driver) -> str:

@@ -10,8 +10,9 @@ Nothing has to be shut down for that: a worker's side slots are released with it
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
+from functools import partial
 from sys import modules
 from types import ModuleType
 from typing import Any, TypeVar
@@ -19,8 +20,8 @@ from typing import Any, TypeVar
 from handlepool._util import as_integer, check_ran, shown
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
-from handlepool.errors import ArgumentError, CaptureError
-from handlepool.pool.context import on_device, run_on, thread
+from handlepool.errors import ArgumentError, CaptureError, ForkedProcessError
+from handlepool.pool.context import on_device, process, run_on, thread
 from handlepool.pool.default import check_pool, default_pool
 from handlepool.pool.deferred import abandon, defer, deferred, settle
 from handlepool.pool.device import DeviceSlots
@@ -75,6 +76,8 @@ class ParallelStateExecutor(Executor):
         check_pool("ParallelStateExecutor", pool)
         self._pool = pool  # another may stand in for it, for tests: a task keeps to the internals that it began with
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix, initializer or _nothing, initargs)
+        # The process that its threads belong to, once it may have some.
+        self._began: int | None = None
         self._leases = _Leases()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "StreamFuture[T]":
@@ -106,8 +109,17 @@ class ParallelStateExecutor(Executor):
             When the current stream is being captured: a worker's work would not be a part of it.
         PoolClosedError, RuntimeError
             After the pool's `close`, or the executor's `shutdown`.
+        ForkedProcessError
+            In a forked child, where the executor has run something before the fork.
         """
         pool = self._pool.internals
+        if self._began != process():
+            if self._began is not None:
+                pool.status.check()
+                raise ForkedProcessError(
+                    "this executor's threads did not survive os.fork: make a ParallelStateExecutor in the child"
+                )
+            self._began = process()
         try:
             if opened:
                 follow_branches(pool, fn, args, kwargs)
@@ -139,6 +151,33 @@ class ParallelStateExecutor(Executor):
         inner.add_done_callback(lambda ended: _pass_on(ended, call))
         settle(self._pending, Task.settle)
         return future
+
+    def map(  # type: ignore[override]
+        self, fn: Callable[..., T], /, *iterables: Iterable[Any], **kwargs: Any
+    ) -> Iterator[T]:
+        """Run ``fn`` over the iterables, as `concurrent.futures.Executor.map`, each call a task.
+
+        Parameters
+        ----------
+        fn : callable
+        *iterables : iterable
+            Of its positional arguments, one entry of each for a call. The shortest says how many calls there are.
+        **kwargs
+            For the function, the same in every call. `map` keeps the names ``timeout``, ``chunksize`` and ``buffersize``, which
+            `concurrent.futures.Executor.map` explains: bind these with `functools.partial`.
+
+        Returns
+        -------
+        iterator
+            Of the results, in order. Each makes the current stream wait for the GPU, as `StreamFuture.result` does.
+
+        Raises
+        ------
+        ArgumentError, CaptureError, PoolClosedError, RuntimeError
+            As in `submit`.
+        """
+        own = {name: kwargs.pop(name) for name in ("timeout", "chunksize", "buffersize") if name in kwargs}
+        return super().map(partial(fn, **kwargs) if kwargs else fn, *iterables, **own)
 
     def _task(self, pool: PoolInternals, torch: ModuleType | None) -> Task:
         pool.status.check()
@@ -255,7 +294,7 @@ class ParallelStateExecutor(Executor):
             Whether to cancel the tasks that have not started.
         """
         self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
-        if not wait or self._pool.internals.status.forked:
+        if not wait or self._inherited():
             return
         while self._pending:
             task = self._pending.popleft()
@@ -276,6 +315,10 @@ class ParallelStateExecutor(Executor):
                 with on_device(device.driver, device.device):
                     device.sides.destroy_free()
 
+    def _inherited(self) -> bool:
+        """Whether its threads and its tasks are of the process that forked this one."""
+        return self._pool.internals.status.forked or self._began not in (None, process())
+
     def __reduce__(self) -> Any:
         """Refuse to be copied: two would have the same threads."""
         raise TypeError("a ParallelStateExecutor owns threads and streams and cannot be copied or pickled; make another one")
@@ -283,8 +326,7 @@ class ParallelStateExecutor(Executor):
     def __del__(self, _defer: Callable[[Any], None] = deferred.extend, _abandon: Callable[[Any], None] = abandon) -> None:
         if not hasattr(self, "_events"):  # it was never made
             return
-        pool: HandlePool | None = getattr(self, "_pool", None)  # None where the arguments were refused
-        if pool is not None and pool.internals.status.forked:  # guarantee 13
+        if hasattr(self, "_leases") and self._inherited():  # guarantee 13; without leases its arguments were refused
             _abandon((self._pending, self._events))
             return
         _defer([*(task.settle for task in self._pending), *(events.settle for events in self._events.values())])

@@ -351,7 +351,9 @@ class Fork:
                 order_streams(self._pool, self._ordinal, self._pointer, torch.current_stream(self._ordinal))
         return arrays[0] if len(arrays) == 1 else arrays
 
-    def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
+    def map(
+        self, function: Callable[..., T], /, *iterables: Iterable[Any], out: Iterable[Any] | None = None, **kwargs: Any
+    ) -> list[T]:
         """Run ``function`` over the iterables, each call a branch; the results in order.
 
         It does what as many calls of `run` do, with two differences for a graph function over lists, tuples and ranges. The
@@ -361,13 +363,15 @@ class Fork:
         Parameters
         ----------
         function : callable
-            `map` takes no keyword arguments for it: bind those with `functools.partial`, or call it in a lambda.
         *iterables : iterable
             Of its positional arguments, one entry of each for a call. They are equally long, but for `itertools.repeat`, `count`
             and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
             other iterables or ``out``, it is read to its end before the first call.
         out : iterable of array, optional
             What each call is to write to, its ``out``.
+        **kwargs
+            For the function, the same in every call, as ``padding=1``. `map` keeps the name ``out`` alone: bind one ``out`` for
+            all calls with `functools.partial`.
 
         Returns
         -------
@@ -381,6 +385,8 @@ class Fork:
         OwnershipError, PoolClosedError
             As in `run`.
         """
+        if kwargs:
+            function = partial(function, **kwargs)
         given = out is not None
         sources = (*iterables, out) if out is not None else iterables
         if len(sources) > 1:

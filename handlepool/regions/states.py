@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from handlepool._util import as_integer, bound_call, check_ran, flag, shown
 from handlepool.errors import ArgumentError, OwnershipError, StateBusyError, StateIndexError
-from handlepool.pool.context import thread
+from handlepool.pool.context import process, thread
 from handlepool.pool.default import check_pool, default_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
@@ -53,7 +53,7 @@ class ParallelStates:
         check_pool("ParallelStates", pool)
         self.pool = pool
         self._pace = Pace()
-        self._locks: dict[tuple[int, int], threading.Lock] = {}
+        self._locks: dict[tuple[int, int, int], threading.Lock] = {}
 
     def __len__(self) -> int:
         return self.count
@@ -80,19 +80,23 @@ class ParallelStates:
         """
         return Fork(self.pool.internals, self.count, stream, ordered=flag("ordered", ordered), pace=self._pace)
 
-    def map(self, function: Callable[..., T], *iterables: Iterable[Any], out: Iterable[Any] | None = None) -> list[T]:
+    def map(
+        self, function: Callable[..., T], /, *iterables: Iterable[Any], out: Iterable[Any] | None = None, **kwargs: Any
+    ) -> list[T]:
         """Run ``function`` over the iterables, each call a branch; results in order, ready on the caller's stream.
 
         Parameters
         ----------
         function : callable
-            `map` takes no keyword arguments for it: bind those with `functools.partial`, or call it in a lambda.
         *iterables : iterable
             Of its positional arguments, one entry of each for a call. They are equally long, but for `itertools.repeat`, `count`
             and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
             other iterables or ``out``, it is read to its end before the first call.
         out : iterable of array, optional
             What each call is to write to, its ``out``.
+        **kwargs
+            For the function, the same in every call, as ``padding=1``. `map` keeps the name ``out`` alone: bind one ``out`` for
+            all calls with `functools.partial`.
 
         Returns
         -------
@@ -110,7 +114,7 @@ class ParallelStates:
         free when none of them is left.
         """
         with Fork(self.pool.internals, self.count, once=True) as fork:
-            return fork.map(function, *iterables, out=out)
+            return fork.map(function, *iterables, out=out, **kwargs)
 
     def with_state(self, index: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run ``function(state, *args, **kwargs)`` on the state of an index, forked and joined at once.
@@ -145,7 +149,8 @@ class ParallelStates:
         if not 0 <= number < self.count:
             raise StateIndexError(f"state {shown(index)} of {self.count}: the index must be 0 to {self.count - 1}")
         self.pool.internals.status.check()
-        lock = self._locks.setdefault((self.pool.driver.current_device(), number), threading.Lock())
+        # A lock that a thread of the parent had stays locked in a forked child, which has locks of its own.
+        lock = self._locks.setdefault((process(), self.pool.driver.current_device(), number), threading.Lock())
         # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another. It is
         # counted before the lock is taken and until after it is released, so that a finaliser that the collector runs just then
         # does not wait for its own thread.

@@ -1,14 +1,20 @@
 """What the items of a spread may hold, and what of them a program is for."""
 
 from collections.abc import Callable, Hashable
+from functools import partial
+from inspect import unwrap
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 
-from handlepool._util import attributes, kind_of, leaves, shown
+from handlepool._util import attributes, bound_call, check_ends, kind_of, leaves, shown
 from handlepool.drivers.protocol import ASARRAY, Driver
 from handlepool.errors import ArrayTypeError
 from handlepool.recording.update import PLAIN, is_foreign
+
+MOST_FUNCTIONS = 100
+"""Whose globals are looked at."""
 
 
 def rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
@@ -43,6 +49,7 @@ def check_copied(place: str, value: Any, driver: Driver, *, inside: bool) -> Non
 
     With ``inside`` also for one of the driver's inside an object: nothing would order its use after whoever writes it.
     """
+    check_ends(f"{place} holds", value)
     for leaf in leaves(value):
         if isinstance(leaf, np.ma.MaskedArray):
             raise ArrayTypeError(f"{place} holds {shown(leaf)}, whose mask is not copied to devices: pass its data and its mask")
@@ -64,6 +71,32 @@ def check_copied(place: str, value: Any, driver: Driver, *, inside: bool) -> Non
                     f"{place} holds a {kind_of(leaf)} with {shown(array)} in it, which is not copied to devices: pass arrays in "
                     f"lists, tuples and dictionaries"
                 )
+
+
+def global_elsewhere(function: Any, is_elsewhere: Callable[[Any], bool]) -> str | None:
+    """Return the name of a global with such an array that a function reads, or a function that it names; None for none."""
+    left, seen = [function], set[int]()
+    while left:
+        call = left.pop()
+        while isinstance(call, partial):
+            call = call.func
+        call = bound_call(unwrap(call))
+        call = unwrap(getattr(call, "__func__", call))
+        if not isinstance(call, FunctionType) or id(call) in seen:
+            continue
+        seen.add(id(call))
+        codes = [call.__code__]
+        for code in codes:  # it grows by lambdas, comprehensions and functions inside
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        for name in dict.fromkeys([name for code in codes for name in code.co_names if name in call.__globals__]):
+            value = call.__globals__[name]
+            if isinstance(value, ModuleType):
+                continue
+            if any(map(is_elsewhere, leaves(value, attributes(value)))):
+                return name
+            if callable(value) and len(seen) < MOST_FUNCTIONS:
+                left.append(value)
+    return None
 
 
 def steps(array: Any) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.program import Program
-from handlepool.spreading.items import check_copied, rebuilt
+from handlepool.spreading.items import check_copied, global_elsewhere, rebuilt
 from handlepool.spreading.station import Eager, Flight, Station
 
 T = TypeVar("T")
@@ -62,13 +62,15 @@ def spread(
     function : callable
         As for `record`: it gives the same work for each item of a geometry. A program's first item is computed twice, so it
         should do nothing but compute. Where it cannot be recorded it runs eagerly, from then on and on all devices, and a
-        ``RuntimeWarning`` says why, once. Arrays in its closure must be on the one device in use; globals are not looked at. It
-        must not copy from the host: what it needs of there belongs in ``shared``.
+        ``RuntimeWarning`` says why, once. Arrays in its closure must be on the one device in use; globals are looked at
+        where an item fails by an array of another device, to name it. The function must not copy from the host: what it needs of
+        there belongs in ``shared``.
     items : iterable
         Arrays of NumPy's or of the driver's, on any device, also in lists, tuples and dictionaries; a tuple stays one argument.
         They are taken as devices come to be free, and may be overwritten when the next one is taken, page-locked ones, too, and
         those on a device by the stream that was current there. An item that holds anything else runs eagerly; arrays of the
         driver's are not looked for in there to be copied, but refused. One of another device has no gaps between its elements.
+        Arrays of one item that share memory share it on the device, too.
     shared : sequence
         Further arguments, weights say: read by all calls, and written by none. Their arrays are copied to each device once, and
         used as they are where they lie.
@@ -156,7 +158,7 @@ def spread(
     eager = Eager(name)
     rest = name, function, tuple(shared), None if lanes is None else as_integer(lanes), to == "host", eager
     stations = [Station(pool, device, *rest) for device in chosen]
-    return Spread(pool, name, stations, items, to == "host", in_flight, errors == "raise", on_done, shows)
+    return Spread(pool, name, function, stations, items, to == "host", in_flight, errors == "raise", on_done, shows)
 
 
 def _chosen(driver: Driver, name: str, devices: Any) -> list[int]:
@@ -229,6 +231,7 @@ class Spread(Iterator[Any]):
         self,
         pool: HandlePool,
         name: str,
+        function: Callable[..., Any],
         stations: Sequence[Station],
         items: Iterable[Any],
         host: bool,
@@ -238,6 +241,8 @@ class Spread(Iterator[Any]):
         shows: bool,
     ) -> None:
         self._status = pool.internals.status
+        self._driver = pool.driver
+        self._function = function
         self._name = name
         self._items = iter(items)
         self._total = length_hint(items) if shows else 0  # what has no length may say so only when it is asked
@@ -411,9 +416,20 @@ class Spread(Iterator[Any]):
 
     def _failed(self, index: int, device: int, error: Exception) -> ItemError:
         self._status.diagnose(error)
-        failed = ItemError(f"spread({self._name}): item {index} failed on device {device}: {type(error).__name__}: {error}")
+        remedy = self._remedy(device, error)
+        failed = ItemError(
+            f"spread({self._name}): item {index} failed on device {device}: {remedy}{type(error).__name__}: {error}"
+        )
         failed.index, failed.device, failed.__cause__ = index, device, error
         return failed
+
+    def _remedy(self, device: int, error: Exception) -> str:
+        """Return a sentence for an array of another device that the function reads, where an error says that it met one."""
+        if not (isinstance(error, DeviceMismatchError) or (isinstance(error, ValueError) and "current device" in str(error))):
+            return ""
+        name = global_elsewhere(self._function, lambda value: _device_of(self._driver, value) not in (None, device))
+        read = "an array that it does not get as an argument" if name is None else f"its global {name}"
+        return f"{read} is on another device; pass it in shared=, and take it as an argument after the item. "
 
     def _wait(self, stations: "Stations", flight: Flight) -> None:
         """Wait for an item, and give others meanwhile to devices that come to be free."""

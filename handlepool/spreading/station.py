@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import do_all, frames_inside, kind_of, leaves
+from handlepool._util import check_ends, do_all, frames_inside, kind_of, leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, Stream
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.context import on_device, run_on
@@ -37,6 +37,7 @@ from handlepool.recording.update import copy_all, is_foreign
 from handlepool.regions.data_order import before, opened
 from handlepool.regions.plain_calls import pieces_of
 from handlepool.spreading.items import check_copied, geometry, itself, rebuilt, steps
+from handlepool.spreading.together import copier, relation, runs_apart
 from handlepool.tensors.layout import one_run
 
 MOST_PROGRAMS = 8
@@ -87,16 +88,19 @@ class Way:
         What the outputs were returned in.
     results : list of tuple
         Shape, strides and type of each result.
+    sizes : list of int
+        Bytes of each input.
     plain : bool
         Whether the outputs have one run of bytes each.
     spare : list of tuple
         Copies of items, and with results for the host what these are copied from, that no item in flight has.
     """
 
-    __slots__ = ("inputs", "key", "outputs", "plain", "program", "results", "returned", "spare")
+    __slots__ = ("inputs", "key", "outputs", "plain", "program", "results", "returned", "sizes", "spare")
 
     def __init__(self, driver: Driver, key: Hashable, program: Program, inputs: list[Any]) -> None:
         self.key, self.program, self.inputs, self.returned = key, program, inputs, program.outputs
+        self.sizes = [each.nbytes for each in inputs]
         found, kind = [*leaves(self.returned)], driver.array_types[0]
         self.outputs: list[Any] = [*{id(each): each for each in found if type(each) is kind}.values()]
         self.results = [(each.shape, steps_without_gaps(each), each.dtype) for each in self.outputs]
@@ -206,8 +210,12 @@ class Station:
             arrays, key, near = [item], (self._kind, (item.shape, item.strides, item.dtype)), True
         else:
             arrays = self._plain(item)
-            key = None if arrays is None else (type(arrays[0]), geometry(item))
-            near = arrays is not None and self._near(arrays)
+            try:
+                key = None if arrays is None else (type(arrays[0]), geometry(item))
+            except RecursionError:
+                check_ends(f"item {index} holds", item)
+                raise
+            near = arrays is not None and key in self._ways and self._near(arrays, self._ways[key])
         way = self._ways.get(key)
         if way is None or arrays is None or not near or opened or self._eager.always:
             flight = self._give(index, item, arrays, key)
@@ -225,7 +233,7 @@ class Station:
             kept: list[Any] = [item]
             check_copied(f"item {index}", item, driver, inside=True)
             try:
-                staged = self._on(0, rebuilt, item, partial(self._brought, caller, False))
+                staged = self._on(0, self._staged, item, caller)
                 kept.append(staged)
                 self._order(0, 1)
                 value = self._on(1, self._compute, staged, caller, kept)
@@ -304,9 +312,12 @@ class Station:
         kinds = {*map(type, found)}
         return found if kinds in self._kinds else None
 
-    def _near(self, arrays: list[Any]) -> bool:
-        """Whether arrays can be copied here as they are: from pageable memory, or all from one device."""
+    def _near(self, arrays: list[Any], way: Way) -> bool:
+        """Whether arrays can be copied here as they are: from pageable memory, or all from one device, and each by itself."""
         driver = self._driver
+        # A list in two places has its arrays once here.
+        if len(way.sizes) > 1 and (len(arrays) != len(way.sizes) or not runs_apart(driver, arrays, way.sizes)):
+            return False
         if type(arrays[0]) is np.ndarray:
             with driver.relaxed():
                 return not any(map(driver.page_locked, arrays))
@@ -315,7 +326,7 @@ class Station:
     def _learn(self, arrays: list[Any], key: Hashable, staged: Any) -> None:
         """Let items like this one, which was copied and went to a program, go the short way, where they can."""
         copies = [*leaves(staged)]
-        way = self._programs.get(geometry(staged))
+        way = self._programs.get((geometry(staged), ()))
         if way is None or not way.plain or not len(arrays) == len(copies) == len(way.inputs):
             return
         for array, copy, target in zip(arrays, copies, way.inputs, strict=True):
@@ -483,10 +494,14 @@ class Station:
 
     # Copies
 
-    def _brought(self, caller: Stream, shared: bool, value: Any) -> Any:
+    def _staged(self, item: Any, caller: Stream) -> Any:
+        """Return an item with copies on this device of its arrays, which share memory as they do."""
+        return rebuilt(item, copier(self._driver, item, partial(self._brought, caller, False)))
+
+    def _brought(self, caller: Stream, shared: bool, value: Any, target: Any = None) -> Any:
         """Return an array's copy on this device by the current stream, which brings; what is no array as it is.
 
-        What is shared and lies here is not copied.
+        The copy is the target where one is given. What is shared and lies here is not copied.
         """
         driver = self._driver
         array: Any
@@ -495,6 +510,8 @@ class Station:
                 array = driver.asarray(value)
                 if driver.page_locked(value):  # it is still to be read, and may be overwritten for the next item
                     driver.synchronize_stream(self._streams[0].ptr)
+            if target is not None:
+                driver.copy(target, array)
             return array
         if not isinstance(value, driver.array_types):
             return value
@@ -508,7 +525,7 @@ class Station:
         self._wait(source, caller.ptr, self.device, brings)
         if shared and source == self.device:
             return array
-        target = new_like(driver, array)
+        target = new_like(driver, array) if target is None else target
         if source == self.device:
             driver.copy(target, array)
         elif not array.size or steps(target) == steps(array):
@@ -560,7 +577,7 @@ class Station:
         if plain or not [*leaves(staged)]:  # a program would go on with the values that it was recorded with
             self._eager.say(f"an item holds a value of type {plain[0]}, which is no array" if plain else "an item holds no array")
             return None
-        key = geometry(staged)
+        key = geometry(staged), relation(driver, staged)
         way = self._programs.pop(key, None)
         if way is None:
             while len(self._programs) >= MOST_PROGRAMS:
@@ -573,7 +590,7 @@ class Station:
 
             call.__qualname__ = self._name
             try:
-                inputs = rebuilt(staged, self._own)  # its own: it overwrites them
+                inputs = rebuilt(staged, copier(driver, staged, self._own))  # its own: it overwrites them
                 program = record(call, inputs, pool=self._pool, lanes=self._lanes)
             except CaptureError as error:
                 self._eager.always = True
@@ -583,7 +600,7 @@ class Station:
         self._programs[key] = way
         return way.program
 
-    def _own(self, array: Any) -> Any:
-        copy = new_like(self._driver, array)
+    def _own(self, array: Any, target: Any = None) -> Any:
+        copy = new_like(self._driver, array) if target is None else target
         self._driver.copy(copy, array)
         return copy

@@ -116,6 +116,17 @@ def share_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
         return True
 
 
+def bytes_at(begin: int, end: int, owner: object) -> np.ndarray[Any, Any]:
+    """Return the host's memory from one address to another one as an array of bytes, which keeps its owner."""
+    return np.asarray(_Bytes(begin, end, owner))
+
+
+class _Bytes:
+    def __init__(self, begin: int, end: int, owner: object) -> None:
+        self.owner = owner
+        self.__array_interface__ = {"data": (begin, False), "shape": (end - begin,), "typestr": "|u1", "version": 3}
+
+
 def piece(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Piece:
     """Return the memory of an array by its geometry; nothing, at its address, for one without elements."""
     shape, strides = tuple(shape), tuple(strides)

@@ -174,6 +174,45 @@ def test_with_all_there_the_cuda_driver_is_taken(with_stubs):
     assert done.stdout == "cuda\n", done.stderr
 
 
+FORKED = """
+import os, handlepool
+states = handlepool.ParallelStates(2)
+{parent}
+if not (child := os.fork()):
+    replace = lambda: handlepool.set_default_pool(handlepool.HandlePool())
+    for ask in (lambda: states.map(int, [1]), replace, handlepool.get_handle):
+        try:
+            ask()
+            print("done")
+        except handlepool.HandlePoolError as error:
+            print(f"{{type(error).__name__}}: {{error}}")
+    os.sys.stdout.flush()
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+SPAWN = "start the child with multiprocessing.get_context('spawn')"
+
+
+def test_g13_where_the_parent_has_loaded_the_cuda_driver_its_child_is_told_to_be_spawned(with_stubs):
+    parent = "handlepool.default_pool().driver"
+    first, *then = with_stubs(FORKED.format(parent=parent), runtime=ONE_GPU, cudnn=LIBRARY).stdout.splitlines()
+    assert first == (
+        "ForkedProcessError: this pool's driver was loaded before os.fork, and CUDA does not survive a fork: "
+        f"{SPAWN}, or fork before anything uses CUDA"
+    )
+    assert then[0] == "done"
+    assert then[1].startswith("ForkedProcessError: the process that forked this one had used CUDA")
+    assert SPAWN in then[1]
+
+
+def test_g13_where_another_library_has_used_cuda_before_the_fork_the_child_is_told_what_that_may_be(with_stubs):
+    first, *_ = with_stubs(FORKED.format(parent=""), runtime=NO_DRIVER, cudnn=LIBRARY).stdout.splitlines()
+    assert first == (
+        "DriverNotAvailableError: the cuda driver (the default; HANDLEPOOL_DRIVER is not set) cannot run in this forked process: "
+        "no usable NVIDIA GPU (cudaErrorInsufficientDriver). Where any library of the parent has used CUDA, " + SPAWN
+    )
+
+
 @pytest.mark.cupy
 def test_the_cuda_driver_asked_for_without_a_visible_gpu_says_so():
     pytest.importorskip("cupy")

@@ -387,7 +387,9 @@ def test_a_lost_context_is_one_clear_error_and_a_clean_exit(first):
 # 10, 13. The process's end
 
 
-@pytest.mark.parametrize("name", ["daemon_threads", "return_code", "forked", "multiprocessing_spawn"])
+@pytest.mark.parametrize(
+    "name", ["daemon_threads", "return_code", "forked", "multiprocessing_spawn", "preloaded", "forkserver_preload"]
+)
 def test_g10_g13_a_process_ends_with_its_own_return_code_and_nothing_on_standard_error(name):
     done = run(HERE.parent / "harness" / "exits.py", name, HANDLEPOOL_DRIVER="cuda")
     assert (done.returncode, done.stderr) == (7 if name == "return_code" else 0, "")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.aliases import ALIASES, base, in_place
 
 import handlepool
 from handlepool import DeviceMismatchError, ItemError
@@ -16,6 +17,7 @@ from handlepool.spreading.station import Station
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
 COUNT = 12
+W = None
 
 
 def conv(x, w):
@@ -304,3 +306,25 @@ def test_further_items_go_the_short_way_and_give_the_same(pool, stream, images, 
             assert len(went) == 1
             assert same([y["y"] for y in got], first)
             assert same([y["z"][0] for y in got], second)
+
+
+@pytest.mark.parametrize("kind", ["numpy", 0, pytest.param(1, marks=pytest.mark.two_gpus)])
+@pytest.mark.parametrize("name", ALIASES)
+def test_arrays_of_an_item_share_memory_on_the_device_as_they_do(pool, name, kind):
+    if kind == 1 and "between" in name:
+        pytest.skip("arrays with gaps are not brought from another device")
+    items = [ALIASES[name](base(value)) for value in range(4)]
+    expected = [[y.tolist() for y in in_place(item)] for item in items]
+    items = [ALIASES[name](base(value)) for value in range(4)]
+    if kind != "numpy":
+        with cupy.cuda.Device(kind):
+            items = [ALIASES[name](cupy.asarray(base(value))) for value in range(4)]
+    got = [*handlepool.spread(in_place, items, devices=[0], to="host")]
+    assert [[y.tolist() for y in ys] for ys in got] == expected
+
+
+@pytest.mark.two_gpus
+def test_a_global_of_another_device_is_named_with_the_remedy_first(pool, images, weights, monkeypatch):
+    monkeypatch.setitem(globals(), "W", weights)
+    with pytest.raises(ItemError, match="item 1 failed on device 1: its global W is on another device; pass it in shared="):
+        list(handlepool.spread(lambda x: conv(x, W), images, devices=[0, 1]))

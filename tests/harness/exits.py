@@ -8,14 +8,16 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import threading
+import traceback
 import types
 import warnings
 from concurrent.futures import wait
 
 import handlepool
-from handlepool import ForkedProcessError, ParallelStateExecutor, ParallelStates, PoolClosedError
+from handlepool import ForkedProcessError, OwnershipError, ParallelStateExecutor, ParallelStates, PoolClosedError
 
 ASKING = {"current_device", "current_stream", "owns_stream"}
 """Driver calls that only read what this process knows."""
@@ -397,6 +399,139 @@ def multiprocessing_spawn():
     return 0
 
 
+def _child(function, *args):
+    """Call a function in a child made by os.fork, and end there; a child that hangs is ended."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(TIMEOUT)
+            function(*args)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 0, status
+
+
+def preloaded():
+    """Workers forked after the import of an application that has used no device: all that it made works, in each and here."""
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import preloaded as application
+
+    def worker():
+        application.serve()
+        _child(_refused)  # the worker has used a device: its own children are told
+
+    for _ in range(2):
+        _child(worker)
+    application.serve(preloaded=False)
+    application.executor.shutdown()
+    return 0
+
+
+def forkserver_preload():
+    """The same under the forkserver of multiprocessing, which imports the application before it forks."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    import preloaded as application
+
+    for _ in range(2):
+        process = context.Process(target=application.serve)
+        process.start()
+        process.join(TIMEOUT)
+        assert process.exitcode == 0, process.exitcode
+    return 0
+
+
+def default_pool_replaced():
+    """What the error in a forked child advises works there: another default pool, also for what was made on the former one."""
+    warnings.simplefilter("ignore", DeprecationWarning)
+    states, idle = ParallelStates(2), ParallelStateExecutor(1)
+    own = use_everything()
+    executor = own[2]
+    driver = handlepool.default_pool().driver
+    inside = threading.Event(), threading.Event()
+
+    def hold(state):
+        inside[0].set()
+        inside[1].wait(TIMEOUT)
+
+    holder = threading.Thread(target=states.with_state, args=(0, hold))
+    holder.start()
+    inside[0].wait(TIMEOUT)
+
+    def child():
+        _refused()
+        calls = driver.calls
+        calls.clear()
+        pool = handlepool.HandlePool()
+        handlepool.set_default_pool(pool)
+        assert handlepool.default_pool() is pool
+        x, w = arrays(pool.driver)
+        assert pool.driver is not driver
+        for many in (states, ParallelStates(2)):
+            assert [y.shape for y in many.map(convolve, [x] * 3, [w] * 3)] == [(1, 8, 10, 10)] * 3
+            assert many.with_state(0, lambda state: state.workspace(10)) is not None
+        assert idle.submit(convolve, x, w).result().shape == (1, 8, 10, 10)
+        assert handlepool.get_handle() is pool.get_handle()
+        refusals = (
+            (lambda: executor.submit(convolve, x, w), ForkedProcessError, "make a ParallelStateExecutor in the child"),
+            (lambda: handlepool.set_default_pool(handlepool.HandlePool()), OwnershipError, "too late"),
+        )
+        for use, kind, says in refusals:
+            said = ""
+            try:
+                use()
+            except kind as error:
+                said = str(error)
+            assert says in said, said
+        executor.shutdown()
+        ParallelStateExecutor.__del__(executor)
+        handlepool.trim()
+        assert not calls.keys() - ASKING, calls  # nothing of the parent's was destroyed
+
+    _child(child)
+    inside[1].set()
+    holder.join(TIMEOUT)
+    _kept.append(own)
+    assert states.map(convolve, *[[each] for each in arrays(driver)])[0].shape == (1, 8, 10, 10)
+    return 0
+
+
+def forked_while_a_pool_loads():
+    """A child made by os.fork while another thread is between the question for a pool's driver and its answer."""
+    from handlepool import drivers
+
+    warnings.simplefilter("ignore", DeprecationWarning)
+    held, end, load = threading.Event(), threading.Event(), drivers.load
+
+    def loading(*args, **kwargs):
+        held.set()
+        end.wait(TIMEOUT)
+        return load(*args, **kwargs)
+
+    drivers.load = loading
+    thread = threading.Thread(target=handlepool.get_handle)
+    thread.start()
+    held.wait(TIMEOUT)
+    drivers.load = load
+
+    def child():
+        _new_pool()
+        handlepool.get_handle()  # the very pool that was being loaded
+
+    _child(child)
+    end.set()
+    thread.join(TIMEOUT)
+    handlepool.get_handle()
+    return 0
+
+
 PROGRAMS = {
     program.__name__: (program, code)
     for program, code in (
@@ -412,13 +547,24 @@ PROGRAMS = {
         (forked, 0),
         (multiprocessing_fork, 0),
         (multiprocessing_spawn, 0),
+        (preloaded, 0),
+        (forkserver_preload, 0),
     )
 }
 """Each with the return code that it asks for."""
 
-ON_THE_HOST = {program.__name__: (program, 0) for program in (inside_a_launch, records_of_daemon_threads, forked_among_locks)}
-"""On a GPU the first two end all the same, but cuDNN's binding prints what a thread keeps alive that does not come back. The last
-one has a driver in a child, which CUDA has not."""
+ON_THE_HOST = {
+    program.__name__: (program, 0)
+    for program in (
+        inside_a_launch,
+        records_of_daemon_threads,
+        forked_among_locks,
+        default_pool_replaced,
+        forked_while_a_pool_loads,
+    )
+}
+"""On a GPU the first two end all the same, but cuDNN's binding prints what a thread keeps alive that does not come back. The
+others have a driver in a child, which CUDA has not."""
 
 if __name__ == "__main__":
     faulthandler.enable()

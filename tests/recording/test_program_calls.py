@@ -2,6 +2,8 @@
 
 import threading
 from collections import namedtuple
+from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from handlepool import (
     PoolClosedError,
     ops,
 )
+from handlepool._util import kind_of
 from handlepool.recording.update import Inputs
 
 Pair = namedtuple("Pair", "first second")
@@ -142,10 +145,145 @@ def test_outputs_may_be_carried_into_the_inputs(scene):
 def test_what_was_recorded_without_an_array_stays_and_is_said_to(scene):
     with handlepool.record(lambda x, factor: scene.plus(x, factor), scene.array(1), factor=2) as program:
         with pytest.raises(
-            ArgumentError, match=r"was recorded with factor, which is no array, .* and stays as it was: leave it out"
+            ArgumentError, match=r"factor was recorded as 2 and is now 3; what is no array stays as it was recorded"
         ):
             program(scene.array(2), factor=3)
         assert scene.read(program(scene.array(2))) == 4
+
+
+class Weighted:
+    """An object that holds an array, and compares elementwise."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __eq__(self, other):
+        raise AssertionError("compared")
+
+    __hash__ = None
+
+
+@dataclass(frozen=True)
+class Options:
+    factor: float
+    names: tuple = ()
+
+
+@dataclass
+class Changing:
+    factor: float
+
+
+def test_a_program_takes_the_arguments_that_it_was_recorded_with(scene):
+    net = Weighted(scene.array(7))
+
+    def function(net, x, factor, more, *, scale):
+        return scene.put(scene.array(), np.add, scene.plus(x, factor * scale + len(more)), net.weight)
+
+    with handlepool.record(function, net, scene.array(1), 2.0, [1, (2, "a")], scale=10) as program:
+        assert scene.read(program(net, scene.array(2), 2.0, [1, (2, "a")], scale=10)) == 31
+        assert scene.read(program(net, scene.array(3), 2.0, (1, [2, "a"]))) == 32
+        assert scene.read(program(scene.array(4), scale=10)) == 33
+        assert scene.read(program(net, None, 2.0, [1, (2, "a")])) == 33
+        program.update(net, scene.array(5), 2.0, [1, (2, "a")], scale=10)
+        program.replay()
+        assert scene.read(program.outputs) == 34
+
+
+EQUAL = [
+    (True, True),
+    (2**70, 2**70),
+    ("ab" * 9, "".join(["ab"] * 9)),
+    (-0.0, -0.0),
+    (1 + 2j, complex(1, 2)),
+    (np.float32(3), np.float32(3)),
+    (np.dtype("f4"), np.dtype("f4")),
+    (slice(1, 2.0), slice(1, 2.0)),
+    (range(3), range(3)),
+    (Fraction(1, 3), Fraction(1, 3)),
+    (Options(0.5, ("a",)), Options(0.5, ("a",))),
+    ({"a": [1, None]}, {"a": (1, None)}),
+]
+
+
+@pytest.mark.parametrize(("was", "now"), EQUAL, ids=kind_of)
+def test_equal_values_are_taken(scene, was, now):
+    with handlepool.record(lambda x, value: scene.plus(x, 1), scene.array(1), was) as program:
+        assert scene.read(program(scene.array(2), now)) == 3
+        assert scene.read(program(scene.array(3), was)) == 4
+
+
+NAN = float("nan")
+UNEQUAL = [
+    (1, True),
+    (True, 1),
+    (1, 1.0),
+    (2.0, 3.0),
+    (0.0, -0.0),
+    (complex(0, 0.0), complex(0, -0.0)),
+    (NAN, -NAN),
+    (np.float32(1), np.float64(1)),
+    (np.float64(0), np.float64(-0.0)),
+    (np.float64(1), 1.0),
+    (2.0, None),
+    (None, 2.0),
+    ("a", b"a"),
+    ([1, 2], [1, 3]),
+    ([1, 2], [1, 2, 3]),
+    ({"a": 1}, {"b": 1}),
+    ({"a": 0.0}, {"a": -0.0}),
+    (slice(0, 1), slice(False, 1)),
+    (Options(0.0), Options(-0.0)),
+    (Changing(1.0), Changing(1.0)),
+    (Weighted(None), Weighted(None)),
+    (np.sum, np.prod),
+]
+
+
+@pytest.mark.parametrize(("was", "now"), UNEQUAL, ids=kind_of)
+@pytest.mark.parametrize("by", ["position", "keyword", "update"])
+def test_another_value_is_named_with_both(scene, was, now, by):
+    with handlepool.record(lambda x, value: scene.plus(x, 1), scene.array(1), was) as program:
+        with pytest.raises(ArgumentError, match=r"argument 1.* was recorded .*now|argument 1 was recorded with"):
+            (program.update if by == "update" else program)(scene.array(2), now)
+        assert scene.read(program(None)) == 2
+    with handlepool.record(lambda x, value: scene.plus(x, 1), scene.array(1), value=was) as program:
+        with pytest.raises(ArgumentError, match=r"value.* was recorded .*now|value was recorded with"):
+            program(scene.array(2), value=now)
+        assert scene.read(program(None)) == 2
+
+
+def test_the_value_that_is_not_a_number_is_equal_by_identity(scene):
+    with handlepool.record(lambda x, value: scene.plus(x, 1), scene.array(1), NAN) as program:
+        assert scene.read(program(scene.array(2), NAN)) == 3
+        with pytest.raises(ArgumentError, match="argument 1 was recorded as nan and is now another nan"):
+            program(scene.array(2), float("nan"))
+
+
+def test_a_list_that_was_changed_since_is_another_value(scene):
+    sizes = [1, 2]
+    with handlepool.record(lambda x, sizes: scene.plus(x, sizes[0]), scene.array(1), sizes) as program:
+        assert scene.read(program(scene.array(2), sizes)) == 3
+        sizes[0] = 5
+        with pytest.raises(ArgumentError, match=r"argument 1\[0\] was recorded as 1 and is now 5"):
+            program(scene.array(2), sizes)
+
+
+def test_the_count_says_which_arguments_are_meant(scene):
+    def function(x, factor, y):
+        return scene.plus(scene.put(scene.array(), np.add, x, y), factor)
+
+    with handlepool.record(function, scene.array(1), 2.0, scene.array(3)) as program:
+        assert scene.read(program(scene.array(5), scene.array(6))) == 13
+        assert scene.read(program(scene.array(5), 2.0, scene.array(6))) == 13
+        with pytest.raises(ArrayTypeError, match="argument 1 is a float"):
+            program(scene.array(5), 2.0)
+        with pytest.raises(ArgumentError, match=r"argument 1 was recorded as 2\.0 and is now <"):
+            program(scene.array(5), scene.array(6), None)
+        for wrong in ([scene.array(5)], [scene.array(5)] * 4):
+            says = "3 positional arguments, 2 of which are arrays, .* was given [14]: give all of them, or those 2 alone. None"
+            with pytest.raises(ArgumentError, match=says):
+                program(*wrong)
 
 
 def test_what_is_recorded_with_an_array_of_numpys_reads_it_at_each_call(make_driver):
@@ -267,7 +405,7 @@ def test_out_on_another_device_is_refused(scene, program):
 
 
 def test_arguments_are_those_of_update(scene, program):
-    with pytest.raises(ArgumentError, match="was given 0; pass None"):
+    with pytest.raises(ArgumentError, match=r"was given 0: give all of them\. None stands for"):
         program()
     with pytest.raises(ArgumentError, match="shape"):
         program(scene.array(size=9))

@@ -12,9 +12,20 @@ from harness.lines import at_line, some_lines
 from harness.scenes import TIMEOUT, Scene, Thread, leased, over_seeds, without_joins, without_starts
 
 import handlepool
-from handlepool import ArgumentError, ContractError, DeviceMismatchError, OwnershipError, ParallelStates, PoolClosedError, conv2d
+from handlepool import (
+    ArgumentError,
+    ContractError,
+    DeviceMismatchError,
+    HandlePool,
+    OwnershipError,
+    ParallelStateExecutor,
+    ParallelStates,
+    PoolClosedError,
+    conv2d,
+)
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context
+from handlepool.pool.default import standing_in
 from handlepool.regions import fork as forks
 
 
@@ -224,6 +235,49 @@ def test_a_partial_of_a_graph_function_runs_as_one(scene, no_python, together):
     assert read(scene, outs) == [10, 11, 12, 13, 14, 15]
     assert together == [6, 6]
     assert events(scene, lambda: scene.states.map(function, outs)) == (1 + 4, 4 + 4)
+
+
+def scaled(x, w, *, padding, scale=1):
+    return conv2d(x, w, padding=padding) * scale
+
+
+@pytest.mark.parametrize("by", ["states", "fork", "executor", "record"])
+@pytest.mark.parametrize(
+    "function",
+    [conv2d, scaled, functools.partial(scaled, scale=1), handlepool.operation(scaled)],
+    ids=["conv2d", "plain", "partial", "operation"],
+)
+def test_keywords_that_map_does_not_know_are_the_functions(make_driver, by, function):
+    with HandlePool(driver=make_driver()) as pool, standing_in(pool):
+        states, driver = ParallelStates(2, pool=pool), pool.driver
+        x, w = (driver.asarray(np.ones(shape, np.float32)) for shape in ((1, 4, 6, 6), (4, 4, 3, 3)))
+        if by == "executor":
+            with ParallelStateExecutor(2, pool=pool) as executor:
+                ys = [*executor.map(function, [x] * 3, [w] * 3, padding=1, timeout=TIMEOUT)]
+        elif by == "fork":
+            with states.fork() as fork:
+                ys = fork.map(function, [x] * 3, [w] * 3, padding=1)
+        elif by == "record":
+            with handlepool.record(states.map, function, [x] * 3, [w] * 3, padding=1) as program:
+                ys = program([x] * 3, [w] * 3)
+        else:
+            ys = states.map(function, [x] * 3, [w] * 3, padding=1)
+        assert [driver.asnumpy(y).max() for y in ys] == [36] * 3
+
+
+def test_a_keyword_of_map_and_one_of_the_function_go_each_its_way(scene, no_python, together):
+    xs, w, _ = images(scene)
+    outs = [scene.driver.asarray(np.full((1, 3, 6, 6), np.nan, np.float32)) for _ in xs]
+    for _ in range(2):
+        ys = scene.states.map(conv2d, xs, [w] * len(xs), out=outs, padding=1)
+    assert together == [len(xs)]
+    assert all(y is out for y, out in zip(ys, outs, strict=True))
+    assert alike(scene, outs, [conv2d(x, w, padding=1, pool=scene.pool) for x in xs])
+
+
+def test_a_keyword_that_the_function_does_not_know_is_refused_by_it(scene):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'pading'"):
+        scene.states.map(scene.plus, [scene.array(1)], [1], pading=1)
 
 
 def test_a_partial_with_an_output_of_its_own_writes_there(scene):

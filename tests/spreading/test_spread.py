@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from harness.aliases import ALIASES, base, in_place
 from harness.lines import at_line, interrupt, some_lines
 from harness.scenes import SEEDS
 
@@ -954,6 +955,72 @@ def test_an_array_in_the_closure_is_named_with_the_remedy(pool):
     assert same([*handlepool.spread(closed_over, images(), devices=[1], to="host")], expected(pool))
 
 
+W = None
+
+
+def reads_a_global(x):
+    return conv(x, W)
+
+
+def reads_one_in_a_comprehension(x):
+    return [conv(x, w) for w in W.values()]
+
+
+def reads_one_in_a_function_that_it_names(x):
+    return (lambda y: reads_a_global(y))(x)
+
+
+class Reads:
+    def __call__(self, x):
+        return x + conv(x, W)
+
+
+def reads_a_model(x):
+    return conv(x, W.weights)
+
+
+@pytest.mark.parametrize(
+    ("function", "keep"),
+    [
+        (reads_a_global, lambda w: w),
+        (partial(reads_a_global), lambda w: w),
+        (handlepool.operation(reads_a_global), lambda w: w),
+        (reads_one_in_a_comprehension, lambda w: {"a": w}),
+        (reads_one_in_a_function_that_it_names, lambda w: w),
+        (Reads(), lambda w: w),
+        (Reads().__call__, lambda w: w),
+        (reads_a_model, lambda w: SimpleNamespace(weights=w)),
+    ],
+)
+@pytest.mark.parametrize("lanes", [8, None])
+def test_a_global_of_another_device_is_named_with_the_remedy_first(pool, monkeypatch, function, keep, lanes):
+    with pool.driver.device(0):
+        monkeypatch.setitem(globals(), "W", keep(pool.driver.asarray(WEIGHTS)))
+    says = r"item 1 failed on device 1: its global W is on another device; pass it in shared=, and take it as an argument after"
+    with pytest.raises(ItemError, match=says) as caught:
+        list(handlepool.spread(function, images(), devices=[0, 1], lanes=lanes))
+    assert isinstance(caught.value.__cause__, DeviceMismatchError)
+    assert str(caught.value).endswith(str(caught.value.__cause__))
+    assert len([*handlepool.spread(function, images(), devices=[0], lanes=lanes)]) == COUNT
+
+
+def test_an_array_of_another_device_that_is_not_found_is_told_with_the_remedy_too(pool):
+    holder = {}
+    with pool.driver.device(0):
+        holder["w"] = pool.driver.asarray(WEIGHTS)
+
+    class Hides:
+        def __getattr__(self, name):
+            return holder[name]
+
+    hides = Hides()
+    says = "device 1: an array that it does not get as an argument is on another device; pass it in shared="
+    with pytest.raises(ItemError, match=says):
+        list(handlepool.spread(lambda x: conv(x, hides.w), images(), devices=[0, 1]))
+    with pytest.raises(ItemError, match="item 0 failed on device 0: ValueError: another"):
+        next(handlepool.spread(lambda x: (_ for _ in ()).throw(ValueError("another")), images()))
+
+
 class Other:
     """Another library's array."""
 
@@ -982,6 +1049,22 @@ def test_masks_are_not_lost_but_refused(pool):
         handlepool.spread(conv, images(), shared=(WEIGHTS, [masked]))
     with pytest.raises(ItemError, match=r"item 0 holds <numpy.ma.MaskedArray.*whose mask is not copied"):
         [*handlepool.spread(conv, [masked], shared=(WEIGHTS,))]
+
+
+def test_a_container_that_contains_itself_is_refused_in_plain_words(pool):
+    def endless():
+        item = images(1)
+        item.append(item)
+        return item
+
+    says = "a list that contains itself"
+    with pytest.raises(ArgumentError, match=rf"spread\(conv\): shared holds {says}"):
+        handlepool.spread(conv, images(), shared=(endless(),))
+    for item in (endless(), [*endless(), 3], pool.driver.asarray(images(1)[0])):
+        returns = not isinstance(item, list)
+        function = (lambda x: [x + 1, endless()]) if returns else (lambda given: given[0] + 1)
+        with pytest.raises(ItemError, match=f"{'returned' if returns else 'item 0 holds'} {says}"):
+            next(handlepool.spread(function, [item]))
 
 
 def test_a_subclass_of_numpys_array_is_not_taken_for_one_but_refused(pool):
@@ -1320,6 +1403,111 @@ def test_an_object_in_the_closure_may_hold_an_array_for_each_device(pool):
     items = [np.ones(4, np.float32)] * 6
     got = [*handlepool.spread(lambda x: x + each.arrays[driver.current_device()], items, devices=[0, 1], to="host")]
     assert all(np.unique(y).tolist() in ([2], [3]) for y in got)
+
+
+# Arrays of one item that share memory
+
+
+def aliased(driver, name, kind, values):
+    """An item for each value, of NumPy's arrays or on a device, and what the function gives for it."""
+    items, expected = [], []
+    for value in values:
+        expected.append(in_place(ALIASES[name](base(value))))
+        if kind == "numpy":
+            items.append(ALIASES[name](base(value)))
+        else:
+            with driver.device(kind):
+                items.append(ALIASES[name](driver.asarray(base(value))))
+    return items, expected
+
+
+GAPS = {"rows between rows", "columns between columns"}  # which are not brought from another device
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, kind) for name in ALIASES for kind in ("numpy", 0, 1) if kind != 1 or name not in GAPS]
+)
+@pytest.mark.parametrize("lanes", [8, None])
+def test_arrays_of_an_item_share_memory_on_the_device_as_they_do(pool, name, kind, lanes):
+    items, expected = aliased(pool.driver, name, kind, range(5))
+    got = [*handlepool.spread(in_place, items, devices=[0], lanes=lanes, to="host")]
+    assert [[y.tolist() for y in ys] for ys in got] == [[y.tolist() for y in ys] for ys in expected]
+
+
+@pytest.mark.parametrize("kind", ["numpy", 1])
+@pytest.mark.parametrize("name", ["one twice", "windows", "a transpose"])
+def test_arrays_of_an_item_that_runs_eagerly_share_memory_as_they_do(pool, name, kind):
+    items, expected = aliased(pool.driver, name, kind, range(3))
+    with pytest.warns(RuntimeWarning, match="eagerly"):
+        got = [*handlepool.spread(in_place, [(*item, 3) for item in items], devices=[0], to="host")]
+    assert [[y.tolist() for y in ys] for ys in got] == [[y.tolist() for y in ys] for ys in expected]
+
+
+@pytest.mark.parametrize("kind", ["numpy", 0, 1])
+def test_items_of_one_geometry_that_share_memory_in_other_ways_are_each_right(pool, kind):
+    driver = pool.driver
+
+    def pair(number, kind):
+        way, value = divmod(number, 4)
+        x, y = base(value)[0], base(value)[1]
+        if kind != "numpy":
+            with driver.device(kind):
+                x, y = driver.asarray(x), driver.asarray(y)
+        return [(x[:4], y[:4]), (x[:4], x[:4]), (x[:4], x[1:5]), (x[1:5], x[:4]), (x[:4], x[2:6])][way]
+
+    numbers = np.random.default_rng(7).permutation(20).tolist()
+    got = [*handlepool.spread(in_place, [pair(number, kind) for number in numbers], devices=[0], to="host")]
+    expected = [in_place(pair(number, "numpy")) for number in numbers]
+    assert [[y.tolist() for y in ys] for ys in got] == [[y.tolist() for y in ys] for ys in expected]
+
+
+@pytest.mark.parametrize("kind", ["numpy", 0])
+def test_one_list_in_two_places_is_right_among_items_of_its_geometry(pool, kind):
+    def make(value):
+        lists = [base(value)], [base(value + 1)]
+        return lists if value % 3 else (lists[0], lists[0])
+
+    items = [make(value) for value in range(1, 10)]
+    if kind == 0:
+        items = [
+            rebuilt(item, pool.driver.asarray) if item[0] is not item[1] else ([pool.driver.asarray(item[0][0])],) * 2
+            for item in items
+        ]
+    got = [*handlepool.spread(in_place, items, devices=[0], to="host")]
+    expected = [in_place(make(value)) for value in range(1, 10)]
+    assert [[y.tolist() for y in ys] for ys in got] == [[y.tolist() for y in ys] for ys in expected]
+
+
+def test_control_copies_of_their_own_lose_what_arrays_share(pool, monkeypatch):
+    monkeypatch.setattr(station, "copier", lambda driver, value, copy: copy)
+    monkeypatch.setattr(station, "relation", lambda driver, value: ())
+    items, expected = aliased(pool.driver, "one twice", "numpy", range(3))
+    got = [*handlepool.spread(in_place, items, devices=[0], to="host")]
+    assert [[y.tolist() for y in ys] for ys in got] != [[y.tolist() for y in ys] for ys in expected]
+
+
+def test_arrays_that_share_memory_lie_as_far_from_a_multiple_of_256_as_they_did(pool):
+    x = np.zeros(64, np.float32)
+    where = []
+
+    def function(item):
+        where.append([pool.driver.array_pointer(each) % 256 for each in item])
+        return item[0] + 1
+
+    item = x[3:40], x[5:60]
+    list(handlepool.spread(function, [item], devices=[0]))
+    assert where == [[each.__array_interface__["data"][0] % 256 for each in item]] * 2
+
+
+def test_an_item_that_shares_memory_with_what_is_shared_has_a_copy_of_its_own(pool):
+    x = pool.driver.asarray(base(0))
+
+    def function(item, reference):
+        item -= reference
+        return item * 1, reference * 1
+
+    got = [*handlepool.spread(function, [x, x[:]], shared=(x,), devices=[0], to="host")]
+    assert [[y.tolist() for y in ys] for ys in got] == [[np.zeros((4, 6)).tolist(), base(0).tolist()]] * 2
 
 
 # The short way, which items of a known geometry go

@@ -487,6 +487,9 @@ class CudaDriver:
     def array_pointer(self, array: Any) -> int:
         return int(array.data.ptr)
 
+    def part(self, array: Any, address: int, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
+        return cupy.ndarray(shape, dtype, array.data + (address - array.data.ptr), strides)
+
     def array_block(self, array: Any) -> object:
         return array.data.mem
 

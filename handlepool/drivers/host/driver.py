@@ -16,7 +16,7 @@ import numpy as np
 
 from handlepool._util import shown
 from handlepool.drivers.host import scheduler as schedulers
-from handlepool.drivers.host.array import Array, HostArray, address_of, check_type, owner_of, raw_view, work_of
+from handlepool.drivers.host.array import Array, HostArray, address_of, check_type, owner_of, raw_view, view_of, work_of
 from handlepool.drivers.host.array_functions import ArrayWork
 from handlepool.drivers.host.captures import HostGraph
 from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
@@ -40,7 +40,7 @@ from handlepool.drivers.protocol import (
 )
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError, GraphNotSupportedError
 from handlepool.tensors import frontend
-from handlepool.tensors.layout import HOST, Layout, View, one_run
+from handlepool.tensors.layout import HOST, Layout, View, bytes_at, one_run, span
 
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
 
@@ -496,6 +496,15 @@ class HostDriver(Controls):
 
     def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
         return [self.array_pointer(array) for array in arrays]
+
+    def part(
+        self, array: HostArray, address: int, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]
+    ) -> HostArray:
+        self._note("part")
+        begin, end = span(address, shape, strides, dtype.itemsize)
+        memory = bytes_at(begin, end, None)  # an array's elements do not keep its owner, which the array does
+        raw: Any = np.ndarray(tuple(shape), dtype, memory, address - begin, tuple(strides))
+        return view_of(array, raw)
 
     def array_block(self, array: Array) -> object:
         self._note("array_block")

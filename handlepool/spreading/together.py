@@ -1,0 +1,121 @@
+"""Arrays of one item that share memory, whose copies share it in the same way.
+
+A function that writes one of two such arrays in place changes the other. So the memory that they reach over together is copied
+once, and each array's copy is a part of that.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from handlepool.drivers.protocol import Driver
+from handlepool.recording.update import piece_of
+from handlepool.spreading.items import rebuilt
+from handlepool.tensors.layout import Piece, bytes_at, piece, share
+
+ALIGNED = 256
+"""Bytes. A copy begins as far behind such an address as the memory does, so that its arrays are aligned as they were."""
+
+Group = list[int]
+
+
+def _memory(driver: Driver, array: Any) -> Piece:
+    if isinstance(array, np.ndarray):
+        return piece(_address(driver, array), array.shape, array.strides, array.itemsize)
+    return piece_of(driver, array)
+
+
+def _address(driver: Driver, array: Any) -> int:
+    if isinstance(array, np.ndarray):
+        address: int = array.__array_interface__["data"][0]
+        return address
+    return driver.array_pointer(array)
+
+
+def groups(driver: Driver, arrays: Sequence[Any]) -> list[Group]:
+    """Return the places of arrays that share bytes with each other, those that share with one array together."""
+    pieces = [_memory(driver, array) for array in arrays]
+    group_of: dict[int, Group] = {}
+    near: list[int] = []
+    for place in sorted([place for place, each in enumerate(pieces) if each[0] < each[1]], key=lambda place: pieces[place][0]):
+        near = [other for other in near if pieces[other][1] > pieces[place][0]]
+        for other in near:
+            if share(pieces[other], pieces[place]):
+                one, two = group_of.setdefault(other, [other]), group_of.setdefault(place, [place])
+                if one is not two:
+                    one += two
+                    group_of.update(dict.fromkeys(two, one))
+        near.append(place)
+    return [*{id(group): sorted(group) for group in group_of.values()}.values()]
+
+
+def runs_apart(driver: Driver, arrays: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether no two arrays share memory, all NumPy's or all the driver's, each of which lies in one run of so many bytes."""
+    if type(arrays[0]) is np.ndarray:
+        begins = [each.__array_interface__["data"][0] for each in arrays]
+    else:
+        begins = driver.array_pointers(arrays)
+    last = 0
+    for begin, size in sorted(zip(begins, sizes, strict=True)):
+        if begin < last:
+            return False
+        last = begin + size
+    return True
+
+
+def relation(driver: Driver, value: Any) -> Hashable:
+    """Return how the arrays in a value share memory: of each that does the first that it shares with, and the bytes between."""
+    arrays = _arrays(driver, value)
+    found = groups(driver, arrays) if len(arrays) > 1 else []
+    return tuple(
+        [
+            (place, group[0], _address(driver, arrays[place]) - _address(driver, arrays[group[0]]))
+            for group in found
+            for place in group
+        ]
+    )
+
+
+def copier(driver: Driver, value: Any, copy: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a function that copies what a value holds, for `rebuilt`.
+
+    Parameters
+    ----------
+    driver : Driver
+    value
+        Held by the caller as long as the function is used.
+    copy : callable
+        ``copy(array)`` returns a copy of an array, and anything else as it is; ``copy(array, target)`` copies into a target.
+        Copies are on the current device.
+    """
+    arrays = _arrays(driver, value)
+    known: dict[int, Any] = {}
+    for group in groups(driver, arrays) if len(arrays) > 1 else ():
+        members = [arrays[place] for place in group]
+        first = members[0]
+        if len({(_address(driver, each), each.shape, each.strides, each.dtype) for each in members}) == 1:
+            known.update(dict.fromkeys(map(id, members), copy(first)))
+            continue
+        pieces = [_memory(driver, each) for each in members]
+        begin, end = min(each[0] for each in pieces), max(each[1] for each in pieces)
+        shift = begin % ALIGNED
+        with driver.relaxed():
+            block = driver.empty((shift + end - begin,), (1,), np.dtype(np.uint8))
+        source = (
+            bytes_at(begin, end, members)
+            if isinstance(first, np.ndarray)
+            else driver.part(first, begin, (end - begin,), (1,), block.dtype)
+        )
+        copy(source, block[shift:])
+        by = driver.array_pointer(block) + shift - begin
+        for each in members:
+            known[id(each)] = driver.part(block, _address(driver, each) + by, each.shape, each.strides, each.dtype)
+    return lambda leaf: known[id(leaf)] if id(leaf) in known else copy(leaf)
+
+
+def _arrays(driver: Driver, value: Any) -> list[Any]:
+    """Return the arrays in a value, each as often as it holds it."""
+    found: list[Any] = []
+    rebuilt(value, found.append)
+    return [each for each in found if isinstance(each, (np.ndarray, *driver.array_types))]
