@@ -72,7 +72,7 @@ def _this_thread() -> str:
 class CheckedSlot(Slot):
     """A slot that says so when another than its owner uses it or its handle."""
 
-    __slots__ = ("_given", "_thread", "_who")
+    __slots__ = ("_given", "_status", "_thread", "_who")
 
     def __init__(
         self,
@@ -82,6 +82,7 @@ class CheckedSlot(Slot):
         handle: Handle,
         workspaces: tuple[Workspace, Workspace] | None = None,
     ) -> None:
+        self._status = status
         self._thread: ThreadToken | None = None
         self._who = "nobody"
         self._given: Any = None  # the last workspace; none of a capture, which a graph may use at any time
@@ -147,6 +148,8 @@ class CheckedSlot(Slot):
 
     def _check_mine(self) -> None:
         if self.owner is None or self._thread is not thread.token:
+            # A close ends the slots of all threads, whose calls are refused as the pool's.
+            self._status.check()
             ended = "" if self.owner is not None else ", whose thread, stream or fork has ended"
             raise OwnershipError(
                 f"a state of {self._who}{ended} is used by {_this_thread()}: use a state inside its call alone, in its own thread"

@@ -164,7 +164,7 @@ class State:
             return one == other
         if _is_tensor(then):
             alike = (then.shape, then.stride(), then.dtype) == (now.shape, now.stride(), now.dtype)
-            if then.device.type == "cpu":
+            if _is_on_host(then):
                 return alike and bool((then == now).all())
             return alike and then.data_ptr() == now.data_ptr()
         if isinstance(then, MethodType):
@@ -278,7 +278,7 @@ class _Walk:
             self._add(path, kind, value)
         elif _is_tensor(value):
             # A tensor of a GPU is compared by its memory, where an attribute has it.
-            if value.device.type == "cpu" and self._takes(value.nbytes):
+            if _is_on_host(value) and self._takes(value.nbytes):
                 self._add(path, _TENSOR, value)
         else:
             self._enter_object(path, value)
@@ -438,6 +438,10 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
+def _is_on_host(tensor: Any) -> bool:
+    return getattr(getattr(tensor, "device", None), "type", "") == "cpu"
+
+
 def _kind_of_generator(value: Any) -> "_Kind | None":
     """Return the kind of a generator of random numbers; None for other values."""
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
@@ -448,7 +452,7 @@ def _kind_of_generator(value: Any) -> "_Kind | None":
         return _PYTHON_GENERATOR
     generator = getattr(sys.modules.get("torch"), "Generator", None)
     # A generator of a GPU must not be asked while its stream is captured; torch refuses to draw from it there.
-    return _TORCH_GENERATOR if generator is not None and isinstance(value, generator) and value.device.type == "cpu" else None
+    return _TORCH_GENERATOR if generator is not None and isinstance(value, generator) and _is_on_host(value) else None
 
 
 # Kinds

@@ -414,6 +414,7 @@ def test_g3_the_first_call_of_a_new_thread_may_be_a_replay(pool, random_array, i
             for call in (program.replay, lambda program=program: program(x, w)):
                 program.outputs.fill(0)
                 cupy.cuda.Device().synchronize()
+                program.hand_over()
                 in_threads(1, lambda _, call=call: call())
                 cupy.cuda.Device().synchronize()
                 assert (program.outputs == right).all()

@@ -480,7 +480,7 @@ def test_a_replay_while_another_thread_updates_is_an_error(pool, stream, images,
         copy = pool.driver.copy
 
         def replays_meanwhile(target, source):
-            with pytest.raises(OwnershipError, match="updated by another thread"):
+            with pytest.raises(OwnershipError, match="belongs to thread"):
                 in_thread(program.replay)
             copy(target, source)
 

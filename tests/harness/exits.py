@@ -424,6 +424,8 @@ def preloaded():
 
     def worker():
         application.serve()
+        # The streams that this used are the worker's to destroy, and not its child's.
+        gc.collect()
         _child(_refused)  # the worker has used a device: its own children are told
 
     for _ in range(2):

@@ -462,7 +462,11 @@ class Regional(Sequential):
             if step.way == "run":
                 self.branch_of(0, method, *args)
             elif step.way == "submit":
+                program = method.__self__
+                # A program belongs to a thread: to the worker until its result is there, and then to this thread again.
+                program.hand_over()
                 self.tasks().submit(method, *args).result(TIMEOUT)
+                program._take_over()
             else:
                 method(*args)
 
