@@ -294,9 +294,6 @@ def test_tensors_without_memory_are_refused_as_others_are():
         ((x, w, b[:3]), {}),
         ((x, w, b[:, None]), {}),
         ((x, w, b.half()), {}),
-        ((x[:0], w), {}),
-        ((x, w[:0]), {}),
-        ((x[:, :0], w[:, :0]), {}),
         ((x[0], w), {}),
         ((x, w), {"dilation": 5}),
     ):
@@ -305,6 +302,14 @@ def test_tensors_without_memory_are_refused_as_others_are():
                 conv2d(*(value.to(device) for value in arguments), **options)
     with pytest.raises(ArgumentError, match=r"^conv2d: groups is 0"):
         torch.ops.handlepool.conv2d(x.to("meta"), w.to("meta"), None, [1, 1], [0, 0], [1, 1], 0, None, None)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_empty_tensors_give_results_of_the_same_shape_with_and_without_memory(device):
+    x, w, _ = (value.detach().to(device) for value in case())
+    assert conv2d(x[:0], w, padding=1).shape == torch.nn.functional.conv2d(x[:0], w, padding=1).shape
+    assert conv2d(x, w[:0]).shape == (*conv2d(x, w).shape[:1], 0, *conv2d(x, w).shape[2:])
+    assert conv2d(x[:, :0], w[:, :0]).shape == conv2d(x, w).shape
 
 
 def test_what_is_no_dense_tensor_or_on_another_device_is_a_typed_error_and_not_a_fake_result():
