@@ -658,3 +658,14 @@ def test_a_script_says_at_once_that_there_is_no_gpu(name):
     if drivers.available("cuda") is None:
         pytest.skip("there is a GPU")
     refused(run(name, "--driver", "cuda"), "the cuda driver (asked for by name) cannot run here")
+
+
+def test_two_trees_are_compared_and_another_package_than_the_trees_is_refused(tmp_path):
+    few = "--repeats", 1, "--calls", 16, "--nodes", 2
+    done = run("compare", FOLDER.parent, *few, "--json", tmp_path / "compare.json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "compare.json").read_text())
+    assert results["ratios"].keys() == results["times"].keys() >= {"get_handle", "planned call", "replay"}
+    done = run("compare", tmp_path, *few)
+    assert done.returncode == 1
+    assert "give a folder that holds the package handlepool" in done.stderr
