@@ -11,7 +11,6 @@ import functools
 import gc
 import random
 import sys
-import warnings
 from array import array as compact_array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +19,7 @@ from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
-    GeneratorType,
     MappingProxyType,
-    MemberDescriptorType,
     MethodType,
     ModuleType,
 )
@@ -35,6 +32,41 @@ from handlepool._util import CACHE, HOLDERS, leaves, shown
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
 from handlepool.recording.outside import Ranges
+from handlepool.recording.state_kinds import (
+    ATTRIBUTES,
+    BYTES,
+    CELL,
+    CLASS,
+    DEFAULTS,
+    DICT,
+    GENERATOR,
+    LEGACY_GENERATOR,
+    LIBRARIES,
+    LIST,
+    MISSING,
+    NAMES,
+    OBJECTS,
+    POSITION,
+    PYTHON_GENERATOR,
+    SET,
+    SLOTS,
+    TENSOR,
+    TORCH_GENERATOR,
+    VALUES,
+    WEAK_DICT,
+    Kind,
+    is_library,
+    is_on_host,
+    is_tensor,
+    kind_of_generator,
+    position,
+    read_cell,
+    read_class,
+    read_dict,
+    read_list,
+    read_slots,
+    slots_of,
+)
 from handlepool.recording.update import piece_of
 from handlepool.regions import plain_calls
 from handlepool.regions.operation import Operation
@@ -44,13 +76,7 @@ MOST_PLACES = 100_000
 MOST_HOST_BYTES = 64 << 20
 """Of NumPy's arrays, all together, that are compared by their values."""
 
-_MISSING: Any = object()
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic, Enum, range, np.dtype, type)
-_LIBRARIES = frozenset(
-    ["cuda", "cudnn", "cupy", "cupy_backends", "cupyx", "handlepool", "jax", "jaxlib", "numpy", "torch", "triton"]
-)
-_TESTING = frozenset(["pytest", "_pytest", "pluggy", "hypothesis"])
-"""Packages whose functions and objects keep caches and counters of their own."""
 _OPEN = frozenset(
     {
         "_thread._local",
@@ -78,14 +104,6 @@ _ADVICE = (
 _DRAW = "Draw them before and pass the array as an argument, or make them on the device in an operation"
 
 
-class _Kind(NamedTuple):
-    """A kind of place: how its contents are read, written back, and named in a message."""
-
-    read: Callable[[Any, Any], dict[Any, Any]]
-    write: Callable[[Any, dict[Any, Any], dict[Any, Any]], None]
-    label: str
-
-
 class _Place(NamedTuple):
     """An object whose contents can change.
 
@@ -93,7 +111,7 @@ class _Place(NamedTuple):
     ----------
     path : str
         How the function reaches it.
-    kind : _Kind
+    kind : Kind
     owner : object
     names : object
         The global names of a module's dictionary that the code uses, and of a cell its variable.
@@ -102,7 +120,7 @@ class _Place(NamedTuple):
     """
 
     path: str
-    kind: _Kind
+    kind: Kind
     owner: Any
     names: Any
     then: dict[Any, Any]
@@ -143,7 +161,7 @@ class State:
         self.aliases = walk.aliases
         self._known = walk.entered
         if settle is None:
-            walk.found = [each for each in walk.found if each[1] is _POSITION]
+            walk.found = [each for each in walk.found if each[1] is POSITION]
         elif walk.host_arrays:
             settle()
         self._places = [_Place(path, kind, owner, names, kind.read(owner, names)) for path, kind, owner, names in walk.found]
@@ -158,9 +176,9 @@ class State:
         """
         for place in self._places:
             now = place.kind.read(place.owner, place.names)
-            key = next(self._changes(place, now), _MISSING)
-            if key is not _MISSING:
-                raise CaptureError(self._message(name, place, key, place.then.get(key, _MISSING), now.get(key, _MISSING)))
+            key = next(self._changes(place, now), MISSING)
+            if key is not MISSING:
+                raise CaptureError(self._message(name, place, key, place.then.get(key, MISSING), now.get(key, MISSING)))
 
     def check_kept(self, name: str, before: "State") -> None:
         """Refuse a function whose first call kept an argument's array: each call overwrites that array with its input.
@@ -181,16 +199,16 @@ class State:
         """Put back the contents of the snapshot, except positions of iterators and generators."""
         for place in self._places:
             now = place.kind.read(place.owner, place.names)
-            if next(self._changes(place, now), _MISSING) is not _MISSING:
+            if next(self._changes(place, now), MISSING) is not MISSING:
                 place.kind.write(place.owner, place.then, now)
 
     def _changes(self, place: _Place, now: dict[Any, Any]) -> Iterator[Any]:
         then = place.then
         for key, value in then.items():
-            if now.get(key, _MISSING) is not value and not self._same(value, now.get(key, _MISSING)):
+            if now.get(key, MISSING) is not value and not self._same(value, now.get(key, MISSING)):
                 yield key
         yield from (key for key in now if key not in then)
-        if place.kind is _DICT:
+        if place.kind is DICT:
             yield from (key for key, other in zip(then, now, strict=False) if not self._same(key, other))
 
     def _same(self, then: Any, now: Any, depth: int = 4) -> bool:
@@ -210,9 +228,9 @@ class State:
             arrays: list[Any] = [then, now]
             one, other = ((piece_of(self._driver, each), each.shape, each.strides, each.dtype) for each in arrays)
             return one == other
-        if _is_tensor(then):
+        if is_tensor(then):
             alike = (then.shape, then.stride(), then.dtype) == (now.shape, now.stride(), now.dtype)
-            if _is_on_host(then):
+            if is_on_host(then):
                 return alike and bool((then == now).all())
             return alike and then.data_ptr() == now.data_ptr()
         if isinstance(then, MethodType):
@@ -226,8 +244,8 @@ class State:
         if isinstance(then, (set, frozenset)):
             return then == now and all(isinstance(each, _SCALARS) for each in then)
         if type(then) in _ITERATORS:
-            return self._same(_position(then, None), _position(now, None), depth - 1)
-        if (kind := _kind_of_generator(then)) is not None:
+            return self._same(position(then, None), position(now, None), depth - 1)
+        if (kind := kind_of_generator(then)) is not None:
             return self._same(kind.read(then, None), kind.read(now, None), depth)
         if isinstance(then, (*_CODE, functools.partial)):
             return False
@@ -237,25 +255,25 @@ class State:
     @staticmethod
     def _message(name: str, place: _Place, key: Any, then: Any, now: Any) -> str:
         label = place.kind.label.format(path=place.path, key=key if isinstance(key, str) else shown(key))
-        if place.kind in (_GENERATOR, _LEGACY_GENERATOR, _PYTHON_GENERATOR, _TORCH_GENERATOR):
+        if place.kind in (GENERATOR, LEGACY_GENERATOR, PYTHON_GENERATOR, TORCH_GENERATOR):
             return (
                 f"{name} drew random numbers from {label} when it was called again to be recorded, so that every replay would "
                 f"compute with the same numbers. {_DRAW}"
             )
-        if place.kind is _POSITION:
+        if place.kind is POSITION:
             return f"{name} took values from {label}, which no replay does. Take them before, and pass them as arguments"
-        was = "values of the host's" if place.kind in (_VALUES, _TENSOR) else f"from {_told(then)} to {_told(now)}"
+        was = "values of the host's" if place.kind in (VALUES, TENSOR) else f"from {_told(then)} to {_told(now)}"
         return f"{name} changed {label} ({was}) when it was called again to be recorded, which no replay does. {_ADVICE}"
 
 
 def _contents(value: Any) -> dict[Any, Any]:
     """Return an object's attributes, those in slots included."""
     own = getattr(value, "__dict__", None)
-    return {**(own if isinstance(own, dict) else {}), **_read_slots(value, _slots(type(value)))}
+    return {**(own if isinstance(own, dict) else {}), **read_slots(value, slots_of(type(value)))}
 
 
 def _told(value: Any) -> str:
-    return "nothing" if value is _MISSING else shown(value)
+    return "nothing" if value is MISSING else shown(value)
 
 
 def _same_values(then: Any, now: Any) -> bool:
@@ -287,7 +305,7 @@ class _Walk:
         self._inputs = Ranges([each[:2] for each in pieces if each is not None])
         self.aliases: dict[str, None] = {}
         self._given = frozenset(map(id, given))
-        self.found: list[tuple[str, _Kind, Any, Any]] = []
+        self.found: list[tuple[str, Kind, Any, Any]] = []
         self.host_arrays = 0
         self._host_bytes = 0
         # NumPy's arrays are operands of the host driver, too, but their values are the host's.
@@ -318,7 +336,7 @@ class _Walk:
             value = value.__repr__.__self__
         if value is None or (isinstance(value, _SCALARS) and not isinstance(value, type)):
             return
-        if isinstance(value, self._driver.array_types) or _is_tensor(value):
+        if isinstance(value, self._driver.array_types) or is_tensor(value):
             # Before the test that follows, since several paths may lead to one array.
             memory = plain_calls.piece_of(self._driver, value)
             if memory is not None and self._inputs.meet(memory):
@@ -327,8 +345,8 @@ class _Walk:
             self.entered[id(value)] = value
             self._enter(path, value)
 
-    def _add(self, path: str, kind: _Kind, owner: Any, names: Any = None) -> None:
-        if kind not in (_LIST, _DICT) or id(owner) not in self._given:
+    def _add(self, path: str, kind: Kind, owner: Any, names: Any = None) -> None:
+        if kind not in (LIST, DICT) or id(owner) not in self._given:
             self.found.append((path, kind, owner, names))
 
     def _all(self, path: str, values: Iterable[Any]) -> None:
@@ -363,26 +381,26 @@ class _Walk:
             self._enter_iterator(path, value)
         elif isinstance(value, np.random.SeedSequence):
             # The number of generators that it has spawned, which nothing puts back.
-            self._add(path, _POSITION, value)
-        elif (kind := _kind_of_generator(value)) is not None:
+            self._add(path, POSITION, value)
+        elif (kind := kind_of_generator(value)) is not None:
             self._add(path, kind, value)
             bits = getattr(value, "bit_generator", value)
             self._all(path, (getattr(bits, "seed_seq", None),))
-        elif _is_tensor(value):
+        elif is_tensor(value):
             # A tensor of a GPU is compared by its memory, where an attribute has it.
-            if _is_on_host(value) and self._takes(value.nbytes):
-                self._add(path, _TENSOR, value)
+            if is_on_host(value) and self._takes(value.nbytes):
+                self._add(path, TENSOR, value)
         else:
             self._enter_object(path, value)
 
     def _enter_host_array(self, path: str, array: Any) -> None:
         if array.dtype.hasobject:
-            self._add(path, _OBJECTS, array)
+            self._add(path, OBJECTS, array)
             self._all(f"{path}[...]", array.ravel().tolist())
         elif not array.flags.writeable:
             self._all(path, (array.base,))
         elif self._takes(array.nbytes):
-            self._add(path, _VALUES, array)
+            self._add(path, VALUES, array)
 
     def _takes(self, nbytes: int) -> bool:
         """Whether so many bytes of the host's are compared, too."""
@@ -394,27 +412,27 @@ class _Walk:
 
     def _enter_iterator(self, path: str, value: Any) -> None:
         if type(value) is not CACHE:
-            self._add(path, _POSITION, value)
-        elif _is_library(value.__module__):
+            self._add(path, POSITION, value)
+        elif is_library(value.__module__):
             return
         self._all(path, gc.get_referents(value))
 
     def _enter_function(self, path: str, function: Any) -> None:
-        if _is_library(function.__module__):
+        if is_library(function.__module__):
             return
         names = _names(function.__code__)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self.entered:
                 self.entered[id(cell)] = cell
-                self._add(f"nonlocal {variable}", _CELL, cell)
-                for value in _read_cell(cell, None).values():
+                self._add(f"nonlocal {variable}", CELL, cell)
+                for value in read_cell(cell, None).values():
                     if isinstance(value, ModuleType):
                         self._enter_module(variable, value, names)
                     self._left.append((f"nonlocal {variable}", value))
-        self._add(path, _DEFAULTS, function)
+        self._add(path, DEFAULTS, function)
         self._all(path, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
         if function.__dict__:
-            self._add(path, _ATTRIBUTES, function)
+            self._add(path, ATTRIBUTES, function)
             self._left += [(f"{path}.{key}", value) for key, value in function.__dict__.items()]
         self._enter_names(function.__globals__, names, "global ")
         # Modules that the function imports itself.
@@ -427,7 +445,7 @@ class _Walk:
         if not used:
             return
         self._named.update((id(namespace), name) for name in used)
-        self._add(prefix, _NAMES, namespace, used)
+        self._add(prefix, NAMES, namespace, used)
         for name in used:
             value = namespace[name]
             if isinstance(value, ModuleType):
@@ -443,34 +461,34 @@ class _Walk:
             self._left.append(("numpy.random", np.random.mtrand._rand))  # noqa: SLF001
         elif module is sys.modules.get("torch"):
             self._left.append(("torch.default_generator", module.default_generator))
-        elif not _is_library(module.__name__):
+        elif not is_library(module.__name__):
             self._enter_names(vars(module), names, f"{path}.")
 
     def _enter_class(self, kind: type) -> None:
         self._all(kind.__qualname__, (*kind.__mro__[1:], type(kind)))
-        if not _is_library(kind.__module__):
-            self._add(kind.__qualname__, _CLASS, kind)
-            self._left += [(f"{kind.__qualname__}.{name}", value) for name, value in _read_class(kind, None).items()]
+        if not is_library(kind.__module__):
+            self._add(kind.__qualname__, CLASS, kind)
+            self._left += [(f"{kind.__qualname__}.{name}", value) for name, value in read_class(kind, None).items()]
             special = [value for name, value in vars(kind).items() if name.startswith("__")]
             self._all(kind.__qualname__, [value for value in special if isinstance(value, _CODE)])
 
     def _enter_object(self, path: str, value: Any) -> None:
         kind = type(value)
         if isinstance(value, (list, deque)):
-            self._add(path, _LIST, value)
+            self._add(path, LIST, value)
             self._left += [
-                (f"{path}[{index}]", each) for index, each in _read_list(value, None).items() if type(each) not in _PLAIN
+                (f"{path}[{index}]", each) for index, each in read_list(value, None).items() if type(each) not in _PLAIN
             ]
         elif isinstance(value, dict):
-            self._add(path, _DICT, value)
-            entries = [*_read_dict(value, None).items()]
+            self._add(path, DICT, value)
+            entries = [*read_dict(value, None).items()]
             self._left += [(f"{path}[{shown(key)}]", each) for key, each in entries if type(each) not in _PLAIN]
             self._all(path, [key for key, _ in entries if type(key) not in _PLAIN])
         elif isinstance(value, (set, WeakSet)):
-            self._add(path, _SET, value)
+            self._add(path, SET, value)
             self._all(path, [*value])
         elif isinstance(value, (WeakKeyDictionary, WeakValueDictionary)):
-            self._add(path, _WEAK_DICT, value)
+            self._add(path, WEAK_DICT, value)
             self._all(path, [*value.keys(), *value.values()])
             return
         elif isinstance(value, (tuple, frozenset)):
@@ -479,7 +497,7 @@ class _Walk:
             self._all(path, [*value.values()] if isinstance(value, MappingProxyType) else [*value])
             return
         elif isinstance(value, (bytearray, compact_array)):
-            self._add(path, _BYTES, value)
+            self._add(path, BYTES, value)
             return
         elif isinstance(value, functools.partial):
             self._left += [(path, value.func), *((path, each) for each in value.args)]
@@ -494,12 +512,12 @@ class _Walk:
     def _enter_attributes(self, path: str, value: Any, kind: type) -> None:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
-            self._add(path, _ATTRIBUTES, value)
+            self._add(path, ATTRIBUTES, value)
             self._left += [(f"{path}.{key}", each) for key, each in [*own.items()]]
-        slots = _slots(kind)
+        slots = slots_of(kind)
         if slots:
-            self._add(path, _SLOTS, value, slots)
-            self._left += [(f"{path}.{key}", each) for key, each in _read_slots(value, slots).items()]
+            self._add(path, SLOTS, value, slots)
+            self._left += [(f"{path}.{key}", each) for key, each in read_slots(value, slots).items()]
         self._left.append((kind.__qualname__, kind))
 
 
@@ -520,243 +538,13 @@ def _names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-def _is_library(module: object) -> bool:
-    return _is_library_root(str(module).partition(".")[0])
-
-
-@functools.cache
-def _is_library_root(root: str) -> bool:
-    return root in _LIBRARIES or root in _TESTING or root in sys.stdlib_module_names
-
-
 def _is_data(kind: type) -> bool:
     """Whether objects of a class are a user's: neither a library's own nor of a class made from these, except torch's modules."""
     module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
     if module is not None and issubclass(kind, module):
         return True
-    if any(str(base.__module__).partition(".")[0] in _LIBRARIES for base in kind.__mro__):
+    if any(str(base.__module__).partition(".")[0] in LIBRARIES for base in kind.__mro__):
         return False
-    if not _is_library(kind.__module__) or (kind.__module__ == "builtins" and kind.__flags__ & _HEAP_TYPE):
+    if not is_library(kind.__module__) or (kind.__module__ == "builtins" and kind.__flags__ & _HEAP_TYPE):
         return True
     return any(f"{base.__module__}.{base.__qualname__}" in _OPEN for base in kind.__mro__)
-
-
-def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
-    return tuple(
-        (name, value)
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for name, value in vars(base).items()
-        if isinstance(value, MemberDescriptorType) and not _is_library(base.__module__)
-    )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
-
-
-def _is_on_host(tensor: Any) -> bool:
-    return getattr(getattr(tensor, "device", None), "type", "") == "cpu"
-
-
-def _kind_of_generator(value: Any) -> "_Kind | None":
-    """Return the kind of a generator of random numbers; None for other values."""
-    if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
-        return _GENERATOR
-    if isinstance(value, np.random.RandomState):
-        return _LEGACY_GENERATOR
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return _PYTHON_GENERATOR
-    generator = getattr(sys.modules.get("torch"), "Generator", None)
-    # A generator of a GPU must not be asked while its stream is captured; torch refuses to draw from it there.
-    return _TORCH_GENERATOR if generator is not None and isinstance(value, generator) and _is_on_host(value) else None
-
-
-# Kinds
-
-
-def _read_attributes(owner: Any, _: Any) -> dict[Any, Any]:
-    return dict(owner.__dict__)
-
-
-def _write_entries(entries: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
-    for key in now:
-        if key not in then:
-            del entries[key]
-    for key, value in then.items():
-        if now.get(key, _MISSING) is not value:
-            entries[key] = value
-
-
-def _write_attributes(owner: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
-    _write_entries(owner.__dict__, then, now)
-
-
-def _read_slots(owner: Any, slots: Any) -> dict[Any, Any]:
-    found = {}
-    for name, slot in slots:
-        try:
-            found[name] = slot.__get__(owner, type(owner))
-        except AttributeError:  # it has no value yet
-            continue
-    return found
-
-
-def _write_slots(owner: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
-    for name, slot in _slots(type(owner)):
-        if name in then:
-            slot.__set__(owner, then[name])
-        elif name in now:
-            slot.__delete__(owner)
-
-
-def _read_list(owner: Any, _: Any) -> dict[Any, Any]:
-    # A class of the user's may override the methods.
-    return dict(enumerate((list if isinstance(owner, list) else deque).__iter__(owner)))
-
-
-def _write_list(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    if isinstance(owner, list):
-        list.__setitem__(owner, slice(None), then.values())
-    else:
-        owner.clear()
-        owner.extend(then.values())
-
-
-def _read_dict(owner: Any, _: Any) -> dict[Any, Any]:
-    # An `OrderedDict` has an order of its own.
-    base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
-    return dict(base.items(owner))
-
-
-def _write_dict(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    # A class of the user's may override the methods.
-    base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
-    base.clear(owner)
-    base.update(owner, then)
-
-
-def _read_set(owner: Any, _: Any) -> dict[Any, Any]:
-    return {each: each for each in [*owner]}
-
-
-def _write_set(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    owner.clear()
-    owner.update(then.values())
-
-
-def _write_weak(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    owner.clear()
-    owner.update(then)
-
-
-def _read_cell(cell: Any, _: Any) -> dict[Any, Any]:
-    try:
-        return {"": cell.cell_contents}
-    except ValueError:  # the variable has no value yet
-        return {}
-
-
-def _write_cell(cell: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    if then:
-        cell.cell_contents = then[""]
-    else:
-        del cell.cell_contents
-
-
-def _read_names(namespace: Any, names: Any) -> dict[Any, Any]:
-    return {name: namespace[name] for name in names if name in namespace}
-
-
-def _read_class(kind: Any, _: Any) -> dict[Any, Any]:
-    """Return the attributes of a class, except Python's own."""
-    return {key: value for key, value in [*vars(kind).items()] if not key.startswith("__")}
-
-
-def _write_class(kind: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
-    for key in now:
-        if key not in then:
-            delattr(kind, key)
-    for key, value in then.items():
-        if now.get(key, _MISSING) is not value:
-            setattr(kind, key, value)
-
-
-def _read_defaults(function: Any, _: Any) -> dict[Any, Any]:
-    return {"__defaults__": function.__defaults__, "__kwdefaults__": function.__kwdefaults__}
-
-
-def _write_defaults(function: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    function.__defaults__, function.__kwdefaults__ = then["__defaults__"], then["__kwdefaults__"]
-
-
-def _read_values(array: Any, _: Any) -> dict[Any, Any]:
-    return {"": array.copy()}
-
-
-def _write_bytes(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    # By a slice, which a view of the bytes allows while their number stays.
-    owner[:] = then[""] if isinstance(owner, bytearray) else compact_array(owner.typecode, then[""])
-
-
-def _write_values(array: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    array[...] = then[""]
-
-
-def _read_objects(array: Any, _: Any) -> dict[Any, Any]:
-    return dict(enumerate(array.ravel().tolist()))
-
-
-def _write_objects(array: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    for index, value in zip(np.ndindex(array.shape), then.values(), strict=True):
-        array[index] = value
-
-
-def _position(iterator: Any, _: Any) -> Any:
-    """Return where an iterator is, as far as its type tells; how many generators a seed sequence has spawned."""
-    if isinstance(iterator, np.random.SeedSequence):
-        return iterator.n_children_spawned
-    if type(iterator) is GeneratorType:
-        frame = iterator.gi_frame
-        return None if frame is None else (frame.f_lasti, gc.get_referents(iterator))
-    try:
-        with warnings.catch_warnings():
-            # Python 3.12 says of itertools' that 3.14 cannot do so. There `cycle` tells nothing once it has begun anew.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return iterator.__reduce__()
-    except TypeError:
-        return repr(iterator), gc.get_referents(iterator)
-
-
-def _write_nothing(*_: object) -> None:
-    """Leave an iterator where it is: nothing puts it back."""
-
-
-def _write_bits(generator: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    getattr(generator, "bit_generator", generator).state = then[""]
-
-
-def _write_torch(generator: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    torch = sys.modules["torch"]
-    generator.set_state(torch.frombuffer(bytearray(then[""]), dtype=torch.uint8))
-
-
-_ATTRIBUTES = _Kind(_read_attributes, _write_attributes, "{path}.{key}")
-_SLOTS = _Kind(_read_slots, _write_slots, "{path}.{key}")
-_LIST = _Kind(_read_list, _write_list, "{path}[{key}]")
-_DICT = _Kind(_read_dict, _write_dict, "{path}[{key}]")
-_SET = _Kind(_read_set, _write_set, "the set {path}")
-_WEAK_DICT = _Kind(lambda owner, _: dict(owner.items()), _write_weak, "{path}[{key}]")
-_CELL = _Kind(_read_cell, _write_cell, "{path}")
-_NAMES = _Kind(_read_names, _write_entries, "{path}{key}")
-_CLASS = _Kind(_read_class, _write_class, "{path}.{key}")
-_DEFAULTS = _Kind(_read_defaults, _write_defaults, "{path}.{key}")
-_VALUES = _Kind(_read_values, _write_values, "{path}")
-_OBJECTS = _Kind(_read_objects, _write_objects, "{path}")
-_TENSOR = _Kind(lambda owner, _: {"": owner.detach().clone()}, lambda owner, then, _: owner.data.copy_(then[""]), "{path}")
-_BYTES = _Kind(lambda owner, _: {"": bytes(owner)}, _write_bytes, "{path}")
-_POSITION = _Kind(lambda owner, _: {"": _position(owner, None)}, _write_nothing, "{path}")
-_GENERATOR = _Kind(lambda owner, _: {"": getattr(owner, "bit_generator", owner).state}, _write_bits, "{path}")
-_LEGACY_GENERATOR = _Kind(lambda owner, _: {"": owner.get_state()}, lambda owner, then, _: owner.set_state(then[""]), "{path}")
-_PYTHON_GENERATOR = _Kind(lambda owner, _: {"": owner.getstate()}, lambda owner, then, _: owner.setstate(then[""]), "{path}")
-_TORCH_GENERATOR = _Kind(lambda owner, _: {"": owner.get_state().numpy().tobytes()}, _write_torch, "{path}")
