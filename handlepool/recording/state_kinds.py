@@ -74,7 +74,7 @@ def kind_of_generator(value: Any) -> "Kind | None":
 
 
 def _read_attributes(owner: Any, _: Any) -> dict[Any, Any]:
-    return dict(owner.__dict__)
+    return {**owner.__dict__, "__class__": type(owner)}
 
 
 def _write_entries(entries: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
@@ -87,7 +87,10 @@ def _write_entries(entries: Any, then: dict[Any, Any], now: dict[Any, Any]) -> N
 
 
 def _write_attributes(owner: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
-    _write_entries(owner.__dict__, then, now)
+    own, others = ({key: value for key, value in each.items() if key != "__class__"} for each in (then, now))
+    _write_entries(owner.__dict__, own, others)
+    if type(owner) is not then["__class__"]:
+        owner.__class__ = then["__class__"]
 
 
 def read_slots(owner: Any, slots: Any) -> dict[Any, Any]:

@@ -115,6 +115,7 @@ KEPT = [
     "t = t * float(self.rng.spawn(1)[0].random())",
     "t = t * float(np.random.default_rng(self.seeds.spawn(1)[0]).random())",
     "t = t * type(self).bumped()",
+    "self.mode.__class__ = Outer if type(self.mode) is Inner else Inner; t = t * (2 if type(self.mode) is Inner else 3)",
     "self.ones.reverse(); t = t * (2 if self.ones[0] is self.two else 3)",
 ]
 
@@ -122,6 +123,9 @@ _SOURCE = """
 class Inner:
     def __init__(self, h, deep=None):
         self.h, self.deep = h, deep
+
+class Outer(Inner):
+    pass
 
 class Slots:
     __slots__ = ("h",)
@@ -237,7 +241,7 @@ class Net(metaclass=Meta):
         self.steps, self.digits = iter(range(1, 50)), iter("123456789")
         self.chain, self.ticks, self.view = collections.ChainMap({{"n": 1}}), array.array("i", [1]), memoryview(bytearray(2))
         self.seeds, self.two = np.random.SeedSequence(3), Inner(0)
-        self.ones = [Inner(0), self.two]
+        self.ones, self.mode = [Inner(0), self.two], Inner(1)
 
     def step(self, x):
 {globals}
