@@ -5,7 +5,8 @@ So the arrays that the driver's `asarray` makes in the first call are made once 
 copy of the constant, on the device, where the values are the same again. The function may write into its copy.
 """
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from weakref import ref
 
 import numpy as np
 
-from handlepool._util import shown
+from handlepool._util import leaves, shown
 from handlepool.errors import CaptureError
 from handlepool.pool.context import place_of_call, run_on
 from handlepool.pool.internals import PoolInternals
@@ -56,10 +57,18 @@ class HostCopies:
         finally:
             end()
 
-    def upload(self) -> None:
-        """Make the constants, on the current stream. Arrays that the function has kept are not made at each call."""
+    def upload(self, removed: Iterable[Any] = ()) -> None:
+        """Make the constants, on the current stream, except the arrays that the function has kept and will not make again.
+
+        ``removed`` are values that the function kept in its arguments, and does not find there at its second call.
+        """
+        again = {*map(id, leaves(removed))}
+        if any(made() is not None for made in self._made):
+            # Some may be in cycles that nothing reaches, as of a local function that calls itself.
+            gc.collect()
         for number, made in enumerate(self._made):
-            if made() is None:
+            array = made()
+            if array is None or id(array) in again:
                 self._constants[number] = self._driver.asarray(self._values[number])
         self._left = [*self._constants]
 

@@ -1,6 +1,6 @@
 """What a program writes outside of its own memory: saved before replays that nobody asked for, and restored after them."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -140,3 +140,8 @@ class Ranges:
         """Whether a piece of memory is in one of them."""
         place = bisect_right(self._starts, piece[0]) - 1
         return place >= 0 and piece[1] <= self._stops[place]
+
+    def meet(self, piece: Piece) -> bool:
+        """Whether a piece of memory and one of them overlap."""
+        place = bisect_left(self._starts, piece[1]) - 1
+        return piece[0] < piece[1] and place >= 0 and self._stops[place] > piece[0]

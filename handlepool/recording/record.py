@@ -145,17 +145,18 @@ def record(
     check_ran(function, returned)
     given.check(name)
     before.check(name)
-    del before
     shapes = _shapes(returned)
     del returned
     for new in (rehearsal.new, launches.new):
         new.end()
     tunings = _tuned(chosen, name, launches, home) if measured else ()
-    copies.upload()
-    given.renew()
-    state = reached(partial(_settle, driver, home.pointer))
     recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)
+    state = None
     try:
+        copies.upload(given.renew())
+        state = reached(partial(_settle, driver, home.pointer))
+        state.check_kept(name, before)
+        del before
         recording.kept.add(function, args, kwargs)
         capture: Callable[..., Any] = recording.capture
         if lanes is None:
@@ -171,8 +172,8 @@ def record(
         for one, other in zip_longest(shapes, _shapes(outputs), fillvalue="nothing"):
             if one != other:
                 raise CaptureError(
-                    f"{name} returned something else when it was called again to be recorded: {one} the first time, and {other} "
-                    f"the second. Take decisions, and prepare what is made once, before it is recorded"
+                    f"{name} returned something else when it was called again to be recorded: {one} the first time, and "
+                    f"{other} the second. Take decisions, and prepare what is made once, before it is recorded"
                 )
         memory = recording.memory(function, args, kwargs, outputs, rehearsal.new, launches.new)
         return _drawn(Program(name, recording, inputs, outputs, home, memory, tunings), picture)
@@ -180,9 +181,12 @@ def record(
         outputs, done = None, False
         try:
             # First, so that no attribute keeps an array of the recording's memory, which no replay has written.
-            state.restore()
+            given.restore()
+            if state is not None:
+                state.restore()
             done = recording.destroy()
         finally:
+            recording.kept.take()
             if not done:
                 defer(recording.settle)
         raise

@@ -254,6 +254,7 @@ class Entries:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._found: list[tuple[str, Any, list[tuple[Any, Any]]]] = []
+        self._new: list[list[tuple[Any, Any]]] = []
         entered: set[int] = set()
         left = [(f"argument {place}", value) for place, value in enumerate(args)] + [*kwargs.items()]
         while left:
@@ -271,16 +272,38 @@ class Entries:
         """The lists and dictionaries."""
         return [value for _, value, _ in self._found]
 
-    def renew(self) -> None:
-        """Take the new entries out, so that the second call finds the arguments as the first one did."""
+    def renew(self) -> list[Any]:
+        """Take the new entries out, so that the second call finds the arguments as the first one did; return their values."""
+        self._new = [self._beyond(value, inside) for _, value, inside in self._found]
+        self._shorten()
+        return [entry for new in self._new for _, entry in new]
+
+    def restore(self) -> None:
+        """Put back all entries as the first call left them, whatever the second one has done."""
+        if not self._new:
+            return
+        self._shorten()
+        for (_, value, inside), new in zip(self._found, self._new, strict=True):
+            if isinstance(value, dict):
+                for key, entry in (*inside, *new):
+                    dict.__setitem__(value, key, entry)
+            else:
+                list.__setitem__(value, slice(None), [entry for _, entry in (*inside, *new)])
+
+    @staticmethod
+    def _beyond(value: Any, inside: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        if isinstance(value, dict):
+            known = {key for key, _ in inside}
+            return [(key, entry) for key, entry in dict.items(value) if key not in known]
+        return [*enumerate(list.__iter__(value))][len(inside) :]
+
+    def _shorten(self) -> None:
         for _, value, inside in self._found:
             if isinstance(value, dict):
-                known = {key for key, _ in inside}
-                for key in [*dict.keys(value)]:
-                    if key not in known:
-                        dict.__delitem__(value, key)
+                for key, _ in self._beyond(value, inside):
+                    dict.__delitem__(value, key)
             else:
-                del value[len(inside) :]
+                list.__delitem__(value, slice(len(inside), None))
 
     def check(self, name: str) -> None:
         """Refuse a function that took an entry out, or gave one anew: no replay does that. New entries are none of these.

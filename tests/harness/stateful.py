@@ -34,6 +34,10 @@ PURE = [
     "t = handlepool.add(t, self.table[1])",
     "t = made_once(self, t)",
     "t = handlepool.add(t[:, :, ::-1].copy(), self.w)",
+    "t = repeated(t, asarray(np.full(t.shape, 3, np.float32)))",
+    "self.fixed = np.random.default_rng(5); t = t * float(self.fixed.random())",
+    "self.names = frozenset(['a', 'b']); t = t * len(self.names)",
+    "self.config = Slots(); self.config.h = 3; t = t * self.config.h",
 ]
 IN_PLACE = [
     "handlepool.add(self.h, t, out=self.h); t = handlepool.add(t, self.h)",
@@ -93,12 +97,35 @@ KEPT = [
     "self.state = {'h': self.state['h'] + t}; t = handlepool.add(t, self.state['h'])",
     "self.last = handlepool.add(t, t); t = handlepool.add(self.last, t)",
     "t, self.held.value = handlepool.add(t, self.held.value), t * 1",
+    "self.previous, t = x, t - self.previous",
+    "self.previous, t = x[:, :, ::2], handlepool.add(t, t) - self.previous[:, :, :1]",
+    "t = handlepool.add(t, self.recent[0]); self.recent.append(x)",
+    "t = t * self.counted",
+    "self.described = self.described + t; t = t + self.described",
+    "t = self.called(t)",
+    "self.order.move_to_end(next(iter(self.order))); t = t + self.order[next(iter(self.order))]",
+    "first = next(iter(self.plain)); self.plain[first] = self.plain.pop(first); t = handlepool.add(t, self.plain[first])",
+    "shared()['n'] += 1; t = t * shared()['n']",
+    "shared()['h'] = handlepool.add(shared()['h'], t); t = t + shared()['h']",
+    "t = t * next(self.steps)",
+    "t = t * int(next(self.digits))",
+    "self.chain['n'] += 1; t = t * self.chain['n']",
+    "self.ticks[0] += 1; t = t * self.ticks[0]",
+    "self.view[0] += 1; t = t * self.view[0]",
+    "t = t * float(self.rng.spawn(1)[0].random())",
+    "t = t * float(np.random.default_rng(self.seeds.spawn(1)[0]).random())",
+    "t = t * type(self).bumped()",
+    "self.mode.__class__ = Outer if type(self.mode) is Inner else Inner; t = t * (2 if type(self.mode) is Inner else 3)",
+    "self.ones.reverse(); t = t * (2 if self.ones[0] is self.two else 3)",
 ]
 
 _SOURCE = """
 class Inner:
     def __init__(self, h, deep=None):
         self.h, self.deep = h, deep
+
+class Outer(Inner):
+    pass
 
 class Slots:
     __slots__ = ("h",)
@@ -138,12 +165,55 @@ def made_once(net, t):
         net.cached = net.w + net.w
     return t + net.cached
 
+def repeated(t, c):
+    def again(t, n):
+        return t if n == 0 else again(handlepool.add(t, c), n - 1)
+    return again(t, 2)
+
+class Counted:
+    def __init__(self):
+        self.n = 0
+    def __get__(self, owner, kind):
+        self.n += 1
+        return self.n
+
+class Described:
+    def __init__(self):
+        self.values = weakref.WeakKeyDictionary()
+    def __get__(self, owner, kind):
+        return self.values[owner]
+    def __set__(self, owner, value):
+        self.values[owner] = value
+
+class Calls:
+    def __init__(self, function):
+        self.function, self.n = function, 0
+    def __get__(self, owner, kind):
+        return functools.partial(self, owner)
+    def __call__(self, *args):
+        self.n += 1
+        return self.function(*args) * self.n
+
+class Meta(type):
+    number = 1
+    def bumped(cls):
+        Meta.number += 1
+        return Meta.number
+
+@functools.cache
+def shared():
+    return {{"n": 1, "h": make(24)}}
+
 closed = make(3)
 H = make(4)
 module.h = make(5)
 
-class Net:
+class Net(metaclass=Meta):
     total = 0
+    counted, described = Counted(), Described()
+    @Calls
+    def called(self, t):
+        return t * 0.5
     def __init__(self):
         self.w, self.h, self.now, self.next = (make(n) for n in range(4))
         self.scale, self.n = 0.75, 1
@@ -165,6 +235,13 @@ class Net:
         self.last = None
         self.held = threading.local()
         self.held.value = make(23)
+        self.previous, self.recent, self.described = make(25), collections.deque([make(26)], maxlen=1), make(27)
+        self.order = collections.OrderedDict((n, make(n)) for n in (28, 29, 30))
+        self.plain = {{n: make(n) for n in (28, 29, 30)}}
+        self.steps, self.digits = iter(range(1, 50)), iter("123456789")
+        self.chain, self.ticks, self.view = collections.ChainMap({{"n": 1}}), array.array("i", [1]), memoryview(bytearray(2))
+        self.seeds, self.two = np.random.SeedSequence(3), Inner(0)
+        self.ones, self.mode = [Inner(0), self.two], Inner(1)
 
     def step(self, x):
 {globals}
@@ -199,9 +276,12 @@ class Program:
 
     def make(self, driver: Any) -> Any:
         """Return the method of a new object, in globals of its own."""
+        import array
         import collections
+        import functools
         import itertools
         import threading
+        import weakref
 
         def make(number: int, shape: Any = SHAPE) -> Any:
             return driver.asarray(np.random.default_rng(number).integers(-3, 4, shape).astype(np.float32))
@@ -213,8 +293,10 @@ class Program:
         namespace: dict[str, Any] = {
             "__name__": "stateful_program",
             "asarray": driver.asarray,
+            "array": array,
             "collections": collections,
             "Data": Data,
+            "functools": functools,
             "handlepool": handlepool,
             "itertools": itertools,
             "make": make,
@@ -222,6 +304,7 @@ class Program:
             "np": np,
             "random": random,
             "threading": threading,
+            "weakref": weakref,
         }
         exec(source, namespace)
         return namespace["Net"]().step

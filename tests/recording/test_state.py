@@ -1,8 +1,11 @@
 """State that a replay cannot repeat, by name; documented forms of state; host data (guarantee 19)."""
 
+import contextlib
+import gc
 import itertools
 import random
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -193,6 +196,133 @@ def test_g19_random_numbers_of_the_host_are_refused_and_drawn_again_as_they_were
     assert draw() == wanted[1]
 
 
+def test_g19_an_argument_that_the_first_call_keeps_is_refused_by_name(asarray):
+    net = Net(asarray)
+
+    def step(x):
+        y = handlepool.add(x, net.h)
+        net.h = x[:, :2]
+        net.h = x
+        return y
+
+    with pytest.raises(CaptureError, match=r"keeps an argument's array in nonlocal net\.h"):
+        handlepool.record(step, full(asarray, 1))
+
+
+@LANES
+def test_g19_an_attribute_that_held_the_argument_before_is_taken(asarray, lanes):
+    net = Net(asarray)
+    with handlepool.record(lambda x: handlepool.add(x, net.w, out=net.h), net.w, lanes=lanes) as program:
+        assert program(full(asarray, 5)).get().flat[0] == 10
+
+
+@LANES
+def test_g19_a_refused_recording_leaves_the_arguments_containers_as_the_first_call_did(asarray, lanes):
+    net = Net(asarray)
+
+    def step(x, made, items):
+        made["y"] = handlepool.add(x, x)
+        items.append(handlepool.add(x, made["y"]))
+        net.n += 1
+        return items[0]
+
+    made, items = {}, [full(asarray, 7)]
+    with pytest.raises(CaptureError, match=r"changed nonlocal net\.n"):
+        handlepool.record(step, full(asarray, 1), made, items, lanes=lanes)
+    assert [made["y"].get().flat[0], *[each.get().flat[0] for each in items]] == [2, 7, 3]
+
+
+class Inner:
+    """An object that another one may know weakly."""
+
+    def __init__(self):
+        self.n = 1
+
+
+class Marked(dict):
+    """A dictionary with an attribute."""
+
+    n = 1
+
+
+class Backwards(list):
+    """A list whose class gives other entries than it has."""
+
+    def __iter__(self):
+        return iter(())
+
+
+@LANES
+def test_g19_the_attributes_of_a_container_among_the_arguments_are_state(asarray, lanes):
+    def step(x, marked):
+        marked.n += 1
+        return x * marked.n
+
+    marked = Marked()
+    with pytest.raises(CaptureError, match=r"argument 1\.n \(from 2 to 3\)"):
+        handlepool.record(step, full(asarray, 1), marked, lanes=lanes)
+    assert marked.n == 2
+
+
+def test_g19_a_list_is_looked_at_past_the_methods_of_its_class(asarray):
+    numbers = Backwards([1])
+
+    def step(x):
+        numbers[0] += 1
+        return x * numbers[0]
+
+    with pytest.raises(CaptureError, match=r"numbers\[0\] \(from 2 to 3\)"):
+        handlepool.record(step, full(asarray, 1))
+    assert numbers[0] == 2
+
+
+def test_g19_state_behind_a_weak_proxy_or_a_view_to_read_is_seen(asarray):
+    inner, numbers = Inner(), np.ones(2)
+    lent = hidden((inner, numbers.__setitem__))
+    proxy, view = weakref.proxy(inner), numbers[:]
+    view.flags.writeable = False
+
+    def by_proxy(x):
+        lent()[0].n += 1
+        return x * proxy.n
+
+    def by_view(x):
+        lent()[1](0, view[0] + 1)
+        return x * float(view[0])
+
+    for function in (by_proxy, by_view):
+        with pytest.raises(CaptureError, match=r"changed nonlocal (proxy|view)"):
+            handlepool.record(function, full(asarray, 1))
+    assert (inner.n, numbers[0]) == (2, 2)
+
+
+class Unseen:
+    """An object that raises at a look."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of a context")
+
+
+ODD = [random.SystemRandom(), weakref.proxy(Inner()), Unseen()]
+
+
+def test_objects_that_raise_at_a_look_do_not_stand_in_the_way(asarray):
+    with handlepool.record(lambda x: x * len(ODD), full(asarray, 1)) as program:
+        assert program(full(asarray, 1)).get().flat[0] == 3
+
+
+@LANES
+def test_a_refused_recording_keeps_no_object(asarray, lanes):
+    net = Net(asarray)
+    gone = weakref.ref(net)
+    with contextlib.suppress(CaptureError):
+        handlepool.record(net.rebinds, full(asarray, 1), lanes=lanes)
+    del net
+    gc.collect()
+    assert gone() is None
+
+
 # Host data
 
 
@@ -205,6 +335,22 @@ def test_g19_an_array_with_equal_values_is_a_constant_that_the_function_may_writ
 
     with handlepool.record(step, full(asarray, 0), lanes=lanes) as program:
         assert [program(full(asarray, value)).get().flat[0] for value in (1, 2, 3)] == [7, 8, 9]
+
+
+@LANES
+def test_g19_a_constant_that_the_first_call_left_in_an_argument_or_in_a_cycle_is_made_anew(asarray, lanes):
+    def step(x, kept):
+        if "ones" not in kept:
+            kept["ones"] = asarray(np.ones(SHAPE, np.float32))
+        twos = asarray(np.full(SHAPE, 2, np.float32))
+
+        def again(y, count):
+            return y if count == 0 else again(handlepool.add(y, twos), count - 1)
+
+        return again(handlepool.add(x, kept["ones"]), 2)
+
+    with handlepool.record(step, full(asarray, 1), {}, lanes=lanes) as program:
+        assert program(full(asarray, 3)).get().flat[0] == 8
 
 
 def test_control_a_constant_that_is_not_copied_adds_up(asarray, monkeypatch):

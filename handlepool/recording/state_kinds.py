@@ -1,0 +1,267 @@
+"""Kinds of places where a function keeps state: how contents are read, written back, and named in a message."""
+
+import functools
+import gc
+import random
+import sys
+import warnings
+from array import array as compact_array
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from types import GeneratorType, MemberDescriptorType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MISSING: Any = object()
+LIBRARIES = frozenset(
+    ["cuda", "cudnn", "cupy", "cupy_backends", "cupyx", "handlepool", "jax", "jaxlib", "numpy", "torch", "triton"]
+)
+_TESTING = frozenset(["pytest", "_pytest", "pluggy", "hypothesis"])
+"""Packages whose functions and objects keep caches and counters of their own."""
+
+
+class Kind(NamedTuple):
+    """A kind of place: how its contents are read, written back, and named in a message."""
+
+    read: Callable[[Any, Any], dict[Any, Any]]
+    write: Callable[[Any, dict[Any, Any], dict[Any, Any]], None]
+    label: str
+
+
+def is_library(module: object) -> bool:
+    """Whether a module's name is a library's, whose functions and objects are not looked into."""
+    return _is_library_root(str(module).partition(".")[0])
+
+
+@functools.cache
+def _is_library_root(root: str) -> bool:
+    return root in LIBRARIES or root in _TESTING or root in sys.stdlib_module_names
+
+
+def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
+    """Return the names and descriptors of a class's slots, those of libraries excepted."""
+    return tuple(
+        (name, value)
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for name, value in vars(base).items()
+        if isinstance(value, MemberDescriptorType) and not is_library(base.__module__)
+    )
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor of torch's."""
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def is_on_host(tensor: Any) -> bool:
+    """Whether a tensor is in the host's memory."""
+    return getattr(getattr(tensor, "device", None), "type", "") == "cpu"
+
+
+def kind_of_generator(value: Any) -> "Kind | None":
+    """Return the kind of a generator of random numbers; None for other values."""
+    if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+        return GENERATOR
+    if isinstance(value, np.random.RandomState):
+        return LEGACY_GENERATOR
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return PYTHON_GENERATOR
+    generator = getattr(sys.modules.get("torch"), "Generator", None)
+    # A generator of a GPU must not be asked while its stream is captured; torch refuses to draw from it there.
+    return TORCH_GENERATOR if generator is not None and isinstance(value, generator) and is_on_host(value) else None
+
+
+def _read_attributes(owner: Any, _: Any) -> dict[Any, Any]:
+    return {**owner.__dict__, "__class__": type(owner)}
+
+
+def _write_entries(entries: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
+    for key in now:
+        if key not in then:
+            del entries[key]
+    for key, value in then.items():
+        if now.get(key, MISSING) is not value:
+            entries[key] = value
+
+
+def _write_attributes(owner: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
+    own, others = ({key: value for key, value in each.items() if key != "__class__"} for each in (then, now))
+    _write_entries(owner.__dict__, own, others)
+    if type(owner) is not then["__class__"]:
+        owner.__class__ = then["__class__"]
+
+
+def read_slots(owner: Any, slots: Any) -> dict[Any, Any]:
+    """Return the values of an object's slots."""
+    found = {}
+    for name, slot in slots:
+        try:
+            found[name] = slot.__get__(owner, type(owner))
+        except AttributeError:  # it has no value yet
+            continue
+    return found
+
+
+def _write_slots(owner: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
+    for name, slot in slots_of(type(owner)):
+        if name in then:
+            slot.__set__(owner, then[name])
+        elif name in now:
+            slot.__delete__(owner)
+
+
+def read_list(owner: Any, _: Any) -> dict[Any, Any]:
+    """Return the entries of a list or deque, by index."""
+    # A class of the user's may override the methods.
+    return dict(enumerate((list if isinstance(owner, list) else deque).__iter__(owner)))
+
+
+def _write_list(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    if isinstance(owner, list):
+        list.__setitem__(owner, slice(None), then.values())
+    else:
+        owner.clear()
+        owner.extend(then.values())
+
+
+def read_dict(owner: Any, _: Any) -> dict[Any, Any]:
+    """Return the entries of a dictionary, in order."""
+    # An `OrderedDict` has an order of its own.
+    base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+    return dict(base.items(owner))
+
+
+def _write_dict(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    # A class of the user's may override the methods.
+    base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+    base.clear(owner)
+    base.update(owner, then)
+
+
+def _read_set(owner: Any, _: Any) -> dict[Any, Any]:
+    return {each: each for each in [*owner]}
+
+
+def _write_set(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    owner.clear()
+    owner.update(then.values())
+
+
+def _write_weak(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    owner.clear()
+    owner.update(then)
+
+
+def read_cell(cell: Any, _: Any) -> dict[Any, Any]:
+    """Return the value of a closure's variable."""
+    try:
+        return {"": cell.cell_contents}
+    except ValueError:  # the variable has no value yet
+        return {}
+
+
+def _write_cell(cell: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    if then:
+        cell.cell_contents = then[""]
+    else:
+        del cell.cell_contents
+
+
+def _read_names(namespace: Any, names: Any) -> dict[Any, Any]:
+    return {name: namespace[name] for name in names if name in namespace}
+
+
+def read_class(kind: Any, _: Any) -> dict[Any, Any]:
+    """Return the attributes of a class, except Python's own."""
+    return {key: value for key, value in [*vars(kind).items()] if not key.startswith("__")}
+
+
+def _write_class(kind: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
+    for key in now:
+        if key not in then:
+            delattr(kind, key)
+    for key, value in then.items():
+        if now.get(key, MISSING) is not value:
+            setattr(kind, key, value)
+
+
+def _read_defaults(function: Any, _: Any) -> dict[Any, Any]:
+    return {"__defaults__": function.__defaults__, "__kwdefaults__": function.__kwdefaults__}
+
+
+def _write_defaults(function: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    function.__defaults__, function.__kwdefaults__ = then["__defaults__"], then["__kwdefaults__"]
+
+
+def _read_values(array: Any, _: Any) -> dict[Any, Any]:
+    return {"": array.copy()}
+
+
+def _write_bytes(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    # By a slice, which a view of the bytes allows while their number stays.
+    owner[:] = then[""] if isinstance(owner, bytearray) else compact_array(owner.typecode, then[""])
+
+
+def _write_values(array: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    array[...] = then[""]
+
+
+def _read_objects(array: Any, _: Any) -> dict[Any, Any]:
+    return dict(enumerate(array.ravel().tolist()))
+
+
+def _write_objects(array: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    for index, value in zip(np.ndindex(array.shape), then.values(), strict=True):
+        array[index] = value
+
+
+def position(iterator: Any, _: Any) -> Any:
+    """Return where an iterator is, as far as its type tells; how many generators a seed sequence has spawned."""
+    if isinstance(iterator, np.random.SeedSequence):
+        return iterator.n_children_spawned
+    if type(iterator) is GeneratorType:
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, gc.get_referents(iterator))
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 says of itertools' that 3.14 cannot do so. There `cycle` tells nothing once it has begun anew.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return iterator.__reduce__()
+    except TypeError:
+        return repr(iterator), gc.get_referents(iterator)
+
+
+def _write_nothing(*_: object) -> None:
+    """Leave an iterator where it is: nothing puts it back."""
+
+
+def _write_bits(generator: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    getattr(generator, "bit_generator", generator).state = then[""]
+
+
+def _write_torch(generator: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    torch = sys.modules["torch"]
+    generator.set_state(torch.frombuffer(bytearray(then[""]), dtype=torch.uint8))
+
+
+ATTRIBUTES = Kind(_read_attributes, _write_attributes, "{path}.{key}")
+SLOTS = Kind(read_slots, _write_slots, "{path}.{key}")
+LIST = Kind(read_list, _write_list, "{path}[{key}]")
+DICT = Kind(read_dict, _write_dict, "{path}[{key}]")
+SET = Kind(_read_set, _write_set, "the set {path}")
+WEAK_DICT = Kind(lambda owner, _: dict(owner.items()), _write_weak, "{path}[{key}]")
+CELL = Kind(read_cell, _write_cell, "{path}")
+NAMES = Kind(_read_names, _write_entries, "{path}{key}")
+CLASS = Kind(read_class, _write_class, "{path}.{key}")
+DEFAULTS = Kind(_read_defaults, _write_defaults, "{path}.{key}")
+VALUES = Kind(_read_values, _write_values, "{path}")
+OBJECTS = Kind(_read_objects, _write_objects, "{path}")
+TENSOR = Kind(lambda owner, _: {"": owner.detach().clone()}, lambda owner, then, _: owner.data.copy_(then[""]), "{path}")
+BYTES = Kind(lambda owner, _: {"": bytes(owner)}, _write_bytes, "{path}")
+POSITION = Kind(lambda owner, _: {"": position(owner, None)}, _write_nothing, "{path}")
+GENERATOR = Kind(lambda owner, _: {"": getattr(owner, "bit_generator", owner).state}, _write_bits, "{path}")
+LEGACY_GENERATOR = Kind(lambda owner, _: {"": owner.get_state()}, lambda owner, then, _: owner.set_state(then[""]), "{path}")
+PYTHON_GENERATOR = Kind(lambda owner, _: {"": owner.getstate()}, lambda owner, then, _: owner.setstate(then[""]), "{path}")
+TORCH_GENERATOR = Kind(lambda owner, _: {"": owner.get_state().numpy().tobytes()}, _write_torch, "{path}")
