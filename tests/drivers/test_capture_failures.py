@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from harness.hidden import hidden
 from harness.scenes import Scene, works
 
 import handlepool
@@ -46,12 +47,12 @@ def test_other_errors_are_no_refusal(error):
 def test_a_product_by_cupy_names_ours_and_the_line(lanes):
     with Scene() as scene:
         scene.driver.capture_failure = failure
-        calls = []
+        calls = hidden([])
 
         @handlepool.operation
         def product(x):
-            calls.append(x)
-            if len(calls) == 2:
+            calls().append(x)
+            if len(calls()) == 2:
                 raise NotImplementedError(CUBLAS)
             return scene.plus(x, 1)
 
