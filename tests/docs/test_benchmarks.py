@@ -107,6 +107,11 @@ def test_the_pages_have_the_figures_that_were_committed(page):
     assert done.returncode == 0, f"{done.stdout}{done.stderr}run benchmarks/tables.py"
 
 
+def test_the_page_of_several_gpus_has_the_figures_of_four():
+    done = run("tables", FOLDER / "results" / "h200-x4", FOLDER.parent / "docs" / "spreading.md", "--check")
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}run benchmarks/tables.py"
+
+
 def test_pages_whose_figures_are_missing_are_an_error(tmp_path):
     page = FOLDER.parent / "docs" / "performance.md"
     refused(run("tables", tmp_path / "nowhere", page, "--check"), "acquire.json")
