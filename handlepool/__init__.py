@@ -3,7 +3,7 @@
 Importing this imports neither CuPy nor torch and makes nothing; the driver is loaded at the first use.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from handlepool.errors import (
     ArgumentError,
@@ -26,7 +26,7 @@ from handlepool.errors import (
     StateIndexError,
     StreamError,
 )
-from handlepool.graphs.annotations import Array
+from handlepool.graphs.annotations import Array, Graph, GraphTensor
 from handlepool.graphs.function import GraphFunction, graph
 from handlepool.graphs.tuning import tune
 from handlepool.ops import (
@@ -117,23 +117,11 @@ CAFFE2_STATES = 4
 
 _states: dict[HandlePool, ParallelStates] = {}
 
-if TYPE_CHECKING:
-    from handlepool.graphs.annotations import GraphTensor
-    from handlepool.tensors.frontend_types import Graph
-
 _MODULES = ("drivers", "errors", "ops", "testing")
 
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__", *(name for name in _MODULES if name in globals())])
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("Graph", "GraphTensor"):  # 1,600 generated lines, for annotations alone
-        from handlepool.tensors import frontend_types
-
-        return getattr(frontend_types, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def with_cudnn_state(index: int, function: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,11 @@
-"""Writes ``handlepool/tensors/frontend_types.py``, the types of what graph functions build with, from the installed frontend.
+"""Write the stub ``handlepool/tensors/frontend_types.pyi`` from the installed frontend.
 
-``python tests/frontend_types.py`` asks the classes for their methods, the tables behind the generated ones for their tensors and
-attributes, and the C++ binding's docstrings for types and for what is needed. A test holds the file to the installed version.
+The stub types the graph and the tensors that a graph function builds with. Only type checkers read it.
+``python tests/frontend_types.py`` takes methods from the frontend's classes, tensors and attributes from the tables behind its
+generated methods, and types from the docstrings of its C++ binding. A test compares the stub with the installed version.
 """
+
+import __future__
 
 import inspect
 import re
@@ -13,17 +16,15 @@ import cudnn
 from cudnn import _pybind_module, _pygraph
 from cudnn.graph_types import Tensor
 
-PATH = Path(__file__).parent.parent / "handlepool" / "tensors" / "frontend_types.py"
+PATH = Path(__file__).parent.parent / "handlepool" / "tensors" / "frontend_types.pyi"
 WIDTH = 130
 PLAIN = {"int", "float", "bool", "str", "None", "Any", "GraphTensor"}
 DIMENSIONS = "Sequence[int] | Mapping[str, Sequence[int]] | None"
-HEADER = f'''"""Types of what a graph function builds with: `Graph` is its ``g``, and `GraphTensor` what is in the graph.
+HEADER = f'''"""Type the graph of a graph function, `Graph`, and its tensors, `GraphTensor`.
 
-Generated from nvidia-cudnn-frontend {cudnn.__version__} by ``python tests/frontend_types.py``: do not edit. What is missing of
-`cudnn.pygraph` plans and launches, which is not for a graph function to do.
+Generated from nvidia-cudnn-frontend {cudnn.__version__} by ``python tests/frontend_types.py``: do not edit. Methods of
+`cudnn.pygraph` that plan or launch are left out, since a graph function must not call them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -179,12 +180,24 @@ def written(name, parameters, kind, said):
 
 
 def generate():
-    lines = [HEADER, "", "class GraphTensor(Protocol):", '    """A tensor of a graph: an array to come, or what a node makes."""']
-    lines += ["", *of_tensors(), "", "", "class Graph(Protocol):"]
-    lines += ['    """What a graph function builds with: the methods of `cudnn.pygraph` that put something into a graph."""']
+    lines = [
+        HEADER,
+        "class GraphTensor(Protocol):",
+        '    """A tensor of a graph: an input, an output or an intermediate result."""',
+    ]
+    lines += ["", *of_tensors(), "", "class Graph(Protocol):"]
+    lines += ['    """The graph that a graph function builds: the methods of `cudnn.pygraph` that add nodes and tensors."""']
     for builder in builders():
         lines += written(*builder)
     return "\n".join(lines) + "\n"
+
+
+def stubbed(name):
+    """Return a class of the stub, with its annotations as text."""
+    namespace = {"__name__": PATH.stem}
+    code = compile(PATH.read_text(encoding="utf-8"), PATH, "exec", flags=__future__.annotations.compiler_flag)
+    exec(code, namespace)
+    return namespace[name]
 
 
 if __name__ == "__main__":

@@ -22,8 +22,11 @@ R_co = TypeVar("R_co", covariant=True)
 ArrayT = TypeVar("ArrayT", bound=Array)
 
 if TYPE_CHECKING:
-    from handlepool.tensors.frontend_types import GraphTensor as Tensor
+    # Import the stub from its package: import-linter knows no module of the stub's name.
+    from handlepool.tensors import frontend_types
 
+    Graph: TypeAlias = frontend_types.Graph
+    Tensor: TypeAlias = frontend_types.GraphTensor
     GraphTensor: TypeAlias = Tensor | Any
     """Of a parameter: the function has no other methods than a graph tensor's, and a call may pass an array."""
 
@@ -61,3 +64,11 @@ if TYPE_CHECKING:
             """Launch; see `GraphFunction`."""
 else:
     ArrayCall = partial
+
+    # The stub tensors/frontend_types.pyi has the methods, and Python cannot import a stub. Annotations such as
+    # ``GraphTensor | None`` are evaluated when a function is defined, so both names are classes at run time.
+    class Graph(Protocol):
+        """The graph that a graph function builds: type checkers know its methods, those of `cudnn.pygraph` that add nodes."""
+
+    class GraphTensor(Protocol):
+        """A tensor of a graph, as a graph function gets and returns it: type checkers know its attributes and methods."""

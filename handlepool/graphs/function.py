@@ -6,12 +6,12 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import partial, reduce, update_wrapper
 from sys import modules
-from typing import TYPE_CHECKING, Any, Concatenate, TypeVar, Unpack, cast, overload
+from typing import Any, Concatenate, TypeVar, Unpack, cast, overload
 
 from handlepool._util import shown
 from handlepool.drivers.protocol import operand_name
 from handlepool.errors import ArgumentError
-from handlepool.graphs.annotations import ArrayCall, P, R_co
+from handlepool.graphs.annotations import ArrayCall, Graph, P, R_co
 from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of, layout_of_spec
 from handlepool.graphs.comparison import compare
 from handlepool.graphs.compile import UNKEPT, OnDevice, build, save
@@ -525,9 +525,6 @@ def _variant(function: GraphFunction[..., Any], settings: Settings) -> GraphFunc
 def _name(function: Callable[..., Any], settings: Settings) -> str:
     return str(dict(settings).get("name") or getattr(function, "__name__", "graph"))
 
-
-if TYPE_CHECKING:
-    from handlepool.tensors.frontend_types import Graph
 
 R = TypeVar("R")
 

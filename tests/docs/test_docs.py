@@ -186,7 +186,7 @@ def test_the_table_of_the_architecture_names_what_exists():
     for row in rows:
         source = None
         for name in re.findall(r"`([^`]+)`", row):
-            if name.endswith((".py", "/")):
+            if name.endswith((".py", ".pyi", "/")):
                 assert (package / name).exists(), name
                 source = (package / name).read_text(encoding="utf-8") if name.endswith(".py") else source
             else:  # in the file before it

@@ -2,16 +2,20 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import NoneType
+from typing import get_type_hints
 
 import cudnn
 import numpy as np
 import pytest
-from frontend_types import PATH, generate
+from frontend_types import PATH, generate, stubbed
 
 import handlepool
 from handlepool.graphs.function import GraphFunction
@@ -66,19 +70,26 @@ def test_a_type_checker_finds_each_mistake_and_nothing_else(errors, tmp_path):
 def test_the_frontends_types_are_those_of_the_installed_one():
     written = PATH.read_text(encoding="utf-8")
     if f"nvidia-cudnn-frontend {cudnn.__version__} " not in written:
-        pytest.skip(
-            f"tensors/frontend_types.py is of another version than {cudnn.__version__}; write it anew where that is right"
-        )
+        pytest.skip(f"tensors/frontend_types.pyi is not of version {cudnn.__version__}; if it should be, generate it again")
     assert generate() == written
 
 
 def test_every_builder_of_a_graph_is_typed():
     names = {*cudnn.pygraph._POINTWISE_TENSOR_ARGS, *cudnn._pygraph._STRUCTURED_OPS, *cudnn._pygraph._CAPTURED_OPS}
-    assert names | {"matmul", "tensor", "tensor_like", "tensor_scalar"} <= vars(handlepool.Graph).keys()
+    assert names | {"matmul", "tensor", "tensor_like", "tensor_scalar"} <= vars(stubbed("Graph")).keys()
 
 
 def test_every_setting_is_typed():
     assert Given.__annotations__.keys() == {*GRAPH_SETTINGS, *COMPILE_SETTINGS}
+
+
+def test_annotations_work_at_run_time_without_the_stub():
+    def build(g: handlepool.Graph, b: handlepool.GraphTensor | None) -> None: ...
+
+    assert get_type_hints(build) == {"g": handlepool.Graph, "b": handlepool.GraphTensor | None, "return": NoneType}
+    assert get_type_hints(handlepool.graph)
+    assert pickle.loads(pickle.dumps((handlepool.Graph, handlepool.GraphTensor))) == (handlepool.Graph, handlepool.GraphTensor)
+    assert find_spec("handlepool.tensors.frontend_types") is None
 
 
 def test_types_add_nothing_to_a_call():

@@ -1,17 +1,14 @@
-"""Types of what a graph function builds with: `Graph` is its ``g``, and `GraphTensor` what is in the graph.
+"""Type the graph of a graph function, `Graph`, and its tensors, `GraphTensor`.
 
-Generated from nvidia-cudnn-frontend 1.32.0 by ``python tests/frontend_types.py``: do not edit. What is missing of
-`cudnn.pygraph` plans and launches, which is not for a graph function to do.
+Generated from nvidia-cudnn-frontend 1.32.0 by ``python tests/frontend_types.py``: do not edit. Methods of
+`cudnn.pygraph` that plan or launch are left out, since a graph function must not call them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-
 class GraphTensor(Protocol):
-    """A tensor of a graph: an array to come, or what a node makes."""
+    """A tensor of a graph: an input, an output or an intermediate result."""
 
     name: str
     data_type: Any
@@ -97,9 +94,8 @@ class GraphTensor(Protocol):
     def validate(self) -> None:
         """Validate tensor configuration."""
 
-
 class Graph(Protocol):
-    """What a graph function builds with: the methods of `cudnn.pygraph` that put something into a graph."""
+    """The graph that a graph function builds: the methods of `cudnn.pygraph` that add nodes and tensors."""
 
     def tensor(
         self,
