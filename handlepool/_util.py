@@ -413,12 +413,17 @@ def _referents(value: object) -> list[Any]:
 
     Left out are attributes, which come after all else, and the names of a module, which are globals.
     """
-    kind = type(value)
-    own = set() if _type_of_c(kind) is kind else {*map(id, (*attributes(value), getattr(value, "__dict__", None)))}
+    kind, own = type(value), list[Any]()
+    if kind not in _without_attributes:
+        with suppress(Exception):
+            own = [getattr(value, "__dict__", None)]
+        # The collector may tell of an attribute's value and not of the dictionary.
+        own += () if _type_of_c(kind) is kind else attributes(value)
+    without = {*map(id, own)}
     return [
         each
         for each in gc.get_referents(value)
-        if not isinstance(each, _HOLD_NO_ARRAYS) and id(each) not in own and not (type(each) is dict and "__spec__" in each)
+        if not isinstance(each, _HOLD_NO_ARRAYS) and id(each) not in without and not (type(each) is dict and "__spec__" in each)
     ]
 
 
