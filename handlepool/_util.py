@@ -238,13 +238,13 @@ def content(cell: CellType) -> Any:
         return None
 
 
-def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None) -> Iterator[Any]:
+def leaves(*values: object, calls: bool = False, keys: bool = False, owners: list[Any] | None = None) -> Iterator[Any]:
     """Yield what is reached from values through lists, tuples and dictionaries, in order; each container is entered once.
 
-    With ``calls`` also through the keys of dictionaries, sets, deques, dataclasses, arrays of objects, weak references, and
-    through any object of a type written in C to the objects that it holds: views, iterators, generators, caches, exceptions. Of
-    iterators nothing is taken. Then through what a call of a function reads beside its arguments: defaults, closures,
-    attributes, what partial functions and methods are bound to, and the parameters and buffers of a ``torch.nn.Module``.
+    ``keys`` adds the keys of dictionaries. ``calls`` adds them, too, and sets, deques, dataclasses, arrays of objects and weak
+    references. Any object of a type written in C leads to the objects that it holds, as a view, an iterator, a generator, a cache
+    or an exception does. Nothing is taken from iterators. Functions lead to their defaults, closures and attributes, partial
+    functions and methods to their bound objects, and a ``torch.nn.Module`` to its parameters and buffers.
     After all these come the attributes of the objects among them; with ``owners`` these objects are put there instead. Globals
     and deeper attributes are not reached. A container of more than `MOST_PLAIN` entries that begins with numbers or text, or with
     lists and tuples of these, is taken to hold nothing else.
@@ -279,7 +279,7 @@ def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None
         elif isinstance(value, dict):
             inside = value.values() if type(value) is dict else [*value.values()]
             long = calls and len(value) > MOST_PLAIN and _begins_plain(value)
-            if calls and not long and not _ends.issuperset(map(type, value)):
+            if (calls or keys) and not long and not _ends.issuperset(map(type, value)):
                 inside = [*value, *inside]
         elif not calls:
             yield value

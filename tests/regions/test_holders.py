@@ -20,6 +20,7 @@ from harness.scenes import Scene, over_seeds
 import handlepool
 from handlepool import _util
 from handlepool._util import leaves
+from handlepool.regions import operation as operation_module
 from handlepool.regions import plain_calls
 
 
@@ -157,6 +158,29 @@ def test_g17_control_where_that_is_not_looked_into(form, monkeypatch):
 
     monkeypatch.setattr(plain_calls, "leaves", leaves_of_others)
     assert {*over_seeds(lambda scene: reads(scene, form, "argument"), control=True)} != {11}
+
+
+def mutates_keys(scene):
+    @handlepool.operation(mutates="graph")
+    def step(graph):
+        for layer in graph["layers"]:
+            tenfold(scene, layer.h)
+
+    layer = Layer(scene.array(1))
+    with scene.states.fork() as fork:
+        fork.run(step, {"layers": {layer: []}})
+        # A plain function's first call would wait for readers of its arguments.
+        z = fork.run(handlepool.operation(scene.plus, mutates=()), layer.h, 1)
+    return scene.read(z)
+
+
+def test_g17_an_operation_that_mutates_a_dictionary_writes_the_arrays_of_its_keys():
+    assert {*over_seeds(mutates_keys)} == {11}
+
+
+def test_g17_control_where_keys_are_left_out(monkeypatch):
+    monkeypatch.setattr(operation_module, "leaves", lambda *values, keys=False, **options: leaves(*values, **options))
+    assert {*over_seeds(mutates_keys, control=True)} != {11}
 
 
 # Any structure of these
