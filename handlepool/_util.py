@@ -69,6 +69,7 @@ _WEAK_CONTAINERS = (WeakSet, WeakValueDictionary, WeakKeyDictionary)
 _without_attributes: set[type] = {CACHE, methodcaller, ReferenceType, WeakMethod, *_WEAK_CONTAINERS}
 """Types that are looked into in another way, and those of these packages that were met."""
 _NO_ARRAY = (int, float, complex, str, bytes)
+_NO_ARRAY_TYPES = frozenset(_NO_ARRAY)
 _ends: set[type] = {*_NO_ARRAY, bool, type(None)}
 """Types whose objects hold no other objects: plain values, and those types of the packages above that were met."""
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
@@ -284,6 +285,12 @@ def leaves(*values: object, calls: bool = False, keys: bool = False, owners: lis
         elif not calls:
             yield value
             continue
+        elif isinstance(value, _OF_OBJECTS):
+            yield value
+            if not value.dtype.hasobject:
+                continue
+            flat = np.asarray(value).ravel()
+            inside = flat.tolist() if len(flat) <= MOST_PLAIN or not _begins_plain(flat[:16].tolist()) else ()
         elif isinstance(value, (set, frozenset, deque)):
             inside = value
         elif isinstance(value, partial):
@@ -310,16 +317,12 @@ def leaves(*values: object, calls: bool = False, keys: bool = False, owners: lis
                 inside += [*value]
         elif isinstance(value, np.flatiter):
             inside = (value.base,)
-        elif isinstance(value, _OF_OBJECTS) and value.dtype.hasobject:
-            yield value
-            flat = np.asarray(value).ravel()
-            inside = flat.tolist() if len(flat) <= MOST_PLAIN or not _begins_plain(flat[:16].tolist()) else ()
         elif _is_looked_into(value):
             yield value
             inside = _referents(value)
         else:
             yield value
-            if type(value) in _without_attributes and not isinstance(value, _OF_OBJECTS):
+            if type(value) in _without_attributes:
                 _ends.add(type(value))
             continue
         if id(value) not in entered:
@@ -362,6 +365,8 @@ def _begins_plain(values: Iterable[Any]) -> bool:
         first = [*islice(values, 16)]
     except RuntimeError:  # another thread has just changed it
         return False
+    if _NO_ARRAY_TYPES.issuperset(map(type, first)):
+        return True
     flat = [each for value in first for each in (value if isinstance(value, (list, tuple)) else (value,))]
     return all(isinstance(each, _NO_ARRAY) for each in flat)
 
