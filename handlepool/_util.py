@@ -1,10 +1,9 @@
 """Small helpers below everything: protocols of other libraries, values in messages, integers, and clean-up after errors."""
 
 import gc
-import itertools
 import reprlib
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -16,14 +15,16 @@ from types import (
     AsyncGeneratorType,
     BuiltinFunctionType,
     CellType,
+    CodeType,
     CoroutineType,
+    FrameType,
     FunctionType,
     GeneratorType,
-    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
+    TracebackType,
 )
 from typing import Any, TypeVar
 from weakref import (
@@ -59,26 +60,25 @@ _WITHOUT_ARRAYS = ("builtins", "numpy", "cupy", "handlepool")
 """Packages whose objects are arrays, hold them as containers do, or have no attribute that is an array."""
 _PROXIES = (ProxyType, CallableProxyType)
 """Of objects that may be gone."""
-_DICTS: tuple[dict[object, object], ...] = ({}, OrderedDict())
-_VIEWS = frozenset([type(view) for each in _DICTS for view in (each.values(), each.items())])
-_EMPTY: tuple[Any, ...] = ([], (), set(), deque(), *[view for each in _DICTS for view in (each.values(), each.items())])
 CACHE = type(lru_cache(len))
-HOLDERS = frozenset(
-    [type(iter(each)) for each in _EMPTY]
-    + [type(reversed(each)) for each in _EMPTY if isinstance(each, (list, deque))]
-    + [GeneratorType, map, filter, zip, enumerate, reversed]
-    + [kind for kind in vars(itertools).values() if isinstance(kind, type)]
-    + [CACHE, methodcaller]
-)
-"""Which are looked into without taking what they give, and without a call."""
-_WEAK = (ReferenceType, WeakMethod)
+_OF_OBJECTS = (np.ndarray, np.void)
+"""Types whose data type says whether they hold objects."""
+# A traceback leads to frames, and a frame to all that its function and its callers had.
+_HOLD_NO_ARRAYS = (type, ModuleType, CodeType, FrameType, TracebackType)
 _WEAK_CONTAINERS = (WeakSet, WeakValueDictionary, WeakKeyDictionary)
-_without_attributes: set[type] = {CACHE, methodcaller, *_WEAK, *_WEAK_CONTAINERS}
+_without_attributes: set[type] = {CACHE, methodcaller, ReferenceType, WeakMethod, *_WEAK_CONTAINERS}
 """Types that are looked into in another way, and those of these packages that were met."""
 _NO_ARRAY = (int, float, complex, str, bytes)
+_NO_ARRAY_TYPES = frozenset(_NO_ARRAY)
+_ends: set[type] = {*_NO_ARRAY, bool, type(None)}
+"""Types whose objects hold no other objects: plain values, and those types of the packages above that were met."""
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HEAP_TYPE = 1 << 9
 """The bit of ``__flags__`` that classes written in Python have, `exec`'s among them, whose module is "builtins"."""
+_IMMUTABLE_TYPE = 1 << 8
+"""The bit of ``__flags__`` that only types written in C have."""
+_COLLECTED_TYPE = 1 << 14
+"""The bit of ``__flags__`` that types have whose objects tell Python's collector which objects they hold."""
 MOST_PLAIN = 1000
 _PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFunctionType)
 
@@ -239,13 +239,13 @@ def content(cell: CellType) -> Any:
         return None
 
 
-def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None) -> Iterator[Any]:
+def leaves(*values: object, calls: bool = False, keys: bool = False, owners: list[Any] | None = None) -> Iterator[Any]:
     """Yield what is reached from values through lists, tuples and dictionaries, in order; each container is entered once.
 
-    With ``calls`` also through sets, deques, dataclasses, views of dictionaries, arrays of objects, weak references, and
-    iterators and generators to what they have, of which nothing is taken; and through what a call of a function reads beside its
-    arguments: defaults, closures, attributes, the results that a `functools.lru_cache` has, what partial functions and methods
-    are bound to, and the parameters and buffers of a ``torch.nn.Module``.
+    ``keys`` adds the keys of dictionaries. ``calls`` adds them, too, and sets, deques, dataclasses, arrays of objects and weak
+    references. Any object of a type written in C leads to the objects that it holds, as a view, an iterator, a generator, a cache
+    or an exception does. Nothing is taken from iterators. Functions lead to their defaults, closures and attributes, partial
+    functions and methods to their bound objects, and a ``torch.nn.Module`` to its parameters and buffers.
     After all these come the attributes of the objects among them; with ``owners`` these objects are put there instead. Globals
     and deeper attributes are not reached. A container of more than `MOST_PLAIN` entries that begins with numbers or text, or with
     lists and tuples of these, is taken to hold nothing else.
@@ -263,6 +263,9 @@ def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None
             left, found = attributes(*(found or {}).values())[::-1], None
             continue
         value = left.pop()
+        if type(value) in _ends:
+            yield value
+            continue
         if found is not None and type(value) not in _without_attributes:
             if type(value) in _PROXIES:
                 try:
@@ -276,12 +279,21 @@ def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None
             inside = value
         elif isinstance(value, dict):
             inside = value.values() if type(value) is dict else [*value.values()]
+            long = calls and len(value) > MOST_PLAIN and _begins_plain(value)
+            if (calls or keys) and not long and not _ends.issuperset(map(type, value)):
+                inside = [*value, *inside]
         elif not calls:
             yield value
             continue
+        elif isinstance(value, _OF_OBJECTS):
+            yield value
+            if not value.dtype.hasobject:
+                continue
+            flat = np.asarray(value).ravel()
+            inside = flat.tolist() if len(flat) <= MOST_PLAIN or not _begins_plain(flat[:16].tolist()) else ()
         elif isinstance(value, (set, frozenset, deque)):
             inside = value
-        elif type(value) is partial:
+        elif isinstance(value, partial):
             inside = (bound_call(value.func), value.args, value.keywords)
         elif isinstance(value, FunctionType):
             inside = (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()))
@@ -297,22 +309,21 @@ def leaves(*values: object, calls: bool = False, owners: list[Any] | None = None
         elif is_dataclass(type(value)):
             yield value
             inside = attributes(value)
-        elif type(value) in _VIEWS:
-            inside = [*value]
-        elif type(value) is MappingProxyType:
-            inside = [*value.values()]
-        elif type(value) in HOLDERS:
-            inside = gc.get_referents(value)
-        elif type(value) in _WEAK:
-            inside = (value(),)
-        elif type(value) in _WEAK_CONTAINERS:
-            inside = [*value] if type(value) is WeakSet else [*value.values()]
-        elif type(value) is np.ndarray and value.dtype.hasobject:
+        elif isinstance(value, ReferenceType):
+            inside = (value() if isinstance(value, WeakMethod) else ReferenceType.__call__(value),)
+        elif isinstance(value, _WEAK_CONTAINERS):
+            inside = [*value] if isinstance(value, WeakSet) else [*value.values()]
+            if isinstance(value, WeakKeyDictionary):
+                inside += [*value]
+        elif isinstance(value, np.flatiter):
+            inside = (value.base,)
+        elif _is_looked_into(value):
             yield value
-            flat = value.ravel()
-            inside = flat.tolist() if len(flat) <= MOST_PLAIN or not _begins_plain(flat[:16].tolist()) else ()
+            inside = _referents(value)
         else:
             yield value
+            if type(value) in _without_attributes:
+                _ends.add(type(value))
             continue
         if id(value) not in entered:
             entered[id(value)] = value
@@ -354,6 +365,8 @@ def _begins_plain(values: Iterable[Any]) -> bool:
         first = [*islice(values, 16)]
     except RuntimeError:  # another thread has just changed it
         return False
+    if _NO_ARRAY_TYPES.issuperset(map(type, first)):
+        return True
     flat = [each for value in first for each in (value if isinstance(value, (list, tuple)) else (value,))]
     return all(isinstance(each, _NO_ARRAY) for each in flat)
 
@@ -372,8 +385,51 @@ def _has_attributes(value: object) -> bool:
     if str(kind.__module__).partition(".")[0] in _WITHOUT_ARRAYS and not (kind.__module__ == "builtins" and heap):
         _without_attributes.add(kind)
         return False
-    tensor = getattr(sys.modules.get("torch"), "Tensor", ())
-    return not issubclass(kind, (type, ModuleType)) and not issubclass(kind, tensor)
+    if issubclass(kind, getattr(sys.modules.get("torch"), "Tensor", ())):
+        if str(kind.__module__).startswith("torch"):
+            _without_attributes.add(kind)
+        return False
+    return not issubclass(kind, (type, ModuleType))
+
+
+def _is_looked_into(value: object) -> bool:
+    """Whether an object's type is written in C, or derives from such a type, and may hold objects; an array holds none."""
+    kind: Any = type(value)
+    base = _type_of_c(kind)
+    if not base.__flags__ & _COLLECTED_TYPE or isinstance(value, _HOLD_NO_ARRAYS) or str(base.__module__).startswith("cupy"):
+        return False
+    return not any(hasattr(kind, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))
+
+
+def _type_of_c(kind: Any) -> Any:
+    """Return the first type written in C among a type and its bases.
+
+    `copyreg` tells them in the same way: a class written in Python has no ``__new__`` of C's for itself.
+    """
+    while kind.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE:
+        if getattr(getattr(kind, "__new__", None), "__self__", None) is kind:
+            break
+        kind = kind.__base__
+    return kind
+
+
+def _referents(value: object) -> list[Any]:
+    """Return the objects that an object of a type written in C holds, by Python's collector.
+
+    Left out are attributes, which come after all else, and the names of a module, which are globals.
+    """
+    kind, own = type(value), list[Any]()
+    if kind not in _without_attributes:
+        with suppress(Exception):
+            own = [getattr(value, "__dict__", None)]
+        # The collector may tell of an attribute's value and not of the dictionary.
+        own += () if _type_of_c(kind) is kind else attributes(value)
+    without = {*map(id, own)}
+    return [
+        each
+        for each in gc.get_referents(value)
+        if not isinstance(each, _HOLD_NO_ARRAYS) and id(each) not in without and not (type(each) is dict and "__spec__" in each)
+    ]
 
 
 def attributes(*owners: object) -> list[Any]:

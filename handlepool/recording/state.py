@@ -28,7 +28,7 @@ from weakref import CallableProxyType, ProxyType, ReferenceType, WeakKeyDictiona
 
 import numpy as np
 
-from handlepool._util import CACHE, HOLDERS, leaves, shown
+from handlepool._util import CACHE, leaves, shown
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
 from handlepool.recording.outside import Ranges
@@ -40,6 +40,7 @@ from handlepool.recording.state_kinds import (
     DEFAULTS,
     DICT,
     GENERATOR,
+    HOLDERS,
     LEGACY_GENERATOR,
     LIBRARIES,
     LIST,

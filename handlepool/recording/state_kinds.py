@@ -2,21 +2,35 @@
 
 import functools
 import gc
+import itertools
 import random
 import sys
 import warnings
 from array import array as compact_array
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from operator import methodcaller
 from types import GeneratorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from handlepool._util import CACHE
+
 MISSING: Any = object()
 LIBRARIES = frozenset(
     ["cuda", "cudnn", "cupy", "cupy_backends", "cupyx", "handlepool", "jax", "jaxlib", "numpy", "torch", "triton"]
 )
+_DICTS: tuple[dict[object, object], ...] = ({}, OrderedDict())
+_EMPTY: tuple[Any, ...] = ([], (), set(), deque(), *[view for each in _DICTS for view in (each.values(), each.items())])
+HOLDERS = frozenset(
+    [type(iter(each)) for each in _EMPTY]
+    + [type(reversed(each)) for each in _EMPTY if isinstance(each, (list, deque))]
+    + [GeneratorType, map, filter, zip, enumerate, reversed]
+    + [kind for kind in vars(itertools).values() if isinstance(kind, type)]
+    + [CACHE, methodcaller]
+)
+"""Types of iterators, and of other objects that are looked into without a call."""
 _TESTING = frozenset(["pytest", "_pytest", "pluggy", "hypothesis"])
 """Packages whose functions and objects keep caches and counters of their own."""
 

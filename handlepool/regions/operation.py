@@ -182,7 +182,7 @@ class Operation(Generic[P, R_co]):
     def reached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
         """Return all that a call reads and overwrites, at this moment."""
         found = [find(args, kwargs) for find in (*self._reads, *self._mutates, self._out)]
-        return [*leaves(self._call(args, kwargs), calls=True), *leaves(found)]
+        return [*leaves(self._call(args, kwargs), calls=True), *leaves(found, keys=True)]
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call as that of a method which is bound, so that its object's attributes are seen."""
@@ -283,7 +283,7 @@ def pieces_or_tokens(driver: Driver, value: object) -> Pieces:
     None is nothing, and so is an array without elements. An object counts with the arrays in its attributes, too.
     """
     found: Pieces = []
-    for leaf in leaves(value):
+    for leaf in leaves(value, keys=True):
         memory = piece_of(driver, leaf)
         if memory is None and leaf is not None:
             found += [Token(leaf), *pieces_of(driver, leaf, calls=True)]
