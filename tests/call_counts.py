@@ -204,10 +204,11 @@ def count_cuda() -> dict[str, tuple[int, int]]:
             self.capturing = False
             graph = Graph(nodes=1, launch=nothing, upload=nothing, instantiate=nothing, destroy=nothing)
             graph.arranged = lambda: graph
+            graph.host_copies = lambda: []
             return graph
 
         def recording_memory(self):
-            return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: False, release=lambda: True)
+            return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: False, release=lambda: True, tell=nothing)
 
     with World(driver=Recording()) as world, pytest.MonkeyPatch.context() as patch:
         patch.setattr("handlepool.pool.default._default", world.pool)
