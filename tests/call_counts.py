@@ -204,7 +204,7 @@ def count_cuda() -> dict[str, tuple[int, int]]:
             self.capturing = False
             graph = Graph(nodes=1, launch=nothing, upload=nothing, instantiate=nothing, destroy=nothing)
             graph.arranged = lambda: graph
-            graph.host_copies = lambda: []
+            graph.host_copies = list
             return graph
 
         def recording_memory(self):
