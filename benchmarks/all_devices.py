@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[float, str, tuple[str, ...], tuple[str, ...]]] = {
 }
 """Of each the seconds at most, the script, and its options, the last of which are not given with --quick."""
 SPARE = 8
-"""Seconds that are left to write what is known."""
+"""Seconds left to write the results."""
 
 
 def command_of(name: str, left: float, written: Path, options: argparse.Namespace) -> list[str]:

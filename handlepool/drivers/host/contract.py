@@ -135,7 +135,7 @@ class CallLog:
             self._fault(method)
 
     def fail_by(self, fault: Callable[[str], None]) -> None:
-        """Ask a function before every call from now; what it raises the call raises."""
+        """Ask a function before every call from now; the call raises its error."""
         self._fault = fault
 
     def fail_at(self, k: int, method: str | None, error: BaseException | None, spared: Container[str]) -> None:
