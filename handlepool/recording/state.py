@@ -263,7 +263,10 @@ class State:
             )
         if place.kind is POSITION:
             return f"{name} took values from {label}, which no replay does. Take them before, and pass them as arguments"
-        was = "values of the host's" if place.kind in (VALUES, TENSOR) else f"from {_told(then)} to {_told(now)}"
+        one, other = _told(then), _told(now)
+        was = f"from {one} to {other}" if one != other else f"to another {other}"
+        if place.kind in (VALUES, TENSOR):
+            was = "values of the host's"
         return f"{name} changed {label} ({was}) when it was called again to be recorded, which no replay does. {_ADVICE}"
 
 
