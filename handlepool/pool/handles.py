@@ -146,12 +146,17 @@ class DeviceHandles:
     @contextmanager
     def building(self) -> Iterator[None]:
         """Build alone: until the end no handle of the device is taken from this thread by a `close`."""
-        with self.build_lock:
-            self.builds += 1
-            try:
-                yield
-            finally:
-                self.builds -= 1
+        # Two parts: CPython 3.11 leaves the line of a `try` inside a `with` out of the block that releases the lock.
+        with self.build_lock, self._counted():
+            yield
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.builds += 1
+        try:
+            yield
+        finally:
+            self.builds -= 1
 
     @contextmanager
     def no_build(self) -> Iterator[bool]:
