@@ -346,12 +346,12 @@ def layout_of(name: str, pool: PoolInternals, operand: str, array: Any) -> Layou
 
 
 def layout_of_spec(name: str, operand: str, array: Any) -> Layout:
-    """Return the layout of what has a shape, strides and a type.
+    """Return the layout of an array or an `ArraySpec`.
 
     Raises
     ------
     ArrayTypeError, ArgumentError
-        For what has them not.
+        For an object without a shape, strides or a type.
     """
     if not all(has(array, attribute) for attribute in ("shape", "strides", "dtype")):
         raise ArrayTypeError(f"{name}: {operand} is a {kind_of(array)}; pass an array or an ArraySpec")

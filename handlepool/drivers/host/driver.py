@@ -418,7 +418,7 @@ class HostDriver(Controls):
         return copy() if ours or watched is None else watched[0](source, copy)
 
     def asnumpy(self, array: Array) -> np.ndarray[Any, Any]:
-        """Return a copy on the host, after the current stream of the array's device has run what it was given."""
+        """Return a copy on the host, after all work on the current stream of the array's device."""
         self._note("asnumpy")
         home: AbstractContextManager[object] = nullcontext()
         if isinstance(array, HostArray):

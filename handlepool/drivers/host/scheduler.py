@@ -76,7 +76,7 @@ class Operation:
         self.queued = False
         """A scheduler has it; until then nothing comes of it."""
         self.offered = False
-        """It is among what can run, or was."""
+        """Whether the operation is, or was, among those that can run."""
         self.begun = False
         """Its function was called."""
         self.done = False
@@ -137,7 +137,7 @@ class Scheduler:
         """After operations were offered, of which the calling worker will take ``spare``. The lock is held."""
 
     def _take(self, awaited: Operation, purpose: str, taken: list[Operation]) -> None:
-        """Put what a thread that waits must run itself into a list; nothing, when what it waits for is done. The lock is held."""
+        """List the operations that a waiting thread must run itself; none when its operation is done. The lock is held."""
         raise NotImplementedError
 
     # What they share
@@ -264,7 +264,7 @@ class Scheduler:
             self._told = True
 
     def _run_one(self, take: Callable[[list[Operation]], None]) -> bool:
-        """Run what is taken, outside the lock; whether something was."""
+        """Run the operations taken, outside the lock; return whether there were any."""
         _descend(HEADROOM)
         taken: list[Operation] = []
         try:
@@ -312,7 +312,7 @@ class Scheduler:
         finally:
             self._inside.operation = outer
             if operation.begun:
-                # What it holds goes here, before the lock is taken.
+                # The references of an operation end here, before this thread takes the lock.
                 operation.function = function = None
         return None
 

@@ -137,7 +137,7 @@ class ThreadState(threading.local):
         self.relaxed = 0
         self.allocator: Any = None
         self.host_data: Any = None
-        """Of `Driver.watch_host_data`: what makes `asarray`'s arrays, and what is told of host memory that is read."""
+        """Of `Driver.watch_host_data`: the makers of `asarray`'s arrays, and the listener for reads of host memory."""
         scheduler.meet()
 
 
