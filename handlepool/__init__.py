@@ -41,13 +41,13 @@ from handlepool.ops import (
     max_pool2d,
     mean2d,
 )
+from handlepool.order.operation import operation
 from handlepool.pool.default import close, default_pool, get_handle, get_workspace, prewarm, set_default_pool, stats, trim
 from handlepool.pool.pool import HandlePool
 from handlepool.recording.program import Program
 from handlepool.recording.record import record
 from handlepool.regions.executor import ParallelStateExecutor
 from handlepool.regions.future import StreamFuture
-from handlepool.regions.operation import operation
 from handlepool.regions.states import Fork, ParallelStates
 from handlepool.spreading.mapping import spread
 from handlepool.tensors.device_properties import DeviceProperties

@@ -9,9 +9,9 @@ from harness.scenes import Scene, Thread
 
 from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
+from handlepool.order import books
 from handlepool.pool import context, deferred
 from handlepool.pool import default as defaults
-from handlepool.regions import data_order
 
 for name in list(os.environ):
     ours = ("HANDLEPOOL_EVERY_LINE", "HANDLEPOOL_EXAMPLES", "HANDLEPOOL_SEED")
@@ -165,5 +165,5 @@ def pool(make_driver, monkeypatch):
 def no_books_stay_open():
     """Close the books of forks that a test left for good, as where a context was lost: later tests would ask them."""
     yield
-    data_order.opened.clear()
-    data_order._thread.orders.clear()
+    books.opened.clear()
+    books._thread.orders.clear()

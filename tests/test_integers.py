@@ -18,7 +18,7 @@ from handlepool import (
     conv2d_input_grad,
     conv2d_weight_grad,
 )
-from handlepool._util import as_integer, at_least
+from handlepool._util.arguments import as_integer, at_least
 from handlepool.testing import reference
 
 KINDS = [np.int8, np.uint8, np.int32, np.int64, np.uint64, np.intp]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from handlepool._util import shown
+from handlepool._util.names import shown
 from handlepool.drivers.cuda.planning import DescribedDevice, DescribedExecutable
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.executable import HostExecutable

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from handlepool._util import shown
+from handlepool._util.names import shown
 from handlepool.errors import ArgumentError, DriverNotAvailableError, HandlePoolError
 from handlepool.pool.plan_directory import VARIABLE, PlanDirectory, PlanFile, absolute
 

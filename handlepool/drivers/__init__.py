@@ -5,7 +5,7 @@ import threading
 from importlib import import_module
 from importlib.util import find_spec
 
-from handlepool._util import shown
+from handlepool._util.names import shown
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, DriverNotAvailableError, ForkedProcessError
 

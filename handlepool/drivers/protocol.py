@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool._util import kind_of
+from handlepool._util.names import kind_of
 from handlepool.drivers.kernel import Kernel
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.tensors.layout import Layout, Piece, View

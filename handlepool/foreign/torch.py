@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from handlepool._util import leaves, name_of
+from handlepool._util.names import name_of
+from handlepool._util.reachable import leaves
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.tensors.frontend import NAMES
 from handlepool.tensors.layout import View, as_dtype

@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import ARRAY_PROTOCOLS, has, kind_of
+from handlepool._util.names import kind_of
+from handlepool._util.protocols import ARRAY_PROTOCOLS, has
 from handlepool.drivers.protocol import ASARRAY, LEGACY_STREAM, check_operands, operand_name, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, DeviceMismatchError
 from handlepool.graphs.launch import GraphCall
 from handlepool.graphs.signature import Settings
+from handlepool.order.stream_order import integration, order
 from handlepool.pool.context import on_device, thread
 from handlepool.pool.deferred import abandon, defer, deferred, settle
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
-from handlepool.regions.stream_order import integration, order
 from handlepool.tensors.dlpack import from_cuda_array, from_dlpack
 from handlepool.tensors.layout import HOST, Layout, Piece, View
 

@@ -8,7 +8,7 @@ from functools import partial, reduce, update_wrapper
 from sys import modules
 from typing import Any, Concatenate, TypeVar, Unpack, cast, overload
 
-from handlepool._util import shown
+from handlepool._util.names import shown
 from handlepool.drivers.protocol import operand_name
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayCall, Graph, P, R_co
@@ -32,12 +32,12 @@ from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
 from handlepool.graphs.trace import Request
 from handlepool.graphs.tuning import Tuning, tune_plan
+from handlepool.order.books import lanes_for
 from handlepool.pool.context import NOT_CACHED, launchers, on_device, recordings
 from handlepool.pool.default import current_pool
 from handlepool.pool.deferred import settle_all
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_directory import VARIABLE as PLAN_DIRECTORY
-from handlepool.regions.data_order import lanes_for
 from handlepool.regions.states import ParallelStates
 from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import Layout

@@ -6,17 +6,18 @@ from functools import partial
 from inspect import signature
 from typing import Any, TypeVar, cast
 
-from handlepool._util import holds_values, shown
+from handlepool._util.names import shown
+from handlepool._util.protocols import holds_values
 from handlepool.drivers.protocol import TENSOR_ALIGNMENT, Driver, check_operands, operand_name
 from handlepool.errors import ArgumentError, HandlePoolError, OwnershipError, SignatureError
 from handlepool.graphs.plan import Plan
+from handlepool.order.accesses import Operands
+from handlepool.order.books import before, lanes_for, opened
 from handlepool.pool.context import NOT_CACHED, recordings, thread
 from handlepool.pool.default import FromFork, chosen_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_cache import Entry, Shortcut
 from handlepool.pool.slot import Slot
-from handlepool.regions.accesses import Operands
-from handlepool.regions.data_order import before, lanes_for, opened
 from handlepool.tensors.layout import Layout, Piece
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from handlepool._util import as_integer, shown
+from handlepool._util.arguments import as_integer
+from handlepool._util.names import shown
 from handlepool.drivers.protocol import AliasPair, Copy, Executable
 from handlepool.errors import ArgumentError
 from handlepool.tensors.layout import Layout, meeting

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict
 
 import numpy as np
 
-from handlepool._util import as_integer, at_least, flag, holds_values, shown
+from handlepool._util.arguments import as_integer, at_least, flag
+from handlepool._util.names import shown
+from handlepool._util.protocols import holds_values
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.tensors.layout import ArraySpec, as_dtype
 

@@ -8,7 +8,8 @@ two tensors is refused, never guessed.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from handlepool._util import as_integer, shown
+from handlepool._util.arguments import as_integer
+from handlepool._util.names import shown
 from handlepool.errors import ArgumentError
 
 MOST_LISTED = 24

@@ -8,7 +8,7 @@ from statistics import median
 from time import monotonic
 from typing import Any
 
-from handlepool._util import do_all
+from handlepool._util.cleanup import do_all
 from handlepool.drivers.protocol import RecordedGraph, abort_capture
 from handlepool.errors import GraphNotSupportedError, HandlePoolError, OutOfMemoryError, StateBusyError
 from handlepool.graphs.compile import shorten

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import shown
+from handlepool._util.names import shown
 from handlepool.drivers.protocol import operand_name
 from handlepool.errors import ArgumentError, ArrayTypeError, HandlePoolError
 from handlepool.graphs.signature import Recipe, Settings, as_references

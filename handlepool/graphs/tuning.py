@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from handlepool._util import at_least, shown
+from handlepool._util.arguments import at_least
+from handlepool._util.names import shown
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver
 from handlepool.errors import (
     ArgumentError,
@@ -25,13 +26,13 @@ from handlepool.errors import (
 from handlepool.graphs.arrays import convert
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.timing import Candidate, TimingRig, side_slots
+from handlepool.order.stream_order import order
 from handlepool.pool.context import thread
 from handlepool.pool.default import current_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 from handlepool.pool.stream import check_foreign, resolve
 from handlepool.regions.states import ParallelStates
-from handlepool.regions.stream_order import order
 from handlepool.tensors.layout import Layout
 
 MOST_VALUES = 1 << 16

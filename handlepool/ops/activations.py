@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Never
 
-from handlepool._util import shown
+from handlepool._util.names import shown
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Never
 
-from handlepool._util import as_integer, holds_values, shown
+from handlepool._util.arguments import as_integer
+from handlepool._util.names import shown
+from handlepool._util.protocols import holds_values
 from handlepool.drivers.kernel import Add, Concat
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT

@@ -6,7 +6,8 @@ from typing import Any, Never
 
 import numpy as np
 
-from handlepool._util import as_integer, at_least, shown
+from handlepool._util.arguments import as_integer, at_least
+from handlepool._util.names import shown
 from handlepool.drivers.kernel import MOST_TAPS, Depthwise
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.annotations import ArrayT

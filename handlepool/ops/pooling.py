@@ -3,7 +3,8 @@
 from functools import partial
 from typing import Any, Literal, Never
 
-from handlepool._util import flag, shown
+from handlepool._util.arguments import flag
+from handlepool._util.names import shown
 from handlepool.drivers.kernel import Windows
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT

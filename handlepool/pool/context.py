@@ -21,6 +21,7 @@ class BranchRegion(Protocol):
     device: int
     ended: bool
     keep: Callable[[object], None]
+    allocated: list[Any]
 
     @property
     def allocator(self) -> Any:
@@ -194,6 +195,11 @@ LIBRARIES = ("handlepool", "numpy", "cupy", "cupy_backends", "torch")
 """Whose frames are nobody's own code."""
 
 _UNCHANGED = object()
+
+
+def unchecked(driver: Driver) -> Driver:
+    """Return the driver beneath the wrapper of a pool that checks."""
+    return getattr(driver, "checked_driver", driver)
 
 
 def on_device(driver: Driver, ordinal: int) -> AbstractContextManager[Any]:

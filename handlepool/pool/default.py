@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from handlepool._util import shown
+from handlepool._util.names import shown
 from handlepool.errors import ArgumentError, OwnershipError
 from handlepool.pool.context import elsewhere, thread
 from handlepool.pool.internals import PoolInternals

@@ -17,7 +17,7 @@ from threading import get_ident
 from time import monotonic, sleep
 from typing import Any
 
-from handlepool._util import do_all
+from handlepool._util.cleanup import do_all
 from handlepool.pool.status import pools
 
 deferred: deque[Callable[[], bool]] = deque()  # appends and pops are atomic

@@ -7,7 +7,7 @@ from functools import partial
 from sys import getrefcount
 from typing import Any
 
-from handlepool._util import do_all, take_each
+from handlepool._util.cleanup import do_all, take_each
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.protocol import PER_THREAD_STREAM, Driver, Handle
 from handlepool.pool.context import on_device

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from handlepool._util import do_all, take_each
+from handlepool._util.cleanup import do_all, take_each
 from handlepool.drivers.protocol import Driver, Handle
 from handlepool.errors import OutOfMemoryError
 from handlepool.pool.deferred import settle_all

@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from handlepool import drivers
-from handlepool._util import do_all
+from handlepool._util.cleanup import do_all
 from handlepool.drivers.protocol import Driver
 from handlepool.pool.checks import CheckedDriver, CheckedSlot
 from handlepool.pool.context import on_device

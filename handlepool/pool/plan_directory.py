@@ -21,7 +21,7 @@ from errno import EEXIST, ENOTDIR
 from hashlib import sha256
 from pathlib import Path
 
-from handlepool._util import shown
+from handlepool._util.names import shown
 from handlepool.drivers.protocol import SavedPlan
 from handlepool.errors import ArgumentError
 

@@ -5,7 +5,8 @@ import os
 from types import TracebackType
 from typing import Any
 
-from handlepool._util import at_least, flag, shown
+from handlepool._util.arguments import at_least, flag
+from handlepool._util.names import shown
 from handlepool.drivers.protocol import Driver, Handle
 from handlepool.errors import ArgumentError
 from handlepool.pool.internals import PoolInternals

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from handlepool._util import do_all, take_each
+from handlepool._util.cleanup import do_all, take_each
 from handlepool.drivers.protocol import Driver, Handle, Stream
 from handlepool.pool.deferred import deferred, settle
 from handlepool.pool.slot import Slot

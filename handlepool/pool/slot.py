@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
-from handlepool._util import at_least, do_all
+from handlepool._util.arguments import at_least
+from handlepool._util.cleanup import do_all
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
 from handlepool.pool.status import Status
 from handlepool.pool.workspace import EMPTY, Block, DeviceScratch, Workspace

@@ -11,7 +11,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from handlepool._util import as_integer, has, shown
+from handlepool._util.arguments import as_integer
+from handlepool._util.names import shown
+from handlepool._util.protocols import has
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver
 from handlepool.errors import DeviceMismatchError, StreamError
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from handlepool._util import do_all, take_each
+from handlepool._util.cleanup import do_all, take_each
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import OutOfMemoryError
 from handlepool.pool.context import thread

@@ -9,10 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from handlepool._util import do_all, leaves
+from handlepool._util.cleanup import do_all
+from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph, abort_capture
 from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
-from handlepool.pool.context import LIBRARIES, on_device, place_of_call, recordings, run_on, thread
+from handlepool.order.accesses import Memory
+from handlepool.order.plain_calls import piece_of, pieces_of
+from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
+from handlepool.pool.context import LIBRARIES, on_device, place_of_call, recordings, run_on, thread, unchecked
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import SideSlots
@@ -23,10 +27,6 @@ from handlepool.recording.lanes import Lanes
 from handlepool.recording.random_numbers import refusal
 from handlepool.recording.rehearsal import CONSTANT, Made, New, check_same
 from handlepool.recording.schedule import Arrangement, Schedule, estimated
-from handlepool.regions.accesses import Memory
-from handlepool.regions.memory import underneath
-from handlepool.regions.plain_calls import piece_of, pieces_of
-from handlepool.regions.stream_order import in_torch, torch_among, torch_in_use
 from handlepool.tensors.layout import Piece, Token
 
 
@@ -154,7 +154,7 @@ class Recording:
 
         ``fork`` stands for the one that makes a branch.
         """
-        if underneath(driver) is not underneath(self.pool.driver):  # another driver's work is no part of anything here
+        if unchecked(driver) is not unchecked(self.pool.driver):  # another driver's work is no part of anything here
             return
         if pointer == LEGACY_STREAM or driver.capture_id(pointer) != self._capture:
             raise CaptureError(

@@ -10,7 +10,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from handlepool._util import shown
+from handlepool._util.names import shown
 from handlepool.errors import ArgumentError, PackageMissingError
 from handlepool.recording.explain import Explanation
 

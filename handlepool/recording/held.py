@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any, Protocol
 
-from handlepool.regions.track import Needs, Track
+from handlepool.order.track import Needs, Track
 
 MOST_TRIED = 8
 """Of the storages of one stream, at one node."""

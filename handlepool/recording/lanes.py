@@ -19,9 +19,14 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-from handlepool._util import do_all, leaves
+from handlepool._util.cleanup import do_all
+from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import RecordingMemory
 from handlepool.errors import CaptureError
+from handlepool.order.books import in_the_middle
+from handlepool.order.plain_calls import piece_of
+from handlepool.order.track import NOTHING, Needs, Track
+from handlepool.order.uses import Use, Uses, needs_of, write_down
 from handlepool.pool.context import place_of_call, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
@@ -31,10 +36,6 @@ from handlepool.recording.held import Held
 from handlepool.recording.other_work import PLAIN, OtherWork
 from handlepool.recording.rehearsal import Made
 from handlepool.recording.unwritten import Unwritten
-from handlepool.regions.data_order import in_the_middle
-from handlepool.regions.plain_calls import piece_of
-from handlepool.regions.track import NOTHING, Needs, Track
-from handlepool.regions.uses import Use, Uses, needs_of, write_down
 from handlepool.tensors.layout import Piece, Token, share
 
 T = TypeVar("T")

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import check_ends, kind_of
+from handlepool._util.arguments import check_ends
+from handlepool._util.names import kind_of
 from handlepool.drivers.protocol import Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.order.stream_order import integration
 from handlepool.recording import tensors
 from handlepool.recording.update import PLAIN, Copy, is_foreign, keys_of, overlapping, piece_of
-from handlepool.regions.stream_order import integration
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import overlaps_itself, share
 

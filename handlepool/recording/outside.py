@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from handlepool._util import kind_of
+from handlepool._util.names import kind_of
 from handlepool.errors import ArgumentError
+from handlepool.order.plain_calls import piece_of
 from handlepool.recording import tensors
 from handlepool.recording.update import Inputs, is_foreign
-from handlepool.regions.plain_calls import piece_of
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import Piece, Token, share
 

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, RecordedGraph, Stream
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.graphs.tuning import Tuning
+from handlepool.order.accesses import Memory
+from handlepool.order.books import before, opened
+from handlepool.order.plain_calls import exact, pieces_of
 from handlepool.pool import deferred as leftovers
 from handlepool.pool.context import on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
@@ -23,11 +26,8 @@ from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
 from handlepool.recording.timing import Timed
 from handlepool.recording.update import Copy, Inputs, copy_all
-from handlepool.regions.accesses import Memory
-from handlepool.regions.data_order import before, opened
 from handlepool.regions.fork import waited_for
 from handlepool.regions.memory import branch_regions
-from handlepool.regions.plain_calls import exact, pieces_of
 from handlepool.tensors.layout import Piece, Token
 
 if TYPE_CHECKING:

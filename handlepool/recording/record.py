@@ -8,10 +8,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from handlepool._util import as_integer, check_ends, check_ran, flag, holds_values, leaves, shown
+from handlepool._util.arguments import as_integer, check_ends, check_ran, flag
+from handlepool._util.names import shown
+from handlepool._util.protocols import holds_values
+from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
+from handlepool.order.books import open_order
+from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
 from handlepool.pool.context import run_on, thread
 from handlepool.pool.default import chosen_pool
 from handlepool.pool.deferred import defer, deferred, settle
@@ -27,9 +32,7 @@ from handlepool.recording.rehearsal import Entries, Launches, Rehearsal, check_s
 from handlepool.recording.state import State
 from handlepool.recording.tuning import shown_progress
 from handlepool.recording.update import Inputs
-from handlepool.regions.data_order import open_order
 from handlepool.regions.states import ParallelStates
-from handlepool.regions.stream_order import in_torch, torch_among, torch_in_use
 
 T = TypeVar("T")
 

@@ -7,7 +7,8 @@ from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
 
-from handlepool._util import content, leaves, shown
+from handlepool._util.names import shown
+from handlepool._util.reachable import content, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
 from handlepool.graphs.plan import Plan

@@ -28,9 +28,12 @@ from weakref import CallableProxyType, ProxyType, ReferenceType, WeakKeyDictiona
 
 import numpy as np
 
-from handlepool._util import CACHE, leaves, shown
+from handlepool._util.names import shown
+from handlepool._util.reachable import CACHE, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
+from handlepool.order import plain_calls
+from handlepool.order.operation import Operation
 from handlepool.recording.outside import Ranges
 from handlepool.recording.state_kinds import (
     ATTRIBUTES,
@@ -69,8 +72,6 @@ from handlepool.recording.state_kinds import (
     slots_of,
 )
 from handlepool.recording.update import piece_of
-from handlepool.regions import plain_calls
-from handlepool.regions.operation import Operation
 
 MOST_PLACES = 100_000
 """Objects that the walk takes in. The state of objects beyond them is not compared."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from handlepool._util import CACHE
+from handlepool._util.reachable import CACHE
 
 MISSING: Any = object()
 LIBRARIES = frozenset(

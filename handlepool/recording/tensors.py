@@ -4,11 +4,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from handlepool._util import kind_of
+from handlepool._util.names import kind_of
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.order.stream_order import integration, order
 from handlepool.pool.internals import PoolInternals
-from handlepool.regions.stream_order import integration, order
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import HOST
 

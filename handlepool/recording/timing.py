@@ -6,7 +6,7 @@ from os import PathLike
 from threading import RLock
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from handlepool._util import flag
+from handlepool._util.arguments import flag
 from handlepool.drivers.protocol import Driver, RecordedGraph
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.context import thread

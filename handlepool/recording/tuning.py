@@ -9,7 +9,9 @@ from statistics import median
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
-from handlepool._util import as_integer, do_all, shown, take_each
+from handlepool._util.arguments import as_integer
+from handlepool._util.cleanup import do_all, take_each
+from handlepool._util.names import shown
 from handlepool.drivers.protocol import RecordedGraph
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS

@@ -3,7 +3,8 @@
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 
-from handlepool._util import leaves, shown
+from handlepool._util.names import shown
+from handlepool._util.reachable import leaves
 from handlepool.errors import CaptureError
 from handlepool.tensors.layout import Piece, Token
 

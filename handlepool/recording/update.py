@@ -7,12 +7,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from handlepool._util import attributes, holds_values, kind_of, leaves, shown
+from handlepool._util.names import kind_of, shown
+from handlepool._util.protocols import holds_values
+from handlepool._util.reachable import attributes, leaves
 from handlepool.drivers.protocol import ASARRAY, Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import MASKED, is_array
+from handlepool.order.stream_order import integration
 from handlepool.recording import tensors
-from handlepool.regions.stream_order import integration
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import Piece, piece, share
 

@@ -17,10 +17,14 @@ from sys import modules
 from types import ModuleType
 from typing import Any, TypeVar
 
-from handlepool._util import as_integer, check_ran, shown
+from handlepool._util.arguments import as_integer, check_ran
+from handlepool._util.names import shown
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, ForkedProcessError
+from handlepool.order.books import opened
+from handlepool.order.operation import follow_branches
+from handlepool.order.stream_order import in_torch, order, torch_among
 from handlepool.pool.context import on_device, process, run_on, thread
 from handlepool.pool.default import check_pool, default_pool
 from handlepool.pool.deferred import abandon, defer, deferred, settle
@@ -29,11 +33,8 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.slot import Slot, bind_to_thread
 from handlepool.pool.stream import check_foreign, resolve
-from handlepool.regions.data_order import opened
 from handlepool.regions.future import StreamFuture, Task
 from handlepool.regions.memory import branch_regions, inherited
-from handlepool.regions.operation import follow_branches
-from handlepool.regions.stream_order import in_torch, order, torch_among
 
 T = TypeVar("T")
 

@@ -13,25 +13,26 @@ from sys import modules
 from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
-from handlepool._util import check_ran, name_of
+from handlepool._util.arguments import check_ran
+from handlepool._util.names import name_of
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, OwnershipError, PoolClosedError
+from handlepool.order.accesses import Memory, Operands
+from handlepool.order.books import DataOrder, in_the_middle, open_order, opened
+from handlepool.order.operation import OperationCall, operation_of
+from handlepool.order.plain_calls import PlainCall, pieces_of, warn_of_guess
+from handlepool.order.recent import Recent
+from handlepool.order.stream_order import in_torch, torch_among
+from handlepool.order.stream_order import order as order_streams
+from handlepool.order.track import NOBODYS, Needs, Track
+from handlepool.order.undeclared import run_watched
 from handlepool.pool.context import NO_LAUNCHER, NOT_CACHED, ThreadToken, launchers, on_device, recordings, run_on, thread
 from handlepool.pool.deferred import abandon, defer, deferred, settle
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.stream import check_foreign, resolve
-from handlepool.regions.accesses import Memory, Operands
-from handlepool.regions.data_order import DataOrder, in_the_middle, open_order, opened
 from handlepool.regions.memory import Region, branch_regions, held_by, inherited
-from handlepool.regions.operation import OperationCall, operation_of
 from handlepool.regions.pace import Pace
-from handlepool.regions.plain_calls import PlainCall, pieces_of, warn_of_guess
-from handlepool.regions.recent import Recent
-from handlepool.regions.stream_order import in_torch, torch_among
-from handlepool.regions.stream_order import order as order_streams
-from handlepool.regions.track import NOBODYS, Needs, Track
-from handlepool.regions.undeclared import run_watched
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ the join.
 import os
 from typing import Any, cast
 
-from handlepool._util import bound_call, leaves
+from handlepool._util.reachable import bound_call, leaves
 from handlepool.drivers.protocol import Driver, Stream
-from handlepool.pool.context import thread
+from handlepool.pool.context import thread, unchecked
 from handlepool.pool.deferred import abandon
 from handlepool.pool.slot import Slot
 
@@ -130,14 +130,9 @@ def inherited(driver: Driver, device: int, pointer: int) -> "Region | None":
         return None
     if pointer != region.stream.ptr:
         region = branch_regions.get(pointer)
-    if region is None or region.ended or region.device != device or underneath(region.driver) is not underneath(driver):
+    if region is None or region.ended or region.device != device or unchecked(region.driver) is not unchecked(driver):
         return None
     return region
-
-
-def underneath(driver: Driver) -> Driver:
-    """Return the driver that a pool which checks has wrapped."""
-    return getattr(driver, "checked_driver", driver)
 
 
 os.register_at_fork(after_in_child=branch_regions.clear)  # nothing inherited is used in a forked child (guarantee 13)

@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from handlepool._util import as_integer, bound_call, check_ran, flag, shown
+from handlepool._util.arguments import as_integer, check_ran, flag
+from handlepool._util.names import shown
+from handlepool._util.reachable import bound_call
 from handlepool.errors import ArgumentError, OwnershipError, StateBusyError, StateIndexError
 from handlepool.pool.context import process, thread
 from handlepool.pool.default import check_pool, default_pool

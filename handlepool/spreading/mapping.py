@@ -12,7 +12,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from handlepool._util import as_integer, at_least, attributes, bound_call, content, do_all, flag, holds_values, leaves, shown
+from handlepool._util.arguments import as_integer, at_least, flag
+from handlepool._util.cleanup import do_all
+from handlepool._util.names import shown
+from handlepool._util.protocols import holds_values
+from handlepool._util.reachable import attributes, bound_call, content, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, CaptureError, DeviceMismatchError, ItemError, OwnershipError
 from handlepool.pool.context import ThreadToken, thread

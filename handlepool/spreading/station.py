@@ -25,17 +25,21 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import check_ends, do_all, frames_inside, kind_of, leaves
+from handlepool._util.arguments import check_ends
+from handlepool._util.cleanup import do_all
+from handlepool._util.frames import frames_inside
+from handlepool._util.names import kind_of
+from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, Stream
 from handlepool.errors import ArgumentError, CaptureError
+from handlepool.order.books import before, opened
+from handlepool.order.plain_calls import pieces_of
 from handlepool.pool.context import on_device, run_on
 from handlepool.pool.pool import HandlePool
 from handlepool.recording.outputs import Results, new_like, steps_without_gaps
 from handlepool.recording.program import Program
 from handlepool.recording.record import record
 from handlepool.recording.update import copy_all, is_foreign
-from handlepool.regions.data_order import before, opened
-from handlepool.regions.plain_calls import pieces_of
 from handlepool.spreading.items import check_copied, geometry, itself, rebuilt, steps
 from handlepool.spreading.together import copier, relation, runs_apart
 from handlepool.tensors.layout import one_run

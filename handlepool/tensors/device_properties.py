@@ -4,7 +4,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from handlepool._util import as_integer, shown
+from handlepool._util.arguments import as_integer
+from handlepool._util.names import shown
 from handlepool.errors import ArgumentError, DriverNotAvailableError
 
 VERSION = "cudnnVersion"

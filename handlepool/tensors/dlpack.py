@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import kind_of
+from handlepool._util.names import kind_of
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import HOST, UNKNOWN, View, as_dtype

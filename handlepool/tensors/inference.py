@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from handlepool._util import as_integer, shown
+from handlepool._util.arguments import as_integer
+from handlepool._util.names import shown
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 
 Shape = tuple[int, ...]

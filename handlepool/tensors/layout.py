@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import as_integer, kind_of, shown
+from handlepool._util.arguments import as_integer
+from handlepool._util.names import kind_of, shown
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.tensors import frontend
 from handlepool.tensors.inference import dense_strides

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import signal, special
 
-from handlepool._util import shown
+from handlepool._util.names import shown
 from handlepool.errors import ArgumentError
 
 Array = npt.NDArray[np.float64]

@@ -18,7 +18,7 @@ from cupy.cuda import memory
 from harness.no_gpu import NoGpuDriver, World
 
 from handlepool.drivers.cuda import fast_launch
-from handlepool.regions.recent import Recent
+from handlepool.order.recent import Recent
 from handlepool.tensors.layout import Layout, share
 
 pytestmark = pytest.mark.cupy

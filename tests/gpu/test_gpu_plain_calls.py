@@ -6,8 +6,8 @@ import pytest
 
 import handlepool
 from handlepool import ParallelStates
-from handlepool.regions import plain_calls
-from handlepool.regions.data_order import DataOrder
+from handlepool.order import plain_calls
+from handlepool.order.books import DataOrder
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 

@@ -3,11 +3,11 @@
 from collections import Counter
 
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.order import books
 from handlepool.pool import deferred
-from handlepool.regions import data_order
+from handlepool.pool.context import unchecked
 from handlepool.regions.fork import Fork
 from handlepool.regions.future import Task
-from handlepool.regions.memory import underneath
 
 RESTORES = {"set_device", "swap_allocator", "use_stream", "pop_stream"}
 """Calls that make current what was current before; they fail in no context that lives, and nothing could be done then."""
@@ -47,7 +47,7 @@ def forgotten(pool):
 
 def books_of(driver):
     """The books of a driver's forks that are open, in whatever thread."""
-    return [order for order in data_order.opened if underneath(order.driver) is underneath(driver)]
+    return [order for order in books.opened if unchecked(order.driver) is unchecked(driver)]
 
 
 def left_tasks():

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from handlepool._util import holds_values
+from handlepool._util.protocols import holds_values
 from handlepool.spreading.items import rebuilt
 
 ALIASES = {

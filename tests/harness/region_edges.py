@@ -15,7 +15,7 @@ from harness.region_cases import Call, Case, Look, Map, Record, Replay, Step, Up
 from harness.region_functions import FUNCTIONS, RECORDED
 
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.regions.data_order import DataOrder
+from handlepool.order.books import DataOrder
 
 Touched = dict[int, int]
 """By array, the bits of the elements."""

@@ -13,10 +13,10 @@ from harness.region_runs import Regional, Sequential, Values, values_of
 
 from handlepool import ContractError, HandlePool
 from handlepool.drivers.host.driver import HostDriver
+from handlepool.order import books, uses
 from handlepool.pool import default as defaults
 from handlepool.pool import deferred
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
-from handlepool.regions import data_order, uses
 
 
 class BlindDriver(HostDriver):
@@ -69,8 +69,8 @@ class World:
     def left_behind(self) -> str:
         """Say what is not as it was before the last case, or nothing."""
         leased = self.pool.stats()["handles_leased"] - len(self._hoard)
-        if leased or data_order.opened:
-            return f"{leased} side slots are still leased, and books are {'open' if data_order.opened else 'closed'}"
+        if leased or books.opened:
+            return f"{leased} side slots are still leased, and books are {'open' if books.opened else 'closed'}"
         return ""
 
     def close(self) -> None:
@@ -165,13 +165,13 @@ def default_pool(pool: HandlePool) -> Iterator[None]:
 @contextlib.contextmanager
 def books_of(case: Case) -> Iterator[None]:
     """Let the books be as they are, or, where the case says so, keep so little that they soon count several as one."""
-    former = data_order.MOST_MARKS, uses.MOST_NEIGHBOURS
+    former = books.MOST_MARKS, uses.MOST_NEIGHBOURS
     if case.small:
-        data_order.MOST_MARKS, uses.MOST_NEIGHBOURS = 2, 4
+        books.MOST_MARKS, uses.MOST_NEIGHBOURS = 2, 4
     try:
         yield
     finally:
-        data_order.MOST_MARKS, uses.MOST_NEIGHBOURS = former
+        books.MOST_MARKS, uses.MOST_NEIGHBOURS = former
 
 
 def expected_of(case: Case) -> Values:

@@ -3,7 +3,7 @@
 import pytest
 
 from handlepool import HandlePool, ParallelStates
-from handlepool.regions.plain_calls import PlainCall
+from handlepool.order.plain_calls import PlainCall
 
 torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
 
@@ -20,8 +20,8 @@ class InPlace(torch.nn.Module):
 
 @pytest.fixture
 def pool(make_driver, monkeypatch):
-    monkeypatch.setattr("handlepool.regions.plain_calls._may_write", {})
-    monkeypatch.setattr("handlepool.regions.plain_calls._warned", set())
+    monkeypatch.setattr("handlepool.order.plain_calls._may_write", {})
+    monkeypatch.setattr("handlepool.order.plain_calls._warned", set())
     with HandlePool(driver=make_driver()) as pool:
         yield pool
 

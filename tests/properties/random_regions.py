@@ -28,8 +28,8 @@ from harness.region_maker import make_case
 from harness.region_shrink import shrunk, told
 from harness.region_worlds import World, expected_of
 
+from handlepool.order import plain_calls
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
-from handlepool.regions import plain_calls
 
 FREE = (MOST_SIDE_SLOTS, 0, 1, 2)
 """How many side slots are free; each program runs with each."""

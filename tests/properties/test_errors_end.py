@@ -13,7 +13,7 @@ from harness.scenes import TIMEOUT, Scene, Thread
 
 import handlepool
 from handlepool import GraphNotSupportedError, ParallelStateExecutor
-from handlepool._util import do_all
+from handlepool._util.cleanup import do_all
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool.plan_cache import _Build
 

@@ -872,7 +872,7 @@ def test_torchs_stream_is_set_while_recording_wherever_it_uses_the_gpu(scene, mo
     foreign = SimpleNamespace(
         run_branch=run_branch, recording_pool=lambda device: None, current_stream=lambda device: scene.driver.current_stream().ptr
     )
-    for place in ("regions.stream_order", "recording.tensors"):
+    for place in ("order.stream_order", "recording.tensors"):
         monkeypatch.setattr(f"handlepool.{place}.integration", lambda: foreign)
     scene.driver.name = driver
     for lanes in (None, 1, 4):

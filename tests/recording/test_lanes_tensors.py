@@ -13,7 +13,7 @@ from harness.scenes import Scene, leased
 
 import handlepool
 from handlepool import ContractError, OutOfMemoryError
-from handlepool._util import leaves
+from handlepool._util.reachable import leaves
 from handlepool.drivers.host.array import HostArray, owner_of
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.recording.held import Held
@@ -104,7 +104,7 @@ def scene(monkeypatch):
         scene.torch = Torch(scene.driver)
         loaded = SimpleNamespace(Tensor=Tensor, cuda=SimpleNamespace(is_initialized=lambda: True))
         monkeypatch.setitem(sys.modules, "torch", loaded)
-        for place in ("regions.stream_order", "regions.undeclared", "recording.tensors"):
+        for place in ("order.stream_order", "regions.undeclared", "recording.tensors"):
             monkeypatch.setattr(f"handlepool.{place}.integration", lambda: scene.torch)
         scene.driver.name = "cuda"
         yield scene

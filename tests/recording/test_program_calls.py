@@ -21,7 +21,7 @@ from handlepool import (
     PoolClosedError,
     ops,
 )
-from handlepool._util import kind_of
+from handlepool._util.names import kind_of
 from handlepool.recording.update import Inputs
 
 Pair = namedtuple("Pair", "first second")

@@ -59,7 +59,7 @@ def scene(monkeypatch):
     with Scene(HostDriver(scheduler="adversarial")) as scene:
         monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
         monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
-        for place in ("recording.tensors", "recording.update", "recording.outputs", "regions.undeclared"):
+        for place in ("recording.tensors", "recording.update", "recording.outputs", "order.undeclared"):
             monkeypatch.setattr(f"handlepool.{place}.integration", Torch)
         yield scene
 

@@ -6,9 +6,9 @@ from harness.graphs import double
 
 from handlepool import HandlePool, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
+from handlepool.order import books
 from handlepool.pool import deferred
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
-from handlepool.regions import data_order
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_g8_a_fork_without_a_state_whose_end_fails_closes_its_books_later(pool):
         driver.fail_at(1, None, Oops())
     del fork
     deferred.settle(most=100)
-    assert not data_order.opened
+    assert not books.opened
     for slot in hoard:
         sides.release(slot, captured=False)
 
@@ -88,7 +88,7 @@ def test_a_fork_without_a_state_that_nobody_leaves_closes_its_books_though_a_cal
     for _ in range(2):
         deferred.settle(most=100)
     driver.fail_at(0)
-    assert not data_order.opened
+    assert not books.opened
     for slot in hoard:
         sides.release(slot, captured=False)
 

@@ -9,9 +9,9 @@ from harness.lines import at_line, interrupt, some_lines
 
 from handlepool import ContractError, HandlePool, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.regions.data_order import DataOrder
+from handlepool.order.books import DataOrder
 
-BOOKS = {"data_order.py", "recent.py", "track.py", "uses.py"}
+BOOKS = {"books.py", "recent.py", "track.py", "uses.py"}
 
 
 def interrupted_at(k, modules=BOOKS):
@@ -50,7 +50,7 @@ def test_g17_what_ran_before_an_interrupt_is_waited_for_after_it():
 
 
 def test_g17_an_interrupt_between_an_event_and_the_note_of_it_is_no_error_later():
-    lines = list(itertools.takewhile(lambda k: interrupted_at(k, {"data_order.py"}), itertools.count(1)))
+    lines = list(itertools.takewhile(lambda k: interrupted_at(k, {"books.py"}), itertools.count(1)))
     assert len(lines) > 10
 
 

@@ -20,7 +20,8 @@ from handlepool import (
     ParallelStates,
     PoolClosedError,
 )
-from handlepool.regions import data_order, recent, track, uses
+from handlepool.order import books as books_module
+from handlepool.order import recent, track, uses
 
 SHAPE = 1, 4, 2, 4
 
@@ -41,7 +42,7 @@ class World:
         """Whether a chain is right, no books are open, and no side slot is leased."""
         with self.states.fork() as fork:
             y = fork.run(plus, fork.run(double, self.array(3)), self.array(1))
-        return (y.get() == 7).all() and not data_order.opened and self.pool.stats()["handles_leased"] == 0
+        return (y.get() == 7).all() and not books_module.opened and self.pool.stats()["handles_leased"] == 0
 
 
 @pytest.fixture
@@ -217,7 +218,7 @@ def test_g17_a_pool_that_is_closed_inside_a_region_refuses(make_driver, after):
             fork.map(plus, [y], [x])
         else:
             fork.wait(y)
-    assert not data_order.opened
+    assert not books_module.opened
 
 
 def test_g17_arguments_that_are_refused_are_in_no_books(world):
@@ -291,7 +292,7 @@ BRANCHES = {
 COUNT, FEW, SAMPLE = 10_000, 100, 30
 
 
-BOOKS = {module.__name__ for module in (data_order, uses, track, recent)}
+BOOKS = {module.__name__ for module in (books_module, uses, track, recent)}
 
 
 def books():
@@ -336,7 +337,7 @@ def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(mak
     early, late = costs(world, BRANCHES[name], COUNT)
     assert late[0] < early[0] * 1.05 + 10
     assert late[1] < early[1] * 1.05 + 1
-    assert not data_order.opened
+    assert not books_module.opened
     assert books() == before
     assert world.driver.alive()["events"] - events < 400  # 64 for each stream, at most, kept for the next
     assert world.usable()
@@ -344,14 +345,14 @@ def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(mak
 
 
 def test_g17_control_a_step_for_each_branch_so_far_is_seen(make_driver, monkeypatch):
-    note = data_order.DataOrder.note
+    note = books_module.DataOrder.note
 
     def slow(order, branchs, reads, writes):
         for _ in range(branchs.count):
             track.last(branchs, 0)
         note(order, branchs, reads, writes)
 
-    monkeypatch.setattr(data_order.DataOrder, "note", slow)
+    monkeypatch.setattr(books_module.DataOrder, "note", slow)
     world = World(make_driver, check_order=False, scheduler="threads")
     monkeypatch.setattr("handlepool.pool.default._default", world.pool)
     early, late = costs(world, BRANCHES["operations"], 10 * FEW)
@@ -397,17 +398,17 @@ def test_g17_a_finaliser_that_finds_its_thread_in_the_middle_of_the_books_is_ref
             uses[use]()
         refused.append(use)
 
-    meet = data_order.DataOrder.meet_any
+    meet = books_module.DataOrder.meet_any
 
     with world.states.fork() as fork:
         fork.run(lambda a: a * 2, x)
 
         def interrupted(order, memory):
-            monkeypatch.setattr(data_order.DataOrder, "meet_any", meet)
+            monkeypatch.setattr(books_module.DataOrder, "meet_any", meet)
             finaliser(fork)
             return meet(order, memory)
 
-        monkeypatch.setattr(data_order.DataOrder, "meet_any", interrupted)
+        monkeypatch.setattr(books_module.DataOrder, "meet_any", interrupted)
         z = fork.run(lambda a: a + 1, x)
         w = fork.run(double, z)
     assert refused == [use]

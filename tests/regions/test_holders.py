@@ -18,10 +18,10 @@ import pytest
 from harness.scenes import Scene, over_seeds
 
 import handlepool
-from handlepool import _util
-from handlepool._util import leaves
-from handlepool.regions import operation as operation_module
-from handlepool.regions import plain_calls
+from handlepool._util import reachable
+from handlepool._util.reachable import leaves
+from handlepool.order import operation as operation_module
+from handlepool.order import plain_calls
 
 
 @pytest.fixture(autouse=True)
@@ -326,7 +326,7 @@ def test_a_class_of_a_user_is_not_remembered():
     del Mine
     gc.collect()
     assert seen() is None
-    assert not any(kind.__module__ == __name__ for kind in _util._ends)
+    assert not any(kind.__module__ == __name__ for kind in reachable._ends)
 
 
 def test_a_long_dictionary_of_plain_keys_is_not_walked():

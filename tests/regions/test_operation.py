@@ -11,8 +11,8 @@ from harness.hidden import hidden as unseen
 
 import handlepool
 from handlepool import ArgumentError, ContractError
-from handlepool.regions.operation import operation_of
-from handlepool.regions.plain_calls import piece_of
+from handlepool.order.operation import operation_of
+from handlepool.order.plain_calls import piece_of
 from handlepool.tensors.layout import Token
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
@@ -150,10 +150,8 @@ def test_what_an_object_has_is_read_by_its_methods_however_these_were_made(array
 
     Holder.halved = inner = handlepool.operation(halved)
     holder, found = Holder(array()), []
-    accesses = handlepool.regions.operation.Operation.accesses
-    monkeypatch.setattr(
-        "handlepool.regions.operation.Operation.accesses", lambda *call: found.append(accesses(*call)) or found[-1]
-    )
+    accesses = handlepool.order.operation.Operation.accesses
+    monkeypatch.setattr("handlepool.order.operation.Operation.accesses", lambda *call: found.append(accesses(*call)) or found[-1])
 
     def function(x):
         return holder.doubled, holder.halved(), holder.wrapped(), plus_one(x)
@@ -411,7 +409,7 @@ def test_where_no_fork_is_open_it_asks_for_nothing(pool, monkeypatch):
     monkeypatch.setattr("handlepool.pool.default._default", None)
     monkeypatch.setattr("handlepool.pool.default.HandlePool", None)
     for name in ("before", "pieces_of", "pieces_or_tokens"):
-        monkeypatch.setattr(f"handlepool.regions.operation.{name}", None)
+        monkeypatch.setattr(f"handlepool.order.operation.{name}", None)
     calls = pool.driver.calls.total()
     scaled(y)
     assert pool.driver.calls.total() == calls

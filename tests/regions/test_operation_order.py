@@ -11,8 +11,8 @@ from harness.scenes import BranchError, Scene, over_seeds, works
 import handlepool
 from handlepool import CaptureError, ContractError, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
+from handlepool.order import operation as operation_module
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
-from handlepool.regions import operation as operation_module
 
 HELD = {}
 """What nobody sees in a call: it is global."""
@@ -537,7 +537,7 @@ def ones(request, monkeypatch):
         return pytest.importorskip("torch", reason="torch is not installed").ones
     door = SimpleNamespace(version=lambda x: x.writes[0], storage=lambda x: id(x.writes), peek=lambda x: x.values.copy())
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=StandIn))
-    monkeypatch.setattr("handlepool.regions.undeclared.integration", lambda: door)
+    monkeypatch.setattr("handlepool.order.undeclared.integration", lambda: door)
     return StandIn.ones
 
 

@@ -12,7 +12,7 @@ from harness.scenes import Scene, leased
 import handlepool
 from handlepool import ContractError, HandlePool, ParallelStateExecutor, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.regions.data_order import DataOrder
+from handlepool.order.books import DataOrder
 from handlepool.regions.fork import Fork
 from handlepool.regions.pace import BETWEEN, ENOUGH, LONGEST_REST, TOO_MANY, Pace
 

@@ -16,11 +16,12 @@ import pytest
 from harness.scenes import BranchError, Scene, over_seeds
 
 import handlepool
-from handlepool import ArgumentError, HandlePool, ParallelStateExecutor, ParallelStates, _util
-from handlepool._util import _has_attributes, leaves
-from handlepool.regions import plain_calls
-from handlepool.regions.data_order import DataOrder
-from handlepool.regions.plain_calls import PlainCall
+from handlepool import ArgumentError, HandlePool, ParallelStateExecutor, ParallelStates
+from handlepool._util import reachable
+from handlepool._util.reachable import _has_attributes, leaves
+from handlepool.order import plain_calls
+from handlepool.order.books import DataOrder
+from handlepool.order.plain_calls import PlainCall
 
 
 @pytest.fixture(autouse=True)
@@ -300,8 +301,8 @@ def test_g17_control_where_objects_are_not_looked_into(way, monkeypatch):
 
 
 def look_into_no_type_of_c(monkeypatch):
-    monkeypatch.setattr(_util, "_ends", {*_util._ends})
-    monkeypatch.setattr(_util, "_is_looked_into", lambda _: False)
+    monkeypatch.setattr(reachable, "_ends", {*reachable._ends})
+    monkeypatch.setattr(reachable, "_is_looked_into", lambda _: False)
 
 
 ITERATORS = {
@@ -363,7 +364,7 @@ def test_g17_control_iterators_that_are_not_looked_into(form, monkeypatch):
 
 def test_large_arrays_of_text_are_not_looked_through(scene):
     labels = np.array(["a"] * 2000, object)
-    with mock.patch.object(_util, "_begins_plain", wraps=_util._begins_plain) as asked, scene.states.fork() as fork:
+    with mock.patch.object(reachable, "_begins_plain", wraps=reachable._begins_plain) as asked, scene.states.fork() as fork:
         y = fork.run(lambda x, names: scene.plus(x, len(names)), scene.array(1), labels)
     assert asked.called
     assert scene.read(y) == 2001

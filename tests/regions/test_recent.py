@@ -9,10 +9,10 @@ import pytest
 
 from handlepool import HandlePool
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.regions.accesses import Operands
-from handlepool.regions.data_order import DataOrder
-from handlepool.regions.recent import Recent
-from handlepool.regions.track import Track
+from handlepool.order.accesses import Operands
+from handlepool.order.books import DataOrder
+from handlepool.order.recent import Recent
+from handlepool.order.track import Track
 from handlepool.tensors.layout import Layout
 
 SIZE = 64

@@ -29,7 +29,7 @@ from handlepool import (
     PoisonedContextError,
     PoolClosedError,
 )
-from handlepool._util import leaves
+from handlepool._util.reachable import leaves
 from handlepool.drivers.host.array import HostArray
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import holds_values, kind_of
+from handlepool._util.names import kind_of
+from handlepool._util.protocols import holds_values
 from handlepool.drivers.host.array import (
     HostArray,
     Raw,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import shown
+from handlepool._util.names import shown
 from handlepool.drivers.host import scheduler as schedulers
 from handlepool.drivers.host.array import Array, HostArray, address_of, check_type, owner_of, raw_view, view_of, work_of
 from handlepool.drivers.host.array_functions import ArrayWork

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from handlepool._util import shown
+from handlepool._util.names import shown
 from handlepool.errors import ArgumentError
 
 VARIABLE = "HANDLEPOOL_HOST_MEMORY"

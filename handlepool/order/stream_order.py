@@ -6,7 +6,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from handlepool._util import leaves, name_of
+from handlepool._util.names import name_of
+from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver
 from handlepool.errors import CaptureError
 from handlepool.pool.context import thread

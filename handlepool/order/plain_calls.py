@@ -18,11 +18,14 @@ from weakref import ReferenceType
 
 import numpy as np
 
-from handlepool._util import CACHE, attributes, bound_call, content, frames_inside, has, kind_of, leaves
+from handlepool._util.frames import frames_inside
+from handlepool._util.names import kind_of
+from handlepool._util.protocols import has
+from handlepool._util.reachable import CACHE, attributes, bound_call, content, leaves
 from handlepool.drivers.protocol import Driver
-from handlepool.regions.accesses import Memory
-from handlepool.regions.data_order import DataOrder
-from handlepool.regions.track import Track
+from handlepool.order.accesses import Memory
+from handlepool.order.books import DataOrder
+from handlepool.order.track import Track
 from handlepool.tensors.layout import Piece, Token, piece, share
 
 Guess = tuple[str, Hashable]

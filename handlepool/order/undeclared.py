@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util import attributes, content, leaves, name_of
+from handlepool._util.names import name_of
+from handlepool._util.reachable import attributes, content, leaves
 from handlepool.errors import ContractError
-from handlepool.pool.context import thread
+from handlepool.order.books import before, beside, calls_so_far, written_since
+from handlepool.order.plain_calls import PlainCall, piece_of
+from handlepool.order.stream_order import integration
+from handlepool.order.track import Needs
+from handlepool.pool.context import BranchRegion, thread
 from handlepool.pool.internals import PoolInternals
-from handlepool.regions.data_order import before, beside, calls_so_far, written_since
-from handlepool.regions.memory import Region
-from handlepool.regions.plain_calls import PlainCall, piece_of
-from handlepool.regions.stream_order import integration
-from handlepool.regions.track import Needs
 from handlepool.tensors.layout import Piece, Token, share
 
 Writes = Iterable[Piece | Token]
@@ -62,7 +62,7 @@ class Watch:
             check_unchanged(self._pool, self._copies, self._call, since)
 
 
-def run_watched(pool: PoolInternals, region: Region, memory: PlainCall, call: Call) -> Any:
+def run_watched(pool: PoolInternals, region: BranchRegion, memory: PlainCall, call: Call) -> Any:
     """Call a plain function in its branch, and see that it writes nothing else, where it returns new arrays alone."""
     function, args, kwargs = call
     watch = Watch(pool, call, memory.writes)

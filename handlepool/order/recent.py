@@ -7,8 +7,8 @@ pool gave out: two that live at once share no byte, and these live as long as th
 
 from collections.abc import Iterator, Sequence
 
-from handlepool.regions.accesses import Operands
-from handlepool.regions.track import NOTHING, Needs, Track
+from handlepool.order.accesses import Operands
+from handlepool.order.track import NOTHING, Needs, Track
 
 Launch = tuple[Sequence[int], Operands, Track, int]
 """The addresses of its operands, what it reads and writes of these, its stream, and which call of that it is."""

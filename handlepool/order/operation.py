@@ -7,19 +7,20 @@ from sys import modules
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
-from handlepool._util import bound_call, leaves, name_of, shown
+from handlepool._util.names import name_of, shown
+from handlepool._util.reachable import bound_call, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ContractError
+from handlepool.order.accesses import Memory
+from handlepool.order.books import DataOrder, before, lanes_for, open_order, opened, ordering_pool
+from handlepool.order.plain_calls import exact, piece_of, pieces_of
+from handlepool.order.stream_order import in_torch, order, refuse_derived, torch_among, torch_in_use
+from handlepool.order.track import Track
+from handlepool.order.undeclared import Call, Watch
 from handlepool.pool.context import recordings, run_on, thread
 from handlepool.pool.default import pool_so_far
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
-from handlepool.regions.accesses import Memory
-from handlepool.regions.data_order import DataOrder, before, lanes_for, open_order, opened, ordering_pool
-from handlepool.regions.plain_calls import exact, piece_of, pieces_of
-from handlepool.regions.stream_order import in_torch, order, refuse_derived, torch_among, torch_in_use
-from handlepool.regions.track import Track
-from handlepool.regions.undeclared import Call, Watch
 from handlepool.tensors.layout import Piece, Token, share
 
 P = ParamSpec("P")

@@ -1,32 +1,27 @@
-"""Small helpers below everything: protocols of other libraries, values in messages, integers, and clean-up after errors."""
+"""Find the arrays and objects that a function can reach from its arguments."""
 
 import gc
-import reprlib
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import is_dataclass
-from enum import Enum
 from functools import lru_cache, partial
 from itertools import islice
-from operator import index, methodcaller
+from operator import methodcaller
 from types import (
-    AsyncGeneratorType,
     BuiltinFunctionType,
     CellType,
     CodeType,
-    CoroutineType,
     FrameType,
     FunctionType,
-    GeneratorType,
     MemberDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
     TracebackType,
 )
-from typing import Any, TypeVar
+from typing import Any
 from weakref import (
     CallableProxyType,
     ProxyType,
@@ -39,22 +34,8 @@ from weakref import (
 
 import numpy as np
 
-from handlepool.errors import ArgumentError
+from handlepool._util.protocols import ARRAY_PROTOCOLS
 
-
-def has(value: object, name: str) -> bool:
-    """Whether an object has an attribute, its type's or its own; one that is made for any name asked, as by a proxy, is none."""
-    if hasattr(type(value), name):
-        return True
-    own = getattr(value, "__dict__", None)
-    return isinstance(own, dict) and name in own
-
-
-ARRAY_PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
-MOST_SHOWN = 100
-"""Characters of a value."""
-
-_SCALARS = (str, bytes, int, float, complex, Enum, np.bool_, np.number)
 _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _WITHOUT_ARRAYS = ("builtins", "numpy", "cupy", "handlepool")
 """Packages whose objects are arrays, hold them as containers do, or have no attribute that is an array."""
@@ -80,155 +61,6 @@ _IMMUTABLE_TYPE = 1 << 8
 _COLLECTED_TYPE = 1 << 14
 """The bit of ``__flags__`` that types have whose objects tell Python's collector which objects they hold."""
 MOST_PLAIN = 1000
-_PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFunctionType)
-
-
-def kind_of(value: object) -> str:
-    """Return the name of a type, or of a value's type, with its module's where it is not built in."""
-    kind = value if isinstance(value, type) else type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def holds_values(value: object) -> bool:
-    """Whether a value is an array, of whatever library; a NumPy scalar is none."""
-    if isinstance(value, (type, np.generic)):
-        return False
-    return any(has(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))
-
-
-_TO_RUN = frozenset([GeneratorType, CoroutineType, AsyncGeneratorType, map, filter])
-
-
-def name_of(function: Any) -> str:
-    """Return what messages call a function."""
-    return str(getattr(function, "__qualname__", None) or f"a {kind_of(function)}")
-
-
-def check_ran(function: object, value: object) -> None:
-    """Refuse what a function returned where its work is still to be done, which nobody would put in order.
-
-    Raises
-    ------
-    ArgumentError
-    """
-    if type(value) in _TO_RUN and not getattr(value, "gi_suspended", False):  # one that has begun is of a use of its own
-        if isinstance(value, (GeneratorType, CoroutineType)):
-            value.close()  # or Python warns that nobody awaited it
-        raise ArgumentError(
-            f"{name_of(function)} returned a {kind_of(value)}, of which nothing has run: pass a function that does the work and "
-            f"returns arrays"
-        )
-
-
-def shown(value: object) -> str:
-    """Show a value in a message: an array by kind, shape and type, what may show one by its kind, all else as it shows itself."""
-    return _shortened.repr(value)
-
-
-class _Shortened(reprlib.Repr):
-    def repr1(self, x: Any, level: int) -> str:
-        if holds_values(x):
-            return _described(x)
-        for container in (tuple, list, dict, set, frozenset):
-            if isinstance(x, container):
-                text: str = getattr(self, f"repr_{container.__name__}")(x, level)
-                return text
-        kind: Any = type(x)
-        harmless = (
-            kind.__repr__ is object.__repr__ or kind.__name__ == "dtype" or hasattr(kind, "__cuda_stream__")
-        )  # torch's dtype
-        if not (harmless or isinstance(x, _PLAIN)):
-            return f"<{kind_of(x)} object>"
-        text = repr(x)
-        return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
-
-
-_shortened = _Shortened()
-
-
-def _described(array: Any) -> str:
-    try:
-        geometry = f" of shape {tuple(map(int, array.shape))}, {array.dtype}"
-    except Exception:  # its library calls them otherwise, or does not tell
-        geometry = ""
-    return f"<{kind_of(array)}{geometry}>"
-
-
-def as_integer(value: Any, otherwise: int | None = None) -> int:
-    """Return the integer that a value is, or ``otherwise`` for what is none, where that is given.
-
-    Raises
-    ------
-    TypeError
-        For what is none.
-    """
-    if type(value) is int:
-        return value
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{shown(value)} is no integer")
-        return index(value)
-    except TypeError:
-        if otherwise is None:
-            raise
-        return otherwise
-
-
-def at_least(least: int, what: str, value: Any, unit: str = "") -> int:
-    """Return the integer that an argument is, which must not be below ``least``.
-
-    Raises
-    ------
-    ArgumentError
-        Naming the argument, ``what``, and what it may be.
-    """
-    number = as_integer(value, least - 1)
-    if number < least:
-        raise ArgumentError(f"{what}={shown(value)}; it must be an integer, {least}{unit} or more")
-    return number
-
-
-def flag(what: str, value: Any) -> bool:
-    """Return the bool that an argument is.
-
-    Raises
-    ------
-    ArgumentError
-        Naming the argument, ``what``.
-    """
-    if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentError(f"{what}={shown(value)}; it must be True or False")
-    return bool(value)
-
-
-T = TypeVar("T")
-
-
-def do_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Do every step, also after one has failed; raise the first failure then."""
-    failure: BaseException | None = None
-    for step in steps:
-        try:
-            step()
-        except BaseException as trouble:
-            failure = failure or trouble
-    try:
-        if failure is not None:
-            raise failure
-    finally:
-        del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
-
-
-def take_each(things: list[T]) -> Iterator[T]:
-    """Take what a list holds, the first first; other threads append to it and pop from it, too.
-
-    One at a time, so that an interrupt costs what is in hand at most.
-    """
-    for _ in range(len(things)):
-        try:
-            yield things.pop(0)
-        except IndexError:  # another thread was faster
-            return
 
 
 def content(cell: CellType) -> Any:
@@ -331,35 +163,6 @@ def leaves(*values: object, calls: bool = False, keys: bool = False, owners: lis
                 left += reversed([*inside])
 
 
-MOST_DEEP = 100
-"""Containers inside each other, which a recursion over them still takes."""
-
-
-def check_ends(what: str, *values: object) -> None:
-    """Refuse lists, tuples and dictionaries that contain themselves, and those that lie too deep in others.
-
-    Raises
-    ------
-    ArgumentError
-        That begins with ``what``, as "f was given".
-    """
-    left: list[tuple[object, Iterator[object]]] = [(values, iter(values))]
-    within: set[int] = set()
-    while left:
-        value = next(left[-1][1], left)
-        if value is left:
-            within.discard(id(left.pop()[0]))
-        elif isinstance(value, (list, tuple, dict)) and value:
-            if id(value) in within:
-                raise ArgumentError(f"{what} a {kind_of(value)} that contains itself, which has no end: take it out of itself")
-            if len(left) > MOST_DEEP:
-                raise ArgumentError(
-                    f"{what} a {kind_of(value)} inside more than {MOST_DEEP} others: take it out of some of these"
-                )
-            within.add(id(value))
-            left.append((value, iter([*value.values()] if isinstance(value, dict) else [*value])))
-
-
 def _begins_plain(values: Iterable[Any]) -> bool:
     try:
         first = [*islice(values, 16)]
@@ -447,11 +250,3 @@ def attributes(*owners: object) -> list[Any]:
         except Exception:  # whatever a user's class does there
             continue
     return [each for each in found if type(each) not in _PROXIES]
-
-
-def frames_inside() -> int:
-    """Return how many frames of this package the caller is deep in, for a warning's ``stacklevel``: whoever called into it."""
-    frame, depth = sys._getframe(1), 1  # noqa: SLF001 - public in all but its name
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "handlepool":
-        frame, depth = frame.f_back, depth + 1
-    return depth

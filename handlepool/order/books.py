@@ -19,13 +19,12 @@ from functools import partial
 
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import OwnershipError
-from handlepool.pool.context import NodesByData, UnderWay, thread
+from handlepool.order.accesses import Memory, Operands
+from handlepool.order.recent import Recent
+from handlepool.order.track import Needs, Track, last
+from handlepool.order.uses import Use, Uses, needs_of, write_down
+from handlepool.pool.context import NodesByData, UnderWay, thread, unchecked
 from handlepool.pool.internals import PoolInternals
-from handlepool.regions.accesses import Memory, Operands
-from handlepool.regions.memory import underneath
-from handlepool.regions.recent import Recent
-from handlepool.regions.track import Needs, Track, last
-from handlepool.regions.uses import Use, Uses, needs_of, write_down
 from handlepool.tensors.layout import Piece, Token
 
 MOST_MARKS = 64
@@ -120,7 +119,7 @@ class DataOrder:
         self._uses = Uses()
         self._known = self._uses.known
         self._orders = _thread.orders
-        self._key = underneath(self.driver), device, thread.recording
+        self._key = unchecked(self.driver), device, thread.recording
 
     def open(self) -> None:
         """Be this thread's books."""
@@ -344,7 +343,7 @@ def in_the_middle() -> OwnershipError:
 
 def open_order(driver: Driver, device: int) -> DataOrder | None:
     """Return this thread's books of a device, where an ordered fork is open."""
-    order = _thread.orders.get((underneath(driver), device, thread.recording)) if opened else None
+    order = _thread.orders.get((unchecked(driver), device, thread.recording)) if opened else None
     return None if order is None or order.closed else order
 
 

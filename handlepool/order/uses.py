@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from handlepool.regions.track import Needs, Track
+from handlepool.order.track import Needs, Track
 from handlepool.tensors.layout import Piece, Token, share
 
 MOST_NEIGHBOURS = 64

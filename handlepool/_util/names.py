@@ -1,0 +1,64 @@
+"""Name types, functions and values in messages."""
+
+import reprlib
+from enum import Enum
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+)
+from typing import Any
+
+import numpy as np
+
+from handlepool._util.protocols import holds_values
+
+MOST_SHOWN = 100
+"""Characters of a value."""
+
+_SCALARS = (str, bytes, int, float, complex, Enum, np.bool_, np.number)
+_PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFunctionType)
+
+
+def kind_of(value: object) -> str:
+    """Return the name of a type, or of a value's type, with its module's where it is not built in."""
+    kind = value if isinstance(value, type) else type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def name_of(function: Any) -> str:
+    """Return what messages call a function."""
+    return str(getattr(function, "__qualname__", None) or f"a {kind_of(function)}")
+
+
+def shown(value: object) -> str:
+    """Show a value in a message: an array by kind, shape and type, what may show one by its kind, all else as it shows itself."""
+    return _shortened.repr(value)
+
+
+class _Shortened(reprlib.Repr):
+    def repr1(self, x: Any, level: int) -> str:
+        if holds_values(x):
+            return _described(x)
+        for container in (tuple, list, dict, set, frozenset):
+            if isinstance(x, container):
+                text: str = getattr(self, f"repr_{container.__name__}")(x, level)
+                return text
+        kind: Any = type(x)
+        harmless = (
+            kind.__repr__ is object.__repr__ or kind.__name__ == "dtype" or hasattr(kind, "__cuda_stream__")
+        )  # torch's dtype
+        if not (harmless or isinstance(x, _PLAIN)):
+            return f"<{kind_of(x)} object>"
+        text = repr(x)
+        return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+_shortened = _Shortened()
+
+
+def _described(array: Any) -> str:
+    try:
+        geometry = f" of shape {tuple(map(int, array.shape))}, {array.dtype}"
+    except Exception:  # its library calls them otherwise, or does not tell
+        geometry = ""
+    return f"<{kind_of(array)}{geometry}>"

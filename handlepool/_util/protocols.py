@@ -1,0 +1,21 @@
+"""Look for the protocols by which other libraries show their arrays."""
+
+import numpy as np
+
+
+def has(value: object, name: str) -> bool:
+    """Whether an object has an attribute, its type's or its own; one that is made for any name asked, as by a proxy, is none."""
+    if hasattr(type(value), name):
+        return True
+    own = getattr(value, "__dict__", None)
+    return isinstance(own, dict) and name in own
+
+
+ARRAY_PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
+
+
+def holds_values(value: object) -> bool:
+    """Whether a value is an array, of whatever library; a NumPy scalar is none."""
+    if isinstance(value, (type, np.generic)):
+        return False
+    return any(has(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))
