@@ -28,7 +28,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from handlepool.drivers.protocol import Copy, scratch_of
+from handlepool.drivers.executable import Copy, scratch_of
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.tensors import frontend
 from handlepool.tensors.inference import Convolution, Shape, axis_order, dense_strides, title

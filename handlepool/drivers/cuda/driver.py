@@ -30,18 +30,10 @@ from handlepool.drivers.cuda.edges import Dependencies, libcuda, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
 from handlepool.drivers.event_pool import Events
+from handlepool.drivers.executable import Copy, SavedPlan
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.protocol import (
-    LEGACY_STREAM,
-    PER_THREAD_STREAM,
-    BeforePlain,
-    Bring,
-    Copy,
-    Handle,
-    ReadHost,
-    SavedPlan,
-    Stream,
-)
+from handlepool.drivers.protocol import BeforePlain, Bring, ReadHost
+from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Handle, Stream
 from handlepool.errors import ArrayTypeError, CaptureError, DriverNotAvailableError
 from handlepool.tensors import frontend
 from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, one_run, span
