@@ -15,7 +15,7 @@ from handlepool.graphs.launch import GraphCall
 from handlepool.graphs.signature import Settings
 from handlepool.order.stream_order import integration, order
 from handlepool.pool.context import on_device, thread
-from handlepool.pool.deferred import abandon, defer, deferred, settle
+from handlepool.pool.deferred import abandon, defer, deferred
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 from handlepool.tensors.dlpack import from_cuda_array, from_dlpack
@@ -77,7 +77,7 @@ class ForeignCall(GraphCall):
             thread.recording.keep(converted.kept)
         elif slot.pointer == LEGACY_STREAM or not converted.pool.driver.capture_id(slot.pointer):
             if deferred:
-                settle()
+                deferred.run()
             defer(_Kept(converted.pool, converted.device, slot.pointer, converted.kept).settle)
 
 

@@ -58,15 +58,15 @@ class ClosedHandle:
         raise AttributeError(name)
 
 
-nobodys = Status(lambda: None)
-"""Of no pool: no slot has it for its owner. (None is the owner of a slot that was given back.)"""
+UNOWNED = Status(lambda: None)
+"""The status of no pool: no slot has it for its owner. (None is the owner of a slot that was released.)"""
 
 
 def hits(missed: Callable[..., "Slot"]) -> tuple[GetHandle, Callable[..., "Slot"], Callable[[Any, Status, Any], None]]:
     """Make what returns this thread's handle and slot for a stream, and what tells the two whose they are to be.
 
-    Closures: their names are cells, and there is no method to bind, which on an H200's host takes 12 % off a hit. As long as they
-    are nobody's every call is a miss; `nobodys`, and no functions of a driver's, make them so again.
+    Closures: their names are cells, and there is no method to bind, which on an H200's host takes 12 % off a hit. Before
+    their first use every call is a miss. `UNOWNED`, without functions of a driver, makes every call a miss again.
     """
     status: Status | None = None
     current_device: Any = None
