@@ -158,7 +158,7 @@ def _of_pooled(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], C
     """Let a function serve the pool's handles, and the one that it replaces all others."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def made(handle: Any, *args: Any, **options: Any) -> Any:
+        def made(handle: object, *args: object, **options: object) -> Any:
             return (function if isinstance(handle, PooledHandle) else original)(handle, *args, **options)
 
         return made
@@ -190,7 +190,7 @@ def _get_default_handle(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lowering(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _backend_handle_for_lowering(graph: Any, settings: Any) -> Any:
+    def _backend_handle_for_lowering(graph: cudnn.pygraph, settings: Any) -> Any:
         handle = graph._handle  # noqa: SLF001 - here and below, what it has no public name for
         default = handle is None and settings.get("device_property") is None and is_installed()
         if not default and not isinstance(handle, PooledHandle):
@@ -227,7 +227,7 @@ class Builders:
 _builders = Builders()
 
 
-def _of_graph(graph: Any, handle: Any) -> Any:
+def _of_graph(graph: cudnn.pygraph, handle: object) -> Any:
     """Return what a graph is executed with: the handle that is given, else the graph's own, else the current stream's."""
     handle = graph._handle if handle is None else handle  # noqa: SLF001
     if handle is None and getattr(graph, "_handlepool", False):
@@ -236,7 +236,9 @@ def _of_graph(graph: Any, handle: Any) -> Any:
 
 
 def _execute(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _execute(graph: Any, tensors: Any, workspace: Any = None, handle: Any = None, *args: Any, **options: Any) -> Any:
+    def _execute(
+        graph: object, tensors: object, workspace: object = None, handle: object = None, *args: object, **options: object
+    ) -> Any:
         return original(graph, tensors, workspace, _of_graph(graph, handle), *args, **options)
 
     return _execute
@@ -244,7 +246,13 @@ def _execute(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _execute_at(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_plan_at_index(
-        graph: Any, tensors: Any, workspace: Any = None, index: int = 0, handle: Any = None, *args: Any, **options: Any
+        graph: object,
+        tensors: object,
+        workspace: object = None,
+        index: int = 0,
+        handle: object = None,
+        *args: object,
+        **options: object,
     ) -> Any:
         return original(graph, tensors, workspace, index, _of_graph(graph, handle), *args, **options)
 
@@ -256,7 +264,7 @@ _ON_ITS_STREAM = object()
 
 
 def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __exit__(graph: Any, *error: Any) -> Any:
+    def __exit__(graph: cudnn.pygraph, *error: object) -> Any:
         if is_installed() and graph._Graph__workspace is None:  # noqa: SLF001
             graph._Graph__workspace = _ON_ITS_STREAM  # noqa: SLF001
         return original(graph, *error)
@@ -265,7 +273,7 @@ def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __call__(wrapper: Any, *tensors: Any, **options: Any) -> Any:
+    def __call__(wrapper: cudnn.Graph, *tensors: object, **options: object) -> Any:
         graph, own = wrapper._Graph__graph, wrapper._Graph__workspace  # noqa: SLF001
         ready = graph is not None and own is not None and own is not False  # False: the caller brings one
         handle = options.get("handle", wrapper._Graph__handle)  # noqa: SLF001

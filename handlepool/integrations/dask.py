@@ -123,7 +123,7 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
         _functions.clear()
         handlepool.close()
 
-    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+    def transition(self, key: object, start: str, finish: str, **kwargs: object) -> None:
         """Close the worker after a task that found its context lost: every later one would fail, too."""
         if finish == "error" and _is_lost():
             _leave(self._worker)
@@ -136,9 +136,9 @@ def map_tiles(
     function: Callable[..., Any],
     x: Array,
     *,
-    depth: Any,
+    depth: object,
     shared: Sequence[Any] = (),
-    boundary: Any = "none",
+    boundary: object = "none",
     extents: Mapping[int, int] | None = None,
     dtype: Any = None,
     lanes: int | None = 8,
@@ -245,7 +245,7 @@ def _packed(values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], tuple[i
     return values.transpose(order).copy(), tuple(np.argsort(order).tolist())
 
 
-def _margins(name: str, ndim: int, depth: Any, boundary: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+def _margins(name: str, ndim: int, depth: object, boundary: object) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return depth and boundary of each axis; raise for what Dask would leave out without a word."""
     for what, given in (("depth", depth), ("boundary", boundary)):
         if isinstance(given, (list, tuple)) and len(given) != ndim:
@@ -281,7 +281,7 @@ def _made(
     lanes: int | None,
     extents: Mapping[int, int],
     kind: np.dtype[Any],
-    tile: Any,
+    tile: object,
     weights: tuple[Any, ...],
     block_id: tuple[int, ...] = (),
 ) -> np.ndarray[Any, Any]:
@@ -441,7 +441,7 @@ class _Function:
         if program is None:
             shared = self._shared
 
-            def call(own: Any) -> Any:
+            def call(own: object) -> Any:
                 return function(own, *shared)
 
             call.__qualname__ = _name(function)

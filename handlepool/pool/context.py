@@ -75,7 +75,7 @@ class NodesByData(Protocol):
     def made(self, arrays: object) -> None:
         """Be told of new arrays that a node has made."""
 
-    def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: Any) -> Any:
+    def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: object) -> Any:
         """Record what a shortcut launches at once as a node; what that returns."""
 
 

@@ -151,7 +151,7 @@ def lazy_get_handle(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable
     The other function has the next call ask again.
     """
 
-    def missed(stream: Any = None) -> Slot:
+    def missed(stream: object = None) -> Slot:
         while True:
             pool = find().internals
             slot = pool.slot(stream)  # loads the driver
@@ -166,12 +166,12 @@ def lazy_get_handle(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable
 get_handle, _unbind = lazy_get_handle(default_pool)
 
 
-def get_workspace(nbytes: int, stream: Any = None) -> Any:
+def get_workspace(nbytes: int, stream: object = None) -> Any:
     """As `HandlePool.get_workspace`, of the default pool."""
     return (_default or default_pool()).get_workspace(nbytes, stream)
 
 
-def prewarm(*, states: int = 0, workspace: int = 0, stream: Any = None) -> None:
+def prewarm(*, states: int = 0, workspace: int = 0, stream: object = None) -> None:
     """As `HandlePool.prewarm`, of the default pool."""
     default_pool().prewarm(states=states, workspace=workspace, stream=stream)
 

@@ -23,7 +23,6 @@ import os
 import threading
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
 
 from handlepool import drivers
 from handlepool._util.cleanup import do_all
@@ -103,7 +102,7 @@ class PoolInternals:
 
     # Misses
 
-    def missed(self, stream: Any = None) -> Slot:
+    def missed(self, stream: object = None) -> Slot:
         """Return this thread's slot for a stream where a hit did not find it."""
         status = self.status
         if status.unusable:
@@ -115,7 +114,7 @@ class PoolInternals:
             status.diagnose(error)
             raise
 
-    def _find(self, driver: Driver, stream: Any) -> Slot:
+    def _find(self, driver: Driver, stream: object) -> Slot:
         reference = resolve(driver, stream)
         if reference.stream is not None:
             here = placed(reference.stream)

@@ -30,12 +30,12 @@ def place(stream: Any, slot: "Slot | None") -> None:
         here.slot = slot
 
 
-def placed(stream: Any) -> "Slot | None":
+def placed(stream: object) -> "Slot | None":
     """Return this thread's slot on a stream object."""
     return getattr(getattr(stream, "handlepool", None), "slot", None)
 
 
-def unplace(stream: Any) -> None:
+def unplace(stream: object) -> None:
     """Take every thread's slot off a stream object, for a pool that is closed: the default streams' objects live on."""
     vars(stream).pop("handlepool", None)
 
@@ -43,7 +43,7 @@ def unplace(stream: Any) -> None:
 class GetHandle(Protocol):
     """What `HandlePool.get_handle` is."""
 
-    def __call__(self, stream: Any = None) -> Handle:
+    def __call__(self, stream: object = None) -> Handle:
         """Return this thread's handle for a stream."""
 
 
@@ -93,7 +93,7 @@ def hits(missed: Callable[..., "Slot"]) -> tuple[GetHandle, Callable[..., "Slot"
             pass
         return missed(stream)
 
-    def use(stream: Any, owner: Status, device: Any) -> None:
+    def use(stream: object, owner: Status, device: object) -> None:
         nonlocal status, current_device, current_stream
         current_device = None  # until the last line every call is a miss
         current_stream, status = stream, owner

@@ -149,7 +149,7 @@ class DeviceScratch:
             old, workspace.block = workspace.block, new
         return old
 
-    def destroy_event(self, event: Any) -> None:
+    def destroy_event(self, event: object) -> None:
         """Destroy an event; where that fails, `collect` tries again."""
         try:
             with self.driver.relaxed():
