@@ -72,10 +72,10 @@ def hits(missed: Callable[..., "Slot"]) -> tuple[GetHandle, Callable[..., "Slot"
     current_device: Any = None
     current_stream: Any = None
 
-    def get_handle(stream: Any = None) -> Handle:
+    def get_handle(stream: object = None) -> Handle:
         try:
             device = current_device()
-            slot: Slot = (current_stream(device) if stream is None else stream).handlepool.slot
+            slot: Slot = (current_stream(device) if stream is None else stream).handlepool.slot  # type: ignore[union-attr]
             handle = slot.handle
             if handle.stream is slot.pointer and slot.owner is status and slot.device == device:
                 return handle

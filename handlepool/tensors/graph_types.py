@@ -69,9 +69,6 @@ class FrontendTensor(Protocol):
     def set_output(self, value: bool) -> "FrontendTensor":
         """Mark the tensor as an output."""
 
-    def set_name(self, name: str) -> "FrontendTensor":
-        """Set the name."""
-
     def set_uid(self, uid: int) -> "FrontendTensor":
         """Set the number that launches know the tensor by."""
 

@@ -5,7 +5,7 @@ import ast
 from house.any_parameters import counts, is_any, parameters
 
 MOST = 0.115
-"""The part of all annotated parameters that may be exactly `Any`; the aim is 0.08, once the rooms that are being cut anew have their types, too."""
+"""The part of all annotated parameters that may be exactly `Any`. The aim is 0.08."""
 
 
 def test_few_parameters_are_exactly_any():
