@@ -14,8 +14,39 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "handlepool"
 ROOMS = ("order", "regions", "recording", "graphs", "spreading")
-KNOWN: dict[str, int] = {}
+KNOWN: dict[str, int] = {
+    "graphs/launch.py": 8,
+    "order/books.py": 7,
+    "order/recent.py": 1,
+    "recording/capture.py": 2,
+    "recording/lanes.py": 3,
+    "recording/program.py": 3,
+    "recording/rehearsal.py": 2,
+    "recording/tuning.py": 3,
+    "regions/fork.py": 16,
+    "regions/states.py": 2,
+    "spreading/mapping.py": 1,
+    "spreading/station.py": 1,
+}
 """For each module that is not clean yet, its violations."""
+FOREIGN = {
+    "graphs/compile.py": {"drafted.graph.context.io_data_type": "the frontend's graph has no method for it"},
+    "graphs/forms.py": {
+        "tensor.dim": "the frontend's method would count as the user's own assignment",
+        "tensor.stride": "the frontend's method would count as the user's own assignment",
+    },
+    "graphs/launch.py": {"function.__signature__": "Python reads the signature of a function there"},
+    "recording/state_kinds.py": {
+        "owner.__class__": "a user's object gets its class back",
+        "cell.cell_contents": "a user's variable gets its value back",
+        "delattr(kind, key)": "a user's class loses what a recording put there",
+        "setattr(kind, key, value)": "a user's class gets its attributes back",
+        "function.__defaults__": "a user's function gets its defaults back",
+        "function.__kwdefaults__": "a user's function gets its defaults back",
+        "getattr(generator, 'bit_generator', generator).state": "NumPy's generator has no method for it",
+    },
+}
+"""Writes to objects of users, Python, NumPy and the frontend, whose classes are not ours to change, with the reason for each."""
 
 CLASS = re.compile(r"_*[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*$|_*[A-Z]$")
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -41,7 +72,9 @@ class Module:
                 self.returns[each.name] = each.returns
             elif isinstance(each, ast.AnnAssign):
                 name = each.target.attr if isinstance(each.target, ast.Attribute) else getattr(each.target, "id", "")
-                self.attributes[name] = each.annotation
+                known = self.attributes.setdefault(name, each.annotation)
+                if ast.unparse(known) != ast.unparse(each.annotation):
+                    self.attributes[name] = ast.Name("object")  # attributes of two classes, whose types differ
 
     def own(self, annotation: ast.expr | None) -> bool:
         """Whether an annotation names a class of this module, or such a class or None."""
@@ -72,10 +105,13 @@ class Names:
         self._module = module
         self._outer = outer
         self._mine: dict[str, bool] = {}
+        self._types: dict[str, ast.expr] = {}
         arguments = function.args
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         for each in every:
             self._mine[each.arg] = module.own(each.annotation)
+            if each.annotation is not None:
+                self._types[each.arg] = each.annotation
         for each in (arguments.vararg, arguments.kwarg):
             if each is not None:
                 self._mine[each.arg] = False
@@ -94,7 +130,11 @@ class Names:
         elif isinstance(node, ast.NamedExpr):
             self._bind(node.target, node.value, None)
         elif isinstance(node, ast.For | ast.comprehension):
-            self._bind(node.target, None, self._each_of(node.iter))
+            if isinstance(node.iter, ast.Tuple | ast.List):
+                for each in node.iter.elts:
+                    self._bind(node.target, each, None)
+            else:
+                self._bind(node.target, None, self._each_of(node.iter))
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             self._bind(node.optional_vars, node.context_expr, None)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -104,6 +144,9 @@ class Names:
 
     def _bind(self, target: ast.expr, value: ast.expr | None, annotation: ast.expr | None) -> None:
         if isinstance(target, ast.Name):
+            known = annotation if annotation is not None else self._type_of(value)
+            if known is not None:
+                self._types[target.id] = known
             if annotation is not None:
                 self._set(target.id, self._module.own(annotation) or (value is not None and self._made(value)))
             else:
@@ -119,9 +162,16 @@ class Names:
         self._mine[name] = self._mine.get(name, True) and mine
 
     def _type_of(self, value: ast.expr | None) -> ast.expr | None:
-        """Return the annotation of a value: of the function that it comes from, or of the attribute that has it."""
+        """Return the annotation of a value: of its name, of the function that it comes from, or of the attribute that has it."""
+        if isinstance(value, ast.Name):
+            return self._types.get(value.id) or (self._outer._type_of(value) if self._outer is not None else None)
+        if isinstance(value, ast.ListComp):
+            return ast.Subscript(ast.Name("list"), self._class_of(value.elt))
         if isinstance(value, ast.Call):
             name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+            if name in ("get", "pop", "setdefault") and isinstance(value.func, ast.Attribute):
+                inside = parts(self._type_of(value.func.value))
+                return inside[-1] if inside else None
             local = not isinstance(value.func, ast.Attribute) or self.may_write(value.func.value)
             return self._module.returns.get(name) if local else None
         if isinstance(value, ast.Attribute) and self.may_write(value.value):
@@ -137,6 +187,10 @@ class Names:
             return ast.Subscript(ast.Name("tuple"), ast.Tuple(inside)) if inside else None
         inside = parts(self._type_of(value))
         return inside[0] if inside else None
+
+    @staticmethod
+    def _class_of(value: ast.expr) -> ast.expr:
+        return value.func if isinstance(value, ast.Call) else ast.Name("object")
 
     def _made(self, value: ast.expr) -> bool:
         """Whether a value is an object that this expression makes."""
@@ -162,13 +216,13 @@ class Names:
 
 
 def nodes_of(function: Function) -> Iterator[ast.AST]:
-    """Walk a function, and not into the functions and classes inside it."""
-    left: list[ast.AST] = [*function.body] if isinstance(function.body, list) else [function.body]
+    """Walk a function in the order of its text, and not into the functions and classes inside it."""
+    left: list[ast.AST] = [*reversed(function.body)] if isinstance(function.body, list) else [function.body]
     while left:
         node = left.pop()
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            left += ast.iter_child_nodes(node)
+            left += reversed([*ast.iter_child_nodes(node)])
 
 
 def targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.AST]]:
@@ -194,7 +248,8 @@ def is_setter(function: ast.AST) -> bool:
     stored = value.elts if isinstance(value, ast.Tuple) else [value]
     where = body[0].targets if isinstance(body[0], ast.Assign) else [body[0].target]
     flat = [each for target in where for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    return all(isinstance(each, ast.Attribute) for each in flat) and all(getattr(each, "id", "") in given for each in stored)
+    stores = bool(stored) and all(getattr(each, "id", "") in given for each in stored)
+    return stores and all(isinstance(each, ast.Attribute) for each in flat)
 
 
 def violations(source: str) -> list[Violation]:
@@ -232,7 +287,8 @@ def modules() -> list[str]:
 
 @pytest.mark.parametrize("module", modules())
 def test_a_module_writes_the_attributes_of_its_own_classes_alone(module):
-    found = violations((PACKAGE / module).read_text(encoding="utf-8"))
+    foreign = FOREIGN.get(module, {})
+    found = [each for each in violations((PACKAGE / module).read_text(encoding="utf-8")) if each.text not in foreign]
     known = KNOWN.get(module, 0)
     listed = "\n".join(f"  {module}:{each.line}: {each.text}" for each in found)
     assert len(found) <= known, f"{len(found)} writes to objects of other classes, {known} known:\n{listed}"
@@ -240,10 +296,79 @@ def test_a_module_writes_the_attributes_of_its_own_classes_alone(module):
 
 
 def test_known_violations_are_of_modules_that_exist():
-    assert not {*KNOWN} - {*modules()}
+    assert not {*KNOWN, *FOREIGN} - {*modules()}
+
+
+def test_each_write_to_a_foreign_object_is_still_made():
+    for module, texts in FOREIGN.items():
+        found = {each.text for each in violations((PACKAGE / module).read_text(encoding="utf-8"))}
+        assert not {*texts} - found, f"{module} no longer has these: remove them from FOREIGN"
+
+
+CASES = {
+    "other.x = 1": 1,
+    "other.x += 1": 1,
+    "other.x: int = 1": 1,
+    "del other.x": 1,
+    "self.y, other.x = 1, 2": 1,
+    "[self.y, *other.x] = 1, 2": 1,
+    "for other.x in (): pass": 1,
+    "with open('') as other.x: pass": 1,
+    "setattr(other, 'x', 1)": 1,
+    "delattr(other, 'x')": 1,
+    "object.__setattr__(other, 'x', 1)": 1,
+    "other.__setattr__('x', 1)": 1,
+    "self.other.x = 1": 1,
+    "lambda: setattr(other, 'x', 1)": 1,
+    "def inner(): other.x = 1": 1,
+    "made = make(); made.x = 1": 1,
+    "made = Made(); made = other; made.x = 1": 1,
+    "for each in other: each.x = 1": 1,
+    "self.x = 1": 0,
+    "self.x += 1": 0,
+    "object.__setattr__(self, 'x', 1)": 0,
+    "made = Made(); made.x = 1": 0,
+    "made = module.Made(); made.x = 1": 0,
+    "made = [Mine() for _ in other]; made[0].x = 1": 0,
+    "for made in [Made(), other]: made.x = 1": 1,
+    "found = other.get(1); found.x = 1": 1,
+    "for made in [Made()]: made.x = 1": 0,
+    "mine.x = 1": 0,
+    "perhaps.x = 1": 0,
+    "self.mine.x = 1": 0,
+    "self.listed[0].x = 1": 0,
+    "for each in self.listed: each.x = 1": 0,
+    "for key, each in self.named.items(): each.x = 1": 0,
+    "found = self.named.get(1); found.x = 1": 0,
+    "def inner(): mine.x = 1": 0,
+    "def inner(): pass\ninner.x = 1": 0,
+}
+"""Statements of a method, and how many violations each is."""
+
+
+@pytest.mark.parametrize("statement", CASES)
+def test_statements_are_told_apart(statement):
+    lines = [
+        "class Mine:",
+        "    mine: 'Mine'",
+        "    listed: list['Mine']",
+        "    named: dict[int, 'Mine']",
+        "    def method(self, other, mine: 'Mine', perhaps: 'Mine | None'):",
+        *[f"        {line}" for line in statement.splitlines()],
+    ]
+    assert len(violations("\n".join(lines))) == CASES[statement]
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [("self.x = x", 1), ("self.x, self.y = x, y", 1), ("self.x = x + 1", 0), ("self.x = None", 0), ("self.x = x; self.y = y", 0)],
+)
+def test_a_setter_of_one_line_counts(body, count):
+    assert len(violations(f"class Mine:\n    def give(self, x, y):\n        'Take.'\n        {body}")) == count
 
 
 if __name__ == "__main__":
     for name in modules():
         for each in violations((PACKAGE / name).read_text(encoding="utf-8")):
-            print(f"{name}:{each.line}: {each.text}")
+            if each.text not in FOREIGN.get(name, {}):
+                print(f"{name}:{each.line}: {each.text}")
