@@ -108,9 +108,6 @@ class Driver(Protocol):
     def stream_device(self, pointer: int) -> int:
         """Return the ordinal of a stream's device. Must not be asked of a default stream."""
 
-    def stream_done(self, pointer: int) -> bool:
-        """Whether the stream has run all that it was given, where that is told; called inside `relaxed`."""
-
     def synchronize_stream(self, pointer: int) -> None:
         """Wait on the host until the stream has run all that it was given."""
 

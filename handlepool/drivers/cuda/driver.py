@@ -197,11 +197,6 @@ class CudaDriver:
         finally:
             _check(cu.cuCtxPopCurrent())
 
-    def stream_done(self, pointer: int) -> bool:
-        # Not the runtime's, which would keep "not ready" as this thread's last error, for others to find.
-        (status,) = cu.cuStreamQuery(pointer)
-        return bool(status == cu.CUresult.CUDA_SUCCESS)
-
     def synchronize_stream(self, pointer: int) -> None:
         runtime.streamSynchronize(pointer)
 

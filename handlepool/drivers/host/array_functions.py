@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from handlepool._util.frames import place_of_call
 from handlepool._util.names import kind_of
 from handlepool._util.protocols import holds_values
 from handlepool.drivers.host.array import (
@@ -45,7 +46,6 @@ from handlepool.drivers.host.array_arguments import (
     walk,
 )
 from handlepool.drivers.host.memory import Memory, accesses, plain_reads, tell_plain
-from handlepool.drivers.host.race_checker import caller
 from handlepool.drivers.host.scheduler import NOTHING
 from handlepool.drivers.host.streams import Device, Queue, StreamTable
 from handlepool.drivers.operands import ASARRAY
@@ -166,7 +166,7 @@ class ArrayWork:
 
     def _refuse_capture(self, queue: Queue, label: str) -> None:
         if queue.capture is not None:
-            what = f"{label} at {caller()}, which waits for the values of a host array,"
+            what = f"{label} at {place_of_call()}, which waits for the values of a host array,"
             queue.capture.spoil(what)
             raise CaptureError(
                 f"{what} while {queue!r} is captured: what is captured has not run. Keep there to what "

@@ -201,13 +201,6 @@ class HostDriver(Controls):
         self._forbid("synchronize_stream")
         self._streams.synchronize(self._streams.resolve(pointer))
 
-    def stream_done(self, pointer: int) -> bool:
-        """Never: who is told so has waited for it, and would hide from the check of the order that nothing else did."""
-        self._note("stream_done")
-        self._forbid("stream_done")
-        self._streams.captures.refuse(self._streams.resolve(pointer), "a question whether it is done")
-        return False
-
     # Events
 
     def create_event(self, *, timing: bool = False) -> Event:
