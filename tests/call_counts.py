@@ -147,7 +147,7 @@ def count_each(paths: dict[str, Callable[[], object]]) -> dict[str, tuple[int, i
     """The counts of every path once it is warm, with nothing left of other tests that a fork would give back."""
     gc.collect()
     while deferred.deferred:
-        deferred.settle()
+        deferred.deferred.run()
     for path in paths.values():
         for _ in range(3):
             path()

@@ -10,7 +10,7 @@ from harness.scenes import Scene, Thread
 from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.order import books
-from handlepool.pool import context, deferred
+from handlepool.pool import context, deferred, process_end
 from handlepool.pool import default as defaults
 
 for name in list(os.environ):
@@ -47,13 +47,13 @@ def nothing_deferred():
     """
     deferred.deferred.clear()
     yield
-    if deferred._abandoned:
-        deferred.settle(most=1000)
-        deferred._abandoned.clear()
+    if deferred.abandoned:
+        deferred.deferred.run(1000)
+        deferred.abandoned.clear()
     # An interrupt as a branch begins, or as a recording ends, leaves it there, where it costs others time and no more.
-    context.elsewhere.clear()
+    context.branch_pools.clear()
     context.recordings.clear()
-    deferred.ending.clear()
+    process_end.process_end.ending.clear()
 
 
 @pytest.fixture(params=["threads", "adversarial"])
@@ -115,7 +115,7 @@ def unused(monkeypatch):
     yield
     made = defaults._default
     if made is not None:
-        made.internals.everybodys = False
+        made.internals.is_shared = False
         made.close()
 
 

@@ -41,7 +41,7 @@ before = threading.active_count()
 import handlepool
 from handlepool.drivers import _loaded
 pools = [repr(o) for o in gc.get_objects() if isinstance(o, (handlepool.HandlePool, handlepool.ParallelStates))]
-print(json.dumps([pools, list(_loaded), threading.active_count() - before]))
+print(json.dumps([pools, list(_loaded.by_name), threading.active_count() - before]))
 """
     assert in_a_new_process(program, HANDLEPOOL_DRIVER="host") == [[], [], 0]
 

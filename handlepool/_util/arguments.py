@@ -53,7 +53,7 @@ def as_integer(value: Any, otherwise: int | None = None) -> int:
         return otherwise
 
 
-def at_least(least: int, what: str, value: Any, unit: str = "") -> int:
+def at_least(least: int, what: str, value: object, unit: str = "") -> int:
     """Return the integer that an argument is, which must not be below ``least``.
 
     Raises
@@ -67,7 +67,7 @@ def at_least(least: int, what: str, value: Any, unit: str = "") -> int:
     return number
 
 
-def flag(what: str, value: Any) -> bool:
+def flag(what: str, value: object) -> bool:
     """Return the bool that an argument is.
 
     Raises

@@ -25,7 +25,7 @@ def kind_of(value: object) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """Return what messages call a function."""
     return str(getattr(function, "__qualname__", None) or f"a {kind_of(function)}")
 
@@ -36,7 +36,7 @@ def shown(value: object) -> str:
 
 
 class _Shortened(reprlib.Repr):
-    def repr1(self, x: Any, level: int) -> str:
+    def repr1(self, x: object, level: int) -> str:
         if holds_values(x):
             return _described(x)
         for container in (tuple, list, dict, set, frozenset):

@@ -174,7 +174,7 @@ def _begins_plain(values: Iterable[Any]) -> bool:
     return all(isinstance(each, _NO_ARRAY) for each in flat)
 
 
-def bound_call(function: Any) -> Any:
+def bound_call(function: object) -> Any:
     """Return what leads to all that a call of a function reads: of an object that can be called its bound method, else itself."""
     if isinstance(function, (FunctionType, partial, type, *_BOUND)) or not callable(function):
         return function

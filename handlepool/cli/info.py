@@ -190,7 +190,7 @@ def _guarded(probe: Callable[[], Any]) -> Any:
         return f"unavailable: {' '.join(str(error).split()) or type(error).__name__}"
 
 
-def _entry(item: Any) -> str:
+def _entry(item: object) -> str:
     if not isinstance(item, dict):
         return str(item)
     gibibytes = item["memory_bytes"] / 2**30
@@ -203,14 +203,14 @@ def _libcuda() -> Any:
     return library
 
 
-def _check(library: Any, status: int) -> None:
+def _check(library: ctypes.CDLL, status: int) -> None:
     if status:
         text = ctypes.c_char_p()
         library.cuGetErrorString(status, ctypes.byref(text))
         raise OSError(text.value.decode() if text.value else f"CUDA driver error {status}")
 
 
-def _device(library: Any, ordinal: int) -> dict[str, Any]:
+def _device(library: ctypes.CDLL, ordinal: int) -> dict[str, Any]:
     device, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(128)
     _check(library, library.cuDeviceGet(ctypes.byref(device), ordinal))
     _check(library, library.cuDeviceGetName(name, len(name), device))

@@ -14,6 +14,7 @@ from handlepool.errors import GraphNotSupportedError
 from handlepool.graphs.signature import COMPILE_SETTINGS
 from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
+from handlepool.tensors.graph_types import FrontendGraph
 from handlepool.tensors.layout import ArraySpec, Layout
 
 _USUAL = {"allow_tf32": True, "deterministic": False}
@@ -53,7 +54,7 @@ class Unlaunched(DescribedExecutable):
         self._met.kept = found is not None
         return found
 
-    def launch(self, *_: Any) -> None:  # type: ignore[override]
+    def launch(self, *_: object) -> None:  # type: ignore[override]
         """Do nothing: the arrays stay what they are."""
 
 
@@ -75,7 +76,7 @@ class Planner(HostDriver):
         self._described = DescribedDevice(device)
         self.met: list[Met] = []
 
-    def arrays_of(self, value: Any) -> Any:
+    def arrays_of(self, value: object) -> Any:
         """Return an array for each specification in lists, tuples and dictionaries; anything else as it is."""
         if isinstance(value, ArraySpec):
             return self.empty(value.shape, value.strides, value.dtype)
@@ -86,7 +87,7 @@ class Planner(HostDriver):
             return type(value)(*arrays) if hasattr(value, "_fields") else type(value)(arrays)  # a namedtuple
         return value
 
-    def new_graph(self, **settings: Any) -> Any:
+    def new_graph(self, **settings: object) -> Any:
         """As `Driver.new_graph`."""
         return self._described.new_graph(**settings)
 
@@ -95,7 +96,7 @@ class Planner(HostDriver):
         return self._described.made_for()
 
     def compile(
-        self, graph: Any, operands: Sequence[Any], *, handle: Any = None, copies: Sequence[Copy] = (), **settings: Any
+        self, graph: Any, operands: Sequence[Any], *, handle: object = None, copies: Sequence[Copy] = (), **settings: Any
     ) -> Any:
         """As `Driver.compile`."""
         try:
@@ -115,7 +116,7 @@ class Planner(HostDriver):
         return executable
 
 
-def _title(graph: Any, operands: Sequence[Any], settings: dict[str, Any]) -> str:
+def _title(graph: FrontendGraph, operands: Sequence[Any], settings: dict[str, Any]) -> str:
     """Return what a graph is, in a line."""
     asked = {name: settings[name] for name in COMPILE_SETTINGS if settings.get(name, _USUAL.get(name)) != _USUAL.get(name)}
     nodes = " -> ".join(f"{node.node_type.name.lower()}{_told(node.params)}" for node in graph.nodes)

@@ -12,12 +12,39 @@ from handlepool.errors import ArgumentError, DriverNotAvailableError, ForkedProc
 NAMES = ("cuda", "host")
 VARIABLE = "HANDLEPOOL_DRIVER"
 
-_loaded: dict[str, Driver] = {}
-# One driver of a name a process: its events, streams and arenas belong together. A finaliser that the collector runs while CuPy
-# is imported may ask for it, too.
-_lock = threading.RLock()
-_inherited: dict[str, Driver] = {}  # what a forked child has of its parent's, to be kept and never used (guarantee 13)
-_forked: list[int] = []  # the process's number, in a forked child
+
+class LoadedDrivers:
+    """The drivers of this process, each made once: the events, streams and arenas of a driver belong together.
+
+    The lock guards that a driver is made by one thread. A finaliser that the collector runs while CuPy is imported may ask for
+    a driver, too, so the same thread may take the lock again. A fork waits for a driver that another thread loads: Python would
+    leave the child with modules that no thread goes on importing.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.by_name: dict[str, Driver] = {}
+        # The drivers of a forked child's parent: kept, and never used (guarantee 13).
+        self.inherited: dict[str, Driver] = {}
+        self.forked = False
+
+    def replace(self, name: str, driver: Driver | None) -> Driver | None:
+        """Put a driver, or none, in the place of a name; return the former driver."""
+        with self.lock:
+            before = self.by_name.pop(name, None)
+            if driver is not None:
+                self.by_name[name] = driver
+            return before
+
+    def after_fork(self) -> None:
+        """Let a forked child make drivers of its own: the host driver's threads are gone."""
+        self.inherited.update(self.by_name)
+        self.forked = True
+        self.by_name.clear()
+        self.lock.release()
+
+
+_loaded = LoadedDrivers()
 
 
 def choose(name: str | None = None) -> tuple[str, str]:
@@ -86,15 +113,15 @@ def load(name: str | None = None, *, strict: bool = False) -> Driver:
     name, reason = choose(name)
     strict = strict and name == "host"
     key = f"{name}, strict" if strict else name
-    with _lock:
-        driver = _loaded.get(key)
+    with _loaded.lock:
+        driver = _loaded.by_name.get(key)
         if driver is None:
-            if name == "cuda" and name in _inherited:
+            if name == "cuda" and name in _loaded.inherited:
                 raise ForkedProcessError(
                     "the process that forked this one had used CUDA, which does not survive a fork: start the child with "
                     "multiprocessing.get_context('spawn'), or fork before CUDA is used"
                 )
-            if (problem := available(name)) and name == "cuda" and _forked:
+            if (problem := available(name)) and name == "cuda" and _loaded.forked:
                 raise DriverNotAvailableError(
                     f"the cuda driver ({reason}) cannot run in this forked process: {problem}. Where any library of the parent "
                     f"has used CUDA, start the child with multiprocessing.get_context('spawn')"
@@ -105,26 +132,14 @@ def load(name: str | None = None, *, strict: bool = False) -> Driver:
                     f"On a machine without a GPU, set {VARIABLE}=host or pass driver='host'"
                 )
             module = import_module(f"handlepool.drivers.{name}.driver")
-            driver = _loaded.setdefault(key, module.CudaDriver() if name == "cuda" else module.HostDriver(strict=strict))
+            made = module.CudaDriver() if name == "cuda" else module.HostDriver(strict=strict)
+            driver = _loaded.by_name.setdefault(key, made)
     return driver
 
 
 def replace(name: str, driver: Driver | None) -> Driver | None:
-    """Make a driver the process's of a name, or none, which the next load makes; the one before. For tests."""
-    with _lock:
-        before = _loaded.pop(name, None)
-        if driver is not None:
-            _loaded[name] = driver
-        return before
+    """Make a driver the process's of a name, for tests; return the former driver. For None the next load makes another."""
+    return _loaded.replace(name, driver)
 
 
-def _after_fork() -> None:
-    """Let a forked child make drivers of its own: the host driver's threads are gone."""
-    _inherited.update(_loaded)
-    _forked[:] = [os.getpid()]
-    _loaded.clear()
-    _lock.release()
-
-
-# A fork waits for a driver that another thread loads: Python would leave the child with modules that nobody goes on importing.
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_fork)
+os.register_at_fork(before=_loaded.lock.acquire, after_in_parent=_loaded.lock.release, after_in_child=_loaded.after_fork)

@@ -27,7 +27,7 @@ class Events:
             with self._driver.relaxed():
                 return self._driver.create_event()
 
-    def put(self, event: Any) -> None:
+    def put(self, event: object) -> None:
         """Take an event back."""
         self.free.append(event)
         self.returned()

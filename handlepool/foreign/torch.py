@@ -29,6 +29,7 @@ from handlepool._util.names import name_of
 from handlepool._util.reachable import leaves
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.tensors.frontend import NAMES
+from handlepool.tensors.graph_types import FrontendTensor
 from handlepool.tensors.layout import View, as_dtype
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ _dtypes: dict[Any, np.dtype[Any]] = {}
 _types = {name: getattr(torch, name) for name in NAMES if hasattr(torch, name)}
 
 
-def view(tensor: Any) -> View:
+def view(tensor: torch.Tensor) -> View:
     """Return a tensor as an operand.
 
     Raises
@@ -69,7 +70,7 @@ def derives() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - as `torch.autograd` asks
 
 
-def derived(tensor: Any) -> str | None:
+def derived(tensor: FrontendTensor) -> str | None:
     """Say which derivative a tensor has that a view of its memory loses; None for those of backward mode."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - it has no public name
         return "is inside a transform of torch.func (grad, jvp, vmap), which hides its memory"
@@ -93,7 +94,7 @@ def refuse_derived(name: str, values: Iterable[object]) -> None:
             )
 
 
-def _refuse_derivatives(tensor: Any) -> None:
+def _refuse_derivatives(tensor: torch.Tensor) -> None:
     """Raise for a tensor whose derivatives a graph function would lose; those of backward mode where gradients are recorded.
 
     Raises
@@ -112,7 +113,7 @@ def _refuse_derivatives(tensor: Any) -> None:
         )
 
 
-def _dtype(kind: Any) -> np.dtype[Any]:
+def _dtype(kind: object) -> np.dtype[Any]:
     name = str(kind).removeprefix("torch.")
     if name not in NAMES:
         raise ArrayTypeError(f"cuDNN has no data type {name!r}; it has {', '.join(NAMES)}")
@@ -124,7 +125,7 @@ _elements = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.compl
 """By their bytes, types that CuPy copies as they are."""
 
 
-def elements(tensor: Any) -> View:
+def elements(tensor: torch.Tensor) -> View:
     """Return a tensor's elements without their type.
 
     Raises
@@ -148,18 +149,18 @@ def elements(tensor: Any) -> View:
     return View(pointer, tuple(tensor.shape), strides, np.dtype(_elements[size]), tensor.get_device(), False, tensor)
 
 
-def empty_like(tensor: Any) -> Any:
+def empty_like(tensor: torch.Tensor) -> Any:
     """Return a new tensor without gaps, with its axes in the order of another one's."""
     return torch.empty_like(tensor.detach(), memory_format=torch.preserve_format)
 
 
-def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], like: torch.Tensor) -> Any:
     """Return a new tensor on another one's device, allocated for torch's current stream; strides in bytes."""
     size = dtype.itemsize
     return torch.empty_strided(shape, [step // size for step in strides], dtype=_types[dtype.name], device=like.device)
 
 
-def written(tensor: Any) -> None:
+def written(tensor: torch.Tensor) -> None:
     """Tell torch that a tensor's memory was written, as its own operations do, so that a backward that needs it says so."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
@@ -180,7 +181,7 @@ def _stream(pointer: int, device: int) -> Any:
     return torch.cuda.ExternalStream(pointer, device) if pointer else torch.cuda.default_stream(device)
 
 
-def record(value: Any, pointer: int, device: int) -> None:
+def record(value: object, pointer: int, device: int) -> None:
     """Tell torch's allocator that the tensors in a value, also in tuples, lists and dictionaries, are used on a stream."""
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.layout is torch.strided]
     if tensors:
@@ -189,7 +190,7 @@ def record(value: Any, pointer: int, device: int) -> None:
             tensor.record_stream(stream)
 
 
-def adopt_recorded(array: Any) -> Any:
+def adopt_recorded(array: torch.Tensor) -> Any:
     """Return a tensor over a CuPy array's memory, for which no stream is made to wait."""
     return torch.from_dlpack(array.__dlpack__(stream=-1))
 
@@ -351,18 +352,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.cuda.OutOfMemoryError)
 
 
-def version(tensor: Any) -> int | None:
+def version(tensor: torch.Tensor) -> int | None:
     """Return what torch counts on with each write to a tensor's storage; None where it does not count."""
     return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - it has no public name
 
 
-def storage(tensor: Any) -> int:
+def storage(tensor: torch.Tensor) -> int:
     """Return what the tensors of one storage have in common."""
     pointer: int = tensor.untyped_storage().data_ptr()
     return pointer
 
 
-def peek(tensor: Any) -> np.ndarray[Any, Any] | None:
+def peek(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
     """Return the bytes of a tensor's elements, after torch's current stream; None under a capture, and where it has no bytes."""
     if tensor.layout is not torch.strided or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None

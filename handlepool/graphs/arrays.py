@@ -15,10 +15,11 @@ from handlepool.graphs.launch import GraphCall
 from handlepool.graphs.signature import Settings
 from handlepool.order.stream_order import integration, order
 from handlepool.pool.context import on_device, thread
-from handlepool.pool.deferred import abandon, defer, deferred, settle
+from handlepool.pool.deferred import abandon, defer, deferred
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 from handlepool.tensors.dlpack import from_cuda_array, from_dlpack
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import HOST, Layout, Piece, View
 
 
@@ -27,7 +28,7 @@ class ForeignCall(GraphCall):
 
     __slots__ = ("_call", "_converted", "callers", "stream")
 
-    def __init__(self, converted: "ConvertedArguments", call: GraphCall, result: Any) -> None:
+    def __init__(self, converted: "ConvertedArguments", call: GraphCall, result: object) -> None:
         self._converted = converted
         self._call = call
         self.plan, self.operands, self.result = call.plan, call.operands, result
@@ -77,11 +78,11 @@ class ForeignCall(GraphCall):
             thread.recording.keep(converted.kept)
         elif slot.pointer == LEGACY_STREAM or not converted.pool.driver.capture_id(slot.pointer):
             if deferred:
-                settle()
+                deferred.run()
             defer(_Kept(converted.pool, converted.device, slot.pointer, converted.kept).settle)
 
 
-def _wrapped(wrap: Callable[[Any], Any], made: Any) -> Any:
+def _wrapped(wrap: Callable[[Any], Any], made: object) -> Any:
     if isinstance(made, tuple):
         return tuple([_wrapped(wrap, array) for array in made])
     try:
@@ -256,13 +257,13 @@ class ConvertedArguments:
     def _called(self, place: int) -> str:
         return self._operand or operand_name(place, self._inputs, len(self._given) - self._inputs)
 
-    def _from_cuda_array(self, array: Any) -> View:
+    def _from_cuda_array(self, array: DeviceArray) -> View:
         view, stream = from_cuda_array(array)
         if stream is not None:
             self.callers.append(stream)
         return view
 
-    def _adopt(self, place: int, view: Callable[[Any], View], array: Any) -> Any:
+    def _adopt(self, place: int, view: Callable[[Any], View], array: DeviceArray) -> Any:
         try:
             operand = self.pool.driver.adopt(view(array))
         except (ArrayTypeError, ArgumentError) as error:
@@ -286,7 +287,7 @@ class ConvertedArguments:
         return operand
 
     def prepare(
-        self, prepare: Callable[..., GraphCall], out: Any, options: dict[str, Any], settings: Settings = ()
+        self, prepare: Callable[..., GraphCall], out: object, options: dict[str, Any], settings: Settings = ()
     ) -> ForeignCall:
         """Return a call with these arrays; ``prepare`` is `GraphFunction.prepare`."""
         if out is None and self.wrap is not None and thread.recording is not None and self.pool.driver.name == "host":
@@ -327,7 +328,7 @@ def convert(name: str, pool: PoolInternals, arrays: tuple[Any, ...]) -> Converte
     return None if all(type(array) in natives for array in arrays) else ConvertedArguments(name, pool, arrays)
 
 
-def layout_of(name: str, pool: PoolInternals, operand: str, array: Any) -> Layout:
+def layout_of(name: str, pool: PoolInternals, operand: str, array: DeviceArray) -> Layout:
     """Return the layout of an array of any kind, or of what has a shape, strides and a type; for `GraphFunction.plan_for`.
 
     ``operand`` is what messages call it.
@@ -347,7 +348,7 @@ def layout_of(name: str, pool: PoolInternals, operand: str, array: Any) -> Layou
     return layout_of_spec(name, operand, array)
 
 
-def layout_of_spec(name: str, operand: str, array: Any) -> Layout:
+def layout_of_spec(name: str, operand: str, array: DeviceArray) -> Layout:
     """Return the layout of an array or an `ArraySpec`.
 
     Raises
@@ -372,7 +373,7 @@ def _is_tensor(array: object) -> bool:
     return "torch" in sys.modules and isinstance(array, getattr(sys.modules["torch"], "Tensor", ()))
 
 
-def _wrapper(array: Any) -> Callable[[Any], Any] | None:
+def _wrapper(array: object) -> Callable[[Any], Any] | None:
     """Return what makes an array of another one's kind over the driver's; None where its library has nothing for that."""
     root = type(array).__module__.partition(".")[0]
     if root.startswith("numba"):
@@ -382,7 +383,7 @@ def _wrapper(array: Any) -> Callable[[Any], Any] | None:
     return getattr(namespace, "from_dlpack", None)
 
 
-def _from_host_array(array: Any) -> View:
+def _from_host_array(array: DeviceArray) -> View:
     values = np.asarray(array)
     address, readonly = values.__array_interface__["data"]
     return View(address, values.shape, values.strides, values.dtype, HOST, readonly, (values, array))

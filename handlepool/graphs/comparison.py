@@ -11,6 +11,7 @@ from handlepool.graphs.plan import Plan
 from handlepool.pool.context import thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors import frontend
+from handlepool.tensors.graph_types import FrontendGraph
 from handlepool.tensors.layout import HOST, View
 
 TOLERANCE = {"float64": 1e-6, "float32": 1e-2, "float16": 3e-2, "bfloat16": 1e-1}
@@ -20,7 +21,7 @@ COARSE = 0.3
 _JUMPS = ("ceil", "floor", "mod", "cmp", "logical", "binary_select")
 
 
-def compare(pool: PoolInternals, plan: Plan, graph: Any, operands: Sequence[Any]) -> None:
+def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Sequence[Any]) -> None:
     """Launch a plan once on random data, on the current stream, and compare the outputs with what the evaluator gives.
 
     The evaluator computes the graph as it was asked for, so that the copies are compared, too, which bring operands into a form.

@@ -22,6 +22,7 @@ from handlepool.pool.device import DeviceSlots
 from handlepool.pool.plan_directory import PlanDirectory
 from handlepool.pool.slot import placed
 from handlepool.tensors import frontend
+from handlepool.tensors.graph_types import FrontendGraph, FrontendNode, FrontendTensor
 from handlepool.tensors.inference import Shape, infer
 from handlepool.tensors.layout import Layout
 
@@ -36,7 +37,7 @@ _REASON = re.compile(r"Reason:\s*(.+)$")
 _PLAN = re.compile(r"^\s*\[\d+\]\s+(\S+?):\s+(.+)$")
 
 
-def refusal(name: str, graph: Any, operands: list[Any], error: GraphNotSupportedError) -> GraphNotSupportedError:
+def refusal(name: str, graph: FrontendGraph, operands: list[Any], error: GraphNotSupportedError) -> GraphNotSupportedError:
     """Return the error of a build that was refused."""
     nodes = " -> ".join(map(_title, graph.nodes)) or "a graph without nodes"
     arrays = "; ".join(
@@ -71,7 +72,7 @@ def shorten(answer: str) -> str:
     return "; ".join([head.removesuffix(" _").removesuffix(":"), *listed])
 
 
-def _title(node: Any) -> str:
+def _title(node: FrontendNode) -> str:
     kind = node.params.get("mode") if node.node_type.name == "POINTWISE" else node.node_type.name.lower()
     return node.name if str(node.name).startswith(f"{kind}.") else f"{node.name} ({kind})"
 
@@ -90,10 +91,12 @@ class Builder(Protocol):
 
     device: int
 
-    def new_graph(self, **settings: Any) -> Any:
+    def new_graph(self, **settings: object) -> Any:
         """Return an empty `cudnn.pygraph`."""
 
-    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
+    def compile(
+        self, graph: FrontendGraph, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any
+    ) -> Executable:
         """Plan and build it; see `handlepool.drivers.protocol.Driver.compile`."""
 
     def zeros(self, name: str, output: Layout, title: str) -> Executable:
@@ -112,7 +115,7 @@ class OnDevice:
         self._driver = driver
         self._stream = driver.current_stream(slots.device)  # kept, so that this thread's slot on it stays this thread's
 
-    def new_graph(self, **settings: Any) -> Any:
+    def new_graph(self, **settings: object) -> Any:
         """As of the driver."""
         return self._driver.new_graph(**settings)
 
@@ -126,7 +129,9 @@ class OnDevice:
         mine = slot is not None and slot.owner is self._slots.status and slot.device == self.device and slot.intact
         return slot.handle if slot is not None and mine else None
 
-    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
+    def compile(
+        self, graph: FrontendGraph, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any
+    ) -> Executable:
         """Have the driver compile, without harm to a capture."""
         handles = self._slots.handles
         with handles.building(), self._driver.relaxed():
@@ -259,7 +264,7 @@ def save(plan: Plan, files: PlanDirectory | None) -> None:
         files.save(plan.key, saved)
 
 
-def _multiplies_float32(graph: Any) -> bool:
+def _multiplies_float32(graph: FrontendGraph) -> bool:
     """Whether a graph has a product of float32 matrices.
 
     On an H200 with cuDNN 9.19 every plan of four such products had an error of 3e-4, also those without the note TENSOR_CORE.
@@ -270,7 +275,7 @@ def _multiplies_float32(graph: Any) -> bool:
     return any(tensor.data_type == single for node in products for tensor in node.inputs.values())
 
 
-def _layout(tensor: Any, scalar: bool) -> Layout:
+def _layout(tensor: FrontendTensor, scalar: bool) -> Layout:
     layout = layout_of(tensor)
     return Layout((), (), layout.dtype) if scalar and layout.size == 1 else layout
 

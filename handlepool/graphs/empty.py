@@ -14,6 +14,7 @@ from typing import Any
 from handlepool.drivers.executable import Executable
 from handlepool.drivers.streams import Handle
 from handlepool.errors import GraphNotSupportedError
+from handlepool.tensors.graph_types import FrontendGraph
 from handlepool.tensors.inference import title
 from handlepool.tensors.layout import Layout
 
@@ -68,7 +69,7 @@ class WithoutEmpty:
 
         self._inner.launch(handle, [operands[place] for place in self._places], workspace, None if check is None else check_all)
 
-    def shortcut(self, *_: Any) -> None:
+    def shortcut(self, *_: object) -> None:
         """Return None."""
 
     def save(self) -> None:
@@ -76,7 +77,7 @@ class WithoutEmpty:
 
 
 def without_empty(
-    graph: Any,
+    graph: FrontendGraph,
     inputs: int,
     outputs: Sequence[Layout],
     name: str,

@@ -41,6 +41,7 @@ from handlepool.graphs.operand_forms import (
     spaced_channels_last,
     used_again,
 )
+from handlepool.tensors.graph_types import FrontendGraph, FrontendNode
 from handlepool.tensors.inference import Convolution, Shape, axis_order, dense_strides, title
 
 _UNMEASURED = ("RESHAPE", "TRANSPOSE", "CONCATENATE")
@@ -51,7 +52,7 @@ BEHIND_A_PRODUCT = (None, "relu", "sigmoid", "gelu", "swish")
 
 
 def conform(
-    graph: Any,
+    graph: FrontendGraph,
     operands: Sequence[Any],
     inputs: int,
     shapes: Mapping[int, Shape],
@@ -217,7 +218,7 @@ def _declare_rows(forms: OperandForms, fills: Sequence[tuple[bool, bool]], rows:
 # Convolutions
 
 
-def _convolution(forms: OperandForms, node: Any) -> None:
+def _convolution(forms: OperandForms, node: FrontendNode) -> None:
     if len(forms.shapes[next(iter(node.inputs.values())).uid]) == 3:
         _add_spatial_axis(forms, node)
     _symmetrise_padding(forms, node)
@@ -263,7 +264,7 @@ def _convolution(forms: OperandForms, node: Any) -> None:
             forms.expand(place, full, "channels-last")
 
 
-def _add_spatial_axis(forms: OperandForms, node: Any) -> None:
+def _add_spatial_axis(forms: OperandForms, node: FrontendNode) -> None:
     """Make one spatial axis two: with an activation cuDNN has no plans for one."""
     for name, fill in (("padding", 0), ("pre_padding", 0), ("post_padding", 0), ("stride", 1), ("dilation", 1)):
         value = node.params.get(name)
@@ -314,7 +315,7 @@ def _symmetrise_padding(forms: OperandForms, node: Any) -> None:
             declare(tensor, larger, list(dense_strides(larger) if place is None else tensor.stride))
 
 
-def _complete_loss(forms: OperandForms, node: Any) -> None:
+def _complete_loss(forms: OperandForms, node: FrontendNode) -> None:
     """Append zeros to a loss that lacks rows or columns of the result that the image leads to; see `Convolution.transposes`.
 
     cuDNN was measured with losses of the whole result alone.
@@ -335,7 +336,7 @@ def _complete_loss(forms: OperandForms, node: Any) -> None:
 # Matrix products
 
 
-def _matmul(forms: OperandForms, node: Any) -> None:
+def _matmul(forms: OperandForms, node: FrontendNode) -> None:
     _one_matrix(forms, node)
     _three_axes(forms, node)
     full = tuple(forms.operands[forms.inputs].dim)
@@ -361,7 +362,7 @@ def _matmul(forms: OperandForms, node: Any) -> None:
             forms.require(place, ("contiguous",))
 
 
-def _one_matrix(forms: OperandForms, node: Any) -> None:
+def _one_matrix(forms: OperandForms, node: FrontendNode) -> None:
     """Where the second factor is one for all, make one product of all rows; as far as memory allows, fewer and larger parts."""
     full = tuple(forms.operands[forms.inputs].dim)
     rows = []
@@ -381,7 +382,7 @@ def _one_matrix(forms: OperandForms, node: Any) -> None:
     forms.shapes = {uid: (*every, shape[-1]) if shape[:-1] == full[:-1] else shape for uid, shape in forms.shapes.items()}
 
 
-def _three_axes(forms: OperandForms, node: Any) -> None:
+def _three_axes(forms: OperandForms, node: FrontendNode) -> None:
     """Declare every tensor with one batch axis: cuDNN has no plans for none, nor for two.
 
     What repeats along some batch axes alone is repeated by a copy; an addend, along rows and columns as well, as it then must.

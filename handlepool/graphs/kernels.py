@@ -45,7 +45,7 @@ class KernelFunction(GraphFunction[..., Any]):
         self._describe = describe
         self._options = options
 
-    def call(self, arrays: tuple[Any, ...], out: Any, pool: HandlePool | None, values: tuple[Any, ...]) -> Any:
+    def call(self, arrays: tuple[Any, ...], out: object, pool: HandlePool | None, values: tuple[Any, ...]) -> Any:
         """Launch for the public function that these are the arguments of; ``values`` are what ``options`` takes.
 
         In a fork, ``pool`` is as `hit_branch` says.

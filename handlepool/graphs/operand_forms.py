@@ -7,6 +7,7 @@ from typing import Any
 from handlepool.drivers.executable import Copy, scratch_of
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.tensors import frontend
+from handlepool.tensors.graph_types import FrontendGraph, FrontendNode, FrontendTensor
 from handlepool.tensors.inference import Shape, dense_strides, title
 
 MOST_COPIED = 16 << 20
@@ -20,7 +21,7 @@ class OperandForms:
 
     def __init__(
         self,
-        graph: Any,
+        graph: FrontendGraph,
         operands: Sequence[Any],
         inputs: int,
         shapes: Mapping[int, Shape],
@@ -141,7 +142,7 @@ class OperandForms:
         tensor.set_dim(list(shape)).set_stride(list(dense_strides(shape, order)))
 
 
-def used_again(forms: OperandForms, node: Any, full: Shape) -> set[int]:
+def used_again(forms: OperandForms, node: FrontendNode, full: Shape) -> set[int]:
     """Return the inputs of a node, by uid, that something behind it takes, too; raises where they would repeat there."""
     behind = {tensor.uid for other in forms.graph.nodes if other is not node for tensor in other.inputs.values()}
     again = {tensor.uid for tensor in node.inputs.values()} & behind
@@ -154,7 +155,7 @@ def used_again(forms: OperandForms, node: Any, full: Shape) -> set[int]:
     return again
 
 
-def declare(tensor: Any, dim: list[int], stride: list[int]) -> None:
+def declare(tensor: FrontendTensor, dim: list[int], stride: list[int]) -> None:
     """Give a tensor another shape. What nobody assigned stays a guess of the frontend's, which cuDNN is not told."""
     if tensor.dim_assigned or not tensor.is_virtual:
         tensor.set_dim(dim)
@@ -171,18 +172,18 @@ def order_of(form: str, rank: int) -> Shape:
     return (0, *range(2, rank), 1) if form == "channels-last" and rank > 1 else tuple(range(rank))
 
 
-def itemsize_of(tensor: Any) -> int:
+def itemsize_of(tensor: FrontendTensor) -> int:
     """Return the bytes of one element of a tensor."""
     return frontend.numpy_dtype(tensor.data_type).itemsize
 
 
-def has_form(tensor: Any, form: str) -> bool:
+def has_form(tensor: FrontendTensor, form: str) -> bool:
     """Whether a tensor lies in a form, without gaps."""
     strides = dense_strides(tensor.dim, order_of(form, len(tensor.dim)))
     return all(extent == 1 or a == b for extent, a, b in zip(tensor.dim, tensor.stride, strides, strict=True))
 
 
-def is_per_channel(tensor: Any, full: Sequence[int]) -> bool:
+def is_per_channel(tensor: FrontendTensor, full: Sequence[int]) -> bool:
     """Whether a tensor has one element for each channel."""
     return tuple(tensor.dim) == (1, full[1], *[1] * (len(full) - 2))
 

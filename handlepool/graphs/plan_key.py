@@ -64,7 +64,7 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], m
     return f'{text[:-1]},"made for":{made_for}}}'
 
 
-def _exactly(value: Any) -> Any:
+def _exactly(value: object) -> Any:
     """Return what JSON can hold of a value that it does not know, and what tells it from every other one."""
     if isinstance(value, Enum):
         return str(value)

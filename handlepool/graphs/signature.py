@@ -55,13 +55,13 @@ def normalise(settings: Mapping[str, Any]) -> Settings:
     return tuple((name, _CHECKS[name](name, value)) for name, value in sorted(settings.items()) if value is not None)
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise ArgumentError(f"{name}={shown(value)}; it must be a text")
     return value
 
 
-def _dtype(name: str, value: Any) -> np.dtype[Any]:
+def _dtype(name: str, value: object) -> np.dtype[Any]:
     try:
         return as_dtype(value)
     except ArrayTypeError as error:
@@ -236,7 +236,7 @@ class Recipe:
                 ) from None
 
 
-def as_references(what: str, references: Any) -> References | None:
+def as_references(what: str, references: object) -> References | None:
     """Bring ``inputs=`` or ``outputs=`` into a tuple; one that is not in a list counts as a list of it."""
     if references is None:
         return None
@@ -248,7 +248,7 @@ def as_references(what: str, references: Any) -> References | None:
     return entries
 
 
-def _plain(reference: Any) -> Any:
+def _plain(reference: object) -> Any:
     try:
         return reference if holds_values(reference) else as_integer(reference)  # a uid
     except TypeError:

@@ -11,6 +11,7 @@ from typing import Any
 from handlepool._util.arguments import as_integer
 from handlepool._util.names import shown
 from handlepool.errors import ArgumentError
+from handlepool.tensors.graph_types import FrontendGraph, FrontendNode, FrontendTensor
 
 MOST_LISTED = 24
 """Tensors that a message lists."""
@@ -32,7 +33,7 @@ def is_tensor(value: object) -> bool:
     return hasattr(type(value), "get_uid")
 
 
-def made_by_nodes(graph: Any) -> dict[int, Any]:
+def made_by_nodes(graph: FrontendGraph) -> dict[int, Any]:
     """Return the tensors that nodes make, by ``id``."""
     return {id(tensor): tensor for node in graph.nodes for tensor in node.outputs.values() if tensor is not None}
 
@@ -84,7 +85,7 @@ class References:
             raise ArgumentError(f"no tensor of the graph is {called}. {self.listing()}")
         raise ArgumentError(f"{called} means {len(found)} tensors of the graph; name one by its uid or object. {self.listing()}")
 
-    def name(self, tensor: Any) -> str:
+    def name(self, tensor: FrontendTensor) -> str:
         """Return the name that was set, of a node's output ``node::port`` where none was."""
         for node, port, made in self._ports(inputs=False):
             # The frontend's own name of an output says the node, and something like the port.
@@ -92,7 +93,7 @@ class References:
                 return f"{node.name}::{port}"
         return str(tensor.name)
 
-    def label(self, tensor: Any) -> str:
+    def label(self, tensor: FrontendTensor) -> str:
         """Return what messages call a tensor: the first of its ports, and the name that was set."""
         for node, port, other in self._ports():
             if other is tensor:
@@ -117,7 +118,7 @@ class References:
         return list(found.values())
 
     @staticmethod
-    def _entry(node: Any, port: str, tensor: Any) -> str:
+    def _entry(node: FrontendNode, port: str, tensor: FrontendTensor) -> str:
         title = f"{node.name}::{_keyword(node, port)}"
         return title if tensor.name in (title, f"{node.name}::{port}") else f"{title} ({tensor.name})"
 
@@ -127,11 +128,11 @@ class References:
             yield from ((node, port, tensor) for port, tensor in ports if tensor is not None)
 
 
-def _position(node: Any, port: str) -> str | None:
+def _position(node: FrontendNode, port: str) -> str | None:
     return str(list(node.inputs).index(port)) if port in node.inputs else None
 
 
-def _keyword(node: Any, port: str) -> str:
+def _keyword(node: FrontendNode, port: str) -> str:
     """Return what the method that made the node calls a port."""
     if node.node_type.name != "POINTWISE" or port not in node.inputs:
         return port

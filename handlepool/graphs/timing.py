@@ -308,7 +308,7 @@ class TimingRig:
         graph.upload(self._pointer)
         return graph
 
-    def _time(self, run: Callable[..., object], *args: Any) -> float:
+    def _time(self, run: Callable[..., object], *args: object) -> float:
         """Microseconds of something on the first stream, queued while the same runs before it."""
         driver, (start, end) = self._driver, self._events
         run(*args)

@@ -17,6 +17,7 @@ from handlepool.errors import ArgumentError, ArrayTypeError, HandlePoolError
 from handlepool.graphs.signature import Recipe, Settings, as_references
 from handlepool.graphs.tensor_names import References, is_tensor, made_by_nodes
 from handlepool.tensors import frontend
+from handlepool.tensors.graph_types import FrontendGraph, FrontendTensor
 from handlepool.tensors.inference import MOST_ELEMENTS, axis_order, dense_strides
 from handlepool.tensors.layout import Layout, overlaps_itself
 
@@ -51,13 +52,13 @@ def element_strides(title: str, layout: Layout) -> list[int]:
     return strides
 
 
-def layout_of(tensor: Any) -> Layout:
+def layout_of(tensor: FrontendTensor) -> Layout:
     """How the array of a declared tensor lies."""
     dtype = frontend.numpy_dtype(tensor.data_type)
     return Layout(tuple(tensor.dim), tuple(step * dtype.itemsize for step in tensor.stride), dtype)
 
 
-def match(tensor: Any, layout: Layout, title: str) -> None:
+def match(tensor: FrontendTensor, layout: Layout, title: str) -> None:
     """Check an array against a tensor that the function declared; what it left open is taken from the array.
 
     Raises
@@ -81,7 +82,7 @@ def match(tensor: Any, layout: Layout, title: str) -> None:
         raise ArrayTypeError(f"{title} is {layout.dtype}; tensor {tensor.name!r} was declared as {tensor.data_type.name}")
 
 
-def check_redeclared(tensor: Any, layout: Layout, title: str) -> None:
+def check_redeclared(tensor: FrontendTensor, layout: Layout, title: str) -> None:
     """Check what the function may have made of an array's tensor: other axes over the same elements, as of a vector, and no more.
 
     Raises
@@ -192,7 +193,7 @@ class Draft:
         Whether the outputs are one array, not a tuple.
     """
 
-    def __init__(self, recipe: Recipe, request: Request, graph: Any, assignment: Assignment) -> None:
+    def __init__(self, recipe: Recipe, request: Request, graph: FrontendGraph, assignment: Assignment) -> None:
         self.graph = graph
         self._recipe = recipe
         self._request = request

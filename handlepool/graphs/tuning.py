@@ -96,10 +96,10 @@ class Tuning:
 def tune(
     function: Callable[..., Any],
     /,
-    *args: Any,
+    *args: object,
     states: SideStates | None = None,
     candidates: int | None = MOST_CANDIDATES,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tuning, ...]:
     """Call a function once, and tune every plan that it used: those of a network's convolutions, say.
 

@@ -158,7 +158,7 @@ def _of_pooled(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], C
     """Let a function serve the pool's handles, and the one that it replaces all others."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def made(handle: Any, *args: Any, **options: Any) -> Any:
+        def made(handle: object, *args: object, **options: object) -> Any:
             return (function if isinstance(handle, PooledHandle) else original)(handle, *args, **options)
 
         return made
@@ -190,32 +190,44 @@ def _get_default_handle(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lowering(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _backend_handle_for_lowering(graph: Any, settings: Any) -> Any:
+    def _backend_handle_for_lowering(graph: cudnn.pygraph, settings: Any) -> Any:
         handle = graph._handle  # noqa: SLF001 - here and below, what it has no public name for
         default = handle is None and settings.get("device_property") is None and is_installed()
         if not default and not isinstance(handle, PooledHandle):
             return original(graph, settings)
         graph._handlepool = True  # noqa: SLF001
-        return _builder()
+        return _builders.current()
 
     return _backend_handle_for_lowering
 
 
-def _builder() -> int:
-    """Return the handle that graphs are built with on the current device, of a pool that nobody else has."""
-    driver = handlepool.default_pool().driver
-    device = driver.current_device()
-    key = os.getpid(), device  # in a forked child the pool raises, and no inherited handle is used
-    if key not in _builders:
-        pool = _builders.setdefault(None, HandlePool(driver=driver.name, check=False))
-        _builders.setdefault(key, pool.get_handle(0))  # of two threads both get the first one's
-    return int(_builders[key].backend_handle)
+class Builders:
+    """The handles that graphs are built with, one for each device, of a pool that has no other user.
+
+    They live as long as the process, as the graphs that keep them may. No lock: of two threads that come at once, both get the
+    handle that was stored first.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[int, HandlePool] = {}
+        self._handles: dict[tuple[int, int], Any] = {}
+
+    def current(self) -> int:
+        """Return the handle of the current device."""
+        driver = handlepool.default_pool().driver
+        device = driver.current_device()
+        # In a forked child the pool raises, and no inherited handle is used.
+        key = os.getpid(), device
+        if key not in self._handles:
+            pool = self._pools.setdefault(0, HandlePool(driver=driver.name, check=False))
+            self._handles.setdefault(key, pool.get_handle(0))
+        return int(self._handles[key].backend_handle)
 
 
-_builders: dict[tuple[int, int] | None, Any] = {}
+_builders = Builders()
 
 
-def _of_graph(graph: Any, handle: Any) -> Any:
+def _of_graph(graph: cudnn.pygraph, handle: object) -> Any:
     """Return what a graph is executed with: the handle that is given, else the graph's own, else the current stream's."""
     handle = graph._handle if handle is None else handle  # noqa: SLF001
     if handle is None and getattr(graph, "_handlepool", False):
@@ -224,7 +236,9 @@ def _of_graph(graph: Any, handle: Any) -> Any:
 
 
 def _execute(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _execute(graph: Any, tensors: Any, workspace: Any = None, handle: Any = None, *args: Any, **options: Any) -> Any:
+    def _execute(
+        graph: object, tensors: object, workspace: object = None, handle: object = None, *args: object, **options: object
+    ) -> Any:
         return original(graph, tensors, workspace, _of_graph(graph, handle), *args, **options)
 
     return _execute
@@ -232,7 +246,13 @@ def _execute(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _execute_at(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_plan_at_index(
-        graph: Any, tensors: Any, workspace: Any = None, index: int = 0, handle: Any = None, *args: Any, **options: Any
+        graph: object,
+        tensors: object,
+        workspace: object = None,
+        index: int = 0,
+        handle: object = None,
+        *args: object,
+        **options: object,
     ) -> Any:
         return original(graph, tensors, workspace, index, _of_graph(graph, handle), *args, **options)
 
@@ -244,7 +264,7 @@ _ON_ITS_STREAM = object()
 
 
 def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __exit__(graph: Any, *error: Any) -> Any:
+    def __exit__(graph: cudnn.pygraph, *error: object) -> Any:
         if is_installed() and graph._Graph__workspace is None:  # noqa: SLF001
             graph._Graph__workspace = _ON_ITS_STREAM  # noqa: SLF001
         return original(graph, *error)
@@ -253,7 +273,7 @@ def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __call__(wrapper: Any, *tensors: Any, **options: Any) -> Any:
+    def __call__(wrapper: cudnn.Graph, *tensors: object, **options: object) -> Any:
         graph, own = wrapper._Graph__graph, wrapper._Graph__workspace  # noqa: SLF001
         ready = graph is not None and own is not None and own is not False  # False: the caller brings one
         handle = options.get("handle", wrapper._Graph__handle)  # noqa: SLF001
@@ -331,16 +351,11 @@ def _places() -> tuple[list[_Place], list[_Place]]:
 
 
 _KNOWN = " and ".join(f"{one}.*" for one in KNOWN_VERSIONS)
-_lock = threading.RLock()  # guards what follows; held while names are changed, never while a handle is made
-_replaced: dict[str, tuple[_Place, Callable[..., Any]]] = {}
-_methods_replaced = False
-_asked = False
-_contexts = 0
 
 
 def is_installed() -> bool:
     """Whether the frontend's functions are the pool's now."""
-    return bool(_replaced)
+    return bool(_installation.replaced)
 
 
 def install() -> None:
@@ -362,10 +377,7 @@ def install() -> None:
         For a version that is not known and passed the self-test. And for each loaded module that has one of the functions as a
         name of its own, as after ``from cudnn import create_handle``: it keeps the frontend's. Import such modules afterwards.
     """
-    global _asked
-    with _lock:
-        _replace()
-        _asked = True
+    _installation.install()
 
 
 def uninstall() -> None:
@@ -378,56 +390,17 @@ def uninstall() -> None:
     OwnershipError
         When somebody else has replaced one of the names since, by what is not the frontend's own; nothing is changed then.
     """
-    global _asked
-    with _lock:
-        _restore(asked=False, contexts=_contexts)
-        _asked = False
+    _installation.uninstall()
 
 
 @contextmanager
 def pooled_handles() -> Iterator[None]:
     """Do what `install` does to the end of a ``with`` statement, in every thread; of several, to the end of the last one."""
-    global _contexts
-    with _lock:
-        _replace()
-        _contexts += 1
+    _installation.enter()
     try:
         yield
     finally:
-        with _lock:
-            _contexts -= 1
-            _restore(asked=_asked, contexts=_contexts)
-
-
-def _replace() -> None:
-    global _methods_replaced
-    again = [name for name, (place, made) in _replaced.items() if _is_back(place, made)]
-    if _replaced and not again:
-        return
-    verdict = judge()
-    functions, methods = _places() if verdict.broken is None else ([], [])
-    wrong = verdict.broken or missing([place[:2] for place in functions + methods])
-    if wrong is not None:
-        raise DriverNotAvailableError(
-            f"nvidia-cudnn-frontend {verdict.version} cannot be given the pool's handles, since this does not hold of it: "
-            f"{wrong}. Install {_KNOWN}, or call handlepool.get_handle where handles are needed"
-        )
-    if not verdict.known:
-        warnings.warn(
-            f"nvidia-cudnn-frontend {verdict.version} is not known to handlepool, which knows {_KNOWN}: it passed a self-test, "
-            f"and is used",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    functions = [place for place in functions if not _replaced or place.name in again]
-    originals = [getattr(place.owner, place.name) for place in functions]
-    _warn_of_copies(dict(zip(map(id, originals), functions, strict=True)))
-    if not _methods_replaced:
-        for place in methods:
-            _put(place)
-        _methods_replaced = True
-    for place in functions:
-        _replaced[place.name] = place, _put(place)
+        _installation.leave()
 
 
 def _put(place: _Place) -> Callable[..., Any]:
@@ -437,19 +410,89 @@ def _put(place: _Place) -> Callable[..., Any]:
     return made
 
 
-def _restore(*, asked: bool, contexts: int) -> None:
-    if asked or contexts or not _replaced:
-        return
-    for place, made in _replaced.values():
-        if getattr(place.owner, place.name, None) is not made and not _is_back(place, made):
-            raise OwnershipError(
-                f"{called(place.owner, place.name)} was replaced by somebody else since handlepool.integrations.cudnn was "
-                f"installed: let them put back what was there, then call uninstall again"
+class Installation:
+    """Which names of the frontend are replaced, and for whom: `install`, and the contexts of `pooled_handles`.
+
+    The lock guards all of it, so that each name is replaced once and put back by the last user. It is held while names are
+    changed, and never while a handle is made. A finaliser may end a context inside, so the same thread may take it again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.replaced: dict[str, tuple[_Place, Callable[..., Any]]] = {}
+        self._methods_replaced = False
+        self._asked = False
+        self._contexts = 0
+
+    def install(self) -> None:
+        """Replace the names until `uninstall`."""
+        with self._lock:
+            self._replace()
+            self._asked = True
+
+    def uninstall(self) -> None:
+        """End `install`."""
+        with self._lock:
+            self._restore(asked=False, contexts=self._contexts)
+            self._asked = False
+
+    def enter(self) -> None:
+        """Replace the names until `leave`."""
+        with self._lock:
+            self._replace()
+            self._contexts += 1
+
+    def leave(self) -> None:
+        """End `enter`."""
+        with self._lock:
+            self._contexts -= 1
+            self._restore(asked=self._asked, contexts=self._contexts)
+
+    def _replace(self) -> None:
+        again = [name for name, (place, made) in self.replaced.items() if _is_back(place, made)]
+        if self.replaced and not again:
+            return
+        verdict = judge()
+        functions, methods = _places() if verdict.broken is None else ([], [])
+        wrong = verdict.broken or missing([place[:2] for place in functions + methods])
+        if wrong is not None:
+            raise DriverNotAvailableError(
+                f"nvidia-cudnn-frontend {verdict.version} cannot be given the pool's handles, since this does not hold of it: "
+                f"{wrong}. Install {_KNOWN}, or call handlepool.get_handle where handles are needed"
             )
-    while _replaced:
-        _, (place, made) = _replaced.popitem()
-        if not _is_back(place, made):
-            setattr(place.owner, place.name, vars(made)["__wrapped__"])
+        if not verdict.known:
+            warnings.warn(
+                f"nvidia-cudnn-frontend {verdict.version} is not known to handlepool, which knows {_KNOWN}: it passed a "
+                f"self-test, and is used",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        functions = [place for place in functions if not self.replaced or place.name in again]
+        originals = [getattr(place.owner, place.name) for place in functions]
+        _warn_of_copies(dict(zip(map(id, originals), functions, strict=True)))
+        if not self._methods_replaced:
+            for place in methods:
+                _put(place)
+            self._methods_replaced = True
+        for place in functions:
+            self.replaced[place.name] = place, _put(place)
+
+    def _restore(self, *, asked: bool, contexts: int) -> None:
+        if asked or contexts or not self.replaced:
+            return
+        for place, made in self.replaced.values():
+            if getattr(place.owner, place.name, None) is not made and not _is_back(place, made):
+                raise OwnershipError(
+                    f"{called(place.owner, place.name)} was replaced by somebody else since handlepool.integrations.cudnn was "
+                    f"installed: let them put back what was there, then call uninstall again"
+                )
+        while self.replaced:
+            _, (place, made) = self.replaced.popitem()
+            if not _is_back(place, made):
+                setattr(place.owner, place.name, vars(made)["__wrapped__"])
+
+
+_installation = Installation()
 
 
 def _is_back(place: _Place, made: Callable[..., Any]) -> bool:
@@ -472,5 +515,5 @@ def _warn_of_copies(originals: dict[int, _Place]) -> None:
                 f"{module_name} keeps the frontend's own {', '.join(sorted(kept))}, imported before "
                 f"handlepool.integrations.cudnn was installed: import it afterwards, or have it call them as attributes of cudnn",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )

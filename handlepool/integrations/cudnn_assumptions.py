@@ -52,12 +52,12 @@ def _assumption(text: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]
     return add
 
 
-def _own(owner: Any, name: str) -> Any:
+def _own(owner: object, name: str) -> Any:
     """Return a function of the frontend's own, also where another one stands in its place."""
     return inspect.unwrap(getattr(owner, name))
 
 
-def _over(binding: Any, name: str) -> Any:
+def _over(binding: object, name: str) -> Any:
     """Return a copy of a function of `cudnn` that calls a binding, and finds nothing else but the frontend's class."""
     function = _own(cudnn, name)
     found = {"__builtins__": _BUILTINS, "__name__": "cudnn", "_pybind_module": binding, "Handle": cudnn.Handle}
@@ -104,7 +104,7 @@ def _handle_has_its_attributes() -> bool:
     return (handle.backend_handle, handle.stream, handle._ordinal) == (7, _POINTER, 0)  # noqa: SLF001 - it has no public name
 
 
-def _takes(name: str, *args: Any, **kwargs: Any) -> bool:
+def _takes(name: str, *args: object, **kwargs: object) -> bool:
     inspect.signature(_own(cudnn, name)).bind(*args, **kwargs)
     return True
 
@@ -137,12 +137,12 @@ def _destroy_destroys_and_sets() -> bool:
 # Graphs
 
 
-def _names(function: Any) -> tuple[str, ...]:
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
     names: tuple[str, ...] = function.__code__.co_names
     return names
 
 
-def _parameters(owner: Any, name: str) -> list[str]:
+def _parameters(owner: object, name: str) -> list[str]:
     return [*inspect.signature(_own(owner, name)).parameters]
 
 
@@ -177,7 +177,7 @@ def _execute_at_takes_a_handle() -> bool:
 # `cudnn.Graph`
 
 
-def _wrapped(**attributes: Any) -> tuple[Any, list[dict[str, Any]]]:
+def _wrapped(**attributes: object) -> tuple[Any, list[dict[str, Any]]]:
     """Return a `cudnn.Graph` over a graph that only takes notes, as it is before its ``with`` statement ends."""
     from cudnn import wrapper
 

@@ -123,7 +123,7 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
         _functions.clear()
         handlepool.close()
 
-    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+    def transition(self, key: object, start: str, finish: str, **kwargs: object) -> None:
         """Close the worker after a task that found its context lost: every later one would fail, too."""
         if finish == "error" and _is_lost():
             _leave(self._worker)
@@ -136,9 +136,9 @@ def map_tiles(
     function: Callable[..., Any],
     x: Array,
     *,
-    depth: Any,
+    depth: object,
     shared: Sequence[Any] = (),
-    boundary: Any = "none",
+    boundary: object = "none",
     extents: Mapping[int, int] | None = None,
     dtype: Any = None,
     lanes: int | None = 8,
@@ -245,7 +245,7 @@ def _packed(values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], tuple[i
     return values.transpose(order).copy(), tuple(np.argsort(order).tolist())
 
 
-def _margins(name: str, ndim: int, depth: Any, boundary: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+def _margins(name: str, ndim: int, depth: object, boundary: object) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return depth and boundary of each axis; raise for what Dask would leave out without a word."""
     for what, given in (("depth", depth), ("boundary", boundary)):
         if isinstance(given, (list, tuple)) and len(given) != ndim:
@@ -281,7 +281,7 @@ def _made(
     lanes: int | None,
     extents: Mapping[int, int],
     kind: np.dtype[Any],
-    tile: Any,
+    tile: object,
     weights: tuple[Any, ...],
     block_id: tuple[int, ...] = (),
 ) -> np.ndarray[Any, Any]:
@@ -290,10 +290,10 @@ def _made(
         if not isinstance(tile, np.ndarray) or isinstance(tile, np.ma.MaskedArray):
             raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes arrays of NumPy's")
         tile = np.asarray(tile, order="C")  # as those are that come from other workers, so that all of a geometry are alike
-        recorded = _kept(token, function, _Function(weights, lanes))
+        recorded = _functions.latest(token, function, _Function(weights, lanes))
         value, ran = recorded(tile, function)
         if ran:  # it may have counted that in what tells it from others
-            _kept(token, function, recorded)
+            _functions.latest(token, function, recorded)
         shape = tuple([extents.get(axis, extent) for axis, extent in enumerate(tile.shape)])
         if (value.shape, value.dtype) != (shape, kind):
             raise ArgumentError(
@@ -313,22 +313,33 @@ def _made(
         raise
 
 
-def _kept(token: str, function: Callable[..., Any], own: "_Function") -> "_Function":
-    """Return what there is of a function, as the one that was used last; where there is none, it is ``own`` from now on.
+class KeptFunctions(OrderedDict[Hashable, "_Function"]):
+    """The functions that this worker keeps, the last one used last.
 
-    It is found by what the function is now, too: a token is a function's name alone where it is a module's, and that of when
-    `map_tiles` was called. One that runs eagerly is what it is at each tile.
+    The lock guards that two tiles find one function. It is held while the dictionary changes, and never while a function runs.
     """
-    key: Hashable = token, _telling(function)
-    with _lock:
-        if _functions.get(own.key) is own:  # by what the function was
-            del _functions[own.key]
-        recorded = _functions.pop((token, None), None) or _functions.pop(key, own)
-        recorded.key = (token, None) if recorded.eager else key
-        _functions[recorded.key] = recorded
-        while len(_functions) > MOST_FUNCTIONS:
-            _functions.popitem(last=False)
-    return recorded
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def latest(self, token: str, function: Callable[..., Any], own: "_Function") -> "_Function":
+        """Return the kept function of a token, now the last one used; keep ``own`` where there is none.
+
+        A token is a function's name alone where a module has the function, and was made when `map_tiles` was called. So the key
+        also has the function's present state. A function that runs eagerly has its present state at each tile anyway.
+        """
+        key: Hashable = token, _telling(function)
+        with self._lock:
+            # Under the key of its former state.
+            if self.get(own.key) is own:
+                del self[own.key]
+            recorded = self.pop((token, None), None) or self.pop(key, own)
+            recorded.key = (token, None) if recorded.eager else key
+            self[recorded.key] = recorded
+            while len(self) > MOST_FUNCTIONS:
+                self.popitem(last=False)
+        return recorded
 
 
 _PLAIN = (str, bytes, int, bool, type(None))
@@ -430,7 +441,7 @@ class _Function:
         if program is None:
             shared = self._shared
 
-            def call(own: Any) -> Any:
+            def call(own: object) -> Any:
                 return function(own, *shared)
 
             call.__qualname__ = _name(function)
@@ -447,9 +458,9 @@ class _Function:
         return program
 
 
-_functions: OrderedDict[Hashable, _Function] = OrderedDict()
-_lock = threading.Lock()  # guards that
-_threads = threading.local()  # each has its stream, of a driver
+_functions = KeptFunctions()
+# Each thread's stream, and its driver.
+_threads = threading.local()
 
 
 def _name(function: Callable[..., Any]) -> str:

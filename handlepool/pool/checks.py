@@ -111,7 +111,7 @@ class CheckedSlot(Slot):
         super().end()
         self._end_given("the thread, stream or fork that it was for ended")
 
-    def withdraw(self, closed: Any) -> Slot | None:
+    def withdraw(self, closed: object) -> Slot | None:
         """As `Slot.withdraw`."""
         heir = super().withdraw(closed)
         if heir is not None:
@@ -209,7 +209,7 @@ class CheckedDriver:
         _claim(handle)
         self._driver.destroy_handle(handle)
 
-    def compile(self, graph: Any, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
+    def compile(self, graph: object, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
         """As `Driver.compile`; launches check their arrays."""
         executable: Executable = CheckedExecutable(self, self._driver.compile(graph, operands, copies=copies, **settings))
         return executable
@@ -277,5 +277,5 @@ class CheckedExecutable:
         self._driver.check_workspaces(self._executable, handle, operands)
         self._executable.launch(handle, operands, workspace, check)
 
-    def shortcut(self, *_: Any) -> None:
+    def shortcut(self, *_: object) -> None:
         """None: the driver's own would check nothing."""

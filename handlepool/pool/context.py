@@ -73,7 +73,7 @@ class NodesByData(Protocol):
     def made(self, arrays: object) -> None:
         """Be told of new arrays that a node has made."""
 
-    def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: Any) -> Any:
+    def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: object) -> Any:
         """Record what a shortcut launches at once as a node; what that returns."""
 
 
@@ -173,12 +173,25 @@ class _Thread(threading.local):
 
 thread = _Thread()
 
-elsewhere: list[RunningPool] = []
-"""The pools of the branches and tasks under way, in whatever thread, that are not the default pool: where there is none, the
-default pool is the one to use, and nobody needs to ask `thread`, which costs as much as a hit's half."""
 
-recordings: list[object] = []
-"""The recordings under way, and who watches a call before, in whatever thread: where there is one, launches ask `thread`."""
+class BranchPools(list[RunningPool]):
+    """The pools of the branches and tasks under way, in any thread, that are not the default pool; repeated for each branch.
+
+    Where there is none, the current pool is the default pool, and no call asks `thread`, which costs half a hit. No lock: a
+    thread appends its pool before it looks, so it always sees its own, and an append and a removal are one atomic step each.
+    """
+
+
+class Recordings(list[object]):
+    """The recordings under way, and the watchers of calls before a recording, in any thread.
+
+    Where there is one, launches ask `thread`. No lock: a thread appends its recording before its first launch, so its launches
+    see it, and an append and a removal are one atomic step each.
+    """
+
+
+branch_pools = BranchPools()
+recordings = Recordings()
 
 NOT_CACHED: Any = object()
 """What a look at the cache returns where nothing was launched."""
@@ -223,7 +236,7 @@ def run_on(
     pushed = False
     other = not pool.is_default
     if other:
-        elsewhere.append(pool)
+        branch_pools.append(pool)
     try:
         if region is not None:
             allocator = driver.swap_allocator(region.allocator)
@@ -234,7 +247,7 @@ def run_on(
     finally:
         thread.region, thread.pool = outer, outer_pool
         if other:
-            elsewhere.remove(pool)
+            branch_pools.remove(pool)
         if allocator is not _UNCHANGED:
             driver.swap_allocator(allocator)
         try:
@@ -262,3 +275,7 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+# transitional: begin
+elsewhere = branch_pools
+# transitional: end

@@ -8,16 +8,51 @@ from typing import Any, cast
 
 from handlepool._util.names import shown
 from handlepool.errors import ArgumentError, OwnershipError
-from handlepool.pool.context import elsewhere, thread
+from handlepool.pool.context import branch_pools, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
-from handlepool.pool.slot import GetHandle, Slot, hits, nobodys
+from handlepool.pool.slot import UNOWNED, GetHandle, Slot, hits
 from handlepool.pool.stats import Stats
-from handlepool.pool.status import forget
+from handlepool.pool.status import live_pools
 
 _default: HandlePool | None = None
-_standing_in: list[PoolInternals] = []  # the default pool's own, then those that stand in for it; empty while none does
-_default_lock = threading.RLock()  # a finaliser that the collector runs inside may ask for the default pool, too
+# Guards which pool the default one is (guarantee 1: two threads get one pool), and its substitutes. A finaliser that the
+# collector runs inside may ask for the default pool, too.
+_default_lock = threading.RLock()
+
+
+class Substitutes:
+    """The pools that act as the default pool for tests, the last one first in rank. Changed under `_default_lock`."""
+
+    def __init__(self) -> None:
+        # The default pool's own internals, then those of its substitutes. Empty while there is no substitute.
+        self._ranked: list[PoolInternals] = []
+
+    def add(self, default: HandlePool, substitute: PoolInternals) -> None:
+        """Let a pool act as the default pool from now on."""
+        if not self._ranked:
+            self._ranked.append(default.internals)
+            # From now on `current_pool` asks the thread: a branch goes on with its own pool.
+            branch_pools.append(default.internals)
+        self._ranked.append(substitute)
+        substitute.is_shared = True
+        self._activate_last(default)
+
+    def remove(self, default: HandlePool, substitute: PoolInternals) -> None:
+        """End `add`, in whatever order."""
+        self._ranked.remove(substitute)
+        substitute.is_shared = False
+        self._activate_last(default)
+        if len(self._ranked) == 1:
+            branch_pools.remove(self._ranked.pop())
+
+    def _activate_last(self, default: HandlePool) -> None:
+        default.internals = self._ranked[-1]
+        # After that, so that a miss which binds `get_handle` in between sees the change.
+        _unbind()
+
+
+_substitutes = Substitutes()
 
 
 def default_pool() -> HandlePool:
@@ -33,11 +68,11 @@ def default_pool() -> HandlePool:
         with _default_lock:
             if _default is None:
                 made = HandlePool()
-                made.internals.is_default = made.internals.everybodys = True
-                made.get_handle = get_handle  # type: ignore[method-assign]  # follows what stands in for it
+                made.internals.is_default = made.internals.is_shared = True
+                made.get_handle = get_handle  # type: ignore[method-assign]  # follows its substitutes
                 _default = made if _default is None else _default
                 if _default is not made:  # but what such a finaliser got meanwhile
-                    forget(made.internals)
+                    live_pools.discard(made.internals)
     return _default
 
 
@@ -80,20 +115,19 @@ def set_default_pool(pool: HandlePool) -> None:
         pool.get_handle = get_handle  # type: ignore[method-assign]
         _default = pool
         if former is not None:
-            # As where another pool stands in: whatever a library keeps of the parent's default pool is on this one.
+            # As with a substitute: whatever a library keeps of the parent's default pool is on this one.
             former.internals = pool.internals
             _unbind()
 
 
 @contextmanager
-def standing_in(pool: HandlePool) -> Iterator[None]:
+def substitute_default(pool: HandlePool) -> Iterator[None]:
     """Let a pool do what the default pool is asked for, in every thread, to the end of a ``with`` statement; for tests.
 
     `default_pool` still returns what it returned before. So what a library keeps meanwhile (`ParallelStates`, an executor, the
     pool itself, its `HandlePool.get_handle`) is on the default pool, then and afterwards, and nothing of it is left on ``pool``.
     Only arrays, programs, and forks and tasks under way belong to the pool that they were made on. Meanwhile ``pool`` is
-    everybody's, whose `HandlePool.close` destroys what is idle. Of several that stand in, the last one counts, in whatever order
-    they end.
+    shared: its `HandlePool.close` destroys what is idle. Of several substitutes the last one counts, in whatever order they end.
 
     Parameters
     ----------
@@ -103,55 +137,41 @@ def standing_in(pool: HandlePool) -> Iterator[None]:
     default, mine = default_pool(), pool.internals
     mine.status.check()
     with _default_lock:
-        if not _standing_in:
-            _standing_in.append(default.internals)
-            elsewhere.append(default.internals)  # `current_pool` asks the thread from now on: a branch goes on with its own pool
-        _standing_in.append(mine)
-        mine.everybodys = True
-        _let_last_stand_in(default)
+        _substitutes.add(default, mine)
     try:
         yield
     finally:
         with _default_lock:
-            _standing_in.remove(mine)
-            mine.everybodys = False
-            _let_last_stand_in(default)
-            if len(_standing_in) == 1:
-                elsewhere.remove(_standing_in.pop())
+            _substitutes.remove(default, mine)
 
 
-def _let_last_stand_in(default: HandlePool) -> None:
-    default.internals = _standing_in[-1]
-    _unbind()  # after that, so that a miss which binds it in between sees the change
-
-
-def of_pool_to_come(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable[[], None]]:
+def lazy_get_handle(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable[[], None]]:
     """Make the `HandlePool.get_handle` of a pool that the first call asks for; from then on it costs what the pool's own does.
 
     The other function has the next call ask again.
     """
 
-    def missed(stream: Any = None) -> Slot:
+    def missed(stream: object = None) -> Slot:
         while True:
             pool = find().internals
             slot = pool.slot(stream)  # loads the driver
             use(pool.driver.current_stream, pool.status, pool.current_device)
-            if find().internals is pool:  # none has begun to stand in since
+            if find().internals is pool:  # no substitute has come since
                 return slot
 
     made, _, use = hits(missed)
-    return made, lambda: use(None, nobodys, None)
+    return made, lambda: use(None, UNOWNED, None)
 
 
-get_handle, _unbind = of_pool_to_come(default_pool)
+get_handle, _unbind = lazy_get_handle(default_pool)
 
 
-def get_workspace(nbytes: int, stream: Any = None) -> Any:
+def get_workspace(nbytes: int, stream: object = None) -> Any:
     """As `HandlePool.get_workspace`, of the default pool."""
     return (_default or default_pool()).get_workspace(nbytes, stream)
 
 
-def prewarm(*, states: int = 0, workspace: int = 0, stream: Any = None) -> None:
+def prewarm(*, states: int = 0, workspace: int = 0, stream: object = None) -> None:
     """As `HandlePool.prewarm`, of the default pool."""
     default_pool().prewarm(states=states, workspace=workspace, stream=stream)
 
@@ -197,14 +217,14 @@ def check_pool(who: str, pool: object) -> None:
 
 def current_pool() -> PoolInternals:
     """Return the pool of the branch or task that this thread runs, and the default pool outside of any."""
-    if elsewhere and thread.pool is not None:
+    if branch_pools and thread.pool is not None:
         return cast(PoolInternals, thread.pool)  # of no other class: see `RunningPool`
     return (default_pool() if _default is None else _default).internals
 
 
 def pool_so_far() -> PoolInternals | None:
     """Return what `current_pool` does; None where that would make the default pool."""
-    if elsewhere and thread.pool is not None:
+    if branch_pools and thread.pool is not None:
         return cast(PoolInternals, thread.pool)
     return None if _default is None else _default.internals
 
@@ -229,3 +249,7 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+# transitional: begin
+standing_in, of_pool_to_come = substitute_default, lazy_get_handle
+# transitional: end

@@ -12,7 +12,7 @@ from handlepool.drivers.event_pool import Events
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import PER_THREAD_STREAM, Handle
 from handlepool.pool.context import on_device
-from handlepool.pool.deferred import defer, deferred, settle_all
+from handlepool.pool.deferred import defer, deferred
 from handlepool.pool.handles import DeviceHandles
 from handlepool.pool.side_streams import SideSlots
 from handlepool.pool.slot import ClosedHandle, Slot
@@ -241,7 +241,7 @@ class DeviceSlots:
 
     def reclaim_scratch(self) -> None:
         """Free the scratch of idle and free side slots, of what nobody left or closed, and what waits for its stream."""
-        settle_all()
+        deferred.run_all()
         self._reclaim()
 
     def _reclaim(self) -> None:

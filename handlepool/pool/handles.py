@@ -12,7 +12,7 @@ from handlepool._util.cleanup import do_all, take_each
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import Handle
 from handlepool.errors import OutOfMemoryError
-from handlepool.pool.deferred import settle_all
+from handlepool.pool.deferred import deferred
 from handlepool.pool.status import Status
 
 # NVIDIA recommends one synchronous cudnnCreate before any that may run beside another (guarantee 14). The lock is the
@@ -92,7 +92,7 @@ class DeviceHandles:
     def create(self, *, forgotten: bool = True) -> Handle:
         """Create a handle; when that fails, destroy what is idle, try once more, then say what is short (guarantee 12).
 
-        With ``forgotten`` also what nobody left or closed; without it where a lock is held, see `settle_all`.
+        With ``forgotten`` also what nobody left or closed; without it where a lock is held, see `Deferred.run_all`.
         """
         if self.doomed:  # or there would be one more than the high-water mark allows
             try:
@@ -105,7 +105,7 @@ class DeviceHandles:
             self._status.diagnose(error)
             _log.debug("device %d: no handle could be created (%s); what is idle is destroyed", self._device, error)
             if forgotten:
-                settle_all()
+                deferred.run_all()
             self._make_room()
             with self._driver.relaxed():
                 self._driver.release_cached()

@@ -23,20 +23,20 @@ import os
 import threading
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
 
 from handlepool import drivers
 from handlepool._util.cleanup import do_all
 from handlepool.drivers.protocol import Driver
 from handlepool.pool.checks import CheckedDriver, CheckedSlot
 from handlepool.pool.context import on_device
-from handlepool.pool.deferred import deferred, settle, settle_all
+from handlepool.pool.deferred import deferred
 from handlepool.pool.device import DeviceSlots
 from handlepool.pool.plan_cache import CachedPlan, PlanCache
 from handlepool.pool.plan_directory import PlanDirectory
+from handlepool.pool.process_end import process_end as process_end
 from handlepool.pool.slot import Slot, hits, place, placed, unplace
 from handlepool.pool.stats import MEANINGS, Stats
-from handlepool.pool.status import Status, forget, remember
+from handlepool.pool.status import Status, live_pools
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.pool.thread_slots import LiveSlots
 
@@ -65,8 +65,8 @@ class PoolInternals:
         What the pool has on each device that was used, by ordinal; `device` makes what is missing.
     is_default : bool
         Whether it is known to be the default pool.
-    everybodys : bool
-        Whether it is nobody's own: the default pool that was made when first asked for, which is never over.
+    is_shared : bool
+        Whether libraries share it: the default pool that was made when first asked for, and its substitutes. `close` trims it.
     get_handle, slot : callable
         Of a stream, as in `HandlePool.get_handle`: this thread's handle and slot.
     current_device : callable
@@ -84,7 +84,7 @@ class PoolInternals:
         plan_files: PlanDirectory | None = None,
     ) -> None:
         self.is_default = False
-        self.everybodys = False
+        self.is_shared = False
         self.checked = checked
         self.plans: PlanCache[CachedPlan] = PlanCache(plan_limit)
         self.plan_files = plan_files
@@ -98,11 +98,11 @@ class PoolInternals:
         self._live = LiveSlots()
         self._new_slot = partial(CheckedSlot if checked else Slot, self.status)
         self.get_handle, self.slot, self._use = hits(self.missed)
-        remember(self)
+        live_pools.add(self)
 
     # Misses
 
-    def missed(self, stream: Any = None) -> Slot:
+    def missed(self, stream: object = None) -> Slot:
         """Return this thread's slot for a stream where a hit did not find it."""
         status = self.status
         if status.unusable:
@@ -114,7 +114,7 @@ class PoolInternals:
             status.diagnose(error)
             raise
 
-    def _find(self, driver: Driver, stream: Any) -> Slot:
+    def _find(self, driver: Driver, stream: object) -> Slot:
         reference = resolve(driver, stream)
         if reference.stream is not None:
             here = placed(reference.stream)
@@ -144,7 +144,7 @@ class PoolInternals:
         check_foreign(self.driver, reference)
         device = self.device(reference.device)
         if deferred:
-            settle()
+            deferred.run()
         self.drain()
         slot = device.acquire(reference)
         self._live.add(slot, reference.stream)
@@ -179,7 +179,7 @@ class PoolInternals:
         """See `HandlePool.trim`."""
         self.status.check()
         self.status.diagnose(None)
-        settle_all()
+        deferred.run_all()
         self.drain()
         before = self.stats()
         for device in list(self.devices.values()):
@@ -200,7 +200,7 @@ class PoolInternals:
         status = self.status
         if status.forked:
             return
-        if self.everybodys:
+        if self.is_shared:
             self.trim_if_usable()
             return
         if not (status.closed and self._live.is_empty() and all(map(DeviceSlots.is_empty, self.devices.values()))):
@@ -212,10 +212,11 @@ class PoolInternals:
                 self.devices[slot.device].owned.append(slot)
                 if slot.watch is not None and (stream := slot.watch()) is not None:
                     unplace(stream)
-            do_all([settle_all, self.drain, *(partial(self._close_device, device) for device in list(self.devices.values()))])
+            devices = [partial(self._close_device, device) for device in list(self.devices.values())]
+            do_all([deferred.run_all, self.drain, *devices])
         if isinstance(status.driver, CheckedDriver):
             status.driver.close()
-        forget(self)
+        live_pools.discard(self)
 
     def _settle_closed(self) -> None:
         """Destroy what `close` left to its threads: this thread's call may be the first after a launch that was under way."""

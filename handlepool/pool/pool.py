@@ -95,7 +95,7 @@ class HandlePool:
         except ArgumentError as error:
             raise ArgumentError(f"the environment variable {VARIABLE} names it: {error}") from error
 
-    def get_handle(self, stream: Any = None) -> Handle:
+    def get_handle(self, stream: object = None) -> Handle:
         """Return this thread's cuDNN handle for a stream of the current device.
 
         Parameters
@@ -122,7 +122,7 @@ class HandlePool:
         """
         return self.internals.slot(stream).handle
 
-    def get_workspace(self, nbytes: int, stream: Any = None) -> Any:
+    def get_workspace(self, nbytes: int, stream: object = None) -> Any:
         """Return scratch memory for work on a stream of the current device.
 
         Parameters
@@ -157,7 +157,7 @@ class HandlePool:
                 pool.status.check()
             raise
 
-    def prewarm(self, *, states: int = 0, workspace: int = 0, stream: Any = None) -> None:
+    def prewarm(self, *, states: int = 0, workspace: int = 0, stream: object = None) -> None:
         """Make what first calls would make: this key's handle and scratch, and side slots for forks.
 
         Parameters

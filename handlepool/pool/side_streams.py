@@ -8,7 +8,7 @@ from functools import partial
 from handlepool._util.cleanup import do_all, take_each
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import Handle, Stream
-from handlepool.pool.deferred import deferred, settle
+from handlepool.pool.deferred import deferred
 from handlepool.pool.slot import Slot
 from handlepool.pool.status import Status
 from handlepool.pool.workspace import DeviceScratch
@@ -76,7 +76,7 @@ class SideSlots:
         except IndexError:
             pass
         if deferred:
-            settle()
+            deferred.run()
         self._drain()
         self.release_captured()
         try:

@@ -123,7 +123,7 @@ class Status:
         if cause is None:
             cause = driver.context_lost(error, ask)
             if cause is not None:
-                for pool in pools():
+                for pool in list(live_pools):
                     other = pool.status
                     if other.driver is not None and other.driver.context_lost(cause, False) is not None:
                         other.poison_by(cause)
@@ -183,27 +183,24 @@ class KnownPool(Protocol):
         """What it compiled."""
 
 
-_pools: set[KnownPool] = set()  # strong: a pool that nobody closed must not be collected, see HandlePool's notes
+class LivePools(set[KnownPool]):
+    """The pools that were not closed, and those that something is left of.
+
+    Strong references: a pool that its user dropped without closing it must not be collected, see `HandlePool`'s notes. No lock:
+    an addition, a removal and a copy are one atomic step each, so a finaliser may make or close a pool at any line.
+    """
 
 
-def remember(pool: KnownPool) -> None:
-    """Keep a pool alive, and tell it of forks and of a lost context."""
-    _pools.add(pool)
-
-
-def forget(pool: KnownPool) -> None:
-    """Let go of a pool that was closed."""
-    _pools.discard(pool)
-
-
-def pools() -> list[KnownPool]:
-    """Those that were not closed, and those that something is left of."""
-    return list(_pools)
+live_pools = LivePools()
 
 
 def _after_fork() -> None:
-    for pool in pools():
+    for pool in list(live_pools):
         pool.status.fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+# transitional: begin
+_pools = live_pools
+# transitional: end

@@ -4,7 +4,6 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
-from typing import Any
 
 from handlepool.pool.slot import Slot
 from handlepool.pool.stream import is_over
@@ -88,7 +87,7 @@ class LiveSlots:
             mine = self._local.mine = ThreadSlots(self._left)
         return mine
 
-    def add(self, slot: Slot, stream: Any) -> None:
+    def add(self, slot: Slot, stream: object) -> None:
         """Let the calling thread own a slot until the thread ends, or until ``stream`` does, where that is not None."""
         if stream is not None:
             slot.watch = weakref.ref(stream, lambda _: self.leave(slot))

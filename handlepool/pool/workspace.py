@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from handlepool._util.cleanup import do_all, take_each
+from handlepool.drivers.executable import ALIGNMENT
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import OutOfMemoryError
 from handlepool.pool.context import thread
@@ -25,8 +26,6 @@ class CapturedSlot(Protocol):
     def still_in(self, capture: int, leave: Callable[[Any], None]) -> bool:
         """Whether its stream takes part in a capture; where nobody can tell, ``leave`` takes it from its owner."""
 
-
-ALIGNMENT = 256  # cudaMalloc's own
 
 _log = logging.getLogger("handlepool")
 
@@ -149,7 +148,7 @@ class DeviceScratch:
             old, workspace.block = workspace.block, new
         return old
 
-    def destroy_event(self, event: Any) -> None:
+    def destroy_event(self, event: object) -> None:
         """Destroy an event; where that fails, `collect` tries again."""
         try:
             with self.driver.relaxed():

@@ -96,9 +96,9 @@ def convolution_mode(name: str) -> Any:
 def new_graph(
     *,
     name: str = "handlepool",
-    io_dtype: Any = None,
-    intermediate_dtype: Any = None,
-    compute_dtype: Any = None,
+    io_dtype: object = None,
+    intermediate_dtype: object = None,
+    compute_dtype: object = None,
     device: DeviceProperties | None = None,
 ) -> Any:
     """Return an empty `cudnn.pygraph`.
@@ -118,7 +118,7 @@ def new_graph(
     """
     import cudnn
 
-    def convert(dtype: Any) -> Any:
+    def convert(dtype: object) -> Any:
         return None if dtype is None else data_type(dtype)
 
     described = {} if device is None else {"device_property": device.native, "sm_version": device.architecture}

@@ -13,6 +13,7 @@ from typing import Any
 from handlepool._util.arguments import as_integer
 from handlepool._util.names import shown
 from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.tensors.graph_types import FrontendNode, FrontendTensor
 
 Shape = tuple[int, ...]
 MOST_AXES = 8
@@ -25,7 +26,7 @@ tensor with its gaps to two giga-elements (cudnnSetTensorNdDescriptor). From cuD
 these are right (PyTorch's issue #152816)."""
 
 
-def title(node: Any) -> str:
+def title(node: FrontendNode) -> str:
     """Return how messages call a node: its name and its kind."""
     kind = node.params.get("mode") if node.node_type.name == "POINTWISE" else node.node_type.name.lower()
     return f"node {node.name!r} ({kind})"
@@ -46,7 +47,7 @@ class Convolution:
     flipped: bool
 
     @classmethod
-    def of(cls, node: Any, rank: int) -> "Convolution":
+    def of(cls, node: FrontendNode, rank: int) -> "Convolution":
         """Read and check the parameters of a convolution node over tensors of ``rank`` axes.
 
         Raises
@@ -113,12 +114,12 @@ class Convolution:
         return all(0 <= image[i] - smallest[i] < max(self.stride[i], self.dilation[i]) for i in range(len(smallest)))
 
 
-def conv_fprop(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+def conv_fprop(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Image (N, C, …) and weight (K, C / groups, …)."""
     return _convolved(node, *_operands(node, inputs, "image", "weight"))
 
 
-def conv_dgrad(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+def conv_dgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Loss (N, K, …) and filter (K, C / groups, …); several images fit when the stride is not 1."""
     loss, weight = _operands(node, inputs, "loss", "filter")
     geometry = Convolution.of(node, len(loss))
@@ -138,7 +139,7 @@ def conv_dgrad(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned
     return shape
 
 
-def conv_wgrad(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+def conv_wgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Image (N, C, …) and loss (N, K, …); the filter's shape has to be declared."""
     image, loss = _operands(node, inputs, "image", "loss")
     if not declared:
@@ -153,7 +154,7 @@ def conv_wgrad(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned
     return declared
 
 
-def pointwise(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+def pointwise(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Broadcast inputs with the same number of axes, each extent equal or 1; scalars passed by value fit anything."""
     arrays = [shape for port, shape in inputs.items() if not node.inputs[port].is_pass_by_value]
     arrays = arrays or list(inputs.values())
@@ -168,7 +169,7 @@ def pointwise(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned:
     return shape
 
 
-def matmul(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+def matmul(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Multiply A (…, M, K) and B (…, K, N); batch extents equal or 1."""
     a, b = inputs["A"], inputs["B"]
     batches = list(zip(a[:-2], b[:-2], strict=False))
@@ -185,7 +186,7 @@ def broadcast(extents: Sequence[int]) -> int:
     return 0 if 0 in extents else max(extents)
 
 
-def reduction(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+def reduction(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Input of any shape; the output's shape has to be declared, with 1 where it is reduced."""
     source = inputs["input"]
     if getattr(node.params.get("mode"), "name", "NOT_SET") == "NOT_SET":
@@ -198,7 +199,7 @@ def reduction(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned:
     return declared
 
 
-def reshape(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+def reshape(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Input of any shape; the output's shape has to be declared, with as many elements."""
     if not declared or math.prod(declared) != math.prod(inputs["input"]):
         raise ArgumentError(
@@ -222,13 +223,13 @@ def permutation(node: Any, rank: int) -> Shape:
     return axes
 
 
-def transpose(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+def transpose(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Turn the axes of an input of any shape into the order that the permutation gives."""
     source = inputs["input"]
     return tuple(source[axis] for axis in permutation(node, len(source)))
 
 
-def concatenate(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+def concatenate(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Lay inputs one behind the other along an axis; their other extents are equal."""
     shapes = list(inputs.values())
     axis = concatenation_axis(node, len(shapes[0]) if shapes else 0)
@@ -242,12 +243,12 @@ def concatenate(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigne
     return (*shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :])
 
 
-def concatenation_axis(node: Any, rank: int) -> int:
+def concatenation_axis(node: FrontendNode, rank: int) -> int:
     """Return the axis along which a node concatenates inputs of ``rank`` axes; ArgumentError for what is none of these."""
     return _index(node, "axis", rank, "axes")
 
 
-def _index(node: Any, name: str, count: int, of: str) -> int:
+def _index(node: FrontendNode, name: str, count: int, of: str) -> int:
     value = node.params.get(name)
     index = as_integer(value, -1)
     if not 0 <= index < count:
@@ -269,7 +270,7 @@ RULES: Mapping[str, Callable[[Any, Mapping[str, Shape], Shape, bool], Shape]] = 
 """By the frontend's name of the node kind: (node, input shapes, what its output declares, whether by `set_dim`)."""
 
 
-def _operands(node: Any, inputs: Mapping[str, Shape], first: str, second: str) -> tuple[Shape, Shape]:
+def _operands(node: FrontendNode, inputs: Mapping[str, Shape], first: str, second: str) -> tuple[Shape, Shape]:
     a, b = inputs.get(first), inputs.get(second)
     if a is None or b is None:
         raise ArgumentError(f"{title(node)}: needs {first} and {second}, and was given {', '.join(inputs) or 'neither'}")
@@ -281,7 +282,7 @@ def _operands(node: Any, inputs: Mapping[str, Shape], first: str, second: str) -
     return a, b
 
 
-def _convolved(node: Any, image: Shape, weight: Shape) -> Shape:
+def _convolved(node: FrontendNode, image: Shape, weight: Shape) -> Shape:
     def what() -> str:
         return f"{title(node)}: image {image} and weight {weight}"
 
@@ -314,7 +315,7 @@ def _convolved(node: Any, image: Shape, weight: Shape) -> Shape:
     return (image[0], weight[0], *spatial)
 
 
-def _yields(node: Any, image: Shape, weight: Shape, loss: Shape, transposed: Convolution | None = None) -> bool:
+def _yields(node: FrontendNode, image: Shape, weight: Shape, loss: Shape, transposed: Convolution | None = None) -> bool:
     """Whether an image and a weight lead to a loss; with ``transposed``, whether they may in a transposed convolution."""
     if not len(image) == len(weight) == len(loss) or min(*image, *weight) < 0:
         return False
@@ -427,7 +428,7 @@ def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[i
     return shapes
 
 
-def _make_real(tensor: Any, shape: Shape, order: Shape, dtype: Any) -> None:
+def _make_real(tensor: FrontendTensor, shape: Shape, order: Shape, dtype: object) -> None:
     tensor.set_output(True)
     if not tensor.dim_assigned:
         tensor.set_dim(list(shape))
@@ -441,7 +442,7 @@ def _make_real(tensor: Any, shape: Shape, order: Shape, dtype: Any) -> None:
         tensor.set_data_type(dtype)
 
 
-def _input_shape(node: Any, port: str, tensor: Any) -> Shape:
+def _input_shape(node: FrontendNode, port: str, tensor: FrontendTensor) -> Shape:
     shape = tuple(tensor.dim)
     if tensor.is_virtual:
         raise ArgumentError(f"{title(node)}: its {port} {tensor.name!r} is virtual, but no node before it makes it")
@@ -454,7 +455,7 @@ def _input_shape(node: Any, port: str, tensor: Any) -> Shape:
     return shape
 
 
-def _output_shape(node: Any, port: str, tensor: Any, shapes: dict[int, Shape]) -> Shape:
+def _output_shape(node: FrontendNode, port: str, tensor: FrontendTensor, shapes: dict[int, Shape]) -> Shape:
     declared = tuple(tensor.dim)
     rule = RULES.get(node.node_type.name)
     if rule is not None:
@@ -483,7 +484,7 @@ def _output_shape(node: Any, port: str, tensor: Any, shapes: dict[int, Shape]) -
     return shape
 
 
-def _output_order(node: Any, tensor: Any, shapes: dict[int, Shape], orders: dict[int, Shape]) -> Shape:
+def _output_order(node: FrontendNode, tensor: FrontendTensor, shapes: dict[int, Shape], orders: dict[int, Shape]) -> Shape:
     shape = shapes[tensor.uid]
     if tensor.stride_assigned:
         return axis_order(shape, tensor.stride)

@@ -12,6 +12,7 @@ from handlepool._util.arguments import as_integer
 from handlepool._util.names import kind_of, shown
 from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.tensors import frontend
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.inference import dense_strides
 
 HOST = -1
@@ -224,7 +225,7 @@ class Layout:
         object.__setattr__(self, "reach", reach)
 
     @classmethod
-    def of(cls, array: Any) -> "Layout":
+    def of(cls, array: DeviceArray) -> "Layout":
         """Return the layout of anything with ``shape``, ``strides`` in bytes and ``dtype``."""
         return cls(tuple(array.shape), tuple(array.strides), np.dtype(array.dtype))
 
@@ -287,7 +288,7 @@ class ArraySpec:
 
     __slots__ = ("dtype", "shape", "strides")
 
-    def __init__(self, shape: Sequence[int], dtype: Any, layout: str | Sequence[int] = "NCHW") -> None:
+    def __init__(self, shape: Sequence[int], dtype: object, layout: str | Sequence[int] = "NCHW") -> None:
         self.dtype = as_dtype(dtype)
         try:
             self.shape = tuple(map(as_integer, shape))

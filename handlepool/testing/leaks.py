@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from handlepool.drivers.host.testing import Controls
 from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.pool.checks import CheckedDriver
-from handlepool.pool.deferred import remembered
 from handlepool.pool.pool import HandlePool
+from handlepool.pool.process_end import process_end
 from handlepool.recording.program import Program
 
 ADVICE = {
@@ -87,4 +87,4 @@ def _held(pool: HandlePool) -> Counter[str]:
 
 
 def _programs() -> list[Program]:
-    return [program for program in remembered() if isinstance(program, Program) and not program.closed]
+    return [program for program in process_end.programs() if isinstance(program, Program) and not program.closed]

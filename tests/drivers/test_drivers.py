@@ -16,7 +16,7 @@ WAY_OUT = r"On a machine without a GPU, set HANDLEPOOL_DRIVER=host or pass drive
 
 @pytest.fixture(autouse=True)
 def _no_driver_is_loaded(monkeypatch):
-    monkeypatch.setattr(drivers, "_loaded", {})
+    monkeypatch.setattr(drivers._loaded, "by_name", {})
     monkeypatch.delenv("HANDLEPOOL_DRIVER", raising=False)
 
 

@@ -113,17 +113,17 @@ def test_g6_a_fork_waits_for_the_stream_that_an_interface_names(pool, stream, ke
 def test_g8_memory_of_a_library_that_cannot_be_told_is_kept_until_the_gpu_has_passed_the_call(pool, stream, latch, x, w):
     conv2d(Producer(x), w, pool=pool)
     stream.synchronize()
-    deferred.settle(most=1000)  # what may wait for the GPU
+    deferred.deferred.run(1000)  # what may wait for the GPU
     latch.hold()
     producer = Producer(x)
     alive = weakref.ref(producer)
     conv2d(producer, w, pool=pool)
     del producer
-    deferred.settle()
+    deferred.deferred.run()
     assert alive() is not None
     latch.release()
     stream.synchronize()
-    deferred.settle(most=1000)
+    deferred.deferred.run(1000)
     assert alive() is None
 
 

@@ -20,7 +20,7 @@ from handlepool import (
     ParallelStates,
     PoolClosedError,
 )
-from handlepool.pool.deferred import settle
+from handlepool.pool.deferred import deferred
 from handlepool.recording import program as recorded
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
@@ -594,9 +594,9 @@ def test_a_program_and_an_open_fork_in_a_cycle_with_their_streams_are_given_back
     model = Model()
     del model
     gc.collect()
-    settle(most=1000)
+    deferred.run(1000)
     cupy.cuda.Device().synchronize()
-    settle(most=1000)
+    deferred.run(1000)
     assert set(recorded._streams) == before
     stats = pool.stats()
     assert (stats["handles_leased"], stats["scratch_bytes_recorded"]) == (0, 0)

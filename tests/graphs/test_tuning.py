@@ -33,7 +33,7 @@ from handlepool import (
 )
 from handlepool.graphs.timing import ROUNDS, SCREENING
 from handlepool.pool.context import thread
-from handlepool.pool.deferred import settle
+from handlepool.pool.deferred import deferred
 
 SHAPES = (1, 4, 6, 6), (4, 4, 3, 3)
 
@@ -70,7 +70,7 @@ def in_order(scene, complete=True):
     assert (thread.recording, thread.region, thread.pool) == (None, None, None)
     stats = scene.pool.stats()
     assert stats["handles_captured"] == stats["handles_leased"] == 0
-    settle()
+    deferred.run()
     scene.pool.internals.drain()
     if complete:
         Accounts(scene.pool).check()

@@ -176,7 +176,7 @@ def joined_late():
     """A daemon thread that replays a program, and that a function which runs last at exit waits for."""
     import atexit
 
-    from handlepool.pool import deferred
+    from handlepool.pool import process_end
 
     stop, begun = threading.Event(), threading.Event()
     program = handlepool.record(convolve, *arrays(handlepool.default_pool().driver))
@@ -197,9 +197,9 @@ def joined_late():
         if thread.is_alive():
             print("the thread waits for ever", file=sys.stderr)
 
-    atexit.unregister(deferred._at_exit)
+    atexit.unregister(process_end.process_end.run)
     atexit.register(stop_and_join)
-    atexit.register(deferred._at_exit)  # the last is the first to run
+    atexit.register(process_end.process_end.run)  # the last is the first to run
     thread.start()
     begun.wait(TIMEOUT)
     return 0
@@ -345,7 +345,7 @@ def forked_among_locks():
         return load(name)
 
     def hold():
-        with handles._create_lock, shared._lock:
+        with handles._create_lock, shared._watchers.lock:
             held.wait(TIMEOUT)
             end.wait(TIMEOUT)
 
@@ -358,7 +358,7 @@ def forked_among_locks():
     child = os.fork()
     drivers.import_module = load
     if child == 0:
-        assert drivers._inherited, "the fork did not wait for the driver"
+        assert drivers._loaded.inherited, "the fork did not wait for the driver"
         _new_pool()
         with handlepool.HandlePool(check=True) as pool:
             pool.get_handle()

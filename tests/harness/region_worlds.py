@@ -130,7 +130,7 @@ class World:
                 streams.wait_on_host(queue.tail, "the end of a case")
         if streams.scheduler.order is not None:
             streams.scheduler.order.forgive()
-        deferred.settle(most=1000)
+        deferred.deferred.run(1000)
 
     def control(self, case: Case, trace: Trace, expected: Values, **options: Any) -> tuple[Wait | None, str]:
         """Leave one needed wait out, and say which, and what went wrong; nothing went wrong where the control did not work.

@@ -133,7 +133,7 @@ def over_seeds(scenario, *, seeds=SEEDS, make=None, control=False, **options):
         for seed in seeds[:3]:
             with pytest.raises(ContractError, match="not ordered"):
                 run(seed, check=True)
-        deferred.settle(most=1000)
+        deferred.deferred.run(1000)
     return [run(seed, check=not control) for seed in seeds]
 
 

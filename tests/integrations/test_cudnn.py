@@ -793,16 +793,16 @@ from handlepool.integrations import cudnn as shim
 from handlepool.pool import default
 default._default = HandlePool(driver="host")
 shim.install()
-assert shim._builder() == shim._builder()
+assert shim._builders.current() == shim._builders.current()
 child = os.fork()
 if not child:
     try:
-        shim._builder()
+        shim._builders.current()
     except ForkedProcessError:
         os._exit(7)
     os._exit(1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-shim._builder()
+shim._builders.current()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert not done.returncode, done.stderr

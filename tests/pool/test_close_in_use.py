@@ -136,7 +136,7 @@ def test_a_handle_that_was_in_use_is_destroyed_later_by_whoever_comes(monkeypatc
         with HandlePool(driver=world.driver) as other:
             other.get_handle()
             assert world.handles() == 1  # the other's
-    assert deferred.settle(most=1000) is None
+    assert deferred.deferred.run(1000) is None
 
 
 def a_first_call(world):
@@ -239,7 +239,7 @@ def at_every_line(monkeypatch, make, check=False):
         del call
         gc.collect()
         world.pool.close()
-        deferred.settle(most=1000)
+        deferred.deferred.run(1000)
         alive = world.driver.alive()
         assert (alive["handles"], alive["scratch_bytes"]) == (0, 0), k
         if not closers:
@@ -282,7 +282,7 @@ def test_a_close_in_a_finaliser_at_every_line_of_a_call(check):
             del call
             gc.collect()
             world.pool.close()
-            deferred.settle(most=1000)
+            deferred.deferred.run(1000)
             assert world.handles() == 0, (make, k)
             if not closed:
                 break
@@ -311,7 +311,7 @@ def test_a_close_inside_a_branch_and_a_task_leaves_these_to_end_and_refuses_what
                         fork.run(branch)
             assert float(y.get().max()) == 36.0
             del y
-        deferred.settle(most=1000)
+        deferred.deferred.run(1000)
         assert scene.driver.alive()["handles"] == 0
 
 
@@ -337,7 +337,7 @@ def test_a_close_while_a_graph_is_built_waits_for_no_build(monkeypatch):
     assert world.handles() == 1  # the one that graphs are built with
     go_on.set()
     thread.finish()
-    deferred.settle(most=1000)
+    deferred.deferred.run(1000)
     assert world.handles() == 0
 
 

@@ -107,7 +107,7 @@ class Lifetimes(Forks):
     def begin(self, schedule, idle, limit, sides=32):
         self.former = defaults._default, side_streams.MOST_SIDE_SLOTS
         side_streams.MOST_SIDE_SLOTS = sides
-        for left in (books.opened, deferred.deferred, deferred._abandoned, branch_regions):  # by an example that failed
+        for left in (books.opened, deferred.deferred, deferred.abandoned, branch_regions):  # by an example that failed
             left.clear()
         plain_calls._may_write.clear()  # of a function's first call more is ordered
         self.driver = Driver(devices=DEVICES, scheduler="adversarial", seed=schedule, memory=MEMORY, check_order=True)
@@ -429,7 +429,7 @@ class Lifetimes(Forks):
         _, error = actor.do(pool.get_handle)
         assert isinstance(error, PoolClosedError)
         self.do(actor, pool.close)
-        deferred.settle(most=1000)
+        deferred.deferred.run(1000)
         self.closed(pool)
         self.open_pool()
 
@@ -504,7 +504,7 @@ class Lifetimes(Forks):
             recording.actor.do(recording.stream.end_capture)
         for actor in self.actors:
             actor.end()
-        deferred.settle(most=1000)
+        deferred.deferred.run(1000)
         self.closed(self.pool)
         assert self.driver.alive()["handles"] == 0
         assert not books.opened
@@ -513,4 +513,4 @@ class Lifetimes(Forks):
             streams.wait_on_host(work.tail, "the end of an example")
         assert not self.wrong
         assert not self.driver.order.found
-        deferred._abandoned.clear()
+        deferred.abandoned.clear()

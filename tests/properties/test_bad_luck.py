@@ -25,7 +25,7 @@ def scene():
         yield scene
         scene.pool.close()
         for _ in range(1000):
-            deferred.settle(most=1000)
+            deferred.deferred.run(1000)
         alive = scene.driver.alive()
         del alive["streams"]
         assert alive == NOTHING
@@ -118,7 +118,7 @@ def test_g9_a_close_under_a_capture_harms_it_not_and_what_it_has_goes_with_its_e
     scene.pool.close()
     assert scene.driver.alive()["handles"] == 1
     graph = scene.stream.end_capture()
-    deferred.settle(most=1000)
+    deferred.deferred.run(1000)
     assert scene.driver.alive()["handles"] == 0
     graph.launch(scene.stream)
     assert scene.read(y) == 5

@@ -281,7 +281,7 @@ SCENARIOS = [
 
 def settle():
     for _ in range(1000):  # a task's end is asked for each time, and asking lets the scheduler run
-        deferred.settle(most=1000)
+        deferred.deferred.run(1000)
         if not deferred.deferred:
             return
 

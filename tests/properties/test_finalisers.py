@@ -53,7 +53,7 @@ class World(Scene):
             Accounts(self.pool).check()
         assert_usable(self.pool)
         self.pool.close()
-        deferred.settle(most=1000)
+        deferred.deferred.run(1000)
         assert self.driver.alive() == {"handles": 0, "events": 0, "streams": 1, "scratch_bytes": 0}
         assert not self.driver.order.found
 
@@ -187,14 +187,14 @@ def test_g15_a_finaliser_that_asks_for_a_state_at_every_line_of_one_does_not_wai
 
 
 def test_g10_a_finaliser_may_ask_for_the_default_pool_at_every_line_of_its_making(monkeypatch):
-    before = len(status._pools)
+    before = len(status.live_pools)
     for k in itertools.count(1):
         monkeypatch.setattr("handlepool.pool.default._default", None)
         got = []
         where = at_line(k, lambda got=got: got.append(default_pool()), lambda got=got: got.append(default_pool()))
         assert len(set(map(id, got))) == 1
-        assert len(status._pools) == before + 1
-        got[0].internals.everybodys = False
+        assert len(status.live_pools) == before + 1
+        got[0].internals.is_shared = False
         got[0].close()
         if where is None:
             break
@@ -210,7 +210,7 @@ def test_g10_a_finaliser_may_ask_for_the_driver_while_it_is_loaded(monkeypatch):
             inside[0] = drivers.load("host")
         return load(name)
 
-    monkeypatch.setattr(drivers, "_loaded", {})
+    monkeypatch.setattr(drivers._loaded, "by_name", {})
     monkeypatch.setattr(drivers, "import_module", import_module)
     assert drivers.load("host") is inside[0] is drivers.load("host")
 

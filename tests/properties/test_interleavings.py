@@ -150,7 +150,7 @@ def test_g1_one_thread_at_every_call_of_another(monkeypatch, before, first, seco
         for thread in threads:
             thread.finish()
         world.pool.internals.drain()
-        deferred.settle(most=1000)
+        deferred.deferred.run(1000)
         if not world.pool.closed:
             Accounts(world.pool).check()
             assert_usable(world.pool)

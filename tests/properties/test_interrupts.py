@@ -135,7 +135,7 @@ def interrupted_at(k, act):
         except KeyboardInterrupt as error:
             if line_of(error) in SPARED:
                 thread.recording, thread.rehearsal, thread.launched = None, None, None
-                deferred.settle(most=1000)
+                deferred.deferred.run(1000)
                 return True
         del do
         assert (thread.recording, thread.rehearsal, thread.launched) == (None, None, None), where
@@ -146,7 +146,7 @@ def interrupted_at(k, act):
         scene.stream.use()
         later = [scene.array(100) for _ in range(8)]
         for _ in range(3):
-            deferred.settle(most=1000)
+            deferred.deferred.run(1000)
         if act is a_close:
             pool.close()  # raises where something is given back that is gone
         else:
@@ -158,7 +158,7 @@ def interrupted_at(k, act):
         assert lost <= 2  # a fork's inside a fork
         assert pool.stats()["handles_leased"] <= lost + more
         pool.close()
-        deferred.settle(most=1000)
+        deferred.deferred.run(1000)
         assert abs(scene.driver.alive()["handles"] - lost) <= more
         return where is not None
 

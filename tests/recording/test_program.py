@@ -12,7 +12,7 @@ from harness.uses import EFFECTS, FOREIGN, STREAMS, calls
 import handlepool
 from handlepool import ArgumentError, ContractError, ParallelStates
 from handlepool.drivers.host.array import raw_view
-from handlepool.pool.deferred import deferred, settle
+from handlepool.pool.deferred import deferred
 from handlepool.pool.workspace import DeviceScratch
 
 
@@ -571,10 +571,10 @@ def test_memory_goes_back_at_the_close_and_that_of_held_outputs_after_them(scene
     given = scene.driver.memory_info()[0] - before
     assert 0 < given < recorded
     assert (scene.driver.asnumpy(held) == 3).all()
-    settle()
+    deferred.run()
     assert scene.driver.memory_info()[0] - before == given
     del held
-    settle()
+    deferred.run()
     assert scene.driver.memory_info()[0] - before == recorded
 
 
@@ -600,11 +600,11 @@ def test_a_program_that_nobody_closed_makes_no_call_when_it_goes_and_is_given_ba
     made = calls(scene.driver, drop)
     assert not made
     assert any(getattr(step.__self__, "_recording", None) is ending() for step in deferred)
-    settle()
+    deferred.run()
     assert scene.pool.stats()["scratch_bytes_recorded"] > 0  # the replay has not passed
     latch.release()
     scene.stream.synchronize()
-    settle()
+    deferred.run()
     assert scene.pool.stats()["scratch_bytes_recorded"] == 0
 
 

@@ -86,7 +86,7 @@ def use(scene, program, stream, act, how):
     for each in (stream, third, scene.stream):
         each.synchronize()
     gc.collect()  # the error refers to itself through the frame of `at_line`
-    deferred.settle(most=1000)
+    deferred.deferred.run(1000)
     pool.trim()
     assert memory.nbytes == pool.stats()["scratch_bytes_recorded"] == 0
     assert not driver.order.found

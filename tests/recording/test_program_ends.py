@@ -16,7 +16,7 @@ from harness.scenes import TIMEOUT, Scene, Thread
 import handlepool
 from handlepool import PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.pool import context, deferred
+from handlepool.pool import context, deferred, process_end
 
 MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py")
 SPARED = {  # where only a tracer can interrupt: nothing is called before but what returns from Python
@@ -50,14 +50,14 @@ def interrupted(k):
         context.recordings.clear()
         driver.swap_allocator(None)
         scene.stream.use()
-        context.elsewhere.clear()
+        context.branch_pools.clear()
         for program in made:
             program.close()
         made.clear()
         gc.collect()
         for _ in range(3):
-            deferred.settle(most=1000)
-        if deferred._abandoned or scene.pool.stats()["scratch_bytes_recorded"]:
+            deferred.deferred.run(1000)
+        if deferred.abandoned or scene.pool.stats()["scratch_bytes_recorded"]:
             found.append("what was recorded is kept for good")
         if not found:
             with handlepool.record(function, x, pool=scene.pool) as program:
@@ -71,7 +71,7 @@ def test_an_interrupt_at_every_line_of_a_recording_leaves_no_capture_open_and_us
     found = {}
     for k in itertools.count(1):
         line, left = interrupted(k)
-        deferred._abandoned.clear()
+        deferred.abandoned.clear()
         if left:
             found[line] = left
         if line is None:
@@ -173,11 +173,11 @@ def test_an_interrupt_of_one_end_at_exit_spares_none_of_the_others(monkeypatch):
     dropped = []
     pool = SimpleNamespace(plans=SimpleNamespace(drop=lambda: dropped.append(True)))
     programs = [Left(), Left(interrupt), Left()]
-    monkeypatch.setattr(deferred, "_ends", references([left._end_at_exit for left in programs]))
-    monkeypatch.setattr(deferred, "pools", lambda: [pool])
+    monkeypatch.setattr(process_end.process_end, "_ends", references([left._end_at_exit for left in programs]))
+    monkeypatch.setattr(process_end, "live_pools", [pool])
     with pytest.raises(KeyboardInterrupt):
-        deferred._at_exit()
-    assert deferred.ending
+        process_end.process_end.run()
+    assert process_end.process_end.ending
     assert dropped
     assert [len(left.told) for left in programs] == [1, 1, 1]
 
@@ -201,12 +201,12 @@ def test_after_the_end_nothing_holds_a_plan(scene, lanes):
 
 def test_after_the_end_other_threads_are_told_late_and_the_one_that_ends_at_once(monkeypatch):
     pauses = []
-    monkeypatch.setattr(deferred, "sleep", pauses.append)
-    monkeypatch.setattr(deferred, "pools", list)
+    monkeypatch.setattr(process_end, "sleep", pauses.append)
+    monkeypatch.setattr(process_end, "live_pools", [])
     with Scene() as scene:
         program = recorded(scene)
-        monkeypatch.setattr(deferred, "_ends", references([program._end_at_exit]))
-        deferred._at_exit()
+        monkeypatch.setattr(process_end.process_end, "_ends", references([program._end_at_exit]))
+        process_end.process_end.run()
         with pytest.raises(PoolClosedError, match="interpreter"):
             program.replay()
         assert pauses == []

@@ -15,7 +15,7 @@ from harness.uses import ON_A_SIDE_STREAM, in_a_branch
 import handlepool
 from handlepool import ParallelStates
 from handlepool.pool import deferred as leftovers
-from handlepool.pool.deferred import deferred, settle
+from handlepool.pool.deferred import deferred
 from handlepool.recording import program as recorded
 from handlepool.recording.program import Program
 from handlepool.regions import fork as fork_module
@@ -86,8 +86,8 @@ def test_it_can_be_closed_or_dropped_right_after(make_driver, use):
                     program.close()
                 del program
             scene.stream.synchronize()
-            settle(most=1000)
-        settle(most=1000)
+            deferred.run(1000)
+        deferred.run(1000)
         assert {kind: number for kind, number in scene.driver.alive().items() if kind != "streams"} == NOTHING
 
 
@@ -215,7 +215,7 @@ class Model:
 
 def test_a_program_in_a_cycle_with_its_stream_is_given_back(make_driver):
     with Scene(make_driver(scheduler="adversarial")) as scene:
-        before = len(leftovers._abandoned), set(recorded._streams)
+        before = len(leftovers.abandoned), set(recorded._streams)
         stream = scene.driver.create_stream()
         with stream:
             program = handlepool.record(lambda x: scene.plus(x, 10), scene.array(1), pool=scene.pool)
@@ -225,11 +225,11 @@ def test_a_program_in_a_cycle_with_its_stream_is_given_back(make_driver):
         model = Model(stream=stream, program=program)
         del stream, program, model
         gc.collect()
-        settle(most=1000)
-        settle(most=1000)
+        deferred.run(1000)
+        deferred.run(1000)
         gc.collect()
         assert gone() is None
-        assert (len(leftovers._abandoned), set(recorded._streams)) == before
+        assert (len(leftovers.abandoned), set(recorded._streams)) == before
 
 
 def test_a_fork_in_a_cycle_with_its_stream_gives_its_states_back(make_driver):
@@ -242,7 +242,7 @@ def test_a_fork_in_a_cycle_with_its_stream_gives_its_states_back(make_driver):
         model = Model(stream=stream, fork=fork)
         del stream, fork, model
         gc.collect()
-        settle(most=1000)
+        deferred.run(1000)
         assert scene.pool.stats()["handles_leased"] == 0
         assert scene.states.map(lambda value: scene.read(scene.array(value)), range(4)) == [0, 1, 2, 3]
 
@@ -270,7 +270,7 @@ def test_g11_threads_that_end_in_forks_which_the_collector_takes_with_their_stre
         finally:
             gc.enable()
         gc.collect()
-        settle(most=1000)
+        deferred.run(1000)
         assert scene.pool.stats()["handles_leased"] == 0
         assert scene.states.map(lambda value: scene.read(scene.array(value)), range(4)) == [0, 1, 2, 3]
 
@@ -281,12 +281,12 @@ def test_a_dropped_program_goes_once_its_replay_has_passed_however_busy_its_stre
             program = handlepool.record(lambda x: scene.plus(x, 10), scene.array(1), pool=scene.pool)
             use(program)
             del program
-            settle(most=1000)  # sees when that is
+            deferred.run(1000)  # sees when that is
             passed, hold = scene.stream.record(), threading.Event()
             scene.driver.enqueue(scene.stream.ptr, partial(hold.wait, TIMEOUT))
             try:
                 scene.driver.synchronize_event(passed)
-                settle(most=1000)
+                deferred.run(1000)
                 assert not [step for step in deferred if isinstance(step.__self__, Program)]
             finally:
                 hold.set()

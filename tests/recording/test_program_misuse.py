@@ -35,7 +35,7 @@ from handlepool import (
 )
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool.context import thread
-from handlepool.pool.deferred import settle
+from handlepool.pool.deferred import deferred
 
 F8 = np.dtype(np.float64)
 
@@ -56,7 +56,7 @@ def in_order(scene):
     assert driver.current_device() == 0
     assert (thread.recording, thread.region, thread.pool, driver._thread.allocator) == (None, None, None, None)
     assert scene.pool.stats()["handles_captured"] == 0
-    settle()
+    deferred.run()
     Accounts(scene.pool).check_owners()
     Accounts(scene.pool).check_bindings()
     Accounts(scene.pool).check_scratch()
@@ -498,7 +498,7 @@ def test_memory_of_failed_recordings_goes_back(scene):
     def fails():
         with pytest.raises(CaptureError):
             handlepool.record(second(scene, driver.asnumpy), x)
-        settle()
+        deferred.run()
         scene.stream.synchronize()
         scene.pool.trim()
         with driver.relaxed():
@@ -532,7 +532,7 @@ def test_any_call_may_fail_and_no_capture_is_left_open(method):
             program = None
             scene.driver.fail_at(0)
             failed = error.__traceback__ is not None
-            settle()
+            deferred.run()
             scene.pool.trim()
             in_order(scene)
     assert k > 1
@@ -694,7 +694,7 @@ def test_g13_a_forked_child_is_told_and_touches_nothing():
                         told += 1
                 program.close()
                 del program
-                settle()
+                deferred.run()
                 touched = scene.driver.calls.keys() - {"current_device", "current_stream"}
                 code = 0 if told == 2 and not touched else 2
             finally:

@@ -26,7 +26,7 @@ from handlepool.drivers.host.driver import HostDriver
 from handlepool.graphs import tuning
 from handlepool.graphs.timing import TimingRig
 from handlepool.pool.context import recordings, thread
-from handlepool.pool.deferred import settle
+from handlepool.pool.deferred import deferred
 from handlepool.recording import record as recording
 
 record = partial(handlepool.record, plans=True)
@@ -56,7 +56,7 @@ def in_order(scene, complete=True):
     assert scene.driver._streams.captures.active == ()
     assert (thread.recording, thread.rehearsal, thread.launched, recordings) == (None, None, None, [])
     assert leased(scene) == 0
-    settle()
+    deferred.run()
     scene.pool.internals.drain()
     if complete:
         Accounts(scene.pool).check()
@@ -315,7 +315,7 @@ def test_any_call_may_fail_and_nothing_is_left_captured_or_leased(monkeypatch, m
                 record(chain, *arrays).close()
             scene.driver.fail_at(0)
             failed, error = error.__traceback__ is not None, None
-            settle(most=1000)
+            deferred.run(1000)
             scene.pool.trim(captured=True)
             in_order(scene, complete=False)
         if not failed:

@@ -56,7 +56,7 @@ def test_submit_after_shutdown_is_refused_and_loses_no_event(scene):
             executor.submit(pytest.fail, "it ran")
     del executor
     gc.collect()
-    deferred.settle()
+    deferred.deferred.run()
     assert scene.driver.calls["create_event"] == scene.driver.calls["destroy_event"]
 
 
@@ -177,7 +177,7 @@ def test_every_event_is_destroyed_in_the_end(scene):
         scene.stream.synchronize()
     scene.stream.synchronize()
     for _ in range(10):  # what was deferred is settled a few at a time
-        deferred.settle()
+        deferred.deferred.run()
     scene.pool.close()
     assert scene.driver.calls["create_event"] == scene.driver.calls["destroy_event"]
 
@@ -189,7 +189,7 @@ def test_no_event_of_a_task_that_was_cancelled_stays(scene):
         assert all(future.cancel() for future in futures)
         go_on.set()
     del executor, futures
-    deferred.settle(most=1000)
+    deferred.deferred.run(1000)
     scene.pool.close()
     assert scene.driver.alive()["events"] == 0
 

@@ -96,7 +96,7 @@ def test_g6_the_outer_fork_is_left_as_ever_and_what_its_own_branches_had_is_let_
         gc.collect()
         assert [watch() is not None for watch in watches] == [True, False]
         assert scene.read(y) == 5
-        deferred.settle(most=1000)
+        deferred.deferred.run(1000)
         Accounts(scene.pool).check()
         assert scene.pool.stats()["handles_leased"] == 0
         assert_usable(scene.pool)
@@ -162,6 +162,6 @@ def test_g1_side_slots_of_a_fork_that_did_not_come_to_its_join_stay_out_until_it
         assert not {slot.pointer for slot in leased} & set(mine)
         for slot in leased:
             sides.release(slot, captured=False)
-        deferred.settle(most=1000)
+        deferred.deferred.run(1000)
         assert scene.pool.stats()["handles_leased"] == 0
         assert {slot.pointer for slot in sides.free} >= set(mine)

@@ -232,7 +232,7 @@ def test_g13_a_child_that_is_forked_inside_a_fork_ends_it_without_a_driver_call(
                         fork.run(lambda: None)
                     fork.__exit__(None, None, None)
                 del fork
-                handlepool.pool.deferred.settle(most=1000)
+                handlepool.pool.deferred.deferred.run(1000)
                 code = 2 if scene.driver.calls.keys() - {"current_device", "current_stream"} else 0
             finally:
                 os._exit(code)
@@ -275,7 +275,7 @@ def test_g11_states_that_come_back_after_a_close_and_may_not_go_yet_go_later(clo
         for _ in range(2):
             scene.states.map(double, scene.xs, out=scene.outs)
         CLOSES[close](scene)
-        handlepool.pool.deferred.settle(most=1000)
+        handlepool.pool.deferred.deferred.run(1000)
         assert scene.driver.alive() == {"handles": 0, "events": 0, "streams": 1, "scratch_bytes": 0}
 
 
@@ -286,11 +286,11 @@ def test_g11_a_pool_is_forgotten_by_a_later_close_where_all_that_the_first_left_
         scene.driver.fail_at(1, "destroy_handle")
         with pytest.raises(RuntimeError, match="injected"):
             scene.pool.close()
-        handlepool.pool.deferred.settle(most=1000)
+        handlepool.pool.deferred.deferred.run(1000)
         assert scene.driver.alive()["handles"] == 0
-        assert scene.pool.internals in handlepool.pool.status._pools
+        assert scene.pool.internals in handlepool.pool.status.live_pools
         scene.pool.close()
-        assert scene.pool.internals not in handlepool.pool.status._pools
+        assert scene.pool.internals not in handlepool.pool.status.live_pools
 
 
 # Threads that come and go

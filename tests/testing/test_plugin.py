@@ -245,10 +245,10 @@ def test_the_guard_sees_a_gpu_that_another_library_opened(monkeypatch):
 
 
 def test_the_guard_gives_the_driver_back(monkeypatch):
-    monkeypatch.setattr(drivers, "_loaded", {})
+    monkeypatch.setattr(drivers._loaded, "by_name", {})
     with pytest.raises(AssertionError, match="something asked"), pools.no_gpu():
         handlepool.HandlePool(driver="cuda").get_handle()
-    assert drivers._loaded == {}
+    assert drivers._loaded.by_name == {}
 
 
 def test_a_pool_that_was_on_a_gpu_before_the_guard_is_guarded_as_well(unused, monkeypatch):

@@ -103,7 +103,7 @@ def load_filters(path: Path) -> tuple[Filter, ...]:
         raise ArgumentError(f"{where}: {error}") from error
 
 
-def _parse(document: Any) -> tuple[Filter, ...]:
+def _parse(document: object) -> tuple[Filter, ...]:
     if isinstance(document, Mapping):
         pairs = list(document.items())
     elif isinstance(document, list):
@@ -122,14 +122,14 @@ def _parse(document: Any) -> tuple[Filter, ...]:
     return tuple(Filter(name, _checked_kernel(name, kernel)) for name, (_, kernel) in zip(names, pairs, strict=True))
 
 
-def _checked_name(name: Any) -> str:
+def _checked_name(name: object) -> str:
     text = name.strip() if isinstance(name, str) else ""
     if not text or len(text) > _LONGEST_NAME or not text.isprintable():
         raise ArgumentError(f"{_short(name)} is no name for a filter; give 1 to {_LONGEST_NAME} printable characters")
     return text
 
 
-def _checked_kernel(name: str, kernel: Any) -> NDArray[np.float32]:
+def _checked_kernel(name: str, kernel: object) -> NDArray[np.float32]:
     if not isinstance(kernel, list) or not kernel or not all(isinstance(row, list) for row in kernel):
         raise ArgumentError(f"the kernel of {name!r} is {_short(kernel)}; give a list of rows of numbers")
     rows, lengths = len(kernel), sorted({len(row) for row in kernel})

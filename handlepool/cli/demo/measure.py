@@ -17,6 +17,7 @@ from handlepool.graphs.plan import Plan
 from handlepool.ops import conv2d, conv2d_plan
 from handlepool.pool.pool import HandlePool
 from handlepool.regions.states import ParallelStates
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.testing.reference import conv2d as reference_conv2d
 
 TOLERANCE = 2e-3
@@ -139,7 +140,7 @@ class _Work:
         """Copy to the device with the channels innermost in memory, the layout that cuDNN prefers."""
         return self.driver.asarray(np.ascontiguousarray(values.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
 
-    def options(self, w: Any) -> dict[str, Any]:
+    def options(self, w: DeviceArray) -> dict[str, Any]:
         """Return padding that keeps the size; and float32 to the last bit, not rounded to TF32 before.
 
         Kernels whose weights cancel take small differences of large numbers: TF32's rounding of the pixels would come out
@@ -152,10 +153,10 @@ class _Work:
             "pool": self.pool,
         }
 
-    def convolve(self, x: Any, w: Any) -> Any:
+    def convolve(self, x: DeviceArray, w: DeviceArray) -> Any:
         return conv2d(x, w, **self.options(w))
 
-    def plan(self, w: Any) -> Plan:
+    def plan(self, w: DeviceArray) -> Plan:
         return conv2d_plan(self.x, w, **self.options(w))
 
     def forked(self) -> list[Any]:
@@ -186,7 +187,7 @@ class _Work:
 
         streams: list[int] = []
 
-        def branch(x: Any, w: Any, start: Any, end: Any) -> Any:
+        def branch(x: DeviceArray, w: DeviceArray, start: object, end: object) -> Any:
             stream = driver.current_stream().ptr
             streams.append(stream)
             driver.record_event(start, stream)

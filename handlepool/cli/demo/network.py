@@ -88,7 +88,7 @@ def network(x: Any, weights: Weights, ops: Any = library) -> Any:
     return _convolved(x, weights["last"], ops, activation="sigmoid")
 
 
-def _convolved(x: Any, layer: tuple[Any, Any], ops: Any, stride: int = 1, activation: str = "relu") -> Any:
+def _convolved(x: object, layer: tuple[Any, Any], ops: Any, stride: int = 1, activation: str = "relu") -> Any:
     w, b = layer
     return ops.conv2d(x, w, bias=b, stride=stride, padding=w.shape[2] // 2, activation=activation, allow_tf32=False)
 

@@ -156,7 +156,7 @@ class _Owner:
 
     __slots__ = ("_home", "memory")
 
-    def __init__(self, memory: Any, home: list[Any]) -> None:
+    def __init__(self, memory: object, home: list[Any]) -> None:
         self.memory = memory
         self._home = home
 

@@ -36,6 +36,7 @@ from handlepool.drivers.protocol import BeforePlain, Bring, ReadHost
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Handle, Stream
 from handlepool.errors import ArrayTypeError, CaptureError, DriverNotAvailableError
 from handlepool.tensors import frontend
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, one_run, span
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
@@ -76,7 +77,7 @@ _POINTER = attrgetter("data.ptr")  # the quickest way to many
 class CudaDriverError(RuntimeError):
     """A status of the CUDA driver."""
 
-    def __init__(self, status: Any) -> None:
+    def __init__(self, status: cu.CUresult) -> None:
         super().__init__(f"CUDA driver error: {status.name}")
         self.status = int(status)
 
@@ -167,11 +168,11 @@ class CudaDriver:
             stream = cupy.cuda.Stream.from_external(_ForeignStream(pointer, owner))
         return stream
 
-    def push_stream(self, stream: Any) -> None:
+    def push_stream(self, stream: cupy.cuda.Stream) -> None:
         # Not `use`: the end of a `with` statement brings back the stream that was *entered* before, whatever is in use.
         stream.__enter__()
 
-    def pop_stream(self, stream: Any, previous: Any) -> None:
+    def pop_stream(self, stream: cupy.cuda.Stream, previous: cupy.cuda.Stream) -> None:
         stream.__exit__(None, None, None)
         previous.use()  # it may have been in use without having been entered
 
@@ -252,10 +253,10 @@ class CudaDriver:
         memory = UnownedMemory(pointer, nbytes, owner, self.current_device())
         return cupy.ndarray((nbytes,), np.uint8, MemoryPointer(memory, 0))
 
-    def end_scratch(self, array: Any, why: str) -> None:
+    def end_scratch(self, array: DeviceArray, why: str) -> None:
         pass  # nobody sees the uses of CuPy's arrays
 
-    def region_allocator(self, stream: Any, keep: Callable[[object], None], of: Callable[[int], Any]) -> Any:
+    def region_allocator(self, stream: cupy.cuda.Stream, keep: Callable[[object], None], of: Callable[[int], Any]) -> Any:
         base = cupy.cuda.get_allocator()
         device = self.current_device()
         origin = stream.ptr
@@ -288,7 +289,7 @@ class CudaDriver:
     def block_range(self, block: Any) -> tuple[int, int]:
         return block.ptr, block.ptr + block.size
 
-    def swap_allocator(self, allocator: Any) -> Any:
+    def swap_allocator(self, allocator: object) -> Any:
         previous = _get_allocator()
         _set_allocator(allocator)
         return previous
@@ -356,7 +357,7 @@ class CudaDriver:
         except OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
 
-    def asarray(self, values: Any) -> Any:
+    def asarray(self, values: object) -> Any:
         # Through pinned memory the copy is asynchronous; from pageable memory it has read `values` when it returns. Both are
         # ordered on the current stream. CuPy keeps the layout of row-major and column-major arrays alone, so the axes are put
         # in the order of the memory for the copy.
@@ -369,16 +370,16 @@ class CudaDriver:
         bring = getattr(self._host_data, "bring", None)
         return copy() if bring is None else bring(values, copy)
 
-    def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
+    def asnumpy(self, array: DeviceArray) -> np.ndarray[Any, Any]:
         return np.asarray(cupy.asnumpy(array, order="A"))
 
-    def peek(self, array: Any) -> np.ndarray[Any, Any] | None:
+    def peek(self, array: DeviceArray) -> np.ndarray[Any, Any] | None:
         pointer = self.current_stream().ptr
         if pointer != LEGACY_STREAM and self.is_capturing(pointer):
             return None
         return np.array(cupy.asnumpy(array))
 
-    def copy(self, target: Any, source: Any) -> None:
+    def copy(self, target: DeviceArray, source: DeviceArray) -> None:
         # CuPy copies row-major arrays alone as they lie, and channels-last ones by a kernel, whose launch costs the host more.
         shape, dtype = target.shape, target.dtype
         if shape == source.shape and dtype == source.dtype and one_run(shape, target.strides, source.strides, dtype.itemsize):
@@ -386,10 +387,10 @@ class CudaDriver:
         else:
             cupy.copyto(target, source)
 
-    def copy_run(self, target: Any, source: Any, pointer: int) -> None:
+    def copy_run(self, target: cupy.ndarray, source: cupy.ndarray, pointer: int) -> None:
         runtime.memcpyAsync(target.data.ptr, source.data.ptr, target.nbytes, runtime.memcpyDefault, pointer)
 
-    def copy_from_device(self, target: Any, source: Any, pointer: int) -> None:
+    def copy_from_device(self, target: cupy.ndarray, source: cupy.ndarray, pointer: int) -> None:
         here, there = self.current_device(), int(source.data.device_id)
         if (here, there) not in self._reached:
             if runtime.deviceCanAccessPeer(here, there):  # or each copy goes through the host's memory
@@ -401,13 +402,13 @@ class CudaDriver:
             self._reached.add((here, there))
         runtime.memcpyPeerAsync(target.data.ptr, here, source.data.ptr, there, target.nbytes, pointer)
 
-    def copy_from_host(self, target: Any, values: np.ndarray[Any, Any], pointer: int) -> object:
+    def copy_from_host(self, target: cupy.ndarray, values: np.ndarray[Any, Any], pointer: int) -> object:
         memory, host = _page_locked_like(target)
         np.copyto(host, values)
         runtime.memcpyAsync(target.data.ptr, memory.ptr, target.nbytes, runtime.memcpyHostToDevice, pointer)
         return memory
 
-    def copy_to_host(self, array: Any, pointer: int) -> np.ndarray[Any, Any]:
+    def copy_to_host(self, array: cupy.ndarray, pointer: int) -> np.ndarray[Any, Any]:
         if not array.size:
             return np.empty(array.shape, array.dtype)
         memory, host = _page_locked_like(array)
@@ -418,16 +419,16 @@ class CudaDriver:
         found = runtime.pointerGetAttributes(values.__array_interface__["data"][0])
         return bool(found.type == runtime.memoryTypeHost)
 
-    def array_device(self, array: Any) -> int:
+    def array_device(self, array: cupy.ndarray) -> int:
         return int(array.data.device_id)
 
-    def array_pointer(self, array: Any) -> int:
+    def array_pointer(self, array: cupy.ndarray) -> int:
         return int(array.data.ptr)
 
-    def part(self, array: Any, address: int, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
+    def part(self, array: cupy.ndarray, address: int, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
         return cupy.ndarray(shape, dtype, array.data + (address - array.data.ptr), strides)
 
-    def array_block(self, array: Any) -> object:
+    def array_block(self, array: cupy.ndarray) -> object:
         return array.data.mem
 
     def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
@@ -514,7 +515,7 @@ def _kind(ordinal: int) -> dict[str, Any]:
     attributes = cu.CUdevice_attribute
     (device,) = _check_all(cu.cuDeviceGet(ordinal))
 
-    def asked(attribute: Any) -> int:
+    def asked(attribute: object) -> int:
         return int(_check_all(cu.cuDeviceGetAttribute(attribute, device))[0])
 
     major = asked(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
@@ -531,7 +532,7 @@ def _kind(ordinal: int) -> dict[str, Any]:
     }
 
 
-def _page_locked_like(array: Any) -> tuple[Any, np.ndarray[Any, Any]]:
+def _page_locked_like(array: DeviceArray) -> tuple[Any, np.ndarray[Any, Any]]:
     """Return page-locked memory, and an array of the host's in it, which keeps it, that lies as one without gaps."""
     memory = cupy.cuda.alloc_pinned_memory(array.nbytes)
     return memory, np.ndarray(array.shape, array.dtype, memory, 0, array.strides)

@@ -32,7 +32,7 @@ _kernels: dict[int, Any] = {}
 """By device, the kernel of one thread that does nothing."""
 
 
-def immortal(function: Any) -> Any:
+def immortal(function: object) -> Any:
     """Keep a function of CuPy's for ever, and its module with it; graphs that were captured launch it.
 
     At the end of the process CuPy's destructor would unload the module. It writes to standard error where it cannot: in a forked

@@ -13,7 +13,7 @@ _ACTIVE = 1
 """CU_STREAM_CAPTURE_STATUS_ACTIVE."""
 
 
-def with_edge_data(bindings: Any, name: str) -> Callable[..., tuple[Any, ...]]:
+def with_edge_data(bindings: object, name: str) -> Callable[..., tuple[Any, ...]]:
     """Find the form of a question that is answered with edge data, by its name in cuda-bindings 13; 12.9 adds a version to that.
 
     The form without answers CUDA_ERROR_LOSSY_QUERY where an edge is programmatic, as cuDNN leaves them in a captured graph.

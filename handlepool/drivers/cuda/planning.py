@@ -71,7 +71,7 @@ class Planned:
 
 
 def plan(
-    graph: Any,
+    graph: cudnn.pygraph,
     operands: Sequence[Any],
     copies: Sequence[Copy] = (),
     *,
@@ -130,7 +130,7 @@ def plan(
     return Planned(graph, *_scratch(size, copies), engine, int(graph.get_execution_plan_count()), uids, raw, index, size)
 
 
-def loaded(operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, **device: Any) -> Planned:
+def loaded(operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, **device: object) -> Planned:
     """Make a plan of what `Planned.save` gave, maybe in another process.
 
     Operands and scratch are compared. Operations are not: cuDNN tells those of a plan that it has read in its own bytes alone.
@@ -177,7 +177,7 @@ def _scratch(size: int, copies: Sequence[Copy]) -> tuple[int, int]:
     return copies_at + scratch_of(copies) if copies else size, copies_at
 
 
-def _raw_entry(graph: Any, uids: list[int]) -> tuple[Callable[..., None] | None, int]:
+def _raw_entry(graph: cudnn.pygraph, uids: list[int]) -> tuple[Callable[..., None] | None, int]:
     """Find the entry beneath ``pygraph.execute``, a fifth of its cost, and the plan's index for it; None where there is none."""
     try:
         lowered, index = graph._lowered_graph, graph._plans[graph._plan_index].cpp_index  # noqa: SLF001
@@ -262,7 +262,7 @@ class DescribedDevice:
             raise
         return DescribedExecutable(planned, name, titles, self.properties.name)
 
-    def zeros(self, *_: Any) -> NoReturn:
+    def zeros(self, *_: object) -> NoReturn:
         """Raise: the kernel is our own, and needs no plan of cuDNN's."""
         raise GraphNotSupportedError("zeros are written by a kernel that is not planned ahead")
 
@@ -283,11 +283,11 @@ class DescribedExecutable:
         self.workspace_size, self.engine, self.candidates = planned.workspace_size, planned.engine, planned.candidates
         self._device = device
 
-    def launch(self, *_: Any) -> NoReturn:
+    def launch(self, *_: object) -> NoReturn:
         """Raise."""
         raise DriverNotAvailableError(
             f"{self.name} was built for a described {self._device}; it can be launched only where that device is"
         )
 
-    def shortcut(self, *_: Any) -> None:
+    def shortcut(self, *_: object) -> None:
         """None."""

@@ -1,6 +1,7 @@
 """Graphs that were captured, as raw pointers: their edges, copies with other edges, and what stands before all and after all."""
 
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 from handlepool.drivers.captures import Edge
@@ -24,7 +25,7 @@ class Rewiring:
         ``cuda.bindings.driver``.
     """
 
-    def __init__(self, bindings: Any) -> None:
+    def __init__(self, bindings: ModuleType) -> None:
         self._bindings = bindings
 
     def edges(self, graph: int) -> list[Edge]:
@@ -79,7 +80,7 @@ class Rewiring:
                 found.append(int(copy.dstDevice))
         return found
 
-    def _is_host(self, kind: Any, address: Any) -> bool:
+    def _is_host(self, kind: object, address: object) -> bool:
         kinds = self._bindings.CUmemorytype
         if kind != kinds.CU_MEMORYTYPE_UNIFIED:
             return bool(kind == kinds.CU_MEMORYTYPE_HOST)

@@ -7,6 +7,7 @@ has one state. Their users pass through one function each, which is replaced whi
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,45 +17,60 @@ _PASSED = (
 )
 """What is reported, and the function that its users pass through: the module that looks it up, and its name there."""
 
-_reports: dict[object, Callable[[str], None]] = {}
-_replaced: list[tuple[Any, str, Any]] = []
-_lock = threading.RLock()  # guards both; CuPy's modules are imported inside, where the collector may run a finaliser
+
+class Watchers:
+    """The pools that watch shared uses, and the functions of CuPy that are replaced while a pool watches.
+
+    The lock guards both: the first watcher replaces the functions, and the last watcher puts them back. CuPy's modules are
+    imported under the lock, where the collector may run a finaliser, so the same thread may take it again.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._reports: dict[object, Callable[[str], None]] = {}
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def add(self, report: Callable[[str], None]) -> Callable[[], None]:
+        """Have a function called before each use; return a function that ends that."""
+        with self.lock:
+            if not self._reports:
+                self._replace()
+            key = object()
+            self._reports[key] = report
+        return partial(self._remove, key)
+
+    def _replace(self) -> None:
+        for name, module_name, attribute in _PASSED:
+            module = import_module(module_name)
+            function = getattr(module, attribute, None)
+            # A CuPy that has the function under another name is not watched.
+            if function is not None:
+                self._replaced.append((module, attribute, function))
+                setattr(module, attribute, self._reporting(name, function))
+
+    def _remove(self, key: object) -> None:
+        with self.lock:
+            if self._reports.pop(key, None) is not None and not self._reports:
+                while self._replaced:
+                    setattr(*self._replaced.pop())
+
+    def _reporting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def reporting(*args: object, **kwargs: object) -> Any:
+            for report in tuple(self._reports.values()):
+                report(name)
+            return function(*args, **kwargs)
+
+        return reporting
+
+    def after_fork(self) -> None:
+        """Replace the lock in a forked child: another thread of the parent may have held it."""
+        self.lock = threading.RLock()
+
+
+_watchers = Watchers()
+os.register_at_fork(after_in_child=_watchers.after_fork)
 
 
 def watch(report: Callable[[str], None]) -> Callable[[], None]:
-    """Have ``report(name)`` called before each use, in the thread of the user; returns what ends it."""
-    with _lock:
-        if not _reports:
-            for name, module_name, attribute in _PASSED:
-                module = import_module(module_name)
-                function = getattr(module, attribute, None)
-                if function is not None:  # a CuPy that has it elsewhere is not watched
-                    _replaced.append((module, attribute, function))
-                    setattr(module, attribute, _reporting(name, function))
-        key = object()
-        _reports[key] = report
-
-    def end() -> None:
-        with _lock:
-            if _reports.pop(key, None) is not None and not _reports:
-                while _replaced:
-                    setattr(*_replaced.pop())
-
-    return end
-
-
-def _reporting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def reporting(*args: Any, **kwargs: Any) -> Any:
-        for report in tuple(_reports.values()):
-            report(name)
-        return function(*args, **kwargs)
-
-    return reporting
-
-
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread of the parent may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    """Have ``report(name)`` called before each use, in the thread of the user; return a function that ends that."""
+    return _watchers.add(report)

@@ -6,11 +6,12 @@ write them. So the class is none of NumPy's, and has neither their buffer nor ``
 here by its protocols, and goes on to `handlepool.drivers.host.array_functions`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from handlepool.drivers.operands import ASARRAY
 from handlepool.errors import ArrayTypeError
@@ -47,13 +48,15 @@ class Work(Protocol):
 
     strict: bool
 
-    def ufunc(self, ufunc: Any, method: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def ufunc(self, ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue a universal function."""
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue a function of NumPy's, or run it after what it needs."""
 
-    def run_now(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: Any) -> Any:
+    def run_now(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: object
+    ) -> Any:
         """Run a function of NumPy arrays, after what the arrays are waiting for."""
 
     def queue(self, function: Callable[..., object], writes: "Sequence[HostArray]", reads: Sequence[Any], label: str) -> None:
@@ -68,7 +71,7 @@ class Work(Protocol):
     def peek(self, array: "HostArray") -> Raw | None:
         """Return a copy of an array's elements for who looks at it; None where they are not there."""
 
-    def like(self, shape: Sequence[int], dtype: Any, pattern: Raw | None = None) -> "HostArray":
+    def like(self, shape: Sequence[int], dtype: npt.DTypeLike, pattern: Raw | None = None) -> "HostArray":
         """Return a new array on the current device, in the order of axes of another one of that shape."""
 
 
@@ -142,7 +145,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return view_of(self, self._raw.real)
 
     @real.setter
-    def real(self, values: Any) -> None:
+    def real(self, values: object) -> None:
         self.real[...] = values
 
     @property
@@ -153,7 +156,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return np.zeros_like(self)  # type: ignore[return-value]
 
     @imag.setter
-    def imag(self, values: Any) -> None:
+    def imag(self, values: object) -> None:
         if self.dtype.kind != "c":
             raise TypeError("an array of real numbers has no imaginary part to set")
         self.imag[...] = values
@@ -162,10 +165,12 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     __array_priority__ = 100.0
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: object) -> Any:
         return self._work.ufunc(ufunc, method, inputs, kwargs)
 
-    def __array_function__(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __array_function__(
+        self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not all(issubclass(kind, (HostArray, np.ndarray)) for kind in types):
             return NotImplemented  # another library's array knows better
         return self._work.function(function, args, kwargs)
@@ -204,7 +209,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
             self._work.finish([self], [], label)
         return self._raw.copy(order="K")
 
-    def get(self, stream: Any = None, order: str = "C", out: Raw | None = None, blocking: bool = True) -> Raw:
+    def get(self, stream: object = None, order: str = "C", out: Raw | None = None, blocking: bool = True) -> Raw:
         """Return a copy as a NumPy array, after those who write the array. It may be of any device.
 
         Parameters
@@ -227,7 +232,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
             return out
         return np.array(values, order=order)  # type: ignore[call-overload]
 
-    def set(self, values: Any, stream: Any = None) -> None:
+    def set(self, values: npt.ArrayLike, stream: object = None) -> None:
         """Copy a NumPy array of the same shape and type into this one."""
         if np.shape(values) != self.shape or np.asarray(values).dtype != self.dtype:
             raise ArrayTypeError(f"set was given {np.asarray(values).dtype} {np.shape(values)} for {self.dtype} {self.shape}")
@@ -241,7 +246,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Return the elements as lists of Python's numbers."""
         return self._values("tolist()").tolist()
 
-    def tobytes(self, order: Any = "C") -> bytes:
+    def tobytes(self, order: Literal["K", "A", "C", "F"] = "C") -> bytes:
         """Return the elements' bytes."""
         return self._values("tobytes()").tobytes(order)
 
@@ -272,7 +277,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __bytes__(self) -> bytes:
         return self.tobytes()
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         return bool((self == value).any())
 
     def __format__(self, form: str) -> str:
@@ -295,7 +300,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     # Operators
 
-    def __pow__(self, exponent: Any) -> Any:
+    def __pow__(self, exponent: object) -> Any:
         if self.dtype == bool and type(exponent) is int and exponent == 2:
             return np.square(self)  # as NumPy's operator has it, and `numpy.power` has not: int8
         return super().__pow__(exponent)
@@ -312,11 +317,11 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
             raise TypeError("an array without axes cannot be iterated over")
         return (self[index] for index in range(self.shape[0]))
 
-    def __getitem__(self, index: Any) -> "HostArray":
+    def __getitem__(self, index: object) -> "HostArray":
         found: HostArray = self._work.function(_getitem, (self, index), {})
         return found
 
-    def __setitem__(self, index: Any, values: Any) -> None:
+    def __setitem__(self, index: object, values: object) -> None:
         self._work.function(_setitem, (self, index, values), {})
 
     # Copies
@@ -360,11 +365,11 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         given = axes[0] if len(axes) == 1 and (axes[0] is None or not np.isscalar(axes[0])) else axes or None
         return np.transpose(self, given)  # type: ignore[return-value]
 
-    def flatten(self, order: Any = "C") -> "HostArray":
+    def flatten(self, order: Literal["K", "A", "C", "F"] = "C") -> "HostArray":
         """Return a copy with one axis."""
         return np.ravel(self.copy(), order)  # type: ignore[return-value]
 
-    def fill(self, value: Any) -> None:
+    def fill(self, value: object) -> None:
         """Make every element a value."""
         self[...] = value
 
@@ -434,11 +439,11 @@ class Pointer:
         self.ptr = ptr
 
 
-def _getitem(array: Any, index: Any) -> Any:
+def _getitem(array: HostArray, index: object) -> Any:
     return array[index]
 
 
-def _setitem(array: Any, index: Any, values: Any) -> None:
+def _setitem(array: HostArray, index: object, values: npt.ArrayLike) -> None:
     array[index] = values
 
 
@@ -453,7 +458,7 @@ _FUNCTIONS = (
 def _method(name: str) -> Callable[..., Any]:
     function = getattr(np, name)
 
-    def method(self: HostArray, *args: Any, **kwargs: Any) -> Any:
+    def method(self: HostArray, *args: object, **kwargs: object) -> Any:
         return function(self, *args, **kwargs)
 
     method.__name__, method.__qualname__, method.__doc__ = name, f"HostArray.{name}", f"As `numpy.{name}` of this array."
@@ -484,14 +489,14 @@ def view_of(array: HostArray, raw: Raw) -> HostArray:
     return HostArray(raw, array._owner, array._work)
 
 
-def raw_view(array: Any) -> tuple[Raw, Any]:
+def raw_view(array: Array) -> tuple[Raw, Any]:
     """Return the elements as NumPy's array, which does not keep the owner alive, and the block, if that is the driver's."""
     if not isinstance(array, HostArray):
         return array, None
     return array._raw, None if array._owner is None else array._owner.block
 
 
-def address_of(array: Any) -> int:
+def address_of(array: Array) -> int:
     """Return the address of an array's first element."""
     raw = array._raw if isinstance(array, HostArray) else array
     address: int = raw.__array_interface__["data"][0]

@@ -5,7 +5,7 @@ of the same shapes and without memory (`dummy`).
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from handlepool.drivers.host.array import HostArray, Raw, raw_view
 
 
-def walk(value: Any) -> Iterator[Any]:
+def walk(value: object) -> Iterator[Any]:
     """Return what is in lists, tuples and other sequences, and in dictionaries, however deep."""
     if isinstance(value, dict):
         value = value.values()
@@ -33,17 +33,17 @@ def converted(value: Any) -> Any:
     return np.asarray(value) if hasattr(type(value), "__array__") else value
 
 
-def hosts(value: Any) -> list[HostArray]:
+def hosts(value: object) -> list[HostArray]:
     """Return the host arrays among arguments, each once."""
     return list({id(array): array for array in walk(value) if isinstance(array, HostArray)}.values())
 
 
-def operands(value: Any) -> list[Any]:
+def operands(value: object) -> list[Any]:
     """Return the host arrays and NumPy's own among arguments, each once."""
     return list({id(array): array for array in walk(value) if isinstance(array, (HostArray, np.ndarray))}.values())
 
 
-def raws(value: Any, views: dict[int, Raw] | None = None) -> Any:
+def raws(value: object, views: dict[int, Raw] | None = None) -> Any:
     """Arguments with NumPy's arrays in place of host arrays: raw ones, or the views given by id."""
     if isinstance(value, HostArray):
         return raw_view(value)[0] if views is None else views[id(value)]
@@ -55,7 +55,7 @@ def raws(value: Any, views: dict[int, Raw] | None = None) -> Any:
     return value
 
 
-def ones(value: Any) -> Any:
+def ones(value: object) -> Any:
     """Return an argument in small: what it is to a function that looks at types alone."""
     if isinstance(value, (HostArray, np.ndarray)):
         return np.ones([min(extent, 1) for extent in value.shape], value.dtype)
@@ -64,7 +64,7 @@ def ones(value: Any) -> Any:
     return value
 
 
-def dummy(value: Any) -> Any:
+def dummy(value: object) -> Any:
     """Return an argument without memory: host arrays are of their shapes and types, all elements zero."""
     if isinstance(value, HostArray):
         return np.broadcast_to(np.zeros((), value.dtype), value.shape)
@@ -73,7 +73,7 @@ def dummy(value: Any) -> Any:
     return value
 
 
-def contracted(function: Any, a: Any, b: Any) -> Raw:
+def contracted(function: Callable[..., Any], a: object, b: object) -> Raw:
     """Return the shape and type of `numpy.dot` or `numpy.matmul` of two arrays, without the sums."""
     a, b = np.asarray(a), np.asarray(b)
     with np.errstate(all="ignore"):
@@ -119,12 +119,12 @@ def einsum_shape(args: tuple[Any, ...]) -> list[int]:
     return [extents[label] for label in result]
 
 
-def tried(out: Any) -> dict[str, Raw]:
+def tried(out: object) -> dict[str, Raw]:
     """Return an ``out=`` in small, by which a function says whether it takes that type."""
     return {"out": ones(out)} if isinstance(out, HostArray) else {}
 
 
-def is_basic(index: Any) -> bool:
+def is_basic(index: object) -> bool:
     """Whether an index is of numbers and slices alone."""
     return all(
         entry is None
@@ -134,12 +134,12 @@ def is_basic(index: Any) -> bool:
     )
 
 
-def is_mask(index: Any) -> bool:
+def is_mask(index: object) -> bool:
     """Whether the result's shape follows from values of the index that are not there yet."""
     return any(isinstance(entry, HostArray) and entry.dtype == bool for entry in walk(index))
 
 
-def taken(index: Any) -> Any:
+def taken(index: object) -> Any:
     """Return an index with copies of NumPy's arrays and of lists: CuPy, too, takes them to the device at once."""
     if isinstance(index, tuple):
         return tuple(map(taken, index))

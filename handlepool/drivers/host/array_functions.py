@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from handlepool._util.frames import place_of_call
 from handlepool._util.names import kind_of
@@ -50,6 +51,7 @@ from handlepool.drivers.host.streams import Device, Queue, StreamTable
 from handlepool.drivers.operands import ASARRAY
 from handlepool.drivers.protocol import BeforePlain
 from handlepool.errors import ArrayTypeError, CaptureError, DeviceMismatchError, ForkedProcessError
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import Piece, piece
 
@@ -77,7 +79,7 @@ class ArrayWork:
 
     # Memory
 
-    def like(self, shape: Sequence[int], dtype: Any, pattern: Raw | None = None) -> HostArray:
+    def like(self, shape: Sequence[int], dtype: npt.DTypeLike, pattern: Raw | None = None) -> HostArray:
         """Return a new array on the current device, in the order of axes of another one of that shape."""
         dtype = check_type(np.dtype(dtype))
         order = None
@@ -87,7 +89,7 @@ class ArrayWork:
         strides = [step * dtype.itemsize for step in dense_strides(shape, order)]
         return self._memory.empty(shape, strides, dtype)
 
-    def like_all(self, result: Any, known: dict[int, Any], copies: Sequence[Raw] = ()) -> Any:
+    def like_all(self, result: object, known: dict[int, Any], copies: Sequence[Raw] = ()) -> Any:
         """NumPy's arrays in a result as new arrays of the driver's, but for those that are known by their ids.
 
         A part of one of the copies is read-only: with NumPy, who writes to it writes to the array.
@@ -211,7 +213,7 @@ class ArrayWork:
 
     # NumPy's protocols
 
-    def ufunc(self, ufunc: Any, method: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def ufunc(self, ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue a universal function, or one of its methods."""
         if any(hasattr(x, "__array_ufunc__") and not isinstance(x, (HostArray, np.ndarray, np.generic)) for x in inputs):
             return NotImplemented  # another library's array knows better
@@ -304,7 +306,7 @@ class ArrayWork:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         pattern: Raw,
-        out: Any,
+        out: object,
         name: str,
         takes_out: bool = True,
     ) -> HostArray:
@@ -332,7 +334,7 @@ class ArrayWork:
         return out
 
     def _elementwise(
-        self, ufunc: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[HostArray, ...] | None, name: str
+        self, ufunc: np.ufunc, inputs: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[HostArray, ...] | None, name: str
     ) -> Any:
         where = kwargs.get("where", True)
         shape = np.broadcast_shapes(*(np.shape(raws(x)) for x in (*inputs, where)))
@@ -358,7 +360,9 @@ class ArrayWork:
         self.queue(run, outs, operands((inputs, kwargs)), name)
         return outs[0] if ufunc.nout == 1 else outs
 
-    def reduced(self, function: Callable[..., Any], array: Any, options: dict[str, Any], out: Any, name: str) -> HostArray:
+    def reduced(
+        self, function: Callable[..., Any], array: DeviceArray, options: dict[str, Any], out: object, name: str
+    ) -> HostArray:
         """Queue a reduction over some axes, or all."""
         raw = raw_view(array)[0] if isinstance(array, HostArray) else np.asarray(array)
         axis = options.get("axis")
@@ -390,7 +394,9 @@ class ArrayWork:
             return self.made(function, args, kwargs, found, None, function.__name__)
         return self.run_now(function, args, kwargs, function.__name__, ())
 
-    def run_now(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: Any) -> Any:
+    def run_now(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: object
+    ) -> Any:
         """Run a function of NumPy arrays, after what the arrays are waiting for.
 
         It has the memory of what it writes, and copies of all else: what it keeps, or calls, sees nothing that is written later.
@@ -417,7 +423,7 @@ def _view(result: Any, sources: list[tuple[Any, Raw]]) -> Any:
     return None
 
 
-def _out(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _out(function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return _signature(function).bind(*args, **kwargs).arguments.get("out")
     except (TypeError, ValueError):  # it has no signature, or refuses the arguments itself
@@ -439,15 +445,17 @@ def _copy_from(values: Raw, to: Raw) -> None:
 # Rules
 
 
-def _views(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+def _views(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> Any:
     return work.viewed(function, args, kwargs)
 
 
-def _metadata(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+def _metadata(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> Any:
     return function(*raws(args), **raws(kwargs))
 
 
-def _structural(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+def _structural(
+    work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: HostArray | None
+) -> Any:
     """Queue what costs about as much as its result: it is tried on arrays without memory to know what that is."""
     if any(callable(value) and not isinstance(value, (type, np.dtype)) for value in walk((args, kwargs))):
         return work.run_now(function, args, kwargs, function.__name__, ())  # `pad` with a function of the user's
@@ -459,7 +467,9 @@ def _structural(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: d
     return work.made(function, args, kwargs, np.asarray(pattern), out, function.__name__)
 
 
-def _elementwise(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+def _elementwise(
+    work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: HostArray | None
+) -> Any:
     if function is np.where and len(args) == 1:
         return work.run_now(function, args, kwargs, "where", ())
     in_place = function is np.nan_to_num and not _signature(function).bind(*args, **kwargs).arguments.get("copy", True)
@@ -474,21 +484,25 @@ def _elementwise(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: 
 
 
 @cache
-def _signature(function: Any) -> inspect.Signature:
+def _signature(function: object) -> inspect.Signature:
     return inspect.signature(BUILT_IN.get(function, function))
 
 
-def _reductions(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+def _reductions(
+    work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: HostArray | None
+) -> Any:
     options = dict(_signature(function).bind(*args, **kwargs).arguments)
     return work.reduced(function, options.pop("a"), options, out, function.__name__)
 
 
-def _products(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+def _products(
+    work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: HostArray | None
+) -> Any:
     a, b = _signature(function).bind(*args, **kwargs).args
     return work.made(function, (a, b), {}, contracted(np.dot, dummy(a), dummy(b)), out, "dot", takes_out=False)
 
 
-def _einsum(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
+def _einsum(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> Any:
     kwargs = dict(kwargs)
     out = kwargs.pop("out", None)
     work.check_lists("einsum", args[1:] if isinstance(args[0], str) else args[: len(args) // 2 * 2 : 2])
@@ -500,7 +514,7 @@ def _einsum(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[
     return work.made(np.einsum, args, kwargs, pattern, out, "einsum")
 
 
-def _copied(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+def _copied(work: ArrayWork, function: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> Any:
     given = _signature(function).bind(*args, **kwargs).arguments
     pattern = np.empty_like(raw_view(given["a"])[0], order=given.get("order", "K"))
     made = work.like(pattern.shape, pattern.dtype, pattern)
@@ -508,7 +522,7 @@ def _copied(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[
     return made
 
 
-def _filled(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+def _filled(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> Any:
     name = function.__name__
     given = dict(_signature(function).bind(*args, **kwargs).arguments)
     like, value = raws(given.get("a", given.get("prototype"))), given.get("fill_value", name == "ones_like")
@@ -522,7 +536,7 @@ def _filled(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[
     return made
 
 
-def _copyto(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
+def _copyto(work: ArrayWork, function: object, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> Any:
     given = dict(_signature(function).bind(*args, **kwargs).arguments)
     target = given.pop("dst")
     work.check_lists("copyto", given.values())
@@ -536,7 +550,7 @@ def _copyto(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[
     work.queue(lambda to, *_: np.copyto(to, **options), [target], operands(given), "copyto")
 
 
-def _gets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+def _gets(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> Any:
     array, index = args
     if is_basic(index):
         entries = index if isinstance(index, tuple) else (index,)
@@ -549,7 +563,7 @@ def _gets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[st
     return work.made(getitem, (array, index), {}, np.asarray(dummy(array)[dummy(index)]), None, INDEXING[getitem])
 
 
-def _sets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+def _sets(work: ArrayWork, function: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
     array, index, values = args
     if is_basic(index):  # CuPy takes a list at an index array
         work.check_lists(INDEXING[setitem], (values,))
@@ -568,7 +582,7 @@ def _sets(work: ArrayWork, function: Any, args: tuple[Any, ...], kwargs: dict[st
     work.queue(run, [array], operands((index, values)), INDEXING[setitem])
 
 
-def _check_fit(values: Any, shape: tuple[int, ...]) -> None:
+def _check_fit(values: object, shape: tuple[int, ...]) -> None:
     """Raise for values that cannot be broadcast to a place of a shape; axes of extent 1 before all others say nothing."""
     given = np.shape(raws(values))
     while len(given) > len(shape) and given[0] == 1:
@@ -580,7 +594,7 @@ def _check_fit(values: Any, shape: tuple[int, ...]) -> None:
 # What NumPy's functions take
 
 
-def _named(names: str, place: Any = np) -> list[Any]:
+def _named(names: str, place: object = np) -> list[Any]:
     return [found for name in names.split() if (found := getattr(place, name, None)) is not None]
 
 

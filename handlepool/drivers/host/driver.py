@@ -33,6 +33,7 @@ from handlepool.drivers.protocol import BeforePlain, Bring, ReadHost
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError, GraphNotSupportedError
 from handlepool.tensors import frontend
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import HOST, Layout, View, bytes_at, one_run, span
 
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
@@ -341,7 +342,7 @@ class HostDriver(Controls):
     def block_range(self, block: Owner) -> tuple[int, int]:
         return block.block.address, block.block.address + block.block.nbytes
 
-    def swap_allocator(self, allocator: Any) -> Any:
+    def swap_allocator(self, allocator: object) -> Any:
         self._note("swap_allocator")
         previous = self._thread.allocator
         self._thread.allocator = allocator
@@ -417,7 +418,7 @@ class HostDriver(Controls):
             self.order.host_reads(block, raw, "copy to the host")
         return np.array(raw, order="K")
 
-    def peek(self, array: Any) -> np.ndarray[Any, Any] | None:
+    def peek(self, array: DeviceArray) -> np.ndarray[Any, Any] | None:
         self._note("peek")
         if isinstance(array, HostArray):
             return self._work.peek(array)

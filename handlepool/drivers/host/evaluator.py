@@ -17,6 +17,7 @@ import numpy as np
 from handlepool.drivers.host.convolution import Array, Unfolding, accumulate, filter_matrix, flip, multiply
 from handlepool.drivers.host.pointwise import OPERATIONS
 from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.tensors.graph_types import FrontendGraph, FrontendNode, FrontendTensor
 from handlepool.tensors.inference import (
     Convolution,
     Shape,
@@ -105,7 +106,7 @@ class _Place:
 
 
 def plan(
-    graph: Any,
+    graph: FrontendGraph,
     operands: Sequence[Any],
     *,
     shapes: Mapping[int, Shape] | None = None,
@@ -140,7 +141,7 @@ def plan(
 
 class _Planner:
     def __init__(
-        self, graph: Any, operands: Sequence[Any], shapes: Mapping[int, Shape], workspace_limit: int | None, exact: bool
+        self, graph: FrontendGraph, operands: Sequence[Any], shapes: Mapping[int, Shape], workspace_limit: int | None, exact: bool
     ) -> None:
         self.graph = graph
         self.shapes = shapes
@@ -190,7 +191,7 @@ class _Planner:
 
     # Memory
 
-    def place(self, node: Any) -> None:
+    def place(self, node: FrontendNode) -> None:
         for port, tensor in node.inputs.items():
             if tensor.uid in self.places:
                 continue
@@ -215,7 +216,7 @@ class _Planner:
         self.end = -(-self.size // ALIGNMENT) * ALIGNMENT
         return place
 
-    def columns(self, node: Any, unfolding: Unfolding) -> tuple[_Place, list[Any]]:
+    def columns(self, node: FrontendNode, unfolding: Unfolding) -> tuple[_Place, list[Any]]:
         """Return the region of a convolution's columns, which all convolutions share, and the tiles that fit in it."""
         least = unfolding.elements_per_row * self.dtype.itemsize
         room = COLUMN_BYTES if self.limit is None else min(COLUMN_BYTES, self.limit - self.end)
@@ -241,18 +242,20 @@ class _Planner:
             )
         )
 
-    def ports(self, node: Any, *names: str) -> list[_Place]:
+    def ports(self, node: FrontendNode, *names: str) -> list[_Place]:
         return [self.places[(node.inputs if name in node.inputs else node.outputs)[name].uid] for name in names]
 
-    def fprop(self, node: Any) -> None:
+    def fprop(self, node: FrontendNode) -> None:
         image, weight, output = self.ports(node, "image", "weight", "Y")
         self.convolve(node, image, weight, output, weight.shape, transposed=False)
 
-    def dgrad(self, node: Any) -> None:
+    def dgrad(self, node: FrontendNode) -> None:
         loss, weight, output = self.ports(node, "loss", "filter", "DX")
         self.convolve(node, loss, weight, output, weight.shape, transposed=True)
 
-    def convolve(self, node: Any, source: _Place, weight: _Place, output: _Place, filters: Shape, *, transposed: bool) -> None:
+    def convolve(
+        self, node: FrontendNode, source: _Place, weight: _Place, output: _Place, filters: Shape, *, transposed: bool
+    ) -> None:
         channels = (output if transposed else source).shape[1]
         unfolding = Unfolding(
             Convolution.of(node, len(filters)),
@@ -269,7 +272,7 @@ class _Planner:
 
         self.unfolded(node, unfolding, source, weight, output, finish)
 
-    def wgrad(self, node: Any) -> None:
+    def wgrad(self, node: FrontendNode) -> None:
         image, loss, output = self.ports(node, "image", "loss", "DW")
         filters = output.shape
         geometry = Convolution.of(node, len(filters))
@@ -291,7 +294,7 @@ class _Planner:
 
     def unfolded(
         self,
-        node: Any,
+        node: FrontendNode,
         unfolding: Unfolding,
         source: _Place,
         factor: _Place,
@@ -308,14 +311,14 @@ class _Planner:
             def unfold(arrays: Sequence[Array], workspace: Array, tile: Any = tile, shape: Shape = shape) -> None:
                 unfolding.gather(source.view(arrays, workspace), columns.view_as(shape, workspace), tile)
 
-            def reduce(arrays: Sequence[Array], workspace: Array, tile: Any = tile, shape: Shape = shape) -> None:
+            def reduce(arrays: Sequence[Array], workspace: Array, tile: object = tile, shape: Shape = shape) -> None:
                 finish(tile, columns.view_as(shape, workspace), arrays, workspace)
 
             self.step(f"{node.name}: unfold{part}", [source], [], unfold)
             self.step(f"{node.name}: multiply{part}", [factor], [output], reduce)
         return tiles
 
-    def pointwise(self, node: Any) -> None:
+    def pointwise(self, node: FrontendNode) -> None:
         mode = node.params["mode"]
         operation = OPERATIONS.get(mode)
         if operation is None:
@@ -334,7 +337,7 @@ class _Planner:
 
         self.step(node.name, sources, [output], compute)
 
-    def matmul(self, node: Any) -> None:
+    def matmul(self, node: FrontendNode) -> None:
         self.engines.add("host_matmul")
         a, b, output = self.ports(node, "A", "B", "C")
 
@@ -344,7 +347,7 @@ class _Planner:
 
         self.step(node.name, [a, b], [output], compute)
 
-    def reduction(self, node: Any) -> None:
+    def reduction(self, node: FrontendNode) -> None:
         reduce = REDUCTIONS.get(node.params["mode"].name)
         if reduce is None or "group_offset" in node.inputs:
             what = f"mode {node.params['mode'].name}" if reduce is None else "group_offset"
@@ -359,7 +362,7 @@ class _Planner:
 
         self.step(node.name, [source], [output], compute)
 
-    def reshape(self, node: Any) -> None:
+    def reshape(self, node: FrontendNode) -> None:
         if getattr(node.params.get("reshape_mode"), "name", "") == "LOGICAL":
             orders = [tuple(range(len(place.shape))) for place in self.ports(node, "input", "OUT_0")]
         else:
@@ -371,7 +374,7 @@ class _Planner:
 
         self.move(node, move)
 
-    def order(self, node: Any, tensor: Any) -> Shape:
+    def order(self, node: FrontendNode, tensor: FrontendTensor) -> Shape:
         """Return the order of a tensor's axes in memory, which a reshape that is a view leaves as it is."""
         shape, strides = self.shapes[tensor.uid], tuple(tensor.stride)
         if tensor.is_virtual and not tensor.stride_assigned:
@@ -388,7 +391,7 @@ class _Planner:
             )
         return order
 
-    def transpose(self, node: Any) -> None:
+    def transpose(self, node: FrontendNode) -> None:
         axes = permutation(node, len(self.shapes[node.inputs["input"].uid]))
 
         def move(output: Array, source: Array) -> None:
@@ -396,7 +399,7 @@ class _Planner:
 
         self.move(node, move)
 
-    def concatenate(self, node: Any) -> None:
+    def concatenate(self, node: FrontendNode) -> None:
         axis = concatenation_axis(node, len(self.shapes[node.outputs["OUT_0"].uid]))
 
         def move(output: Array, *sources: Array) -> None:
@@ -408,7 +411,7 @@ class _Planner:
 
         self.move(node, move)
 
-    def move(self, node: Any, move: Callable[..., None]) -> None:
+    def move(self, node: FrontendNode, move: Callable[..., None]) -> None:
         """Add a step that only copies: of its elements none is converted but to the output's type."""
         self.engines.add("host_copy")
         sources = [self.places[tensor.uid] for tensor in node.inputs.values()]

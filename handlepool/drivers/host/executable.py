@@ -129,7 +129,7 @@ class HostExecutable:
     def _reads(self) -> list[int]:
         return [index for step in self._steps for index in step.reads]
 
-    def shortcut(self, *_: Any) -> None:
+    def shortcut(self, *_: object) -> None:
         """None."""
 
     def save(self) -> SavedPlan:

@@ -194,7 +194,7 @@ class Scheduler:
                 del self._latches[operation]
                 self._settle()
 
-    def users(self, block: Any) -> list[Operation]:
+    def users(self, block: object) -> list[Operation]:
         """Return the queued operations that touch a block of memory."""
         with self._lock:
             return [operation for operation in self._users if any(access.block is block for access in operation.accesses)]

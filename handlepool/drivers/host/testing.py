@@ -4,7 +4,6 @@ Tests stand on it. No GPU has it, so nothing of the package above the drivers ma
 """
 
 from collections.abc import Callable, Container, Sequence
-from typing import Any
 
 from handlepool.drivers.host.array import Array, raw_view
 from handlepool.drivers.host.contract import CallLog, HandleUse, HostHandle
@@ -90,7 +89,7 @@ class Controls:
         """
         self._enqueue(self._streams.resolve(pointer), function, writes, reads, label)
 
-    def use_handle(self, handle: Any, function: Callable[..., object], *arrays: Array, label: str = "use_handle") -> None:
+    def use_handle(self, handle: HostHandle, function: Callable[..., object], *arrays: Array, label: str = "use_handle") -> None:
         """Queue ``function(*arrays)`` on a handle's stream, with the checks that a cuDNN call with the handle calls for."""
         use = HandleUse(self._streams, handle, label, self.checks)
         with use:

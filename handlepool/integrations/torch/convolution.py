@@ -131,7 +131,7 @@ def _like(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _result(
-    x: Tensor, w: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], *_: Any
+    x: Tensor, w: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], *_: object
 ) -> Tensor:
     if x.dim() != 4 or w.dim() != 4:
         raise ArgumentError(f"conv2d: x of {x.dim()} axes and w of {w.dim()}; both have four")

@@ -48,7 +48,7 @@ def define(name: str, arguments: str, kernel: Callable[..., Tensor], fake: Calla
     return getattr(torch.ops.handlepool, name).default
 
 
-def derive(operation: Any, backward: Backward, *, folds: bool) -> None:
+def derive(operation: torch._ops.OpOverload, backward: Backward, *, folds: bool) -> None:
     """Add an operation's derivatives, and its rule for `torch.vmap`.
 
     Parameters
@@ -75,7 +75,7 @@ class _Call(NamedTuple):
     gradients: bool
     tangents: bool
 
-    def below(self, *inputs: Any) -> Tensor:
+    def below(self, *inputs: object) -> Tensor:
         """Go on with the dispatcher's next kernel: the operation's own, or that of the transform below.
 
         `torch.autograd.Function` switches derivatives off, and the transforms below need them.
@@ -93,11 +93,11 @@ class _Derived(torch.autograd.Function):  # type: ignore[misc]
     """The derivatives of a call at one level of transforms."""
 
     @staticmethod
-    def forward(call: _Call, *inputs: Any) -> Tensor:
+    def forward(call: _Call, *inputs: object) -> Tensor:
         return call.below(*inputs)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.call, first, second, third, *ctx.geometry = inputs
         ctx.third = None if isinstance(third, Tensor) else third
         ctx.shape = output.shape
@@ -106,7 +106,7 @@ class _Derived(torch.autograd.Function):  # type: ignore[misc]
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         _, *needed = ctx.needs_input_grad
         if gradient is None:
             return (None,) * (1 + len(needed))
@@ -114,7 +114,7 @@ class _Derived(torch.autograd.Function):  # type: ignore[misc]
         return None, *found, *[None] * (len(needed) - len(found))
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor | None:
+    def jvp(ctx: torch.autograd.function.FunctionCtx, _: None, *tangents: Tensor | None) -> Tensor | None:
         of_first, of_second, of_third = tangents[:3]
         operation, third, geometry = ctx.call.operation, ctx.third, ctx.geometry
         # Torch switches tangents off here, also those of the transforms below. The ones of this level are taken off instead.
@@ -134,7 +134,7 @@ def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _with_derivatives(operation: Any, backward: Backward, keyset: Any, *inputs: Any) -> Tensor:
+def _with_derivatives(operation: object, backward: Backward, keyset: object, *inputs: object) -> Tensor:
     call = _Call(operation, backward, keyset, torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled())  # noqa: SLF001
     # A compiled `torch.func.jvp` makes tangents that `forward_ad.unpack_dual` does not see: so transforms always count.
     transforms = torch._C._are_functorch_transforms_active()  # noqa: SLF001 - `Function.apply` asks the same

@@ -1,0 +1,102 @@
+"""Type arrays of drivers, and the graphs, nodes and tensors of the frontend as the package reads them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class DeviceArray(Protocol):
+    """An array of a driver, as far as CuPy's and the host driver's are alike."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents."""
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Steps between elements, in bytes."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the elements."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+
+
+class Named(Protocol):
+    """A member of an enumeration of the frontend."""
+
+    @property
+    def name(self) -> str:
+        """The member's name."""
+
+
+class FrontendTensor(Protocol):
+    """A tensor of a frontend's graph."""
+
+    name: str
+    uid: int
+    dim: list[int]
+    stride: list[int]
+    data_type: Any
+    is_virtual: bool
+    is_pass_by_value: bool
+    pass_by_value: int | float | None
+    dim_assigned: bool
+    stride_assigned: bool
+    ragged_offset: Any
+
+    def set_dim(self, dim: Sequence[int]) -> "FrontendTensor":
+        """Set the extents."""
+
+    def set_stride(self, stride: Sequence[int]) -> "FrontendTensor":
+        """Set the steps, in elements."""
+
+    def set_data_type(self, dtype: object) -> "FrontendTensor":
+        """Set the type of the elements."""
+
+    def set_output(self, value: bool) -> "FrontendTensor":
+        """Mark the tensor as an output."""
+
+    def set_uid(self, uid: int) -> "FrontendTensor":
+        """Set the number that launches know the tensor by."""
+
+
+class FrontendNode(Protocol):
+    """A node of a frontend's graph."""
+
+    name: str
+    params: dict[str, Any]
+
+    @property
+    def node_type(self) -> Named:
+        """The kind of operation."""
+
+    @property
+    def inputs(self) -> Mapping[str, FrontendTensor]:
+        """Tensors by port."""
+
+    @property
+    def outputs(self) -> Mapping[str, Any]:
+        """Tensors by port; None for a port that is not used."""
+
+
+class FrontendGraph(Protocol):
+    """A `cudnn.pygraph`, as far as it is read."""
+
+    context: Any
+
+    @property
+    def nodes(self) -> Sequence[FrontendNode]:
+        """The nodes, in the order in which they were added."""
