@@ -62,7 +62,7 @@ HELPER float widen(ELEMENT x) { return x; }
 HELPER ELEMENT narrow(float x) { return (ELEMENT)x; }
 #endif
 
-#if ADD || DEPTHWISE
+#if ADD || DEPTHWISE || AFFINE
 HELPER float activated(float x) {
 #if RELU
     return x < 0 ? 0 : x;  // NaN stays
