@@ -195,8 +195,11 @@ def filled(layout, seed=0):
     return placed(layout, (np.random.default_rng(seed).standard_normal(layout.shape) * 9).astype(layout.dtype))
 
 
-def check(kernel, operands, run, what=""):
-    """Raise unless ``run(arrays, memories)``, of NumPy's arrays and the memory around each, leaves there what is to be."""
+def check(kernel, operands, run, what="", expects=expected_of):
+    """Raise unless ``run(arrays, memories)``, of NumPy's arrays and the memory around each, leaves there what is to be.
+
+    ``expects(kernel, arrays)`` computes that in float64.
+    """
     made = [*(filled(layout, place) for place, layout in enumerate(operands[:-1])), placed(operands[-1])]
     arrays, memories = [array for array, _ in made], [memory for _, memory in made]
     spread = max(getattr(kernel, "dilation", (1, 1))) > 1  # the reference has zeros between the taps, which make NaN of it
@@ -211,7 +214,7 @@ def check(kernel, operands, run, what=""):
     np.lib.stride_tricks.as_strided(inside[first:], y.shape, steps)[...] = True
     run(arrays, memories)
     what = f"{kernel} over {', '.join(map(str, operands))} {what}"
-    found, expected = y.astype(np.float64), np.broadcast_to(expected_of(kernel, arrays[:-1]), y.shape)
+    found, expected = y.astype(np.float64), np.broadcast_to(expects(kernel, arrays[:-1]), y.shape)
     assert np.array_equal(np.isnan(found), np.isnan(expected)), what
     found, expected = np.nan_to_num(found), np.nan_to_num(expected)
     error = np.linalg.norm(found - expected) / max(

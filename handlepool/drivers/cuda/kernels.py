@@ -140,6 +140,7 @@ def steps_of(layout: Layout) -> list[int]:
 
 
 def fitting(count: int, sizes: Sequence[int]) -> int:
+    """Return the first size that a count fits in."""
     return next(size for size in sizes if size >= count)
 
 
@@ -164,11 +165,13 @@ def launch_of(
 
 
 def type_of(layout: Layout) -> Macros:
+    """Return the macros of an array's type."""
     element, kind = ELEMENTS[layout.dtype.name]
     return {"ELEMENT": element, kind: 1}
 
 
 def activation_of(activation: str | None) -> Macros:
+    """Return the macro of an activation, if there is one."""
     return {} if activation is None else {activation.upper(): 1}
 
 
