@@ -68,7 +68,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Depthwise:
-    """Each channel of images with a filter of its own of (C, 1, R, S), without gaps, in float32.
+    """Each channel of images with a filter of its own of (C, 1, R, S), without gaps, or one repeated, in float32.
 
     Then come a bias (C,), if there is one, and an activation.
 

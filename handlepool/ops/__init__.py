@@ -9,6 +9,8 @@ from handlepool.ops.norms import batch_norm, group_norm, instance_norm, layer_no
 from handlepool.ops.pooling import avg_pool2d, max_pool2d, mean2d
 from handlepool.ops.product import linear, matmul
 from handlepool.ops.resampling import interpolate2d
+from handlepool.ops.rows import conv1d
+from handlepool.ops.transposed import conv_transpose1d, conv_transpose2d
 
 __all__ = [
     "ACTIVATIONS",
@@ -17,10 +19,13 @@ __all__ = [
     "batch_norm",
     "channel_shuffle",
     "concat",
+    "conv1d",
     "conv2d",
     "conv2d_input_grad",
     "conv2d_plan",
     "conv2d_weight_grad",
+    "conv_transpose1d",
+    "conv_transpose2d",
     "gelu",
     "group_norm",
     "instance_norm",

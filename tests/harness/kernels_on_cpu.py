@@ -61,7 +61,7 @@ template <class Run> static void launch(unsigned across, unsigned down, unsigned
 GEOMETRIES = {"add": "Sum", "concat": "Parts", "windows": "Windows", "whole": "Whole", "depthwise": "Depthwise"}
 GEOMETRIES |= {name: name.capitalize() for name in ("normalise", "affine", "gather", "resample")}
 IN_STEP = ("whole", "depthwise", "normalise")  # whose threads wait for each other
-OWN_MACROS = ("FOR_EACH_INDEX", "LOADED", "HELPER", "NOTHING")
+OWN_MACROS = ("FOR_EACH_INDEX", "LOADED", "HELPER", "NOTHING", "FOR_EACH_PACK", "PACK_AT")
 
 
 def _variant(number, launch):

@@ -266,7 +266,8 @@ def _depthwise(kernel: Depthwise, operands: Sequence[Layout]) -> Launch:
     ]
     stride, dilation = map(min, kernel.stride, most_of), map(min, kernel.dilation, most_of)  # beyond the image lies nothing
     step = steps_of(biases[0])[0] if biases else 0
-    geometry = (*images, pixels, *y.shape[2:], *stride, *kernel.padding, *dilation, lanes, together, step)
+    own = steps_of(w)[0]  # 0 where one filter is for all
+    geometry = (*images, pixels, *y.shape[2:], *stride, *kernel.padding, *dilation, lanes, together, step, own)
     parts = min(-(-channels // lanes), MOST_PARTS)
     wide = max(*most_of, *(p + e * s for p, e, s in zip(most_of, y.shape[2:], kernel.stride, strict=True) if e > 1)) >= 1 << 30
     return launch_of(

@@ -91,6 +91,17 @@ HELPER void join(bool largest, int lane, int share, float* parts, float (&values
 #endif
 }
 
+// Goes over the packs of a row that are this thread's; a generic function object in the place of the body is refused by nvrtc.
+#if EACH
+#define FOR_EACH_PACK(i) \
+    _Pragma("unroll") for (int k = 0; k < EACH; ++k) \
+        if (const count_t i = share + k * SHARES; i < count)
+#define PACK_AT(i) kept[k]
+#else
+#define FOR_EACH_PACK(i) for (count_t i = share; i < count; i += SHARES)
+#define PACK_AT(i) read(i)
+#endif
+
 // LANES rows a block, or packs of rows, each by SHARES threads. Up to EACH packs of a thread stay in registers; with 0 they are read
 // again. Threads behind the last row do that once more and write nothing, so that all take part in what threads do together.
 ENTRY void __launch_bounds__(LANES * SHARES) normalise(BY_VALUE Pointers operands, BY_VALUE Normalise g) {
@@ -115,29 +126,18 @@ ENTRY void __launch_bounds__(LANES * SHARES) normalise(BY_VALUE Pointers operand
             for (int k = 0; k < 4; ++k) offsets[k] = row[k];
             walk<INNER>(i, g.inner, g.inner_steps, offsets);
         };
+        auto read = [&](count_t i) {
+            offset_t offsets[4];
+            place(i, offsets);
+            return x[offsets[0]];
+        };
 #if EACH
         Pack kept[EACH];
 #pragma unroll
         for (int k = 0; k < EACH; ++k) {
             const count_t i = share + k * SHARES;
-            offset_t offsets[4];
-            place(i < count ? i : count - 1, offsets);
-            kept[k] = x[offsets[0]];
+            kept[k] = read(i < count ? i : count - 1);
         }
-        auto over = [&](auto use) {
-#pragma unroll
-            for (int k = 0; k < EACH; ++k)
-                if ((count_t)(share + k * SHARES) < count) use((count_t)(share + k * SHARES), kept[k]);
-        };
-#else
-        auto over = [&](auto use) {
-            for (count_t i = share; i < count; i += SHARES) {
-                offset_t offsets[4];
-                place(i, offsets);
-                const Pack pack = x[offsets[0]];
-                use(i, pack);
-            }
-        };
 #endif
         float less[together], scale[together];
 #pragma unroll
@@ -146,32 +146,36 @@ ENTRY void __launch_bounds__(LANES * SHARES) normalise(BY_VALUE Pointers operand
             scale[e] = 0;
         }
 #if SOFTMAX
-        over([&](count_t, const Pack& pack) {
+        FOR_EACH_PACK(i) {
+            const Pack pack = PACK_AT(i);
 #pragma unroll
             for (int e = 0; e < PACK; ++e) less[ACROSS ? e : 0] = merged(true, less[ACROSS ? e : 0], widen(pack.of[e]));
-        });
+        }
         join(true, lane, share, parts, less);
 #elif MEAN
-        over([&](count_t, const Pack& pack) {
+        FOR_EACH_PACK(i) {
+            const Pack pack = PACK_AT(i);
 #pragma unroll
             for (int e = 0; e < PACK; ++e) less[ACROSS ? e : 0] += widen(pack.of[e]);
-        });
+        }
         join(false, lane, share, parts, less);
 #pragma unroll
         for (int e = 0; e < together; ++e) less[e] /= elements;
 #endif
-        over([&](count_t, const Pack& pack) {
+        FOR_EACH_PACK(i) {
+            const Pack pack = PACK_AT(i);
 #pragma unroll
             for (int e = 0; e < PACK; ++e) {
                 const float value = widen(pack.of[e]) - less[ACROSS ? e : 0];
                 scale[ACROSS ? e : 0] += SOFTMAX ? expf(value) : value * value;
             }
-        });
+        }
         join(false, lane, share, parts, scale);
 #pragma unroll
         for (int e = 0; e < together; ++e) scale[e] = 1 / (SOFTMAX ? scale[e] : sqrtf(scale[e] / elements + eps));
         if (there)
-            over([&](count_t i, const Pack& pack) {
+            FOR_EACH_PACK(i) {
+                const Pack pack = PACK_AT(i);
                 offset_t offsets[4];
                 place(i, offsets);
                 float values[PACK], parameters[PACK];
@@ -194,7 +198,7 @@ ENTRY void __launch_bounds__(LANES * SHARES) normalise(BY_VALUE Pointers operand
 #pragma unroll
                 for (int e = 0; e < PACK; ++e) result.of[e] = narrow(values[e]);
                 y[offsets[3]] = result;
-            });
+            }
     }
 }
 #endif
