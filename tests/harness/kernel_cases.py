@@ -103,6 +103,8 @@ def depthwise():
             for place, (channels, layout) in enumerate([(16, "NHWC"), (3, "NCHW"), (72, "NHWC"), (7, "NHWC")][:few]):
                 x = lying((2, channels, 9, 8), dtype, layout)
                 yield kernel, depthwise_operands(kernel, x, taps, place % 3, lambda s, d=dtype, o=layout: lying(s, d, o))
+        x, w, y = depthwise_operands(Depthwise(), lying((2, 16, 9, 8), dtype), (3, 3), 0)
+        yield Depthwise(), [x, Layout(w.shape, (0, *w.strides[1:]), w.dtype), y]
         kernel = Depthwise((1, 1), (1, 1), (1, 1), "sigmoid")
         views = depthwise_operands(kernel, sliced((1, 24, 6, 5), dtype, 2), (3, 3), 1, lambda s, d=dtype: sliced(s, d, 3))
         yield kernel, views

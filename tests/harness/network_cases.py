@@ -54,7 +54,12 @@ def affines():
     for dtype in TOLERANCE:
         for layout in ("NCHW", "NHWC"):
             x = lying((2, 16, 5, 6), dtype, layout)
-            for weighted, biased, activation in ((True, True, "relu"), (False, True, None), (True, False, "swish"), (False,) * 2 + (None,)):
+            for weighted, biased, activation in (
+                (True, True, "relu"),
+                (False, True, None),
+                (True, False, "swish"),
+                (False,) * 2 + (None,),
+            ):
                 for kind in (dtype, "float32"):
                     many = 2 + weighted + biased
                     yield Affine(TINY, weighted, biased, activation), [x, *[vector(16, kind)] * many, x]

@@ -96,7 +96,11 @@ def _places(extent, count, factor, mode, corners):
 
 def interpolate2d(x, size=None, scale_factor=None, mode="nearest", align_corners=False):
     factors = (None, None) if scale_factor is None else np.broadcast_to(scale_factor, 2)
-    counts = [math.floor(extent * float(factor)) for extent, factor in zip(x.shape[2:], factors, strict=True)] if size is None else size
+    counts = (
+        [math.floor(extent * float(factor)) for extent, factor in zip(x.shape[2:], factors, strict=True)]
+        if size is None
+        else size
+    )
     rows, columns = (
         [*_places(extent, count, factor, mode, align_corners)]
         for extent, count, factor in zip(x.shape[2:], np.broadcast_to(counts, 2), factors, strict=True)
@@ -110,7 +114,9 @@ def interpolate2d(x, size=None, scale_factor=None, mode="nearest", align_corners
     return y
 
 
-def conv_transpose2d(x, w, *, stride=(1, 1), padding=((0, 0), (0, 0)), output_padding=(0, 0), dilation=(1, 1), groups=1, bias=None):
+def conv_transpose2d(
+    x, w, *, stride=(1, 1), padding=((0, 0), (0, 0)), output_padding=(0, 0), dilation=(1, 1), groups=1, bias=None
+):
     """Each pixel of x adds a filter, times its value, to the result."""
     x, w = double(x), double(w)
     own = x.shape[1] // groups
