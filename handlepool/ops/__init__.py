@@ -1,6 +1,7 @@
 """Ready-made operations: convolutions, products and what comes behind them, gradients, activations, sums, pooling."""
 
 from handlepool.ops.activations import ACTIVATIONS, gelu, relu, sigmoid, swish, tanh
+from handlepool.ops.attention import scaled_dot_product_attention
 from handlepool.ops.combining import add, concat
 from handlepool.ops.convolution import conv2d, conv2d_plan
 from handlepool.ops.gradients import conv2d_input_grad, conv2d_weight_grad
@@ -38,6 +39,7 @@ __all__ = [
     "pad",
     "relu",
     "rms_norm",
+    "scaled_dot_product_attention",
     "sigmoid",
     "softmax",
     "swish",
