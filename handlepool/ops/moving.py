@@ -166,8 +166,7 @@ def to_contiguous(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | 
 
 def _options_of_pad(widths: Any, mode: Any, value: Any) -> dict[str, Any]:
     try:
-        sequence = isinstance(widths, Sequence) and not isinstance(widths, (str, bytes, bytearray, memoryview))
-        if not sequence and not (isinstance(widths, np.ndarray) and widths.ndim == 1):
+        if not isinstance(widths, Sequence) or isinstance(widths, (str, bytes, bytearray, memoryview)):
             raise TypeError
         found = tuple(map(as_integer, widths))
     except TypeError:
