@@ -16,7 +16,7 @@ import cudnn
 import numpy as np
 from frontend_types import stubbed
 from harness.node_graphs import graph_of
-from harness.node_references import CONVOLUTIONS, MATMUL, MOVES, POINTWISE, REDUCTIONS
+from harness.node_references import ATTENTION, CONVOLUTIONS, MATMUL, MOVES, POINTWISE, REDUCTIONS
 
 from benchmarks import geometries
 from handlepool.drivers.host import evaluator
@@ -98,6 +98,12 @@ def _convolution(name, spatial):
 SAMPLES = {
     **{name: {f"`{name}`": (_pointwise(name), POINTWISE[name])} for name in POINTWISE},
     "matmul": {"`matmul`": ((lambda g, a, b: g.matmul(a, b), [_array(2, 3, 4), _array(2, 4, 5)]), MATMUL)},
+    "sdpa": {
+        "`sdpa`": (
+            (lambda g, q, k, v: g.sdpa(q, k, v, attn_scale=0.5, generate_stats=False)[0], [_array(2, 3, 4, 8)] * 3),
+            ATTENTION,
+        )
+    },
     "reduction": {f"`reduction` {mode}": (_reduction(mode), reference) for mode, reference in REDUCTIONS.items()},
     **{
         name: {f"`{name}` in {n}-D": (_convolution(name, n), reference) for n in (1, 2, 3)}

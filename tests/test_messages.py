@@ -78,6 +78,7 @@ SETTINGS = {
 }
 COMMON = {"out": None, "workspace_limit": None, "allow_tf32": True, "deterministic": False, "pool": None}
 GEOMETRY = {"stride": 1, "padding": 1, "dilation": 1, "groups": 1}
+TRANSPOSED = GEOMETRY | COMMON | {"output_padding": 0, "activation": None}
 CONVOLUTION = GEOMETRY | COMMON | {"mode": "cross_correlation", "bias": None, "add": None, "activation": None}
 
 
@@ -86,6 +87,7 @@ def cases(pool):
     asarray = pool.driver.asarray
     x, w, b = (asarray(np.ones(shape, np.float32)) for shape in ((1, 4, 6, 6), (4, 4, 3, 3), (1, 4, 1, 1)))
     square = asarray(np.ones((4, 4), np.float32))
+    v, q = asarray(np.ones(4, np.float32)), asarray(np.ones((1, 2, 6, 8), np.float16))
     plain = handlepool.graph(conv)
     y = plain(x, w)
     plan = plain.plan_for(x, w)
@@ -150,6 +152,33 @@ def cases(pool):
             handlepool.avg_pool2d, x, 2, stride=1, padding=1, ceil_mode=True, count_include_pad=True, out=None, pool=None
         ),
         "mean2d": case(handlepool.mean2d, x, keepdims=True, out=None, pool=None),
+        "layer_norm": case(handlepool.layer_norm, x, axis=1, weight=v, bias=v, eps=1e-5, out=None, pool=None),
+        "rms_norm": case(handlepool.rms_norm, x, axis=1, weight=v, eps=1e-6, out=None, pool=None),
+        "group_norm": case(handlepool.group_norm, x, 2, weight=v, bias=v, eps=1e-5, out=None, pool=None),
+        "instance_norm": case(handlepool.instance_norm, x, weight=v, bias=v, eps=1e-5, out=None, pool=None),
+        "batch_norm": case(handlepool.batch_norm, x, v, v, weight=v, bias=v, eps=1e-5, activation="relu", out=None, pool=None),
+        "softmax": case(handlepool.softmax, x, axis=1, out=None, pool=None),
+        "pad": case(handlepool.pad, x, (1, 1), mode="constant", value=1, out=None, pool=None),
+        "channel_shuffle": case(handlepool.channel_shuffle, x, 2, out=None, pool=None),
+        "to_channels_last": case(handlepool.to_channels_last, x, out=None, pool=None),
+        "to_contiguous": case(handlepool.to_contiguous, x, out=None, pool=None),
+        "interpolate2d": case(
+            handlepool.interpolate2d, x, size=3, scale_factor=None, mode="bilinear", align_corners=True, out=None, pool=None
+        ),
+        "conv_transpose2d": case(handlepool.conv_transpose2d, x, w, **TRANSPOSED, bias=v),
+        "conv_transpose1d": case(handlepool.conv_transpose1d, x[0], w[0], **TRANSPOSED, bias=v),
+        "conv1d": case(handlepool.conv1d, x[0], w[0], **GEOMETRY, **COMMON, bias=v, activation=None),
+        "scaled_dot_product_attention": case(
+            handlepool.scaled_dot_product_attention,
+            q,
+            q,
+            q,
+            attn_mask=q[0, 0, :, :6],
+            is_causal=False,
+            scale=1,
+            out=None,
+            pool=None,
+        ),
         "matmul": case(handlepool.matmul, square, square, bias=square[0], activation=None, **COMMON),
         "linear": case(handlepool.linear, square, square, bias=square[0], activation="relu", **COMMON),
         "ops.conv2d_plan": case(ops.conv2d_plan, x, w, **CONVOLUTION),

@@ -68,7 +68,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Depthwise:
-    """Each channel of images with a filter of its own of (C, 1, R, S), without gaps, in float32.
+    """Each channel of images with a filter of its own of (C, 1, R, S), without gaps, or one repeated, in float32.
 
     Then come a bias (C,), if there is one, and an activation.
 
@@ -88,4 +88,101 @@ class Depthwise:
 MOST_TAPS = 49
 """Of a filter that `Depthwise` takes."""
 
-Kernel = Add | Concat | Windows | Depthwise
+
+@dataclass(frozen=True, slots=True)
+class Normalise:
+    """Rows of an array brought to mean 0 and variance 1, to a mean square of 1, or to a sum of 1, in float32.
+
+    Operands are x, then a weight and a bias where there are such, then the result. A weight has the extents of ``axes``, or, with
+    ``groups``, one element for each channel.
+
+    Attributes
+    ----------
+    kind : {"mean", "square", "softmax"}
+        "mean" subtracts the mean and divides by the standard deviation, "square" divides by the root of the mean square.
+    axes : tuple of int
+        Axes of a row, in ascending order. With ``groups`` these are all behind the channels.
+    groups : int or None
+        Groups of channels, of axis 1. A row then also has the channels of its group.
+    eps : float
+        Is added to the variance or to the mean square.
+    weighted, biased : bool
+        Whether there is a weight, and whether there is a bias.
+    """
+
+    kind: Literal["mean", "square", "softmax"]
+    axes: tuple[int, ...]
+    groups: int | None = None
+    eps: float = 0.0
+    weighted: bool = False
+    biased: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Channels of images less a mean, by the root of a variance, times a weight, plus a bias, in float32; then an activation.
+
+    Operands are x, the means and variances (C,), then a weight and a bias where there are such, then the result.
+
+    Attributes
+    ----------
+    eps : float
+        Is added to the variance.
+    weighted, biased : bool
+        Whether there is a weight, and whether there is a bias.
+    activation : str or None
+    """
+
+    eps: float
+    weighted: bool = False
+    biased: bool = False
+    activation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """An array of any type with more elements around it.
+
+    Attributes
+    ----------
+    before : tuple of int
+        Elements before the first one along each axis; below 0, elements of x that are left out. The output says how many follow.
+    mode : {"constant", "reflect", "replicate"}
+        "reflect" does not repeat the outermost element.
+    bits : int
+        The constant, as the bytes of one element in the machine's order.
+    """
+
+    before: tuple[int, ...]
+    mode: Literal["constant", "reflect", "replicate"] = "constant"
+    bits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffle:
+    """Channels, axis 1 of an array of any type, dealt out: the first one of each group, then the second one of each group."""
+
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resample:
+    """Images (N, C, H, W) of another size, in float32.
+
+    Attributes
+    ----------
+    mode : {"nearest", "bilinear"}
+    scale : (float, float)
+        Pixels of the input for one of the output, along height and width, in float32.
+    corners : bool
+        Whether pixels are points, the outermost ones of both images at the same places. Else they are squares.
+    """
+
+    mode: Literal["nearest", "bilinear"]
+    scale: tuple[float, float]
+    corners: bool = False
+
+
+NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample
+"""Kernels of normalisations, and of copies to other places or sizes."""
+Kernel = Add | Concat | Windows | Depthwise | NetworkKernel

@@ -14,6 +14,8 @@ each of some thousand graphs against float64, by ``benchmarks/geometries.py``, w
 - *A matrix product* has three axes; its factors are contiguous or transposed, and without anything behind it so is its output,
   gaps allowed. With more behind it, the rest is contiguous; addends fill it, repeat along the batch, or are a row, a column, or
   one element.
+- *Attention* takes queries, keys, values and outputs (N, H, L, E) whose last axis is innermost, behind N, H, L or N, L, H, gaps
+  allowed: the layouts that cuDNN's documentation names. A bias is contiguous and of the scores' whole shape.
 - Of *reductions* alone nothing wrong was seen without gaps, contiguous or channels-last. Reductions among other nodes, reshape,
   transpose and concatenate were not measured, and are refused: the host driver would compute what a GPU may not. What it cannot
   compute either (`docs/nodes.md`) was not measured, too: its operands are brought into such a form.
@@ -113,6 +115,8 @@ def conform(
                 f"its own"
             )
         (_matmul if kind == "MATMUL" else _convolution)(forms, nodes[0])
+    elif kind == "SDPA" and {*nodes[0].inputs} <= {"q", "k", "v", "bias"} and len(graph.nodes) == 1:
+        _attention(forms, nodes[0])
     else:
         for place in range(len(operands)):
             forms.require(place, ("contiguous", "channels-last"))
@@ -409,3 +413,23 @@ def _three_axes(forms: OperandForms, node: FrontendNode) -> None:
         if tensor.dim:
             three = list(forms.shapes[tensor.uid])
             declare(tensor, three, list(dense_strides(three)))
+
+
+# Attention
+
+
+def _attention(forms: OperandForms, node: Any) -> None:
+    bias = node.inputs.get("bias")
+    scores = (*forms.shapes[node.inputs["q"].uid][:3], forms.shapes[node.inputs["k"].uid][2])
+    for place, tensor in enumerate(forms.operands):
+        if tensor is not bias:
+            orders = (3, 2, 1, 0), (3, 1, 2, 0)
+            axes = [[(tensor.dim[axis], tensor.stride[axis]) for axis in order] for order in orders]
+            # Rows begin at multiples of 16 bytes, as the kernels load them.
+            aligned = all(step % 8 == 0 for extent, step in axes[0][1:] if extent > 1)
+            if not aligned or not any(map(is_nested, axes)):
+                forms.require(place, ("contiguous",))
+        elif tuple(tensor.dim) == scores:
+            forms.require(place, ("contiguous",))
+        else:
+            forms.expand(place, scores, "contiguous", factor=True)

@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 
 from handlepool.drivers.executable import Executable
-from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel
+from handlepool.drivers.kernel import Add, Affine, Concat, Depthwise, Kernel, Normalise
 from handlepool.drivers.operands import operand_name
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.empty import WithoutEmpty
@@ -113,6 +113,9 @@ def _in_place(kernel: Kernel, inputs: tuple[Layout, ...], output: Layout) -> tup
     """Return where inputs may lie in the output: in a sum all over it, in a concatenation where they are to be copied to."""
     if isinstance(kernel, Add):
         return at_their_places(inputs, (output,))
+    if isinstance(kernel, Normalise | Affine):
+        # Each row is read as a whole before it is written, by the threads that write it. Parameters are read all along.
+        return (*at_their_places(inputs[:1], (output,)), *(None for _ in inputs[1:]))
     if not isinstance(kernel, Concat):
         return ()
     firsts = kernel.firsts(inputs, output)

@@ -7,7 +7,7 @@ from typing import Any, Never
 import numpy as np
 
 from handlepool._util.arguments import as_integer, at_least
-from handlepool._util.names import shown
+from handlepool._util.names import kind_of, shown
 from handlepool.drivers.kernel import MOST_TAPS, Depthwise
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.annotations import ArrayT
@@ -40,7 +40,7 @@ from handlepool.tensors.inference import Convolution, axis_order, dense_strides
 from handlepool.tensors.layout import Layout
 
 Pair = int | Sequence[int]
-Padding = Pair | Sequence[Sequence[int]]
+Padding = Pair | Sequence[Sequence[int]] | str
 Shape = tuple[int, ...]
 Sides = tuple[tuple[int, int], ...]
 _BYTES = bytes, bytearray, memoryview
@@ -68,8 +68,32 @@ def sides(function: str, value: Any) -> Sides:
     except TypeError:
         pass
     raise ArgumentError(
-        f"{function}: padding={shown(value)}; it must be an integer, or two, or two pairs of them, each 0 or more"
+        f"{function}: padding={shown(value)}; it must be an integer, or two, or two pairs of them, each 0 or more, or 'same' or "
+        f"'valid'"
     )
+
+
+def named_padding(function: str, name: str, w: Any, stride: Shape, dilation: Shape) -> Sides:
+    """Return the zeros on both sides of each spatial axis that torch's "same" or "valid" stands for.
+
+    With "same" the result has the extents of the images. An odd zero comes behind.
+    """
+    if name not in PADDINGS:
+        raise ArgumentError(f"{function}: padding={name!r}; of names it can be {' or '.join(map(repr, PADDINGS))}")
+    if name == "valid":
+        return ((0, 0),) * len(stride)
+    if any(step != 1 for step in stride):
+        raise ArgumentError(
+            f"{function}: padding='same' with stride={stride}; it takes a stride of 1. Give the padding in numbers"
+        )
+    taps = tuple(getattr(w, "shape", ()))[2:]
+    if len(taps) != len(stride):
+        raise ArgumentError(
+            f"{function}: padding='same' takes filters w with {len(stride) + 2} axes, and {kind_of(w)} has the shape "
+            f"{getattr(w, 'shape', None)}; give the padding in numbers"
+        )
+    zeros = [max(tap - 1, 0) * step for tap, step in zip(map(int, taps), dilation, strict=True)]
+    return tuple((zero // 2, zero - zero // 2) for zero in zeros)
 
 
 def _two(value: Any) -> tuple[int, int]:
@@ -133,10 +157,14 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
     if not layout.size:
         return
     strides = [stride // layout.dtype.itemsize for stride in layout.strides]
-    order = axis_order(layout.shape, strides)
-    dense = dense_strides(layout.shape, order)
-    packed = all(extent == 1 or a == b for extent, a, b in zip(layout.shape, strides, dense, strict=True))
-    if packed and order in ((0, 1, 2, 3), (0, 2, 3, 1)):
+    # One filter may stand for all, as an array that repeats it.
+    repeats = [name == "w" and axis < 2 and not stride for axis, stride in enumerate(strides)]
+    shape = [1 if repeated else extent for extent, repeated in zip(layout.shape, repeats, strict=True)]
+    order = axis_order(shape, strides)
+    dense = dense_strides(shape, order)
+    packed = all(extent == 1 or a == b for extent, a, b in zip(shape, strides, dense, strict=True))
+    last = (0, *range(2, rank), 1)
+    if packed and order in (tuple(range(rank)), last):
         return
     if not views or any(stride % layout.dtype.itemsize for stride in layout.strides):
         taken = ""
@@ -145,7 +173,7 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
     else:
         taken = "; channels-last also with gaps between channels, pixels, rows or images"
     remedy = f"Pass a contiguous copy, as from ascontiguousarray({name})"
-    if order == (0, 2, 3, 1):  # which that would lose
+    if order == last:  # which that would lose
         remedy = f"Pass a copy without gaps, as from {name}.copy(order='K')"
     if name == "out":
         remedy = f"Leave it out, and copy what is returned: out[...] = {function}(...)"
@@ -212,6 +240,7 @@ def check_result(function: str, x: Shape, w: Shape, dy: Shape, how: Mapping[str,
 
 
 MODES = ("cross_correlation", "convolution")
+PADDINGS = ("same", "valid")
 SATURATED = 30.0
 """Beyond this, tanh is 1 in float32."""
 
@@ -244,11 +273,13 @@ def conv2d(
         Channels-last, it may have gaps: a crop, a slice of channels, every second row, column, channel or image. Of CuPy, torch
         or others (``docs/arrays.md``), or NumPy's on the host driver.
     w : array, shape (K, C / groups, R, S)
-        Filters, of the same type, without gaps.
+        Filters, of the same type, without gaps. One filter that is expanded to all, with a stride of 0, is taken.
     stride, dilation : int or sequence of two
         Along height and width, in pixels.
-    padding : int, or sequence of two, or of two pairs
+    padding : int, or sequence of two, or of two pairs, or {"same", "valid"}
         Zeros around an image, in pixels: on all sides; above and below, left and right; or ((above, below), (left, right)).
+        "valid" is none. "same" takes a stride of 1 and gives images of the same size; of an odd number of zeros one more comes
+        below and on the right, as in torch.
     groups : int
         Groups of channels that are convolved apart.
     mode : {"cross_correlation", "convolution"}
@@ -365,6 +396,9 @@ def _prepare(
 ) -> GraphCall:
     """Return the call for values of the options of `conv2d`, which ``key`` tells from all others."""
     stride, padding, dilation, groups, mode, activation, *limits = values
+    if isinstance(padding, str):
+        steps = (pair("conv2d", name, value) for name, value in (("stride", stride), ("dilation", dilation)))
+        padding = named_padding("conv2d", padding, arrays[1], *steps)
     options = geometry("conv2d", {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups})
     check_activation("conv2d", activation)
     if not isinstance(mode, str) or mode not in MODES:
@@ -455,7 +489,9 @@ def _describe_depthwise(
     shape = result_shape(x.shape, w.shape, **how)
     before, after = zip(*how["padding"], strict=True)
     padded = math.prod(extent + one + other for extent, one, other in zip(x.shape[2:], before, after, strict=True))
-    apart = groups == x.shape[1] == w.shape[0] and w.lies_as(dense(w.shape, w.dtype))
+    filters = dense(w.shape, w.dtype)
+    one_for_all = w.lies_as(Layout(w.shape, (0, *filters.strides[1:]), w.dtype))
+    apart = groups == x.shape[1] == w.shape[0] and (one_for_all or w.lies_as(filters))
     small = math.prod(w.shape[2:]) <= MOST_TAPS and padded * x.shape[0] * x.shape[1] < 1 << 31
     if not apart or not small or mode != "cross_correlation" or min(shape) < 1:
         raise GraphNotSupportedError("conv2d: this is not for the kernel of our own")

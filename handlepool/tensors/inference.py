@@ -256,6 +256,21 @@ def _index(node: FrontendNode, name: str, count: int, of: str) -> int:
     return index
 
 
+def attention(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
+    """Take queries (N, H, L, E), keys (N, H, S, E) and values (N, H, S, D), and give (N, H, L, D).
+
+    Statistics are (N, H, L, 1), as the frontend declares them.
+    """
+    q, k, v = (inputs.get(name, ()) for name in ("q", "k", "v"))
+    if not len(q) == len(k) == len(v) == 4 or k != (*q[:2], k[2], q[3]) or v[:3] != k[:3]:
+        raise ArgumentError(f"{title(node)}: q {q}, k {k} and v {v} must be (N, H, L, E), (N, H, S, E) and (N, H, S, D)")
+    bias = inputs.get("bias", (1, 1, 1, 1))
+    full = (*q[:3], k[2])
+    if len(bias) != 4 or any(extent not in (1, whole) for extent, whole in zip(bias, full, strict=True)):
+        raise ArgumentError(f"{title(node)}: bias {bias} does not broadcast to the scores, (N, H, L, S) of {full}")
+    return declared if declared == (*q[:3], 1) else (*q[:3], v[3])
+
+
 RULES: Mapping[str, Callable[[Any, Mapping[str, Shape], Shape, bool], Shape]] = {
     "CONV_FPROP": conv_fprop,
     "CONV_DGRAD": conv_dgrad,
@@ -266,6 +281,7 @@ RULES: Mapping[str, Callable[[Any, Mapping[str, Shape], Shape, bool], Shape]] = 
     "RESHAPE": reshape,
     "TRANSPOSE": transpose,
     "CONCATENATE": concatenate,
+    "SDPA": attention,
 }
 """By the frontend's name of the node kind: (node, input shapes, what its output declares, whether by `set_dim`)."""
 

@@ -24,8 +24,8 @@ def in_packs(kernel, operands):
 def widened(kernel, operands):
     """The launch with offsets of 64 bits."""
     with pytest.MonkeyPatch.context() as patch:
-        plain = kernels._launch
-        patch.setattr(kernels, "_launch", lambda *args, wide=False, **options: plain(*args, wide=True, **options))
+        plain = kernels.launch_of
+        patch.setattr(kernels, "launch_of", lambda *args, wide=False, **options: plain(*args, wide=True, **options))
         return in_packs(kernel, operands)
 
 

@@ -9,6 +9,7 @@ import pytest
 from harness.node_graphs import compiled_and_run, graph_of, placed
 from harness.node_references import (
     ACTIVATIONS,
+    ATTENTION,
     CONVOLUTIONS,
     MATMUL,
     POINTWISE,
@@ -105,6 +106,31 @@ def test_an_activation_without_parameters_has_the_usual_ones(name):
 
 
 # Reductions and products
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    heads=st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    rows=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    dtype=DTYPES,
+    kind=st.sampled_from(["plain", "causal", "bias"]),
+    data=st.data(),
+)
+def test_attention_is_its_reference_in_any_layout(heads, rows, sizes, dtype, kind, data):
+    (queries, keys), (size, values) = rows, sizes
+    shapes = [(*heads, queries, size), (*heads, keys, size), (*heads, keys, values)]
+    shapes += [tuple(data.draw(st.sampled_from([1, extent])) for extent in (*heads, queries, keys))] if kind == "bias" else []
+    arrays = [draw_array(data, shape, dtype) for shape in shapes]
+
+    def build(g, q, k, v, *bias):
+        more = {"bias": bias[0]} if bias else {}
+        return g.sdpa(q, k, v, attn_scale=0.4, use_causal_mask=kind == "causal", generate_stats=False, **more)[0]
+
+    result = compiled_and_run(build, *(array for array, _ in arrays))
+    q, k, v, *bias = (x for _, x in arrays)
+    expected = ATTENTION.compute(q, k, v, 0.4, kind == "causal", *bias)
+    assert_close(result, expected, dtype, np.full(expected.shape, 30 * np.abs(v).max()))
 
 
 @pytest.mark.parametrize("name", sorted(REDUCTIONS))

@@ -3,37 +3,14 @@
 import numpy as np
 import pytest
 from harness.kernel_cases import CASES, check, random_case
+from harness.kernels_on_gpu import launch
 
 import handlepool
 from handlepool import HandlePool, ParallelStates, add, avg_pool2d, concat, max_pool2d, mean2d
-from handlepool.tensors.layout import View
 from handlepool.testing import reference
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 pytest.importorskip("scipy", reason="SciPy is not installed")
-
-
-def launch(pool, kernel, operands):
-    """Run a case on the GPU, and bring all memory back, which must be as it was but for the output."""
-    driver = pool.driver
-    titles = [f"operand {place}" for place in range(len(operands))]
-    with driver.relaxed():
-        executable = driver.kernel(kernel, operands, name="kernel", titles=titles)
-
-    def run(arrays, memories):
-        there = [cupy.empty(memory.nbytes + 16, np.uint8) for memory in memories]
-        views = []
-        for array, memory, block, layout in zip(arrays, memories, there, operands, strict=True):
-            offset = array.__array_interface__["data"][0] - memory.ctypes.data
-            first = (block.data.ptr + offset + 15) // 16 * 16 - offset - block.data.ptr  # the array begins at a multiple of 16
-            part = block[first : first + memory.nbytes]
-            part.set(memory.view(np.uint8))
-            views.append(View(part.data.ptr + offset, layout.shape, layout.strides, layout.dtype, 0, False, part))
-        executable.launch(pool.get_handle(), views, 0)
-        for memory, view in zip(memories, views, strict=True):
-            memory.view(np.uint8)[...] = view.owner.get()
-
-    return run
 
 
 @pytest.fixture(params=[True, False], ids=["large packs", "packs that leave threads enough"])

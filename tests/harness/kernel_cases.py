@@ -103,6 +103,8 @@ def depthwise():
             for place, (channels, layout) in enumerate([(16, "NHWC"), (3, "NCHW"), (72, "NHWC"), (7, "NHWC")][:few]):
                 x = lying((2, channels, 9, 8), dtype, layout)
                 yield kernel, depthwise_operands(kernel, x, taps, place % 3, lambda s, d=dtype, o=layout: lying(s, d, o))
+        x, w, y = depthwise_operands(Depthwise(), lying((2, 16, 9, 8), dtype), (3, 3), 0)
+        yield Depthwise(), [x, Layout(w.shape, (0, *w.strides[1:]), w.dtype), y]
         kernel = Depthwise((1, 1), (1, 1), (1, 1), "sigmoid")
         views = depthwise_operands(kernel, sliced((1, 24, 6, 5), dtype, 2), (3, 3), 1, lambda s, d=dtype: sliced(s, d, 3))
         yield kernel, views
@@ -195,8 +197,11 @@ def filled(layout, seed=0):
     return placed(layout, (np.random.default_rng(seed).standard_normal(layout.shape) * 9).astype(layout.dtype))
 
 
-def check(kernel, operands, run, what=""):
-    """Raise unless ``run(arrays, memories)``, of NumPy's arrays and the memory around each, leaves there what is to be."""
+def check(kernel, operands, run, what="", expects=expected_of):
+    """Raise unless ``run(arrays, memories)``, of NumPy's arrays and the memory around each, leaves there what is to be.
+
+    ``expects(kernel, arrays)`` computes that in float64.
+    """
     made = [*(filled(layout, place) for place, layout in enumerate(operands[:-1])), placed(operands[-1])]
     arrays, memories = [array for array, _ in made], [memory for _, memory in made]
     spread = max(getattr(kernel, "dilation", (1, 1))) > 1  # the reference has zeros between the taps, which make NaN of it
@@ -211,7 +216,7 @@ def check(kernel, operands, run, what=""):
     np.lib.stride_tricks.as_strided(inside[first:], y.shape, steps)[...] = True
     run(arrays, memories)
     what = f"{kernel} over {', '.join(map(str, operands))} {what}"
-    found, expected = y.astype(np.float64), np.broadcast_to(expected_of(kernel, arrays[:-1]), y.shape)
+    found, expected = y.astype(np.float64), np.broadcast_to(expects(kernel, arrays[:-1]), y.shape)
     assert np.array_equal(np.isnan(found), np.isnan(expected)), what
     found, expected = np.nan_to_num(found), np.nan_to_num(expected)
     error = np.linalg.norm(found - expected) / max(

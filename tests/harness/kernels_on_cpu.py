@@ -32,6 +32,15 @@ static float __int_as_float(int x) { return __uint_as_float(x); }
 static unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
 static float normcdff(float x) { return erfcf(-x * 0.70710678f) / 2; }
 
+static float __shfl_xor_sync(unsigned, float value, int offset) {  // by all threads of a block together
+    static float given[1024];
+    given[threadIdx.x] = value;
+    __syncthreads();
+    const float found = given[threadIdx.x ^ offset];
+    __syncthreads();
+    return found;
+}
+
 template <class Run> static void launch(unsigned across, unsigned down, unsigned threads, bool in_step, Run run) {
     gridDim = {across, down};
     blockDim = {threads, 1};
@@ -50,8 +59,9 @@ template <class Run> static void launch(unsigned across, unsigned down, unsigned
 }
 """
 GEOMETRIES = {"add": "Sum", "concat": "Parts", "windows": "Windows", "whole": "Whole", "depthwise": "Depthwise"}
-IN_STEP = ("whole", "depthwise")  # whose threads wait for each other
-OWN_MACROS = ("FOR_EACH_INDEX", "LOADED", "HELPER", "NOTHING")
+GEOMETRIES |= {name: name.capitalize() for name in ("normalise", "affine", "gather", "resample")}
+IN_STEP = ("whole", "depthwise", "normalise")  # whose threads wait for each other
+OWN_MACROS = ("FOR_EACH_INDEX", "LOADED", "HELPER", "NOTHING", "FOR_EACH_PACK", "PACK_AT")
 
 
 def _variant(number, launch):

@@ -169,6 +169,26 @@ REDUCTIONS: Mapping[str, Reference] = {
 MATMUL = Reference(lambda a, b: np.einsum("...ik,...kj->...ij", a, b), "NumPy's `einsum`")
 
 
+def attended(q: Any, k: Any, v: Any, scale: float, causal: bool = False, bias: Any = None) -> Any:
+    """Each query's mean of the values, weighted by what `math.exp` makes of its scores."""
+    result = np.zeros((*q.shape[:3], v.shape[3]))
+    for n, h, row in np.ndindex(*q.shape[:3]):
+        last = row + 1 if causal else k.shape[2]
+        keys = range(min(last, k.shape[2]))
+        scores = [math.fsum(q[n, h, row] * k[n, h, key]) * scale for key in keys]
+        if bias is not None:
+            scores = [
+                score + np.broadcast_to(bias, (*q.shape[:3], k.shape[2]))[n, h, row, key] for key, score in enumerate(scores)
+            ]
+        weights = [math.exp(score - max(scores)) for score in scores]
+        for key in keys:
+            result[n, h, row] += weights[key] / math.fsum(weights) * v[n, h, key]
+    return result
+
+
+ATTENTION = Reference(attended, "Python's `exp` and `fsum`, by query")
+
+
 # What only moves
 
 

@@ -394,6 +394,16 @@ LIKENESSES = {
     "max_pool2d": (IMAGES[:1], {"window": 2}, WINDOWS),
     "avg_pool2d": (IMAGES[:1], {"window": 2}, [*WINDOWS, ("count_include_pad", (True,), (1, 1.0))]),
     "mean2d": (IMAGES[:1], {}, [("keepdims", (True, np.True_), (1, 1.0))]),
+    "layer_norm": (IMAGES[:1], {}, [("axis", (1, (1,), [1], np.int64(1)), (True, 1.0, (1.0,))), ("eps", (1, 1.0), (True, "1"))]),
+    "softmax": (IMAGES[:1], {}, [("axis", (1, (1,), [1], np.int64(1)), (True, 1.0, (1.0,)))]),
+    "interpolate2d": (
+        IMAGES[:1],
+        {"size": 2, "mode": "bilinear"},
+        [pairs("size"), ("align_corners", (True, np.True_), (1, 1.0))],
+    ),
+    "conv_transpose2d": (((2, 6, 8, 8), IMAGES[1]), {}, [*GEOMETRY, *SETTINGS]),
+    "conv_transpose1d": (((2, 6, 8), (6, 4, 3)), {}, SETTINGS),
+    "conv1d": (((2, 4, 8), (6, 4, 3)), {}, SETTINGS),
 }
 OPTIONS = [(operation, *likeness) for operation, (_, _, each) in LIKENESSES.items() for likeness in each]
 

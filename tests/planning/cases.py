@@ -121,6 +121,65 @@ def gradients(driver):
             yield f"filters {dtype} {layout}{form}", partial(ops.conv2d_weight_grad, a(*x_shape), a(*dy_shape), w_shape, **how)
 
 
+def transposed(driver):
+    """`conv_transpose2d`, the convolutions of one axis, and padding by name, by type and layout."""
+    for dtype, layout in product(TYPES, ("NHWC", "NCHW")):
+        a, name = Arrays(driver, dtype, layout), f"{dtype} {layout}"
+        x, w, bias = a(2, WIDE, 14, 14), a(WIDE, NARROW, 3, 3), a(NARROW)
+        two = partial(handlepool.conv_transpose2d, x)
+        yield f"transposed {name}", partial(two, w)
+        yield f"transposed {name} 2x2 stride 2 bias", partial(two, a(WIDE, NARROW, 2, 2), stride=2, bias=bias)
+        yield (
+            f"transposed {name} 4x4 stride 2 bias relu",
+            partial(two, a(WIDE, NARROW, 4, 4), stride=2, padding=1, bias=bias, activation="relu"),
+        )
+        yield f"transposed {name} stride 2 output padding", partial(two, w, stride=2, padding=1, output_padding=1)
+        yield f"transposed {name} dilation 2 output padding", partial(two, w, dilation=2, output_padding=1)
+        yield f"transposed {name} 4 groups", partial(two, a(WIDE, NARROW // 4, 3, 3), groups=4)
+        yield f"transposed {name} depthwise stride 2", partial(two, a(WIDE, 1, 3, 3), groups=WIDE, stride=2)
+        rows = Arrays(driver, dtype)(2, WIDE, 100)
+        rows = rows if layout == "NCHW" else Arrays(driver, dtype)(2, 100, WIDE).transpose(0, 2, 1)
+        one, filters = partial(handlepool.conv1d, rows), a(NARROW, WIDE, 3)
+        yield f"one axis {name}", partial(one, filters)
+        yield f"one axis {name} same bias relu", partial(one, filters, padding="same", bias=bias, activation="relu")
+        yield f"one axis {name} stride 2 bias", partial(one, filters, padding=1, stride=2, bias=bias)
+        yield f"one axis {name} same of an even length", partial(one, a(NARROW, WIDE, 4), padding="same")
+        yield (
+            f"one axis transposed {name} stride 2 bias",
+            partial(handlepool.conv_transpose1d, rows, a(WIDE, NARROW, 4), stride=2, bias=bias),
+        )
+        yield (
+            f"same {name} bias relu",
+            partial(handlepool.conv2d, x, a(NARROW, WIDE, 3, 3), padding="same", bias=bias, activation="relu"),
+        )
+        yield f"same {name} of even sizes", partial(handlepool.conv2d, x, a(NARROW, WIDE, 2, 4), padding="same")
+
+
+def attentions(driver):
+    """`scaled_dot_product_attention`, by type: sizes, layouts, masks."""
+    for dtype in ("float16", "bfloat16"):
+        a = partial(Arrays(driver, dtype), layout="NCHW")
+
+        def heads(*shape, a=a):
+            return [a(*shape)] * 3
+
+        call = handlepool.scaled_dot_product_attention
+        cross = a(2, 8, 77, 80), a(2, 8, 33, 80), a(2, 8, 33, 40)
+        one = a(2, 8, 1, 64), a(2, 8, 55, 64), a(2, 8, 55, 64)
+        yield f"{dtype} ViT-B/16", partial(call, *heads(1, 12, 197, 64))
+        yield f"{dtype} ViT-B/16 by rows", partial(call, *[x.transpose(0, 2, 1, 3) for x in heads(1, 197, 12, 64)])
+        yield f"{dtype} ViT-B/16 of one product, batch 8", partial(call, *a(8, 197, 3, 12, 64).transpose(2, 0, 3, 1, 4))
+        yield f"{dtype} causal", partial(call, *heads(2, 8, 128, 64), is_causal=True)
+        yield f"{dtype} causal, more queries than keys", partial(call, a(2, 8, 55, 64), *heads(2, 8, 20, 64)[1:], is_causal=True)
+        yield f"{dtype} other keys and values", partial(call, *cross)
+        yield f"{dtype} mask of the scores", partial(call, *heads(2, 8, 128, 64), attn_mask=a(128, 128))
+        yield f"{dtype} mask of the keys", partial(call, *heads(2, 8, 197, 64), attn_mask=a(2, 1, 1, 197))
+        yield f"{dtype} one query", partial(call, *one)
+        yield f"{dtype} one query, causal", partial(call, *one, is_causal=True)
+        for size in (8, 16, 24, 40, 72, 80, 96, 120, 128):
+            yield f"{dtype} heads of {size}", partial(call, *heads(1, 2, 16, size))
+
+
 def products(driver):
     """`matmul` and `linear`, by type."""
     for dtype in TYPES:
@@ -222,6 +281,8 @@ def networks(driver):
 GROUPS = {
     "conv2d": convolutions,
     "gradients": gradients,
+    "transposed": transposed,
+    "attention": attentions,
     "products": products,
     "activations": activations,
     "graphs": graphs,

@@ -29,7 +29,10 @@ def test_control_a_line_that_differs_is_told():
 @pytest.mark.parametrize("version", ["9.19", "9.28"])
 def test_every_operation_has_plans_but_for_what_is_known(version):
     table = golden(version)
-    groups = [table[name] for name in ("conv2d", "gradients", "products", "activations", "graphs", "networks")]
+    groups = [
+        table[name]
+        for name in ("conv2d", "gradients", "transposed", "attention", "products", "activations", "graphs", "networks")
+    ]
     assert all(groups)
     without = {name for lines in groups for name, line in lines.items() if not supported(line)}
     views = {name for name in table["conv2d"] if " NCHW " in name and (" x a " in name or " out a " in name)}

@@ -62,7 +62,7 @@ HELPER float widen(ELEMENT x) { return x; }
 HELPER ELEMENT narrow(float x) { return (ELEMENT)x; }
 #endif
 
-#if ADD || DEPTHWISE
+#if ADD || DEPTHWISE || AFFINE
 HELPER float activated(float x) {
 #if RELU
     return x < 0 ? 0 : x;  // NaN stays
@@ -308,7 +308,7 @@ ENTRY void __launch_bounds__(LANES * SHARES) whole(BY_VALUE Pointers operands, B
 #if DEPTHWISE
 struct Depthwise {
     Images images;
-    offset_t pixels, rows, columns, stride[2], padding[2], dilation[2], lanes, together, bias;  // together: pixels of a block
+    offset_t pixels, rows, columns, stride[2], padding[2], dilation[2], lanes, together, bias, filter;  // together: pixels of a block
 };
 
 // A block has the filters of some channels, and goes over pixels of all images. Neighbours read neighbours in memory.
@@ -351,11 +351,11 @@ ENTRY void depthwise(BY_VALUE Pointers operands, BY_VALUE Depthwise g) {
         };
         count_t i = (count_t)blockIdx.x * together + place;
         if (i < pixels) begin(i);  // under way while the filters are
-        const ELEMENT* w = (const ELEMENT*)operands.at[1] + first * PACK * taps;
+        const ELEMENT* w = (const ELEMENT*)operands.at[1] + first * PACK * g.filter;
         for (int k = threadIdx.x; k < channels; k += blockDim.x) {
             ELEMENT own[taps];
 #pragma unroll
-            for (int t = 0; t < taps; ++t) own[t] = w[k * taps + t];
+            for (int t = 0; t < taps; ++t) own[t] = w[k * g.filter + t];
             biases[k] = BIAS ? widen(((const ELEMENT*)operands.at[2])[(first * PACK + k) * g.bias]) : 0;
 #pragma unroll
             for (int t = 0; t < taps; ++t) filters[t][k] = widen(own[t]);

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel, Windows
+from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel, NetworkKernel, Windows
 from handlepool.tensors.layout import Layout
 
 THREADS = 128
@@ -37,6 +37,8 @@ MOST_PIXELS, LARGEST_BLOCK = 16, 1024
 MOST_PARTS = 65535
 """Blocks along the grid's second axis, as CUDA has it."""
 MOST_TURNS = 8
+SOURCES = ("kernels.cu", "network.cu")
+"""Files of the kernels, in the order in which they are compiled as one."""
 SHARED = 40 << 10
 """Bytes of a block's shared memory, of the 48 KiB that there are everywhere, for filters and biases."""
 ELEMENTS = {"float16": ("unsigned short", "HALF"), "bfloat16": ("unsigned short", "BFLOAT"), "float32": ("float", "FLOAT")}
@@ -74,11 +76,16 @@ class Launch:
 @cache
 def source() -> str:
     """Return the source of all kernels."""
-    return (Path(__file__).parent / "kernels.cu").read_text(encoding="utf-8")
+    return "\n".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in SOURCES)
 
 
 def plan(kernel: Kernel, operands: Sequence[Layout]) -> Launch:
     """Return the launch of a kernel for operands that lie so: inputs, then the output."""
+    if isinstance(kernel, NetworkKernel):
+        # This module's helpers serve that one, so it is imported at the first use.
+        from handlepool.drivers.cuda import network_kernels
+
+        return network_kernels.plan(kernel, operands)
     if isinstance(kernel, Add):
         return _add(kernel, operands)
     if isinstance(kernel, Concat):
@@ -119,24 +126,25 @@ def _in_packs(axes: Axes, pack: int, rank: int) -> Axes:
     return found + [(1, (0,) * len(inner))] * (rank - len(axes))
 
 
-def _thinned(pack: int, elements: int) -> int:
+def thinned(pack: int, elements: int) -> int:
     """Return a pack that leaves enough threads to do."""
     while pack > 1 and elements // pack < PLENTY:
         pack //= 2
     return pack
 
 
-def _steps(layout: Layout) -> list[int]:
+def steps_of(layout: Layout) -> list[int]:
     """Return strides in elements; 0 where the extent is 1, since they may be anything there."""
     sizes = zip(layout.shape, layout.strides, strict=True)
     return [stride // layout.dtype.itemsize if extent > 1 else 0 for extent, stride in sizes]
 
 
-def _fitting(count: int, sizes: Sequence[int]) -> int:
+def fitting(count: int, sizes: Sequence[int]) -> int:
+    """Return the first size that a count fits in."""
     return next(size for size in sizes if size >= count)
 
 
-def _launch(
+def launch_of(
     entry: str,
     macros: Macros,
     operands: Sequence[Layout],
@@ -156,31 +164,33 @@ def _launch(
     return Launch(entry, written, array("q" if wide else "i", geometry), (blocks, parts), threads)
 
 
-def _type(layout: Layout) -> Macros:
+def type_of(layout: Layout) -> Macros:
+    """Return the macros of an array's type."""
     element, kind = ELEMENTS[layout.dtype.name]
     return {"ELEMENT": element, kind: 1}
 
 
-def _activation(activation: str | None) -> Macros:
+def activation_of(activation: str | None) -> Macros:
+    """Return the macro of an activation, if there is one."""
     return {} if activation is None else {activation.upper(): 1}
 
 
 def _add(kernel: Add, operands: Sequence[Layout]) -> Launch:
     y = operands[-1]
-    axes = merged(y.shape, *map(_steps, operands))
+    axes = merged(y.shape, *map(steps_of, operands))
     most = LARGEST_PACK // y.dtype.itemsize
     flat = len(axes) == 1 and all(step == 1 for step in axes[0][1])
-    pack = _thinned(most if flat else _packed(axes, most), y.size)
+    pack = thinned(most if flat else _packed(axes, most), y.size)
     tail = y.size % pack
-    rank, capacity = _fitting(len(axes), RANKS), _fitting(len(operands), CAPACITIES)
+    rank, capacity = fitting(len(axes), RANKS), fitting(len(operands), CAPACITIES)
     axes = _in_packs(axes, pack, rank)
     count = y.size // pack
     steps = [each[operand] for operand in range(len(operands)) for _, each in axes]
     steps += [0] * (capacity - len(operands)) * rank
-    macros: Macros = {"PACK": pack, "RANK": rank, "OPERANDS": capacity, "EXACT": int(1 < len(operands) <= EXACT), **_type(y)}
-    macros |= _activation(kernel.activation)
+    macros: Macros = {"PACK": pack, "RANK": rank, "OPERANDS": capacity, "EXACT": int(1 < len(operands) <= EXACT), **type_of(y)}
+    macros |= activation_of(kernel.activation)
     geometry = (len(operands) - 1, count, tail, *(extent for extent, _ in axes), *steps)
-    return _launch("add", macros, operands, geometry, max(count, tail))
+    return launch_of("add", macros, operands, geometry, max(count, tail))
 
 
 def _concat(kernel: Concat, operands: Sequence[Layout]) -> Launch:
@@ -191,7 +201,7 @@ def _concat(kernel: Concat, operands: Sequence[Layout]) -> Launch:
     pack = math.gcd(*(_packed(axes, LARGEST_PACK) for axes in each), *starts)
     while pack > itemsize and sum(x.size for x in xs) * itemsize // pack < PLENTY:
         pack //= 2
-    rank, capacity = _fitting(max(map(len, each)), RANKS[1:]), _fitting(len(operands), CAPACITIES)
+    rank, capacity = fitting(max(map(len, each)), RANKS[1:]), fitting(len(operands), CAPACITIES)
     geometry, units = [len(xs)], 0
     for x, axes, first in zip(xs, each, starts, strict=True):
         axes = _in_packs(axes, pack, rank)
@@ -202,22 +212,22 @@ def _concat(kernel: Concat, operands: Sequence[Layout]) -> Launch:
     geometry += [0] * (capacity - len(operands)) * (2 + 3 * rank)
     macros: Macros = {"PACK": pack, "RANK": rank, "OPERANDS": capacity, "ELEMENT": "unsigned char"}
     wide = any(max(layout.reach, layout.size * itemsize) >= 1 << 31 for layout in operands)
-    return _launch("concat", macros, operands, geometry, units, wide=wide, parts=len(xs))
+    return launch_of("concat", macros, operands, geometry, units, wide=wide, parts=len(xs))
 
 
-def _images(x: Layout, y: Layout, units: int) -> tuple[Macros, list[int]]:
+def images_of(x: Layout, y: Layout, units: int) -> tuple[Macros, list[int]]:
     """Return the macros, and the geometry, of what goes over images."""
-    pack, last = 1, y.shape[1] > 1 and all(_steps(each)[1] == 1 for each in (x, y))
+    pack, last = 1, y.shape[1] > 1 and all(steps_of(each)[1] == 1 for each in (x, y))
     if last:
-        strides = [step for each in (x, y) for axis, step in enumerate(_steps(each)) if axis != 1]
-        pack = _thinned(math.gcd(LARGEST_PACK // x.dtype.itemsize, x.shape[1], *strides), units)
-    steps = [[step // pack if axis != 1 else step for axis, step in enumerate(_steps(each))] for each in (x, y)]
-    macros = {"PACK": pack, "CHANNELS_INNERMOST": int(last), **_type(x)}
+        strides = [step for each in (x, y) for axis, step in enumerate(steps_of(each)) if axis != 1]
+        pack = thinned(math.gcd(LARGEST_PACK // x.dtype.itemsize, x.shape[1], *strides), units)
+    steps = [[step // pack if axis != 1 else step for axis, step in enumerate(steps_of(each))] for each in (x, y)]
+    macros = {"PACK": pack, "CHANNELS_INNERMOST": int(last), **type_of(x)}
     return macros, [x.shape[1] // pack, *x.shape[2:], *chain(*steps)]
 
 
 def _windows(kernel: Windows, x: Layout, y: Layout) -> Launch:
-    macros, images = _images(x, y, y.size)
+    macros, images = images_of(x, y, y.size)
     unrolled = max(kernel.window) <= MOST_UNROLLED
     rows, columns = kernel.window if unrolled else (0, 0)
     macros |= {"ROWS": rows, "COLUMNS": columns, "MAXIMUM": int(kernel.kind == "max")}
@@ -225,22 +235,22 @@ def _windows(kernel: Windows, x: Layout, y: Layout) -> Launch:
     most = [extent + 2 * padding for extent, padding in zip(x.shape[2:], kernel.padding, strict=True)]
     stride = map(min, kernel.stride, most)  # what is further than the image leads nowhere
     geometry = (*images, count, *y.shape[2:], *kernel.window, *stride, *kernel.padding, int(kernel.counted))
-    return _launch("windows", macros, (x, y), geometry, count, wide=max(most) >= 1 << 30)
+    return launch_of("windows", macros, (x, y), geometry, count, wide=max(most) >= 1 << 30)
 
 
 def _whole(kernel: Windows, x: Layout, y: Layout) -> Launch:
-    macros, images = _images(x, y, y.size * SHARES)
+    macros, images = images_of(x, y, y.size * SHARES)
     lanes, shares = (LANES, SHARES) if macros["CHANNELS_INNERMOST"] else (SHARES, LANES)
     while math.prod(kernel.window) > shares * MOST_PIXELS and 2 * lanes * shares <= LARGEST_BLOCK:
         shares *= 2
     macros |= {"LANES": lanes, "SHARES": shares, "MAXIMUM": int(kernel.kind == "max")}
     outputs = y.size // int(macros["PACK"])
-    return _launch("whole", macros, (x, y), (*images, outputs), outputs, threads=lanes * shares, a_block=lanes)
+    return launch_of("whole", macros, (x, y), (*images, outputs), outputs, threads=lanes * shares, a_block=lanes)
 
 
 def _depthwise(kernel: Depthwise, operands: Sequence[Layout]) -> Launch:
     x, w, *biases, y = operands
-    macros, images = _images(x, y, y.size)
+    macros, images = images_of(x, y, y.size)
     (rows, columns), channels, pack = w.shape[2:], images[0], int(macros["PACK"])
     pixels = y.size // y.shape[1]
     most = min(LANES, SHARED // (4 * pack * (rows * columns + 1)))
@@ -250,16 +260,17 @@ def _depthwise(kernel: Depthwise, operands: Sequence[Layout]) -> Launch:
     together = max(1, THREADS // lanes)
     turns = min(MOST_TURNS, max(1, pixels * channels // (4 * PLENTY or 1)))  # pixels of a thread: filters are loaded once for all
     macros |= {"ROWS": rows, "COLUMNS": columns, "LANES": most, "BIAS": len(biases), "OPERANDS": len(operands)}
-    macros |= _activation(kernel.activation)
+    macros |= activation_of(kernel.activation)
     most_of = [
         e + 2 * p + (r - 1) * d for e, p, r, d in zip(x.shape[2:], kernel.padding, w.shape[2:], kernel.dilation, strict=True)
     ]
     stride, dilation = map(min, kernel.stride, most_of), map(min, kernel.dilation, most_of)  # beyond the image lies nothing
-    step = _steps(biases[0])[0] if biases else 0
-    geometry = (*images, pixels, *y.shape[2:], *stride, *kernel.padding, *dilation, lanes, together, step)
+    step = steps_of(biases[0])[0] if biases else 0
+    own = steps_of(w)[0]  # 0 where one filter is for all
+    geometry = (*images, pixels, *y.shape[2:], *stride, *kernel.padding, *dilation, lanes, together, step, own)
     parts = min(-(-channels // lanes), MOST_PARTS)
     wide = max(*most_of, *(p + e * s for p, e, s in zip(most_of, y.shape[2:], kernel.stride, strict=True) if e > 1)) >= 1 << 30
-    return _launch(
+    return launch_of(
         "depthwise",
         macros,
         operands,

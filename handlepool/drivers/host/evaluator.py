@@ -166,6 +166,7 @@ class _Planner:
             "RESHAPE": self.reshape,
             "TRANSPOSE": self.transpose,
             "CONCATENATE": self.concatenate,
+            "SDPA": self.attention,
         }
         nodes = self.graph.nodes
         totals: dict[int, _Place] = {}
@@ -173,7 +174,8 @@ class _Planner:
             if node.node_type.name not in rules:
                 raise GraphNotSupportedError(
                     f"{title(node)}: the host driver cannot evaluate this kind of node; it knows convolutions, matmul, "
-                    "pointwise operations, reductions, reshape, transpose and concatenate. Run the graph on the cuda driver"
+                    "pointwise operations, reductions, attention, reshape, transpose and concatenate. Run the graph on the cuda "
+                    "driver"
                 )
             self.place(node)
             if node.node_type.name == "CONV_WGRAD":
@@ -186,7 +188,7 @@ class _Planner:
             )
         for node in nodes:
             rules[node.node_type.name](node)
-        engines = ("host_im2col", "host_matmul", "host_reduction", "host_pointwise", "host_copy")
+        engines = ("host_im2col", "host_attention", "host_matmul", "host_reduction", "host_pointwise", "host_copy")
         return Evaluation(next((name for name in engines if name in self.engines), engines[-1]), self.size, tuple(self.steps))
 
     # Memory
@@ -346,6 +348,34 @@ class _Planner:
             output.view(arrays, workspace)[...] = np.matmul(*factors)
 
         self.step(node.name, [a, b], [output], compute)
+
+    def attention(self, node: FrontendNode) -> None:
+        known = {"attn_scale", "use_causal_mask", "generate_stats", "is_inference"}
+        more = sorted({*node.params} - known | {*node.inputs} - {"q", "k", "v", "bias"})
+        more += [name for name, tensor in node.outputs.items() if name != "O" and tensor is not None]
+        if more:
+            raise GraphNotSupportedError(
+                f"{title(node)}: the host driver has no {', '.join(more)}; run the graph on the cuda driver"
+            )
+        self.engines.add("host_attention")
+        q, k, v, output = self.ports(node, "q", "k", "v", "O")
+        biases = self.ports(node, "bias") if "bias" in node.inputs else []
+        scale = node.params.get("attn_scale")
+        factor = self.dtype.type(1 if scale is None else scale)
+        causal = bool(node.params.get("use_causal_mask"))
+
+        def compute(arrays: Sequence[Array], workspace: Array) -> None:
+            queries, keys, values = (np.asarray(place.view(arrays, workspace), self.dtype) for place in (q, k, v))
+            scores = np.matmul(queries, keys.swapaxes(-1, -2)) * factor
+            for bias in biases:
+                scores += bias.view(arrays, workspace)
+            if causal:
+                scores[..., np.triu(np.ones(scores.shape[-2:], bool), 1)] = -np.inf
+            scores = np.exp(scores - scores.max(-1, keepdims=True))
+            scores /= scores.sum(-1, keepdims=True)
+            output.view(arrays, workspace)[...] = np.matmul(scores, values)
+
+        self.step(node.name, [q, k, v, *biases], [output], compute)
 
     def reduction(self, node: FrontendNode) -> None:
         reduce = REDUCTIONS.get(node.params["mode"].name)

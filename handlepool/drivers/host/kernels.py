@@ -8,8 +8,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from handlepool.drivers.host.convolution import Array
 from handlepool.drivers.host.evaluator import Evaluation, Step
+from handlepool.drivers.host.network_kernels import computation
 from handlepool.drivers.host.pointwise import OPERATIONS
-from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel, Windows
+from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel, NetworkKernel, Windows
 
 
 def evaluation(kernel: Kernel, inputs: int) -> Evaluation:
@@ -18,6 +19,8 @@ def evaluation(kernel: Kernel, inputs: int) -> Evaluation:
         name, compute = "add", _add(kernel)
     elif isinstance(kernel, Concat):
         name, compute = "concat", _concat(kernel)
+    elif isinstance(kernel, NetworkKernel):
+        name, compute = type(kernel).__name__.lower(), computation(kernel)
     elif isinstance(kernel, Depthwise):
         name, compute = "depthwise", _depthwise(kernel)
     else:

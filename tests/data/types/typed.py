@@ -123,6 +123,13 @@ def ready_made(x: Half, w: Half) -> None:
     assert_type(handlepool.concat([x, w], 1), Half)
     assert_type(handlepool.max_pool2d(x, [3, 3], stride=2), Half)
     assert_type(handlepool.mean2d(x), Half)
+    assert_type(handlepool.layer_norm(x, axis=[1], weight=w), Half)
+    assert_type(handlepool.pad(x, (1, 1), mode="reflect"), Half)
+    assert_type(handlepool.interpolate2d(x, scale_factor=(2, 1.5)), Half)
+    assert_type(handlepool.conv_transpose2d(x, w, stride=2, bias=w), Half)
+    assert_type(handlepool.conv1d(x, w, padding="same"), Half)
+    assert_type(handlepool.scaled_dot_product_attention(x, x, x, is_causal=True), Half)
+    handlepool.softmax(x, dim=1)  # expect: error
     handlepool.concat([x, w])  # expect: error
     handlepool.avg_pool2d(x, 3, count_include_padding=True)  # expect: error
 

@@ -1,0 +1,356 @@
+// Normalisations, and copies to other places or sizes. This follows `kernels.cu`, which has the rules and the helpers.
+
+#if NORMALISE || AFFINE || GATHER
+// Splits a number into places along axes, the innermost first, and adds a step for each place to an offset for each operand.
+template <int RANKS, int ARRAYS>
+HELPER void walk(count_t number, const offset_t* extents, const offset_t (*steps)[RANKS], offset_t (&offsets)[ARRAYS]) {
+#pragma unroll
+    for (int axis = 0; axis < RANKS; ++axis) {
+        offset_t place = number;
+        if (axis < RANKS - 1) {
+            place = number % (count_t)extents[axis];
+            number /= (count_t)extents[axis];
+        }
+#pragma unroll
+        for (int k = 0; k < ARRAYS; ++k) offsets[k] += place * steps[k][axis];
+    }
+}
+#endif
+
+#if NORMALISE || AFFINE
+#if SINGLE  // parameters are float32, whatever the array is
+typedef float PARAMETER;
+HELPER float of_parameter(PARAMETER x) { return x; }
+#else
+typedef ELEMENT PARAMETER;
+HELPER float of_parameter(PARAMETER x) { return widen(x); }
+#endif
+
+struct alignas(PACK * sizeof(PARAMETER) < 16 ? PACK * sizeof(PARAMETER) : 16) Parameters {
+    PARAMETER of[PACK];
+};
+
+// Loads the parameters of a pack: one for all (WAY 0), neighbours (1), or with a step (2).
+template <int WAY>
+HELPER void load(const void* parameters, offset_t first, offset_t step, float (&values)[PACK]) {
+    const PARAMETER* at = (const PARAMETER*)parameters + first;
+    if (WAY == 1) {
+        const Parameters pack = *(const Parameters*)at;
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) values[e] = of_parameter(pack.of[e]);
+    } else {
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) values[e] = of_parameter(at[WAY ? e * step : 0]);
+    }
+}
+#endif
+
+#if NORMALISE
+// Extents and steps of the axes that tell rows apart, then of those in a row. Steps are of x, the weight, the bias and y. x and y are
+// counted in packs, parameters in elements. A pack lies in a row, or, with ACROSS, has an element of each of PACK rows.
+struct Normalise {
+    offset_t rows, count, elements, eps, leap[2];
+    offset_t outer[OUTER], outer_steps[4][OUTER], inner[INNER], inner_steps[4][INNER];
+};
+
+HELPER float merged(bool largest, float a, float b) { return !largest ? a + b : b > a ? b : a; }
+
+// Joins the numbers of all threads of a row. All threads of a block call it together. Behind it, all have read what came before.
+template <int COUNT>
+HELPER void join(bool largest, int lane, int share, float* parts, float (&values)[COUNT]) {
+#if ACROSS
+#pragma unroll
+    for (int e = 0; e < COUNT; ++e) parts[(share * LANES + lane) * COUNT + e] = values[e];
+    for (int half = SHARES / 2; half; half /= 2) {
+        __syncthreads();
+        if (share < half) {
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e) {
+                float* own = parts + (share * LANES + lane) * COUNT + e;
+                *own = merged(largest, *own, own[half * LANES * COUNT]);
+            }
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < COUNT; ++e) values[e] = parts[lane * COUNT + e];
+    __syncthreads();  // before the next ones overwrite what others still read
+#else
+    constexpr int together = SHARES < 32 ? SHARES : 32, warps = SHARES / together;
+#pragma unroll
+    for (int offset = together / 2; offset; offset /= 2)
+        values[0] = merged(largest, values[0], __shfl_xor_sync(0xffffffffu, values[0], offset));
+    if (warps > 1) {
+        if (share % together == 0) parts[lane * warps + share / together] = values[0];
+        __syncthreads();
+        values[0] = parts[lane * warps];
+#pragma unroll
+        for (int warp = 1; warp < warps; ++warp) values[0] = merged(largest, values[0], parts[lane * warps + warp]);
+        __syncthreads();
+    }
+#endif
+}
+
+// Goes over the packs of a row that are this thread's; a generic function object in the place of the body is refused by nvrtc.
+#if EACH
+#define FOR_EACH_PACK(i) \
+    _Pragma("unroll") for (int k = 0; k < EACH; ++k) \
+        if (const count_t i = share + k * SHARES; i < count)
+#define PACK_AT(i) kept[k]
+#else
+#define FOR_EACH_PACK(i) for (count_t i = share; i < count; i += SHARES)
+#define PACK_AT(i) read(i)
+#endif
+
+// LANES rows a block, or packs of rows, each by SHARES threads. Up to EACH packs of a thread stay in registers; with 0 they are read
+// again. Threads behind the last row do that once more and write nothing, so that all take part in what threads do together.
+ENTRY void __launch_bounds__(LANES * SHARES) normalise(BY_VALUE Pointers operands, BY_VALUE Normalise g) {
+    constexpr int together = ACROSS ? PACK : 1;
+    __shared__ float parts[ACROSS ? LANES * SHARES * PACK : LANES * SHARES];
+#if ACROSS
+    const int lane = threadIdx.x % LANES, share = threadIdx.x / LANES;
+#else
+    const int lane = threadIdx.x / SHARES, share = threadIdx.x % SHARES;
+#endif
+    const Pack* x = (const Pack*)operands.at[0];
+    const void *weight = operands.at[1], *bias = operands.at[1 + WEIGHTED];
+    Pack* y = (Pack*)operands.at[1 + WEIGHTED + BIASED];
+    const count_t count = g.count, rows = g.rows;
+    const float eps = __int_as_float((int)g.eps), elements = (float)g.elements;
+    for (count_t first = (count_t)blockIdx.x * LANES; first < rows; first += (count_t)gridDim.x * LANES) {
+        const bool there = first + lane < rows;
+        offset_t row[4] = {};
+        walk<OUTER>(there ? first + lane : rows - 1, g.outer, g.outer_steps, row);
+        auto place = [&](count_t i, offset_t (&offsets)[4]) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) offsets[k] = row[k];
+            walk<INNER>(i, g.inner, g.inner_steps, offsets);
+        };
+        auto read = [&](count_t i) {
+            offset_t offsets[4];
+            place(i, offsets);
+            return x[offsets[0]];
+        };
+#if EACH
+        Pack kept[EACH];
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+            const count_t i = share + k * SHARES;
+            kept[k] = read(i < count ? i : count - 1);
+        }
+#endif
+        float less[together], scale[together];
+#pragma unroll
+        for (int e = 0; e < together; ++e) {
+            less[e] = SOFTMAX ? -__int_as_float(0x7f800000) : 0;
+            scale[e] = 0;
+        }
+#if SOFTMAX
+        FOR_EACH_PACK(i) {
+            const Pack pack = PACK_AT(i);
+#pragma unroll
+            for (int e = 0; e < PACK; ++e) less[ACROSS ? e : 0] = merged(true, less[ACROSS ? e : 0], widen(pack.of[e]));
+        }
+        join(true, lane, share, parts, less);
+#elif MEAN
+        FOR_EACH_PACK(i) {
+            const Pack pack = PACK_AT(i);
+#pragma unroll
+            for (int e = 0; e < PACK; ++e) less[ACROSS ? e : 0] += widen(pack.of[e]);
+        }
+        join(false, lane, share, parts, less);
+#pragma unroll
+        for (int e = 0; e < together; ++e) less[e] /= elements;
+#endif
+        FOR_EACH_PACK(i) {
+            const Pack pack = PACK_AT(i);
+#pragma unroll
+            for (int e = 0; e < PACK; ++e) {
+                const float value = widen(pack.of[e]) - less[ACROSS ? e : 0];
+                scale[ACROSS ? e : 0] += SOFTMAX ? expf(value) : value * value;
+            }
+        }
+        join(false, lane, share, parts, scale);
+#pragma unroll
+        for (int e = 0; e < together; ++e) scale[e] = 1 / (SOFTMAX ? scale[e] : sqrtf(scale[e] / elements + eps));
+        if (there)
+            FOR_EACH_PACK(i) {
+                const Pack pack = PACK_AT(i);
+                offset_t offsets[4];
+                place(i, offsets);
+                float values[PACK], parameters[PACK];
+#pragma unroll
+                for (int e = 0; e < PACK; ++e) {
+                    const float value = widen(pack.of[e]) - less[ACROSS ? e : 0];
+                    values[e] = (SOFTMAX ? expf(value) : value) * scale[ACROSS ? e : 0];
+                }
+#if WEIGHTED
+                load<WEIGHT_WAY>(weight, offsets[1], g.leap[0], parameters);
+#pragma unroll
+                for (int e = 0; e < PACK; ++e) values[e] *= parameters[e];
+#endif
+#if BIASED
+                load<BIAS_WAY>(bias, offsets[2], g.leap[1], parameters);
+#pragma unroll
+                for (int e = 0; e < PACK; ++e) values[e] += parameters[e];
+#endif
+                Pack result;
+#pragma unroll
+                for (int e = 0; e < PACK; ++e) result.of[e] = narrow(values[e]);
+                y[offsets[3]] = result;
+            }
+    }
+}
+#endif
+
+#if AFFINE
+// Steps are of x, the means, the variances, the weight, the bias and y.
+struct Affine {
+    offset_t count, eps, leap[4], extents[RANK], steps[6][RANK];
+};
+
+ENTRY void affine(BY_VALUE Pointers operands, BY_VALUE Affine g) {
+    const Pack* x = (const Pack*)operands.at[0];
+    const void *weight = operands.at[3], *bias = operands.at[3 + WEIGHTED];
+    Pack* y = (Pack*)operands.at[3 + WEIGHTED + BIASED];
+    const float eps = __int_as_float((int)g.eps);
+    FOR_EACH_INDEX(i, g.count) {
+        offset_t offsets[6] = {};
+        walk<RANK>(i, g.extents, g.steps, offsets);
+        const Pack pack = x[offsets[0]];
+        float values[PACK], parameters[PACK];
+        load<MEAN_WAY>(operands.at[1], offsets[1], g.leap[0], parameters);
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) values[e] = widen(pack.of[e]) - parameters[e];
+        load<VARIANCE_WAY>(operands.at[2], offsets[2], g.leap[1], parameters);
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) values[e] *= 1 / sqrtf(parameters[e] + eps);
+#if WEIGHTED
+        load<WEIGHT_WAY>(weight, offsets[3], g.leap[2], parameters);
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) values[e] *= parameters[e];
+#endif
+#if BIASED
+        load<BIAS_WAY>(bias, offsets[4], g.leap[3], parameters);
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) values[e] += parameters[e];
+#endif
+        Pack result;
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) result.of[e] = narrow(activated(values[e]));
+        y[offsets[5]] = result;
+    }
+}
+#endif
+
+#if GATHER
+// Axes of the output, the innermost first. An axis that was padded has its place in x clipped, mirrored or refused. ELEMENT has the
+// bits of an element, so that one variant serves all types of one size.
+struct Gather {
+    offset_t count, low, high, extents[RANK], steps[2][RANK];  // of x and y, in packs
+    offset_t before[RANK], within[RANK];  // elements of the output before those of x, and how many these are; none: an axis as it is
+};
+
+ENTRY void gather(BY_VALUE Pointers operands, BY_VALUE Gather g) {
+    const Pack* x = (const Pack*)operands.at[0];
+    Pack* y = (Pack*)operands.at[1];
+#if CONSTANT
+    Pack around;
+    const unsigned long long bits = (unsigned long long)(unsigned)g.high << 32 | (unsigned)g.low;
+#pragma unroll
+    for (int e = 0; e < PACK; ++e) around.of[e] = (ELEMENT)bits;
+#endif
+    FOR_EACH_INDEX(i, g.count) {
+        count_t number = i;
+        offset_t from = 0, to = 0;
+        bool inside = true;
+#pragma unroll
+        for (int axis = 0; axis < RANK; ++axis) {
+            offset_t place = number;
+            if (axis < RANK - 1) {
+                place = number % (count_t)g.extents[axis];
+                number /= (count_t)g.extents[axis];
+            }
+            to += place * g.steps[1][axis];
+#if CONSTANT || REFLECT || REPLICATE
+            const offset_t within = g.within[axis];
+            if (within) {
+                place -= g.before[axis];
+#if REFLECT
+                if (place < 0) place = -place;
+                if (place >= within) place = 2 * within - 2 - place;
+#endif
+                const offset_t nearest = place < 0 ? 0 : place < within ? place : within - 1;
+                inside = inside && nearest == place;
+                place = nearest;
+            }
+#endif
+            from += place * g.steps[0][axis];
+        }
+        Pack pack = x[from];
+#if CONSTANT
+        if (!inside) pack = around;
+#endif
+        y[to] = pack;
+    }
+}
+#endif
+
+#if RESAMPLE
+struct Resample {
+    struct {
+        offset_t channels, height, width, from[4], to[4];  // as in `kernels.cu`
+    } images;
+    offset_t count, rows, columns, scale[2];
+};
+
+// The place in the input of a pixel of the output, as torch computes it.
+HELPER float source(offset_t place, float scale) {
+#if BILINEAR && !CORNERS
+    const float found = scale * ((float)place + 0.5f) - 0.5f;
+    return found < 0 ? 0 : found;
+#else
+    return scale * (float)place;
+#endif
+}
+
+ENTRY void resample(BY_VALUE Pointers operands, BY_VALUE Resample g) {
+    const float down = __int_as_float((int)g.scale[0]), along = __int_as_float((int)g.scale[1]);
+    FOR_EACH_INDEX(i, g.count) {
+        count_t rest = i;
+#if CHANNELS_INNERMOST
+        const offset_t c = rest % (count_t)g.images.channels;
+        rest /= (count_t)g.images.channels;
+#endif
+        const offset_t q = rest % (count_t)g.columns;
+        rest /= (count_t)g.columns;
+        const offset_t p = rest % (count_t)g.rows;
+        rest /= (count_t)g.rows;
+#if !CHANNELS_INNERMOST
+        const offset_t c = rest % (count_t)g.images.channels;
+        rest /= (count_t)g.images.channels;
+#endif
+        const offset_t n = rest;
+        const Pack* x = (const Pack*)operands.at[0] + (n * g.images.from[0] + c * g.images.from[1]);
+        const float row = source(p, down), column = source(q, along);
+        const offset_t bottom = g.images.height - 1, right = g.images.width - 1;
+        const offset_t r = (offset_t)row < bottom ? (offset_t)row : bottom, s = (offset_t)column < right ? (offset_t)column : right;
+        Pack y;
+#if BILINEAR
+        const offset_t below = r < bottom ? r + 1 : r, beside = s < right ? s + 1 : s;
+        const Pack a = x[r * g.images.from[2] + s * g.images.from[3]], b = x[r * g.images.from[2] + beside * g.images.from[3]];
+        const Pack c0 = x[below * g.images.from[2] + s * g.images.from[3]], d = x[below * g.images.from[2] + beside * g.images.from[3]];
+        const float v = row - (float)r, h = column - (float)s;
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) {
+            const float upper = (1 - h) * widen(a.of[e]) + h * widen(b.of[e]), lower = (1 - h) * widen(c0.of[e]) + h * widen(d.of[e]);
+            y.of[e] = narrow((1 - v) * upper + v * lower);
+        }
+#else
+        y = x[r * g.images.from[2] + s * g.images.from[3]];
+#endif
+        Pack* to = (Pack*)operands.at[1] + (n * g.images.to[0] + c * g.images.to[1]);
+        to[p * g.images.to[2] + q * g.images.to[3]] = y;
+    }
+}
+#endif

@@ -1,0 +1,255 @@
+"""Launch the kernels of normalisations and of copies: choose their variant, geometry and grid. Needs no CUDA.
+
+The source is ``network.cu``, which follows ``kernels.cu``.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+
+from handlepool.drivers.cuda import kernels
+from handlepool.drivers.cuda.kernels import Axes, Launch, Macros, merged
+from handlepool.drivers.kernel import Affine, NetworkKernel, Normalise, Pad, Resample, Shuffle
+from handlepool.tensors.layout import Layout
+
+WARP = 32
+MOST_KEPT = 32
+"""Elements of a row that a thread keeps in registers."""
+PACKS_EACH = 4
+"""Packs of a row for each thread, where there are rows enough."""
+ROW_RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
+WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+"""Types of as many bytes."""
+
+
+def plan(kernel: NetworkKernel, operands: Sequence[Layout]) -> Launch:
+    """Return the launch of a kernel for operands that lie so: inputs, then the output."""
+    if isinstance(kernel, Normalise):
+        return _normalise(kernel, operands)
+    if isinstance(kernel, Affine):
+        return _affine(kernel, operands)
+    if isinstance(kernel, Resample):
+        return _resample(kernel, *operands)
+    if isinstance(kernel, Pad):
+        return _pad(kernel, *operands)
+    return _shuffle(kernel, *operands)
+
+
+def _bits(value: float) -> int:
+    """Return a float32 as the integer with its bits."""
+    found: int = struct.unpack("i", struct.pack("f", value))[0]
+    return found
+
+
+def _power(count: int) -> int:
+    """Return the smallest power of two that is not below a count."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _single(x: Layout, parameters: Sequence[Layout]) -> Macros:
+    return {"SINGLE": int(bool(parameters) and parameters[0].dtype != x.dtype)}
+
+
+def _pack(axes: Axes, others: Axes, itemsize: int) -> int:
+    """Return how many elements of the first of these axes x and y allow to be read at a time."""
+    (extent, inner), *outer = axes
+    if inner[0] != 1 or inner[-1] != 1:
+        return 1
+    steps = [step for _, each in (*outer, *others) for step in (each[0], each[-1])]
+    return math.gcd(kernels.LARGEST_PACK // itemsize, extent, *steps)
+
+
+def _ways(axes: Axes, others: Axes, pack: int) -> list[int]:
+    """Return how each parameter is loaded for a pack along the first of these axes; see ``load`` in the source."""
+    (_, inner), *outer = axes
+    found = []
+    for place in range(1, len(inner) - 1):
+        aligned = all(each[place] % pack == 0 for _, each in (*outer, *others))
+        found.append(0 if not inner[place] else 1 if inner[place] == 1 and aligned else 2)
+    return found
+
+
+def _counted(axes: Axes, pack: int, rank: int, packed: bool = True) -> list[int]:
+    """Return extents, then the steps of each operand: of x and y in packs, of parameters in elements.
+
+    ``packed`` says that packs lie along the first axis.
+    """
+    extents, steps = [], []
+    for place, (extent, (x, *rest, y)) in enumerate(axes):
+        along = packed and not place
+        extents.append(extent // pack if along else extent)
+        steps.append((x, *(step * pack for step in rest), y) if along else (x // pack, *rest, y // pack))
+    more = rank - len(axes)
+    steps += [(0,) * len(axes[0][1])] * more
+    return [*extents, *[1] * more, *(step for each in zip(*steps, strict=True) for step in each)]
+
+
+def _threads(rows: int, count: int, across: bool) -> tuple[int, int]:
+    """Return how many rows a block has, and how many threads a row; both are powers of two."""
+    if across:
+        lanes, shares = min(kernels.LANES, _power(rows)), kernels.SHARES
+        while count > shares * kernels.MOST_PIXELS and 2 * lanes * shares <= kernels.LARGEST_BLOCK:
+            shares *= 2
+        return lanes, shares
+    most = min(_power(count), kernels.LARGEST_BLOCK)
+    shares = min(_power(-(-count // PACKS_EACH)), most)
+    while shares < most and rows * shares < kernels.PLENTY:
+        shares *= 2
+    return max(1, kernels.THREADS // shares), shares
+
+
+def _rows(kernel: Normalise, operands: Sequence[Layout]) -> tuple[list[int], list[list[int]], set[int]]:
+    """Return extents, the steps of x, weight, bias and y along each, and the axes of a row. A group has an axis of its own."""
+    x, *parameters, y = operands
+    extents, ends = [*x.shape], [kernels.steps_of(x), kernels.steps_of(y)]
+    reduced = set(kernel.axes)
+    beside: list[list[int]] = []
+    for there, place in _optional(kernel):
+        found = [0] * x.ndim
+        if there:
+            for axis, step in zip([1] if kernel.groups else kernel.axes, kernels.steps_of(parameters[place]), strict=True):
+                found[axis] = step
+        beside.append(found)
+    steps = [ends[0], *beside, ends[1]]
+    if kernel.groups:
+        own = x.shape[1] // kernel.groups
+        extents[1:2] = [kernel.groups, own]
+        for each in steps:
+            each[1:2] = [each[1] * own, each[1]]
+        reduced = {2, *(axis + 1 for axis in kernel.axes)}
+    return extents, steps, reduced
+
+
+def _normalise(kernel: Normalise, operands: Sequence[Layout]) -> Launch:
+    x, *parameters, y = operands
+    extents, steps, reduced = _rows(kernel, operands)
+    inner, outer = (
+        merged(
+            [extent for axis, extent in enumerate(extents) if (axis in reduced) is rows],
+            *([step for axis, step in enumerate(each) if (axis in reduced) is rows] for each in steps),
+        )
+        for rows in (True, False)
+    )
+    itemsize = x.dtype.itemsize
+    along, beside = _pack(inner, outer, itemsize), _pack(outer, inner, itemsize)
+    nearer = outer[0][0] > 1 and (inner[0][0] == 1 or outer[0][1][-1] < inner[0][1][-1])
+    across = beside > along or (along == beside == 1 and nearer)
+    pack = kernels.thinned(beside if across else along, y.size)
+    first, other = (outer, inner) if across else (inner, outer)
+    weight, bias = _ways(first, other, pack)
+    down, within = (kernels.fitting(len(axes), ROW_RANKS) for axes in (outer, inner))
+    rows, count = (math.prod(extent for extent, _ in axes) for axes in (outer, inner))
+    elements = count
+    rows, count = (rows // pack, count) if across else (rows, count // pack)
+    lanes, shares = _threads(rows, count, across)
+    each = -(-count // shares)
+    macros: Macros = {
+        **kernels.type_of(x),
+        **_single(x, parameters),
+        "PACK": pack,
+        "ACROSS": int(across),
+        "LANES": lanes,
+        "SHARES": shares,
+        "EACH": each if each * pack <= MOST_KEPT else 0,
+        "OUTER": down,
+        "INNER": within,
+        "OPERANDS": len(operands),
+        "MEAN": int(kernel.kind == "mean"),
+        "SOFTMAX": int(kernel.kind == "softmax"),
+        "WEIGHTED": int(kernel.weighted),
+        "BIASED": int(kernel.biased),
+        "WEIGHT_WAY": weight,
+        "BIAS_WAY": bias,
+    }
+    geometry = [rows, count, elements, _bits(kernel.eps), *first[0][1][1:-1]]
+    geometry += _counted(outer, pack, down, across) + _counted(inner, pack, within, not across)
+    return kernels.launch_of("normalise", macros, operands, geometry, rows, threads=lanes * shares, a_block=lanes)
+
+
+def _affine(kernel: Affine, operands: Sequence[Layout]) -> Launch:
+    x, *parameters, y = operands
+    slots = [*parameters[:2], *(parameters[place] if there else None for there, place in _optional(kernel))]
+    vectors = [[0] * x.ndim for _ in slots]
+    for vector, slot in zip(vectors, slots, strict=True):
+        vector[1] = kernels.steps_of(slot)[0] if slot is not None else 0
+    axes = merged(x.shape, kernels.steps_of(x), *vectors, kernels.steps_of(y))
+    pack = kernels.thinned(_pack(axes, [], x.dtype.itemsize), y.size)
+    ways = _ways(axes, [], pack)
+    rank = kernels.fitting(len(axes), kernels.RANKS)
+    macros: Macros = {
+        **kernels.type_of(x),
+        **_single(x, parameters),
+        **kernels.activation_of(kernel.activation),
+        "PACK": pack,
+        "RANK": rank,
+        "OPERANDS": len(operands),
+        "WEIGHTED": int(kernel.weighted),
+        "BIASED": int(kernel.biased),
+        **dict(zip(("MEAN_WAY", "VARIANCE_WAY", "WEIGHT_WAY", "BIAS_WAY"), ways, strict=True)),
+    }
+    count = y.size // pack
+    geometry = [count, _bits(kernel.eps), *axes[0][1][1:-1], *_counted(axes, pack, rank)]
+    return kernels.launch_of("affine", macros, operands, geometry, count)
+
+
+def _optional(kernel: Normalise | Affine) -> list[tuple[bool, int]]:
+    """Return whether there are a weight and a bias, and the places of these among the parameters behind the first ones."""
+    first = 2 if isinstance(kernel, Affine) else 0
+    return [(kernel.weighted, first), (kernel.biased, first + kernel.weighted)]
+
+
+def _gather(
+    x: Layout,
+    y: Layout,
+    extents: Sequence[int],
+    steps: Sequence[Sequence[int]],
+    before: Sequence[int],
+    within: Sequence[int],
+    mode: str,
+    bits: int,
+) -> Launch:
+    """Return the launch of a copy; ``within`` is 0 along axes that are not padded."""
+    itemsize = y.dtype.itemsize
+    padded = sorted((axis for axis, inside in enumerate(within) if inside), key=lambda axis: steps[1][axis])
+    plain = [axis for axis in range(len(extents)) if axis not in padded]
+    axes = merged([extents[axis] for axis in plain], *([each[axis] for axis in plain] for each in steps))
+    rest: Axes = [(extents[axis], (steps[0][axis], steps[1][axis])) for axis in padded]
+    pack = kernels.thinned(_pack(axes, rest, itemsize), y.size)
+    rank = kernels.fitting(len(axes) + len(rest), kernels.RANKS)
+    edges = [(0, 0)] * len(axes) + [(before[axis], within[axis]) for axis in padded]
+    both = [(extent, each, edge) for (extent, each), edge in zip([*axes, *rest], edges, strict=True)]
+    # Neighbours in memory are for neighbouring threads. Packs lie along the first axis of step 1.
+    both.sort(key=lambda axis: axis[1][1])
+    more = rank - len(both)
+    first, last = zip(*[edge for _, _, edge in both], strict=True)
+    macros: Macros = {"ELEMENT": WORDS[itemsize], "PACK": pack, "RANK": rank, mode.upper(): 1}
+    counted = _counted([(extent, each) for extent, each, _ in both], pack, rank)
+    count = y.size // pack
+    words = struct.unpack("2i", bits.to_bytes(8, "little"))
+    geometry = [count, *words, *counted, *first, *[0] * more, *last, *[0] * more]
+    wide = max((abs(step) + inside for step, inside in zip(before, within, strict=True)), default=0) >= 1 << 29
+    return kernels.launch_of("gather", macros, (x, y), geometry, count, wide=wide)
+
+
+def _pad(kernel: Pad, x: Layout, y: Layout) -> Launch:
+    axes = zip(kernel.before, x.shape, y.shape, strict=True)
+    within = [inside if before or inside != extent else 0 for before, inside, extent in axes]
+    steps = kernels.steps_of(x), kernels.steps_of(y)
+    return _gather(x, y, y.shape, steps, kernel.before, within, kernel.mode, kernel.bits)
+
+
+def _shuffle(kernel: Shuffle, x: Layout, y: Layout) -> Launch:
+    each = x.shape[1] // kernel.groups
+    extents = (x.shape[0], each, kernel.groups, *x.shape[2:])
+    (n, c, *rest), (m, d, *others) = kernels.steps_of(x), kernels.steps_of(y)
+    steps = (n, c, c * each, *rest), (m, d * kernel.groups, d, *others)
+    nothing = [0] * len(extents)
+    return _gather(x, y, extents, steps, nothing, nothing, "plain", 0)
+
+
+def _resample(kernel: Resample, x: Layout, y: Layout) -> Launch:
+    macros, images = kernels.images_of(x, y, y.size)
+    macros |= {kernel.mode.upper(): 1, "CORNERS": int(kernel.corners)}
+    count = y.size // int(macros["PACK"])
+    geometry = (*images, count, *y.shape[2:], *map(_bits, kernel.scale))
+    return kernels.launch_of("resample", macros, (x, y), geometry, count)

@@ -1,0 +1,123 @@
+"""The kernels of normalisations and of copies (`handlepool.drivers.kernel`) with NumPy, in float32."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from handlepool.drivers.host.convolution import Array
+from handlepool.drivers.host.pointwise import OPERATIONS
+from handlepool.drivers.kernel import Affine, NetworkKernel, Normalise, Pad, Resample, Shuffle
+
+Compute = Callable[[Sequence[Array], Array], None]
+
+
+def computation(kernel: NetworkKernel) -> Compute:
+    """Return the function that computes a kernel's output in place, given the inputs and the output."""
+    if isinstance(kernel, Normalise):
+        return _normalise(kernel)
+    if isinstance(kernel, Affine):
+        return _affine(kernel)
+    if isinstance(kernel, Pad):
+        return _pad(kernel)
+    return _shuffle(kernel) if isinstance(kernel, Shuffle) else _resample(kernel)
+
+
+def _normalise(kernel: Normalise) -> Compute:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        x, *parameters = xs
+        values = x.astype(np.float32)
+        axes = kernel.axes
+        if kernel.groups:
+            values = values.reshape(x.shape[0], kernel.groups, -1)
+            axes = (2,)
+        if kernel.kind == "softmax":
+            result = np.exp(values - values.max(axes, keepdims=True))
+            result /= result.sum(axes, keepdims=True)
+        else:
+            less = values.mean(axes, keepdims=True) if kernel.kind == "mean" else np.float32(0)
+            result = values - less
+            square = np.mean(result * result, axes, keepdims=True)
+            result = result / np.sqrt(square + np.float32(kernel.eps))
+        result = result.reshape(x.shape)
+        places = (1,) if kernel.groups else kernel.axes
+        parameters = [
+            each.reshape([x.shape[axis] if axis in places else 1 for axis in range(x.ndim)]).astype(np.float32)
+            for each in parameters
+        ]
+        y[...] = _scaled(result, parameters, kernel.weighted)
+
+    return compute
+
+
+def _scaled(values: Array, parameters: Sequence[Array], weighted: bool) -> Array:
+    """Multiply by the first parameter, if it is a weight, and add the other one."""
+    for place, parameter in enumerate(parameters):
+        values = values * parameter if weighted and not place else values + parameter
+    return values
+
+
+def _affine(kernel: Affine) -> Compute:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        x, *parameters = xs
+        along = (-1, *(1,) * (x.ndim - 2))
+        mean, variance, *rest = (each.astype(np.float32).reshape(along) for each in parameters)
+        result = (x.astype(np.float32) - mean) / np.sqrt(variance + np.float32(kernel.eps))
+        result = _scaled(result, rest, kernel.weighted)
+        y[...] = result if kernel.activation is None else OPERATIONS[kernel.activation]({}, result)
+
+    return compute
+
+
+def _pad(kernel: Pad) -> Compute:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        (x,) = xs
+        found, outside = x, np.zeros(y.shape, bool)
+        for axis, (before, within, extent) in enumerate(zip(kernel.before, x.shape, y.shape, strict=True)):
+            places = np.arange(extent) - before
+            if kernel.mode == "reflect":
+                places = np.abs(places)
+                places = np.where(places >= within, 2 * within - 2 - places, places)
+            inside = np.clip(places, 0, within - 1)
+            found = np.take(found, inside, axis)
+            outside |= (inside != places).reshape([-1 if axis == own else 1 for own in range(y.ndim)])
+        y[...] = found
+        if kernel.mode == "constant":
+            itemsize = y.dtype.itemsize
+            y[outside] = np.frombuffer(kernel.bits.to_bytes(8, "little")[:itemsize], y.dtype)[0]
+
+    return compute
+
+
+def _shuffle(kernel: Shuffle) -> Compute:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        (x,) = xs
+        dealt = x.reshape(x.shape[0], kernel.groups, x.shape[1] // kernel.groups, *x.shape[2:])
+        y[...] = dealt.swapaxes(1, 2).reshape(y.shape)
+
+    return compute
+
+
+def _resample(kernel: Resample) -> Compute:
+    def places(count: int, extent: int, scale: float) -> tuple[Any, Any]:
+        """Return the pixel before each place, and how far behind it the place is."""
+        step, half = np.float32(scale), np.float32(0.5)
+        place = np.arange(count, dtype=np.float32)
+        found = step * place if kernel.mode == "nearest" or kernel.corners else np.maximum(step * (place + half) - half, 0)
+        first = np.minimum(found.astype(np.int64), extent - 1)
+        return first, found - first.astype(np.float32)
+
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        (x,) = xs
+        (rows, v), (columns, h) = (places(*axis) for axis in zip(y.shape[2:], x.shape[2:], kernel.scale, strict=True))
+        if kernel.mode == "nearest":
+            y[...] = x[:, :, rows[:, None], columns]
+            return
+        values = x.astype(np.float32)
+        below, beside = (np.minimum(first + 1, extent - 1) for first, extent in zip((rows, columns), x.shape[2:], strict=True))
+        upper, lower = (
+            (1 - h) * values[:, :, row[:, None], columns] + h * values[:, :, row[:, None], beside] for row in (rows, below)
+        )
+        y[...] = (1 - v[:, None]) * upper + v[:, None] * lower
+
+    return compute

@@ -1,0 +1,167 @@
+"""Scaled dot-product attention, by cuDNN's own node."""
+
+import math
+from typing import Any, Never
+
+from handlepool._util.arguments import flag
+from handlepool._util.names import shown
+from handlepool._util.protocols import holds_values
+from handlepool.errors import ArgumentError
+from handlepool.graphs.annotations import ArrayT
+from handlepool.graphs.function import GraphFunction
+from handlepool.graphs.launch import by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch, told_apart
+from handlepool.pool.context import NOT_CACHED, launchers
+from handlepool.pool.default import FromFork, chosen_pool, current_pool
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.pool import HandlePool
+from handlepool.tensors.layout import Layout
+
+TYPES = ("float16", "bfloat16")
+HEAD_STEP, MOST_HEAD = 8, 128
+"""Of which head sizes are multiples, and the largest one. cuDNN's documentation of the node says so for all GPUs from Ampere on,
+whether many queries or few are given; larger heads depend on GPU and version."""
+
+
+@by_keyword
+def scaled_dot_product_attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *extra: Never,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    out: Any = None,
+    pool: HandlePool | None = None,
+) -> ArrayT:
+    """Compute softmax(q kᵀ scale + attn_mask) v for each head, on the current stream.
+
+    Parameters
+    ----------
+    q : array, shape (N, H, L, E)
+        Queries; float16 or bfloat16. E is a multiple of 8, at most 128. The head is innermost, as in a contiguous array or in a
+        transposed view of (N, L, H, E); other layouts are copied, up to 16 MiB.
+    k : array, shape (N, H, S, E)
+        Keys, of the same type.
+    v : array, shape (N, H, S, D)
+        Values, of the same type. D is a multiple of 8, at most 128.
+    attn_mask : array, optional
+        Is added to the scores: of the type of q, and of a shape that broadcasts to (N, H, L, S). Negative infinity leaves a key
+        out. The result of a query that no key is left for is not defined.
+    is_causal : bool
+        Whether the query at place i sees the keys up to place i alone.
+    scale : number, optional
+        1 / sqrt(E) by default.
+    out : array, shape (N, H, L, D), optional
+        Where the result goes.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array, shape (N, H, L, D)
+        ``out``, or a new array of the kind and type of q, with axes in the order in which those of q lie.
+
+    Raises
+    ------
+    ArgumentError
+        For shapes, types, head sizes and options that cannot be taken.
+    GraphNotSupportedError
+        When cuDNN has no plan.
+
+    Examples
+    --------
+    >>> y = handlepool.scaled_dot_product_attention(q, k, v, is_causal=True)             # doctest: +SKIP
+    """
+    if extra:
+        raise misplaced(scaled_dot_product_attention, extra)
+    arrays = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
+    values = (is_causal, scale)
+    key = told_apart(values)
+    begin = None
+    if pool is None:
+        chosen = current_pool()
+    elif type(pool) is FromFork:  # type: ignore[comparison-overlap]  # from a fork: see `hit_branch`
+        chosen, begin = pool
+        if begin is None:
+            return _prepare(chosen, arrays, out, values, key)  # what the fork launches
+    else:
+        chosen = chosen_pool("scaled_dot_product_attention", pool)
+    result = hit(_attention, chosen, begin, arrays, out, key)
+    if result is not NOT_CACHED or begin is not None:
+        return result
+    return launch_new(chosen, _prepare(chosen, arrays, out, values, key))
+
+
+def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], out: Any, values: tuple[Any, ...], key: tuple[Any, ...]) -> Any:
+    name = "scaled_dot_product_attention"
+    is_causal, scale = values
+    causal = flag(f"{name}: is_causal", is_causal)
+    if causal and len(arrays) > 3:
+        raise ArgumentError(f"{name}: attn_mask with is_causal=True; give one of them, as torch has it")
+    options = {"is_causal": causal, "scale": None if scale is None else _scale(name, scale)}
+    return _attention.prepare(pool, arrays, out, options, key=key)
+
+
+def _scale(name: str, scale: Any) -> float:
+    try:
+        if isinstance(scale, (bool, str, bytes)) or holds_values(scale):
+            raise TypeError
+        number = float(scale)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ArgumentError(f"{name}: scale={shown(scale)}; it must be a finite number, or None for 1 / sqrt(E)")
+    return number
+
+
+def _build(g: Any, /, q: Any, k: Any, v: Any, attn_mask: Any = None, *, is_causal: bool, scale: float | None) -> Any:
+    factor = 1 / math.sqrt(q.get_dim()[3]) if scale is None else scale
+    more = {}
+    if attn_mask is not None:
+        dims, strides = list(attn_mask.get_dim()), list(attn_mask.get_stride())
+        missing = 4 - len(dims)
+        outer = max(map(int.__mul__, dims, strides), default=1)
+        more["bias"] = attn_mask.set_dim([1] * missing + dims).set_stride([max(outer, 1)] * missing + strides)
+    y, _ = g.sdpa(q, k, v, attn_scale=factor, use_causal_mask=is_causal, generate_stats=False, **more)
+    return y
+
+
+def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, is_causal: bool, scale: float | None) -> None:
+    name = "scaled_dot_product_attention"
+    q, k, v, *masks = layouts
+    for title, layout in zip(("q", "k", "v"), (q, k, v), strict=True):
+        if layout.ndim != 4:
+            raise ArgumentError(f"{name}: {title} has {layout.ndim} axes, shape {layout.shape}; it must have 4, (N, H, L, E)")
+        if layout.dtype.name not in TYPES:
+            raise ArgumentError(f"{name}: {title} is {layout.dtype}; cuDNN takes {' and '.join(TYPES)} alone. Convert it")
+        if layout.dtype != q.dtype:
+            raise ArgumentError(f"{name}: {title} is {layout.dtype} and q is {q.dtype}; convert one of them")
+        if layout.shape[3] % HEAD_STEP or not 0 < layout.shape[3] <= MOST_HEAD:
+            raise ArgumentError(
+                f"{name}: {title} of shape {layout.shape} has heads of {layout.shape[3]}; cuDNN takes multiples of {HEAD_STEP} "
+                f"up to {MOST_HEAD}. Append zeros, and give the scale"
+            )
+    if k.shape != (*q.shape[:2], k.shape[2], q.shape[3]) or v.shape[:3] != k.shape[:3]:
+        raise ArgumentError(
+            f"{name}: q {q.shape}, k {k.shape} and v {v.shape}; they must be (N, H, L, E), (N, H, S, E) and (N, H, S, D)"
+        )
+    if math.prod(q.shape) and not k.shape[2]:
+        raise ArgumentError(f"{name}: k of shape {k.shape} has no keys; give one or more")
+    scores = (*q.shape[:3], k.shape[2])
+    for mask in masks:
+        if mask.dtype != q.dtype:
+            remedy = "; where(mask, 0, -inf) of it is such" if mask.dtype.name == "bool" else ""
+            raise ArgumentError(
+                f"{name}: attn_mask is {mask.dtype} and q is {q.dtype}; it is added, so it must be of that type{remedy}"
+            )
+        padded = (1,) * (4 - mask.ndim) + mask.shape
+        if len(padded) != 4 or any(extent not in (1, whole) for extent, whole in zip(padded, scores, strict=True)):
+            raise ArgumentError(
+                f"{name}: attn_mask of shape {mask.shape} does not broadcast to the scores, (N, H, L, S) of {scores}"
+            )
+
+
+_attention = GraphFunction(_build, check=_check, name="scaled_dot_product_attention")
+# In a fork the output is allocated before the branch starts, as for any graph function.
+launchers[scaled_dot_product_attention] = hit_branch, prepare_branch

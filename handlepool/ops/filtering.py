@@ -1,0 +1,130 @@
+"""Operations of images and filters with a bias and an activation, for one and for two spatial axes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from handlepool._util.arguments import as_integer, at_least
+from handlepool._util.names import shown
+from handlepool.errors import ArgumentError
+from handlepool.graphs.arrays import ConvertedArguments
+from handlepool.graphs.function import GraphFunction
+from handlepool.graphs.launch import GraphCall, hit, launch_new, told_apart
+from handlepool.ops.activations import check_activation
+from handlepool.ops.convolution import settings_of
+from handlepool.ops.epilogue import Stages, finisher, parts_of
+from handlepool.pool.context import NOT_CACHED
+from handlepool.pool.default import FromFork, chosen_pool, current_pool
+from handlepool.pool.internals import PoolInternals
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Filtering:
+    """An operation of images and filters.
+
+    Attributes
+    ----------
+    name : str
+        For messages.
+    options : callable
+        ``options(arrays, values)`` checks the values of a call and returns them by name, as they key a plan.
+    plain, copying : GraphFunction
+        Of the images, the filters and perhaps a bias. The second one copies operands where that is needed.
+    finish : GraphFunction
+        From `finisher`.
+    """
+
+    name: str
+    options: Callable[[tuple[Any, ...], tuple[Any, ...]], dict[str, Any]]
+    plain: GraphFunction[..., Any]
+    copying: GraphFunction[..., Any]
+    finish: GraphFunction[..., Any]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        options: Callable[[tuple[Any, ...], tuple[Any, ...]], dict[str, Any]],
+        build: Callable[..., Any],
+        check: Callable[..., None],
+    ) -> "Filtering":
+        """Make an operation of a function that builds a graph and of a check."""
+        plain, copying = (GraphFunction(build, check=check, name=name, copies=copies) for copies in (False, True))
+        return cls(name, options, plain, copying, finisher(name, axis=1))
+
+    def call(
+        self, arrays: tuple[Any, ...], activation: Any, out: Any, values: tuple[Any, ...], limits: tuple[Any, ...], pool: Any
+    ) -> Any:
+        """Launch for the public function that these are the arguments of.
+
+        ``values`` are for ``options``, and ``limits`` for `settings_of`. In a fork, ``pool`` is as `hit_branch` says.
+        """
+        arrays = arrays if arrays[-1] is not None else arrays[:-1]
+        key = told_apart((activation, *values, *limits))
+        begin = None
+        if pool is None:
+            chosen = current_pool()
+        elif type(pool) is FromFork:
+            chosen, begin = pool
+            if begin is None:
+                return self._prepare(chosen, arrays, activation, out, values, limits, key)  # what the fork launches
+        else:
+            chosen = chosen_pool(self.name, pool)
+        for function in (self.plain, self.copying):
+            result = hit(function, chosen, begin, arrays, out, key)
+            if result is not NOT_CACHED:
+                return result
+        if begin is not None:
+            return NOT_CACHED
+        return launch_new(chosen, self._prepare(chosen, arrays, activation, out, values, limits, key))
+
+    def _prepare(
+        self,
+        pool: PoolInternals,
+        arrays: tuple[Any, ...],
+        activation: Any,
+        out: Any,
+        values: tuple[Any, ...],
+        limits: tuple[Any, ...],
+        key: tuple[Any, ...],
+    ) -> GraphCall:
+        check_activation(self.name, activation)
+        options, settings = self.options(arrays, values), settings_of(*limits)
+        parts = parts_of(arrays[2] if len(arrays) > 2 else None, None, activation)
+
+        def fused(
+            some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None
+        ) -> GraphCall:
+            applied = activation if "activation" in some else None
+            function = self.copying if copies else self.plain
+            known = key if some == parts else None
+            return function.prepare(pool, arrays, out, options | {"activation": applied}, settings, converted, known)
+
+        uneven = any(one != other for one, other in options["padding"])
+        return Stages(self.name, pool, parts, activation, fused, self.finish, key, uneven).call(arrays, out)
+
+
+def steps(function: str, name: str, value: Any, axes: int, least: int = 1) -> Shape:
+    """Return one integer for each spatial axis."""
+    try:
+        sequence = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+        entries = tuple(map(as_integer, value)) if sequence else (as_integer(value),) * axes
+        if len(entries) == axes and min(entries) >= least:
+            return entries
+    except TypeError:
+        pass
+    many = "or one in a sequence" if axes == 1 else "or two, each"
+    raise ArgumentError(f"{function}: {name}={shown(value)}; it must be an integer, {many} {least} or more")
+
+
+def windows(function: str, values: Mapping[str, Any], axes: int) -> dict[str, Any]:
+    """Return stride, padding on both sides, dilation and groups, as they key a plan."""
+    padding = steps(function, "padding", values["padding"], axes, 0)
+    return {
+        "stride": steps(function, "stride", values["stride"], axes),
+        "padding": tuple((each, each) for each in padding),
+        "dilation": steps(function, "dilation", values["dilation"], axes),
+        "groups": at_least(1, f"{function}: groups", values["groups"]),
+    }

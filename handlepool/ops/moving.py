@@ -1,0 +1,264 @@
+"""Copies of elements to other places: padding, dealt-out channels, other layouts, by kernels of our own."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Never
+
+import numpy as np
+
+from handlepool._util.arguments import as_integer, at_least
+from handlepool._util.names import shown
+from handlepool._util.protocols import holds_values
+from handlepool.drivers.kernel import Concat, Pad, Shuffle
+from handlepool.errors import ArgumentError
+from handlepool.graphs.annotations import ArrayT
+from handlepool.graphs.kernels import Described, KernelFunction, check_strides, dense, lying_as
+from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
+from handlepool.pool.context import launchers
+from handlepool.pool.pool import HandlePool
+from handlepool.tensors.layout import Layout
+
+MODES = ("constant", "reflect", "replicate")
+MOST_BYTES = 8
+"""Of an element."""
+
+
+@by_keyword
+def pad(
+    x: ArrayT,
+    widths: Sequence[int],
+    *extra: Never,
+    mode: str = "constant",
+    value: float = 0,
+    out: Any = None,
+    pool: HandlePool | None = None,
+) -> ArrayT:
+    """Put elements around an array, on the current stream.
+
+    Parameters
+    ----------
+    x : array
+        Of any type with elements of at most 8 bytes; any view without negative strides.
+    widths : sequence of int
+        Elements before and behind the last axis, then before and behind the axis in front of it, and so on, as in torch: (left,
+        right, above, below) for images. Below 0, so many elements are left out.
+    mode : {"constant", "reflect", "replicate"}
+        "reflect" mirrors at the outermost element, which is not repeated. It takes widths below the extent.
+    value : number
+        The constant.
+    out : array, optional
+        Where the result goes. Its strides decide the layout; without it the result lies as x does, without gaps.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array
+        ``out``, or a new array of the kind and type of x.
+
+    Raises
+    ------
+    ArgumentError
+        For widths, types, strides and constants that cannot be taken.
+
+    Examples
+    --------
+    >>> y = handlepool.pad(x, (1, 1, 1, 1), mode="reflect")                              # doctest: +SKIP
+    """
+    if extra:
+        raise misplaced(pad, extra)
+    return _pad.call((x,), out, pool, (widths, mode, value))
+
+
+@by_keyword
+def channel_shuffle(x: ArrayT, groups: int, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+    """Deal channels out: the first one of each group, then the second one of each group, on the current stream.
+
+    Parameters
+    ----------
+    x : array, shape (N, C, ...)
+        As in `handlepool.pad`.
+    groups : int
+        Groups of neighbouring channels, which divide C.
+    out, pool
+        As in `handlepool.pad`.
+
+    Returns
+    -------
+    array, shape (N, C, ...)
+        ``out``, or a new array of the kind and type of x.
+
+    Raises
+    ------
+    ArgumentError
+        For groups that do not divide the channels, and for types and strides that cannot be taken.
+
+    Examples
+    --------
+    >>> y = handlepool.channel_shuffle(x, 2)                                             # doctest: +SKIP
+    """
+    if extra:
+        raise misplaced(channel_shuffle, extra)
+    return _shuffle.call((x,), out, pool, (groups,))
+
+
+@by_keyword
+def to_channels_last(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+    """Copy an array so that its channels are innermost in memory, on the current stream.
+
+    Parameters
+    ----------
+    x : array, shape (N, C, ...)
+        Of any type; three axes or more; any view without negative strides.
+    out : array, optional
+        Where the copy goes, which may lie in any way.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array
+        ``out``, or a new array of the kind, shape and type of x, also where x was channels-last already.
+
+    Raises
+    ------
+    ArgumentError
+        For axes and strides that cannot be taken.
+
+    Examples
+    --------
+    >>> y = handlepool.to_channels_last(x)                                               # doctest: +SKIP
+    """
+    if extra:
+        raise misplaced(to_channels_last, extra)
+    return _to_channels_last.call((x,), out, pool, ())
+
+
+@by_keyword
+def to_contiguous(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+    """Copy an array so that its last axis is innermost in memory, without gaps, on the current stream.
+
+    Parameters
+    ----------
+    x : array
+        Of any type; one axis or more; any view without negative strides.
+    out, pool
+        As in `handlepool.to_channels_last`.
+
+    Returns
+    -------
+    array
+        ``out``, or a new array of the kind, shape and type of x, also where x was contiguous already.
+
+    Raises
+    ------
+    ArgumentError
+        For axes and strides that cannot be taken.
+
+    Examples
+    --------
+    >>> y = handlepool.to_contiguous(x)                                                  # doctest: +SKIP
+    """
+    if extra:
+        raise misplaced(to_contiguous, extra)
+    return _to_contiguous.call((x,), out, pool, ())
+
+
+def _options_of_pad(widths: Any, mode: Any, value: Any) -> dict[str, Any]:
+    try:
+        if not isinstance(widths, Sequence) or isinstance(widths, (str, bytes, bytearray, memoryview)):
+            raise TypeError
+        found = tuple(map(as_integer, widths))
+    except TypeError:
+        found = (0,)
+    if len(found) % 2 or not found:
+        raise ArgumentError(
+            f"pad: widths={shown(widths)}; it must be two integers for each axis, from the last one on, as (left, right, above, "
+            f"below)"
+        )
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ArgumentError(f"pad: mode={shown(mode)}; it can be {', '.join(MODES)}")
+    if not isinstance(value, (int, float, np.number, np.bool_)) or holds_values(value):
+        raise ArgumentError(f"pad: value={shown(value)}; it must be a number")
+    if mode != "constant" and value != 0:
+        raise ArgumentError(f"pad: value={shown(value)} with mode={mode!r}, which has no constant; leave it out")
+    # A NaN does not equal itself, and a plan is found by equal options.
+    return {"widths": found, "mode": mode, "value": str(value)}
+
+
+def _check(name: str, layouts: tuple[Layout, ...], least: int) -> Layout:
+    x, *rest = layouts
+    if rest or x.ndim < least:
+        raise ArgumentError(f"{name}: x has {x.ndim} axes, shape {x.shape}; it must have {least} or more")
+    check_strides(f"x of {name}", x)
+    return x
+
+
+def _check_bytes(name: str, x: Layout) -> None:
+    if x.dtype.itemsize not in (1, 2, 4, MOST_BYTES):
+        raise ArgumentError(f"{name}: x is {x.dtype}; elements of 1, 2, 4 or {MOST_BYTES} bytes are taken. Convert it")
+
+
+def _bits(dtype: np.dtype[Any], text: str) -> int:
+    """Return a constant's bytes as an integer; raise for a number that the type does not have."""
+    if dtype.kind in "iu":
+        number: Any = float(text) if set(text) & set(".en") else int(text.replace("True", "1").replace("False", "0"))
+        limits = np.iinfo(dtype)
+        if number != number or not limits.min <= number <= limits.max or number != int(number):
+            raise ArgumentError(f"pad: value={text} for x of {dtype}; it must be an integer from {limits.min} to {limits.max}")
+        number = int(number)
+    else:
+        number = float({"True": "1", "False": "0"}.get(text, text))
+    with np.errstate(over="ignore"):
+        return int.from_bytes(np.asarray(number).astype(dtype).tobytes(), "little")
+
+
+def _describe_pad(layouts: tuple[Layout, ...], *, widths: tuple[int, ...], mode: Any, value: str) -> Described:
+    x = _check("pad", layouts, 1)
+    _check_bytes("pad", x)
+    if len(widths) > 2 * x.ndim:
+        raise ArgumentError(
+            f"pad: {len(widths)} widths for x of shape {x.shape}; at most {2 * x.ndim} are taken, two for each axis"
+        )
+    missing = x.ndim - len(widths) // 2
+    before = (0,) * missing + tuple(reversed(widths[::2]))
+    behind = (0,) * missing + tuple(reversed(widths[1::2]))
+    shape = tuple(map(sum, zip(before, x.shape, behind, strict=True)))
+    for axis, (extent, one, other) in enumerate(zip(x.shape, before, behind, strict=True)):
+        if shape[axis] < 0:
+            raise ArgumentError(f"pad: widths of {one} and {other} leave {shape[axis]} of {extent} elements of axis {axis}")
+        if mode == "reflect" and max(one, other) >= max(extent, 1):
+            raise ArgumentError(
+                f"pad: widths of {one} and {other} for {extent} elements of axis {axis} of x {x.shape}; to reflect, they must be "
+                f"below that"
+            )
+        if max(one, other) > 0 and not extent and (mode != "constant" or 0 not in shape):
+            raise ArgumentError(f"pad: x of shape {x.shape} is empty, and has no elements to pad; make a full array instead")
+        if mode != "constant" and min(one, other) < 0 and extent + min(one, other) < 1:
+            raise ArgumentError(f"pad: widths of {one} and {other} leave nothing of the {extent} elements of axis {axis}")
+    return Pad(before, mode, _bits(x.dtype, value) if mode == "constant" else 0), lying_as(x, shape)
+
+
+def _describe_shuffle(layouts: tuple[Layout, ...], *, groups: int) -> Described:
+    x = _check("channel_shuffle", layouts, 2)
+    _check_bytes("channel_shuffle", x)
+    if x.shape[1] % groups:
+        raise ArgumentError(f"channel_shuffle: {groups} groups, which do not divide the {x.shape[1]} channels of x {x.shape}")
+    return Shuffle(groups), lying_as(x, x.shape)
+
+
+def _describe_layout(name: str, last: bool, layouts: tuple[Layout, ...]) -> Described:
+    x = _check(name, layouts, 3 if last else 1)
+    return Concat(0), dense(x.shape, x.dtype, (0, *range(2, x.ndim), 1) if last else None)
+
+
+def _options_of_shuffle(groups: Any) -> dict[str, Any]:
+    return {"groups": at_least(1, "channel_shuffle: groups", groups)}
+
+
+_pad = KernelFunction(_describe_pad, "pad", _options_of_pad)
+_shuffle = KernelFunction(_describe_shuffle, "channel_shuffle", _options_of_shuffle)
+_to_channels_last = KernelFunction(partial(_describe_layout, "to_channels_last", True), "to_channels_last")
+_to_contiguous = KernelFunction(partial(_describe_layout, "to_contiguous", False), "to_contiguous")
+# In a fork the output is allocated before the branch starts, as for any graph function.
+launchers |= dict.fromkeys((pad, channel_shuffle, to_channels_last, to_contiguous), (hit_branch, prepare_branch))

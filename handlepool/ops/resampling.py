@@ -1,0 +1,139 @@
+"""Images of another size, by a kernel of our own."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Never
+
+import numpy as np
+
+from handlepool._util.arguments import flag
+from handlepool._util.names import shown
+from handlepool._util.protocols import holds_values
+from handlepool.drivers.kernel import Resample
+from handlepool.errors import ArgumentError
+from handlepool.graphs.annotations import ArrayT
+from handlepool.graphs.kernels import Described, KernelFunction, check_strides, lying_as
+from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
+from handlepool.ops.activations import FLOATING_TYPES
+from handlepool.ops.convolution import Pair, pair
+from handlepool.pool.context import launchers
+from handlepool.pool.pool import HandlePool
+from handlepool.tensors.layout import Layout
+
+MODES = ("nearest", "bilinear")
+MOST_SIDE = 1 << 24
+"""Pixels along an axis: float32, in which torch computes places, has no more integers without gaps."""
+
+
+@by_keyword
+def interpolate2d(
+    x: ArrayT,
+    *extra: Never,
+    size: Pair | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool = False,
+    out: Any = None,
+    pool: HandlePool | None = None,
+) -> ArrayT:
+    """Bring images to another size, on the current stream, with the values of torch's ``interpolate``.
+
+    Parameters
+    ----------
+    x : array, shape (N, C, H, W)
+        Images; float16, bfloat16 or float32; any view without negative strides. Channels-last is the quickest.
+    size : int or (int, int), optional
+        Height and width of the result. Either this or ``scale_factor`` is given.
+    scale_factor : number or (number, number), optional
+        By which height and width are multiplied, and rounded down.
+    mode : {"nearest", "bilinear"}
+        As in torch, whose "nearest" takes the pixel at the place rounded down.
+    align_corners : bool
+        For "bilinear", whether the outermost pixels of both images are at the same places.
+    out : array, shape (N, C, P, Q), optional
+        Where the result goes. Its strides decide the layout; without it the result lies as x does, without gaps.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array, shape (N, C, P, Q)
+        ``out``, or a new array of the kind and type of x. It is computed in float32.
+
+    Raises
+    ------
+    ArgumentError
+        For sizes, types, strides and options that cannot be taken.
+
+    Examples
+    --------
+    >>> y = handlepool.interpolate2d(x, scale_factor=2, mode="bilinear")                 # doctest: +SKIP
+    """
+    if extra:
+        raise misplaced(interpolate2d, extra)
+    return _interpolate.call((x,), out, pool, (size, scale_factor, mode, align_corners))
+
+
+def _options(size: Any, scale_factor: Any, mode: Any, align_corners: Any) -> dict[str, Any]:
+    name = "interpolate2d"
+    if (size is None) == (scale_factor is None):
+        raise ArgumentError(f"{name}: size={shown(size)} and scale_factor={shown(scale_factor)}; give one of them")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ArgumentError(f"{name}: mode={shown(mode)}; it can be {' or '.join(MODES)}")
+    corners = flag(f"{name}: align_corners", align_corners)
+    if corners and mode == "nearest":
+        raise ArgumentError(f"{name}: align_corners=True with mode='nearest', which has no corners; leave it out")
+    found = None if size is None else pair(name, "size", size)
+    return {"size": found, "factors": _factors(scale_factor), "mode": mode, "align_corners": corners}
+
+
+def _factors(value: Any) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    both = value if isinstance(value, (list, tuple)) else (value, value)
+    try:
+        if len(both) != 2 or any(isinstance(each, (bool, str, bytes)) or holds_values(each) for each in both):
+            raise TypeError
+        one, other = map(float, both)
+        if min(one, other) > 0 and max(one, other) < math.inf:
+            return one, other
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ArgumentError(f"interpolate2d: scale_factor={shown(value)}; it must be a number, or two, each above 0")
+
+
+def _describe(
+    layouts: tuple[Layout, ...],
+    *,
+    size: tuple[int, int] | None,
+    factors: tuple[float, float] | None,
+    mode: Any,
+    align_corners: bool,
+) -> Described:
+    (x,) = layouts
+    if x.ndim != 4:
+        raise ArgumentError(f"interpolate2d: x has {x.ndim} axes, shape {x.shape}; it must have 4, (N, C, H, W)")
+    if x.dtype.name not in FLOATING_TYPES:
+        raise ArgumentError(f"interpolate2d: x is {x.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
+    check_strides("x of interpolate2d", x)
+    extents = x.shape[2:]
+    counts = size or tuple(math.floor(extent * factor) for extent, factor in zip(extents, factors or (), strict=True))
+    if min(extents) < 1 or min(counts) < 1 or max(*extents, *counts) > MOST_SIDE:
+        raise ArgumentError(
+            f"interpolate2d: images of {extents[0]} x {extents[1]} pixels to {counts[0]} x {counts[1]}; both must have 1 to "
+            f"{MOST_SIDE:,} pixels along each axis"
+        )
+    scales = [_scale(*axis, align_corners) for axis in zip(extents, counts, factors or (None, None), strict=True)]
+    return Resample(mode, (scales[0], scales[1]), align_corners), lying_as(x, (*x.shape[:2], *counts))
+
+
+def _scale(extent: int, count: int, factor: float | None, corners: bool) -> float:
+    """Return how many pixels of the input one of the output is, rounded as torch does."""
+    if corners:
+        return float(np.float32(extent - 1) / np.float32(count - 1)) if count > 1 else 0.0
+    return float(np.float32(extent) / np.float32(count)) if factor is None else float(np.float32(1 / factor))
+
+
+_interpolate = KernelFunction(_describe, "interpolate2d", _options)
+# In a fork the output is allocated before the branch starts, as for any graph function.
+launchers[interpolate2d] = hit_branch, prepare_branch

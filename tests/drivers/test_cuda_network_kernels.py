@@ -1,0 +1,82 @@
+"""The CUDA source of normalisations and copies, run on the CPU and compared with float64; a GPU runs the same cases."""
+
+import pytest
+from harness.kernel_cases import check, lying
+from harness.kernels_on_cpu import COMPILER, Compiled
+from harness.network_cases import CASES, expects, random_case, rows
+
+from handlepool.drivers.cuda import kernels
+from handlepool.drivers.kernel import Resample
+
+pytest.importorskip("ml_dtypes")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no g++ to compile the kernels with")
+
+
+def in_packs(kernel, operands):
+    """The launch with packs as large as there may be, however few threads are left, and few blocks of few threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        small = {"MOST_BLOCKS": 2, "THREADS": 16, "LANES": 4, "SHARES": 4, "MOST_PIXELS": 2, "LARGEST_BLOCK": 64}
+        for name, value in {"PLENTY": 0, **small}.items():
+            patch.setattr(kernels, name, value)
+        return kernels.plan(kernel, operands)
+
+
+def widened(kernel, operands):
+    """The launch with offsets of 64 bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        plain = kernels.launch_of
+        patch.setattr(kernels, "launch_of", lambda *args, wide=False, **options: plain(*args, wide=True, **options))
+        return in_packs(kernel, operands)
+
+
+def check_all(cases, launches, folder):
+    compiled = Compiled(launches, folder)
+    for (kernel, operands), launch in zip(cases, launches, strict=True):
+        run = lambda arrays, _, launch=launch: compiled.run(launch, arrays)  # noqa: E731
+        check(kernel, operands, run, f"by {launch}", expects(operands[-1].shape))
+
+
+@needs_compiler
+def test_each_variant_computes_the_reference_and_writes_nothing_else(tmp_path):
+    some = CASES[::9]
+    launches = [*(in_packs(*case) for case in CASES), *(widened(*case) for case in some)]
+    macros = [dict(launch.macros) for launch in launches if launch.entry == "normalise"]
+    assert {each["PACK"] for each in macros} == {"1", "2", "4", "8"}
+    assert {each["ACROSS"] for each in macros} == {"0", "1"}
+    assert {"0", "1"} < {each["EACH"] for each in macros}
+    assert {each["WEIGHT_WAY"] for each in macros} == {"0", "1", "2"}
+    assert {launch.entry for launch in launches} == {"normalise", "affine", "gather", "resample"}
+    check_all([*CASES, *some], launches, tmp_path)
+
+
+@needs_compiler
+def test_rows_of_more_than_a_warp_are_summed_as_a_whole(tmp_path):
+    cases = [rows(kind, (1,), lying((3, 640), "float32", "NCHW")) for kind in ("mean", "square", "softmax")]
+    launches = [kernels.plan(*case) for case in cases]
+    assert {dict(launch.macros)["SHARES"] for launch in launches} == {"1024"}
+    check_all(cases, launches, tmp_path)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_random_operands(tmp_path):
+    cases = [random_case(seed) for seed in range(60)]
+    check_all(cases, [in_packs(*case) for case in cases], tmp_path)
+
+
+def test_few_rows_have_many_threads_each_and_many_rows_few():
+    def threads(count, extent):
+        launch = kernels.plan(*rows("mean", (1,), lying((count, extent), "float16", "NCHW")))
+        macros = dict(launch.macros)
+        return int(macros["LANES"]), int(macros["SHARES"]), int(macros["EACH"])
+
+    assert threads(197, 768)[1:] == (256, 1)
+    assert threads(64 * 197, 768) == (4, 32, 3)
+    assert threads(56 * 56 * 8, 96) == (32, 4, 3)
+
+
+def test_offsets_have_64_bits_where_32_are_too_few():
+    x, y = lying((1, 64, 1 << 12, 1 << 12), "float16"), lying((1, 64, 1 << 13, 1 << 12), "float16")
+    assert dict(kernels.plan(*rows("mean", (1,), x)).macros)["WIDE"] == "0"
+    assert dict(kernels.plan(*rows("mean", (1,), y)).macros)["WIDE"] == "1"
+    assert dict(kernels.plan(Resample("nearest", (0.5, 1.0)), [x, y]).macros)["WIDE"] == "1"
