@@ -17,7 +17,7 @@ from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
 from handlepool.order.accesses import Memory
 from handlepool.order.plain_calls import piece_of, pieces_of
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
-from handlepool.pool.context import on_device, recordings, run_on, thread, unchecked
+from handlepool.pool.context import on_device, recordings, run_on, unchecked
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import SideSlots
@@ -26,7 +26,7 @@ from handlepool.pool.workspace import DeviceScratch
 from handlepool.recording.host_copies import REMEDIES
 from handlepool.recording.lanes import Lanes
 from handlepool.recording.random_numbers import refusal
-from handlepool.recording.rehearsal import CONSTANT, Made, New, check_same
+from handlepool.recording.rehearsal import OF_CONSTANT, CallSignature, LeftoverArrays, check_same
 from handlepool.recording.schedule import Arrangement, Schedule, estimated
 from handlepool.tensors.layout import Piece, Token
 
@@ -107,7 +107,7 @@ class Recording:
         What it is known to read and write, by its graph functions and operations.
     """
 
-    def __init__(self, pool: PoolInternals, name: str, lanes: int | None = None, rehearsed: Sequence[Made] = ()) -> None:
+    def __init__(self, pool: PoolInternals, name: str, lanes: int | None = None, rehearsed: Sequence[CallSignature] = ()) -> None:
         self.pool = pool
         self.device = pool.driver.current_device()
         self._leased: list[Slot] = []
@@ -166,12 +166,12 @@ class Recording:
             self.lanes.in_order(what, pointer, fork)
 
     def lack(self, fork: object, states: int, wanted: int) -> None:
-        """Be told of a fork that has fewer states than it wanted."""
+        """Note a fork that has fewer states than it wanted."""
         if self.lanes is not None:
-            self.lanes.lack(fork, states, wanted)
+            self.lanes.note_short_fork(fork, states, wanted)
 
     def memory(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, *before: New
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, *before: LeftoverArrays
     ) -> Memory:
         """Return what a replay reads and writes. A function that returned new arrays alone wrote what it is known to.
 
@@ -216,7 +216,7 @@ class Recording:
     @property
     def own(self) -> list[tuple[int, int]]:
         """Where memory of its own begins and ends that calls may have written, of a recording with lanes."""
-        found = [] if self.lanes is None else [*self.lanes.own]
+        found = [] if self.lanes is None else [*self.lanes.memory.own]
         blocks = [block for place in self.scratch for block in place.recorded.get(self._capture, ())]
         found += [(block.pointer, block.pointer + block.nbytes) for block in blocks]
         return found if self._tensors is None else found + self._tensors.ranges
@@ -335,16 +335,18 @@ class Recording:
             )
 
     def _allocated(self, block: object) -> None:
-        self._allocated_at[self.pool.driver.block_range(block)[0]] = place_of_call()
-        if self.lanes is not None:
-            self.lanes.allocated(block)
+        if self.lanes is None:
+            self._allocated_at[self.pool.driver.block_range(block)[0]] = place_of_call()
+        else:
+            address, place = self.lanes.allocated(block)
+            self._allocated_at[address] = place
 
     def _arrange(self) -> None:
         """Make what was captured ready to be launched, on as many lanes as were asked for."""
         lanes, captured = self.lanes, self.captured
         assert captured is not None
         if lanes is not None and lanes.exact:
-            self.schedule = Schedule(captured, lanes.steps, lanes.ends, lanes.got)
+            self.schedule = Schedule(captured, lanes.steps, lanes.ends, lanes.leased.got)
             self.arrangement = self.schedule.on(lanes.limit, estimated(lanes.used))
         try:
             self.graph = captured.arranged(*(self.arrangement.edges if self.arrangement else ()))
@@ -375,7 +377,7 @@ class Recording:
                 raise CaptureError(lanes.refused)
             # First, since state is often the cause of other work.
             check_state()
-            check_same(self._name, self._rehearsed, [each for each in lanes.calls if each.what != (CONSTANT,)])
+            check_same(self._name, self._rehearsed, [each for each in lanes.calls if each.what is not OF_CONSTANT])
             lanes.join(self._name, value)
             self._rehearsed = ()  # both hold plans, which `release_plans` is to let go of
             lanes.calls.clear()
@@ -385,11 +387,8 @@ class Recording:
 
     def _call(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         driver, tensors = self.pool.driver, self._tensors
-        allocator = driver.swap_allocator(self._memory.allocator)
-        self._memory.tell(self._allocated)
-        try:
-            thread.recording = self
-            recordings.append(self)  # after: a launch that sees it asks the thread
+
+        def call() -> T:
             if tensors is not None:
                 tensors.begin()
             value = run_on(self.pool, slot.side_stream, self.device, None, function, args, kwargs)
@@ -397,19 +396,18 @@ class Recording:
                 with driver.relaxed():
                     tensors.check()
             return value
+
+        allocator = driver.swap_allocator(self._memory.allocator)
+        self._memory.tell(self._allocated)
+        try:
+            return recordings.around(self, "recording", self, call)
         finally:
-            thread.recording = None
-            try:
-                recordings.remove(self)
-            except ValueError:  # an interrupt came before it was there
-                pass
-            finally:
-                driver.swap_allocator(allocator)
-                self._memory.tell(None)
-                self.held.clear()
-                if tensors is not None:
-                    with driver.relaxed():
-                        tensors.end()
+            driver.swap_allocator(allocator)
+            self._memory.tell(None)
+            self.held.clear()
+            if tensors is not None:
+                with driver.relaxed():
+                    tensors.end()
 
     def _raise(self, error: BaseException | None, ending: BaseException | None, goes_on: bool) -> None:
         """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error.
@@ -426,10 +424,10 @@ class Recording:
                 raise CaptureError(f"{self._name} cannot be recorded: {refused}") from error
             if self.lanes is not None and self._is_out_of_memory(error):
                 lanes, calls = self.lanes, self.lanes.calls
-                took, advice = f"{self.nbytes:,} bytes on {lanes.got} lanes", ""
-                if lanes.got > 1:
+                took, advice = f"{self.nbytes:,} bytes on {lanes.leased.got} lanes", ""
+                if lanes.leased.got > 1:
                     rest = self.nbytes - self._memory.nbytes - self.scratch_bytes
-                    one = self._memory.in_order + self.scratch_bytes // lanes.got + rest
+                    one = self._memory.in_order + self.scratch_bytes // lanes.leased.got + rest
                     took, advice = f"{took}, where 1 lane takes about {one:,}", "record it with lanes=1; or "
                 raise OutOfMemoryError(
                     f"the recording of {self._name} finds no memory on device {self.device} ({error}), at call {len(calls)} of "
@@ -498,7 +496,7 @@ class Recording:
 def _held_by(recording: Recording) -> str:
     """Say what other recordings under way hold."""
     found = [each.lanes for each in [*recordings] if isinstance(each, Recording) and each.shares_with(recording)]
-    counts = [0 if lanes is None else lanes.got for lanes in found]
+    counts = [0 if lanes is None else lanes.leased.got for lanes in found]
     if not counts:
         return ""
     recorded = "another recording has" if len(counts) == 1 else f"{len(counts)} other recordings have"

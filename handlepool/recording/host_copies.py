@@ -21,7 +21,7 @@ from handlepool.errors import CaptureError
 from handlepool.order.books import lanes_for
 from handlepool.pool.context import run_on
 from handlepool.pool.internals import PoolInternals
-from handlepool.recording.rehearsal import CONSTANT
+from handlepool.recording.rehearsal import OF_CONSTANT
 from handlepool.recording.update import piece_of
 
 REMEDIES = "Pass the array as an argument, or make it on the device in an operation"
@@ -124,7 +124,7 @@ class HostCopies:
         def call(slot: Any) -> Any:
             return make() if slot is None else run_on(self._pool, slot.side_stream, device, None, make, (), {})
 
-        return lanes.run("asarray", (piece_of(driver, constant),), (), (constant,), call, what=(CONSTANT,))
+        return lanes.run("asarray", (piece_of(driver, constant),), (), (constant,), call, what=OF_CONSTANT)
 
     def _read_again(self, values: np.ndarray[Any, Any], label: str, copies: bool) -> None:
         """Check host memory that recorded work reads: each replay reads it where it is."""

@@ -28,7 +28,7 @@ from handlepool.recording import drawing, tensors
 from handlepool.recording.capture import Recording
 from handlepool.recording.host_copies import HostCopies
 from handlepool.recording.program import Program
-from handlepool.recording.rehearsal import Entries, Launches, Rehearsal, check_same
+from handlepool.recording.rehearsal import ContainerSnapshot, Launches, Rehearsal, check_same
 from handlepool.recording.state import State
 from handlepool.recording.tuning import shown_progress
 from handlepool.recording.update import Inputs
@@ -131,7 +131,7 @@ def record(
     picture = None if lanes is None else drawing.asked_for(name)
     driver = chosen.driver
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
-    inputs, given = Inputs(driver, args, kwargs), Entries(args, kwargs)
+    inputs, given = Inputs(driver, args, kwargs), ContainerSnapshot(args, kwargs)
     reached = partial(State, driver, function, args, kwargs, given.containers)
     before, copies = reached(), HostCopies(chosen, name)
     rehearsal = Rehearsal(chosen, home.pointer)

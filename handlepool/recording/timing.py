@@ -71,8 +71,8 @@ class Timed(ABC):
         if lanes is None:
             return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations)
         arrangement = recording.arrangement
-        steps, got = (lanes.steps, lanes.got) if arrangement is None else (arrangement.steps, arrangement.lanes)
-        known = lanes.limit, lanes.wanted, lanes.got, got, lanes.exact, tuple(steps), tuple(recording.times or ())
+        steps, got = (lanes.steps, lanes.leased.got) if arrangement is None else (arrangement.steps, arrangement.lanes)
+        known = lanes.limit, lanes.leased.wanted, lanes.leased.got, got, lanes.exact, tuple(steps), tuple(recording.times or ())
         data = tuple([step.after for step in lanes.steps])
         return Explanation(self._name, self.nodes, recording.nbytes, recording.scratch_bytes, allocations, *known, data, ends)
 

@@ -13,6 +13,7 @@ from handlepool._util.reachable import attributes, leaves
 from handlepool.drivers.protocol import ASARRAY, Driver, taken
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import MASKED, is_array
+from handlepool.order import plain_calls
 from handlepool.order.stream_order import integration
 from handlepool.recording import tensors
 from handlepool.tensors.inference import dense_strides
@@ -350,3 +351,8 @@ def overlapping(driver: Driver, arrays: Sequence[Any]) -> Iterator[tuple[int, in
 def piece_of(driver: Driver, array: Any) -> Piece:
     """Return the memory of an array of the driver's."""
     return piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)
+
+
+def memory_of(driver: Driver, value: Any) -> Piece | None:
+    """Return the memory of an array of any library; None for a value without memory that is known."""
+    return piece_of(driver, value) if type(value) is driver.array_types[0] else plain_calls.piece_of(driver, value)

@@ -18,11 +18,11 @@ from handlepool import PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context, deferred
 
-MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py")
+MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py", "context.py")
 SPARED = {  # where only a tracer can interrupt: nothing is called before but what returns from Python
     "try:",
-    "thread.recording = None",
-    "recordings.remove(self)",
+    "self.remove(watcher)",
+    "setattr(thread, name, outer)",
 }
 
 
