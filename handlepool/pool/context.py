@@ -194,8 +194,8 @@ class Recordings(list[object]):
             self.append(watcher)
             return function(*args)
         finally:
-            # An interrupt comes when a call has returned: one that comes before the watcher is there, or once it is gone, finds the
-            # attribute put back.
+            # An interrupt comes when a call has returned. One that comes before the watcher is there, or once it is gone, finds
+            # the attribute put back.
             try:
                 self.remove(watcher)
             except ValueError:

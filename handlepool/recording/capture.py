@@ -125,6 +125,8 @@ class Recording:
         self.writes: set[Piece | Token] = set()
         self.event: Any = None
         self.launches_nothing = False
+        # Graphs that are about to be launched in the place of `graph`.
+        self._adopted: list[RecordedGraph] = []
         self._name = name
         self._rehearsed = rehearsed
         self._memory = pool.driver.recording_memory()
@@ -187,6 +189,29 @@ class Recording:
             new.check(self._name, known, writes)  # of operations it is not known: all that they could read counts
         own = all(self._memory.holds(value) for value in leaves(outputs) if piece_of(driver, value) is not None)
         return Memory([*reads, *given], [*writes, *pieces_of(driver, outputs), *(() if own else given)])
+
+    def make_event(self) -> Any:
+        """Make the event of the program, and return it. It is destroyed with the recording; called inside `Driver.relaxed`."""
+        self.event = self.pool.driver.create_event()
+        return self.event
+
+    def measured(self, measure: Callable[[], list[float]]) -> list[float]:
+        """Measure the steps, and return their times."""
+        self.times = measure()
+        return self.times
+
+    def adopt(self, graph: RecordedGraph) -> None:
+        """Own another graph besides, which the program is about to launch."""
+        self._adopted.append(graph)
+
+    def arrange_as(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
+        """Have an adopted graph be the graph that is launched. Its predecessor is no longer owned, unless it was captured."""
+        self.graph, self.arrangement = graph, arrangement
+        self._adopted.clear()
+
+    def owns(self, graph: RecordedGraph) -> bool:
+        """Whether a graph is destroyed with the recording."""
+        return graph in (self.graph, self.captured, *self._adopted)
 
     def shares_with(self, other: "Recording") -> bool:
         """Whether both lease side slots from the same device of the same pool."""
@@ -475,8 +500,9 @@ class Recording:
             return done
 
     def _destroy_graph(self) -> None:
-        graphs = self.graph, self.captured
+        graphs = self.graph, self.captured, *self._adopted
         self.graph = self.captured = self.schedule = None
+        self._adopted = []
         do_all([graph.destroy for graph in dict.fromkeys(graphs) if graph is not None])
 
     def _destroy_event(self) -> None:

@@ -74,7 +74,7 @@ class Lane:
 
     def add(self, direct: Sequence[Node], step: int) -> Node:
         """Add a node that follows some nodes directly."""
-        track = self.track
+        track: _LaneTrack = self.track
         for each in direct:
             if each.known is not track.known:
                 track.learn(each.known)

@@ -20,11 +20,11 @@ from handlepool.pool import deferred as leftovers
 from handlepool.pool.context import on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
+from handlepool.recording import timing
 from handlepool.recording.outputs import Results
 from handlepool.recording.owner import OWNERS, Owned
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
-from handlepool.recording.timing import Timed
 from handlepool.recording.update import Copy, Inputs, copy_all
 from handlepool.regions.fork import waited_for
 from handlepool.regions.memory import branch_regions
@@ -41,7 +41,7 @@ program has which defers its own end: this keeps the stream, whatever cycle it i
 _numbers = count()
 
 
-class Program(Owned, Timed):
+class Program(Owned):
     """Recorded work, made by `record`.
 
     It owns what it needs. Its outputs, scratch, plans and every allocation made while it was recorded live as long as it does,
@@ -70,7 +70,12 @@ class Program(Owned, Timed):
         Of plans that were measured by ``record(..., plans=True)``, in the order of their weight: each can be printed.
     """
 
+    nodes: int
     _recording: "Recording | None" = None
+
+    explain = timing.explain
+    tune = timing.tune
+    draw = timing.draw
 
     def __init__(
         self,
@@ -104,7 +109,7 @@ class Program(Owned, Timed):
         self._is_capturing = driver.is_capturing
         self._launch_on = graph.launch
         with driver.relaxed():
-            self._event = recording.event = driver.create_event()
+            self._event = recording.make_event()
         graph.upload(home.pointer)
         leftovers.remember(self._end_at_exit)
         # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
@@ -335,6 +340,7 @@ class Program(Owned, Timed):
                     raise
 
     def _replayed(self, act: Callable[[int], T]) -> T:
+        """Do what replays the recording on the current stream, given that stream, and return its value."""
         if opened:
             self._after_branches(self._memory.reads, self._memory.writes, None)
         self._follow(None)
@@ -343,11 +349,13 @@ class Program(Owned, Timed):
         return found[0]
 
     def _run_on(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
+        """Have replays launch another graph of the recording."""
         recording, launch = self._recording, partial(graph.launch, self._pointer)
         assert recording is not None
-        # No call in between, after which an interrupt could come.
-        recording.graph, recording.arrangement = graph, arrangement
+        # An interrupt may come after each call. The recording owns both graphs until the program launches the new one.
+        recording.adopt(graph)
         self._launch_on, self._launch = graph.launch, launch
+        recording.arrange_as(graph, arrangement)
 
     def _use(self, what: str, act: Callable[..., T], *args: Any) -> T:
         """Do something while nothing else uses the program; what that returns."""
