@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
-from handlepool.drivers.protocol import Driver, Stream
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import Stream
 
 T = TypeVar("T")
 

@@ -47,7 +47,8 @@ from handlepool.drivers.host.array_arguments import (
 from handlepool.drivers.host.memory import Memory, accesses, plain_reads, tell_plain
 from handlepool.drivers.host.scheduler import NOTHING
 from handlepool.drivers.host.streams import Device, Queue, StreamTable
-from handlepool.drivers.protocol import ASARRAY, BeforePlain
+from handlepool.drivers.operands import ASARRAY
+from handlepool.drivers.protocol import BeforePlain
 from handlepool.errors import ArrayTypeError, CaptureError, DeviceMismatchError, ForkedProcessError
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import Piece, piece

@@ -20,7 +20,9 @@ from handlepool.drivers.host.limit import ADVICE
 from handlepool.drivers.host.race_checker import Access, Past
 from handlepool.drivers.host.scheduler import Scheduler
 from handlepool.drivers.host.streams import Event, Queue, Stream, StreamTable
-from handlepool.drivers.protocol import ASARRAY, PER_THREAD_STREAM, ReadHost
+from handlepool.drivers.operands import ASARRAY
+from handlepool.drivers.protocol import ReadHost
+from handlepool.drivers.streams import PER_THREAD_STREAM
 from handlepool.errors import CaptureError, ContractError
 
 ALIGNMENT = 256
