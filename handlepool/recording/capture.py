@@ -5,6 +5,7 @@ Arrays come from memory of the recording's own, so that what was allocated for a
 (guarantee 9).
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +16,6 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph, abort_capture
 from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
 from handlepool.order.accesses import Memory
-from handlepool.order.plain_calls import piece_of, pieces_of
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
 from handlepool.pool.context import on_device, recordings, run_on, unchecked
 from handlepool.pool.deferred import abandon
@@ -28,7 +28,8 @@ from handlepool.recording.lanes import Lanes
 from handlepool.recording.random_numbers import refusal
 from handlepool.recording.rehearsal import OF_CONSTANT, CallSignature, LeftoverArrays, check_same
 from handlepool.recording.schedule import Arrangement, Schedule, estimated
-from handlepool.tensors.layout import Piece, Token
+from handlepool.recording.update import memory_of
+from handlepool.tensors.layout import Piece, Token, piece
 
 
 class Kept:
@@ -54,7 +55,7 @@ class Kept:
         Objects of other types are kept as a whole, with all that they have by then.
         """
         for value in leaves(*values, calls=True):
-            if not self._holds(value):
+            if value is not None and not self._holds(value):
                 self._values[id(value)] = value
 
     def values(self) -> list[object]:
@@ -172,23 +173,35 @@ class Recording:
         if self.lanes is not None:
             self.lanes.note_short_fork(fork, states, wanted)
 
-    def memory(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, *before: LeftoverArrays
-    ) -> Memory:
-        """Return what a replay reads and writes. A function that returned new arrays alone wrote what it is known to.
+    def memory(self, outputs: Any, before: Sequence[LeftoverArrays]) -> Memory:
+        """Return the memory that a replay reads and writes.
 
-        Any other may have written whatever it was given, as in a branch. Raises CaptureError where it reads what the first call
-        made, ``before``.
+        A function that returned new arrays alone wrote what it is known to write. Any other function may have written each array
+        that is kept for it, as in a branch. Raises CaptureError where it reads an array that its first call made, ``before``.
         """
         driver = self.pool.driver
-        given = pieces_of(driver, function, args, kwargs, calls=True)
+        given = self._pieces(self.kept.values())
         used = () if self.lanes is None else self.lanes.used  # of operations, too, which launch what nobody knows
         reads, writes = self.reads.union(*[each for each, _ in used]), self.writes.union(*[each for _, each in used])
         known = self.reads if self.lanes is None else self.reads.union(*self.lanes.read)
         for new in before:
             new.check(self._name, known, writes)  # of operations it is not known: all that they could read counts
-        own = all(self._memory.holds(value) for value in leaves(outputs) if piece_of(driver, value) is not None)
-        return Memory([*reads, *given], [*writes, *pieces_of(driver, outputs), *(() if own else given)])
+        arrays = [value for value in leaves(outputs) if memory_of(driver, value) is not None]
+        own = all(map(self._memory.holds, arrays))
+        return Memory([*reads, *given], [*writes, *self._pieces(arrays), *(() if own else given)])
+
+    def _pieces(self, values: Sequence[object]) -> list[Piece]:
+        """Return the memory of the arrays among some values that have elements."""
+        driver, native, found = self.pool.driver, self.pool.driver.array_types[0], []
+        for value in values:
+            if type(value) is native:
+                array: Any = value
+                memory: Piece | None = piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)
+            else:
+                memory = memory_of(driver, value)
+            if memory is not None and memory[1] > memory[0]:
+                found.append(memory)
+        return found
 
     def make_event(self) -> Any:
         """Make the event of the program, and return it. It is destroyed with the recording; called inside `Driver.relaxed`."""
@@ -389,7 +402,9 @@ class Recording:
         check_state: Callable[[], object],
     ) -> T:
         lanes = self.lanes
-        torch = torch_in_use(self.pool.driver) or torch_among(function, args, kwargs)
+        torch = None
+        if "torch" in sys.modules:
+            torch = torch_in_use(self.pool.driver) or torch_among(function, args, kwargs)
         if torch is not None:
             self._tensors = torch.recording_pool(self.device)
             function, args, kwargs = in_torch(torch, slot.pointer, slot.pointer, self.device, function, args, kwargs)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
-from handlepool.order.track import Needs, Track
+from handlepool.order.track import NOTHING, Needs, Track
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.slot import Slot, bind_to_thread
@@ -42,9 +42,14 @@ class Node:
 
 
 class _LaneTrack(Track):
-    """The track of a lane, whose calls are nodes."""
+    """The track of a lane, whose calls are nodes. It has neither events nor a caller, and none of their fields."""
 
     __slots__ = ()
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+        self.count = 0
+        self.known = NOTHING
 
 
 class Lane:
@@ -128,6 +133,8 @@ class LeasedLanes:
         How many lanes the data allows, and how many were leased.
     pointers : set of int
         The streams of the lanes, and the main stream.
+    of : dict
+        The lane of each track.
     """
 
     def __init__(self, pool: PoolInternals, device: int, limit: int, slots: list[Slot]) -> None:
@@ -139,7 +146,7 @@ class LeasedLanes:
         self._pool = pool
         self._sides = pool.device(device).sides
         self._slots = slots
-        self._lane_of: dict[Track, Lane] = {}
+        self.of: dict[Track, Lane] = {}
 
     def begin(self, main: Slot, *, exact: bool) -> None:
         """Begin with the slot of the main stream. Without exact dependencies there is one lane."""
@@ -148,13 +155,10 @@ class LeasedLanes:
         self._exact = exact
         self.pointers.add(main.pointer)
 
-    def node(self, track: Track, call: int) -> Node:
-        """Return the node of a call on a track."""
-        return self._lane_of[track].nodes[call - 1]
-
-    def of(self, track: Track) -> Lane:
-        """Return the lane of a track."""
-        return self._lane_of[track]
+    def nodes(self, calls: Needs) -> list[Node]:
+        """Return the nodes of calls, given by track."""
+        of = self.of
+        return [of[track].nodes[call - 1] for track, call in calls.items()]
 
     def choose(self, producers: Sequence[Node], ends: tuple[Any, ...]) -> Lane:
         """Return the lane for a node: a producer's, one that the node already follows, a new one, or the one idle for longest.
@@ -163,10 +167,10 @@ class LeasedLanes:
         """
         last: Node | None = None
         for each in producers:
-            if self._lane_of[each.track].nodes[-1] is each and (last is None or each.step > last.step):
+            if self.of[each.track].nodes[-1] is each and (last is None or each.step > last.step):
                 last = each
         if last is not None:
-            return self._lane_of[last.track]
+            return self.of[last.track]
         for lane in self.all:
             track = lane.track
             if not track.count:
@@ -178,15 +182,15 @@ class LeasedLanes:
 
     def begin_anew(self) -> None:
         """Begin new tracks, behind all nodes so far."""
-        self._lane_of = {}
+        self.of = {}
         for lane in self.all:
             lane.begin()
-            self._lane_of[lane.track] = lane
+            self.of[lane.track] = lane
 
     def forget(self) -> None:
         """Release all that was kept for the recording."""
         self.all.clear()
-        self._lane_of.clear()
+        self.of.clear()
         self.__dict__.pop("_main", None)
 
     def _lease(self, ends: tuple[Any, ...]) -> Lane | None:
@@ -210,7 +214,7 @@ class LeasedLanes:
             self._pool.driver.wait_event(slot.pointer, slot.start_event)
         lane = Lane(slot, count, ends, shown=slot is self._main)
         self.all.append(lane)
-        self._lane_of[lane.track] = lane
+        self.of[lane.track] = lane
         self.got = len(self.all)
         self.pointers.add(slot.pointer)
         return lane

@@ -5,9 +5,8 @@ nodes that the call follows by its data, and for its own last node: other librar
 uses that data and the slot's scratch. The books are those of a region, with a track for each lane.
 
 Outside of nodes the main stream waits for all leaves. So untracked work runs after everything recorded before it. The next node
-finds that work in the main stream's dependencies, and new books begin behind it.
-
-There are as many lanes as the data allows. `handlepool.recording.schedule` reduces them to the number that was asked for.
+finds that work in the main stream's dependencies, and new books begin behind it. There are as many lanes as the data allows:
+`handlepool.recording.schedule` reduces them to the number that was asked for.
 
 Freed memory is given to a node only where that node follows all calls that used the memory, and no edge is added for that. Where
 the driver cannot do so, all memory is kept to the end of the recording. Memory for a stream of the function's own stays with that
@@ -15,6 +14,7 @@ stream, as outside of recordings: the books do not know who used that memory whe
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from handlepool._util.frames import place_of_call
@@ -60,7 +60,7 @@ class Lanes:
     leased : list of Slot
         Gets each slot that is leased.
     keep : callable
-        Called with each plan that is launched as a node.
+        Called with each plan.
 
     Attributes
     ----------
@@ -102,8 +102,7 @@ class Lanes:
         # An ordered set.
         self._leaves: dict[Node, None] = {}
         # The nodes of the capture, and the steps, that every node follows.
-        self._floor: tuple[Any, ...] = ()
-        self._floor_steps: tuple[int, ...] = ()
+        self._floor, self._floor_steps = tuple[Any, ...](), tuple[int, ...]()
         # The nodes of the capture that the main stream, and the lane of the last node, were made to wait for.
         self._main_deps: tuple[Any, ...] = ()
         self._node_deps: tuple[Any, ...] = ()
@@ -140,19 +139,11 @@ class Lanes:
         self.leased.begin(slot, exact=self.exact)
         if self.exact and not memory.recycle(self.may_have, self.leased.pointers.__contains__):
             self.memory.keep_blocks()
-        end_shared = self._driver.watch_shared(self._note_shared, check=False)
-        end_plain = self._driver.watch_plain(self._note_plain)
-
-        def end() -> None:
-            try:
-                end_shared()
-            finally:
-                try:
-                    end_plain()
-                finally:
-                    memory.recycle(None)
-
-        return end
+        ends = ExitStack()
+        ends.callback(memory.recycle, None)
+        ends.callback(self._driver.watch_plain(self._note_plain))
+        ends.callback(self._driver.watch_shared(self._note_shared, check=False))
+        return ends.close
 
     def takes(self, pool: object, pointer: int) -> bool:
         """Whether a call of a pool on a stream becomes a node: the outermost call on the main stream does."""
@@ -218,15 +209,14 @@ class Lanes:
 
     def _known_to_writer(self) -> Needs:
         """Return the calls that the node follows which is being recorded, or which comes next."""
-        if self._inside:
-            assert self._current is not None
+        if self._inside and self._current is not None:
             return self._current.nodes[-1].known
         if self._expected is None:
             return NOTHING
         if self._expected_known is None:
             known: Needs = {}
-            for track, call in needs_of(map(self._uses.piece, self._expected()), ()).items():
-                for each, last in self.leased.node(track, call).known.items():
+            for node in self.leased.nodes(needs_of(self._entries(self._expected()), ())):
+                for each, last in node.known.items():
                     if known.get(each, 0) < last:
                         known[each] = last
             self._expected_known = known
@@ -340,8 +330,8 @@ class Lanes:
         self._tensors = self._held = None
         self._floor = self._main_deps = self._node_deps = ()
         self._current = None
-        for name in ("_main", "_keep"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("_main", None)
+        self.__dict__.pop("_keep", None)
 
     # One node
 
@@ -350,7 +340,8 @@ class Lanes:
         if self._busy:
             raise in_the_middle()
         if self._nodes >= MOST_NODES:
-            raise self._refuse(f"{made.name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}")
+            self.refused = f"{made.name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}"
+            raise CaptureError(self.refused)
         self._busy = True
         try:
             if self.exact:
@@ -362,8 +353,9 @@ class Lanes:
             self._others = None
             if self._nested_accesses:
                 self._nested_accesses.clear()
-            self.memory.begin_node()
-            met, changed = self._uses.pieces(reads), self._uses.pieces(writes)
+            if self.memory.of_node or self.memory.reuse_queries:
+                self.memory.begin_node()
+            met, changed = self._entries(reads), self._entries(writes)
             lane, node = self._start(needs_of(met, changed), made)
             self.used.append((reads, writes))
             if self._held is not None:
@@ -376,13 +368,24 @@ class Lanes:
         finally:
             self._busy = False
 
+    def _entries(self, pieces: Iterable[Any]) -> list[Use]:
+        """Return the entries of the books for some pieces, new where there are none."""
+        uses, found = self._uses, []
+        for piece in pieces:
+            dense = type(piece) is tuple and piece[2] is None
+            use = uses.known.get(piece[0]) if dense else None
+            if use is None or use.stop != piece[1]:
+                use = uses.dense(piece[0], piece[1] - piece[0]) if dense and use is None else uses.piece(piece)
+            found.append(use)
+        return found
+
     def _start(self, needs: Needs, made: CallSignature) -> tuple[Lane, Node]:
         """Choose a lane, and let it wait for the nodes that its next node follows."""
         leased = self.leased
-        after = [leased.node(track, call) for track, call in needs.items()]
+        after = leased.nodes(needs)
         # The last node of its lane.
         if len(after) == 1 and after[0].call == after[0].track.count:
-            lane = leased.of(after[0].track)
+            lane = leased.of[after[0].track]
         else:
             lane = leased.choose(after, self._main_deps)
             if lane.nodes and lane.nodes[-1] not in after:
@@ -393,11 +396,15 @@ class Lanes:
             # Of the nodes that this one follows, these alone can be leaves.
             self._leaves.pop(each, None)
         node = lane.add(after, len(self.steps))
-        self._node_deps = deps = ends_of(after) or self._floor
+        if len(after) == 1:
+            deps, steps = after[0].ends, after[0].steps
+        else:
+            deps, steps = ends_of(after), steps_of(after)
+        self._node_deps = deps = deps or self._floor
         # User code that has had a lane may have given it work since. No node follows that work, and `Schedule` refuses it.
         if self.exact and (lane.shown or deps != lane.ends):
             self._driver.set_dependencies(lane.pointer, deps)
-        self.steps.append(Step(made.name, made.place, lane.number, steps_of(after) or self._floor_steps))
+        self.steps.append(Step(made.name, made.place, lane.number, steps or self._floor_steps))
         self.ends.append(())
         self._nodes += 1
         return lane, node
@@ -425,7 +432,7 @@ class Lanes:
     def _finish(self, opened: _Open, written: Sequence[Piece | Token], result: object, *, alone: bool = False) -> None:
         """End a node, and note the memory that it used.
 
-        ``written`` is the memory that it wrote besides. With ``alone`` it launched a plan and ran no other code.
+        ``written`` is the memory that it wrote besides. With ``alone`` it ran no other code than a launch.
         """
         signature, lane, node, reads, writes, met, changed = opened
         memory, self._busy = self.memory, True
@@ -433,12 +440,13 @@ class Lanes:
             made = [(start, stop, None) for start, stop in memory.of_node if stop > start] if memory.of_node else []
             users = self._users_of(node, written) if written else []
             if made or written:
-                changed += self._uses.pieces([*made, *written])
+                changed += self._entries([*made, *written])
                 self.used[node.step] = reads, (*writes, *made, *written)
             if self._nested_accesses:
                 self._use_nested(node, {*reads}, {*writes}, met, changed)
             write_down(lane.track, node.call, met, changed)
-            memory.forget_users((*reads, *writes, *made, *written))
+            if memory.reuse_queries:
+                memory.forget_users((*reads, *writes, *made, *written))
             captured = self._end(lane, node, signature.place, users, alone=alone)
             # Without work, the memory that it allocated is as it was.
             for start, stop, _ in () if captured else made:
@@ -456,10 +464,10 @@ class Lanes:
         """Let a node use the memory of the calls inside it. Refuse a call that uses memory of a node which it does not follow."""
         read = [piece for inner, _ in self._nested_accesses for piece in inner if piece not in reads and piece not in writes]
         written = [piece for _, inner in self._nested_accesses for piece in inner if piece not in writes]
-        inner = self._uses.pieces(read), self._uses.pieces(written)
+        inner = self._entries(read), self._entries(written)
         for track, call in needs_of(*inner).items():
             if node.known.get(track, 0) < call:
-                step, other = self.steps[node.step], self.steps[self.leased.node(track, call).step]
+                step, other = self.steps[node.step], self.steps[self.leased.nodes({track: call})[0].step]
                 self.refused = (
                     f"{step.name} at {step.place} calls what uses memory that {other.name} at {other.place} uses, too, and does "
                     f"not say so itself, so that nothing orders the two: declare it, as with @handlepool.operation(mutates=..., "
@@ -475,7 +483,7 @@ class Lanes:
         """
         others = [piece for piece in written if isinstance(piece, Token) or not self.memory.is_new(piece)]
         needs = needs_of((), [use for piece in others for use in self._uses.meeting(piece)])
-        return [self.leased.node(track, call) for track, call in needs.items() if node.known.get(track, 0) < call]
+        return self.leased.nodes({track: call for track, call in needs.items() if node.known.get(track, 0) < call})
 
     def _end(self, lane: Lane, node: Node, place: str, users: Sequence[Node] = (), *, alone: bool = False) -> bool:
         """Take in a node that was captured, and let the main stream wait for all leaves; whether anything was captured.
@@ -492,16 +500,17 @@ class Lanes:
         # The driver cannot tell whether anything was captured.
         if not self.exact:
             return True
-        ends, more = self._ask(lane.pointer) or (), self._given_to_main(lane, alone)
-        captured = not _same(ends, self._node_deps)
+        ends = self._ask(lane.pointer) or ()
+        more = () if alone or lane.slot is self._main else self._given_to_main()
+        captured = ends != self._node_deps and {*ends} != {*self._node_deps}
         if captured and more:
             self.refused = (
                 f"{self.steps[node.step].name} at {place} gave work both to the current stream and to the one that is "
                 f"recorded, which were one when it was called for real, and have no order here: let it launch on the stream "
                 f"that is current inside it"
             )
-        self.ends[node.step] = lane.end(ends, more, users)
-        self._main_deps = ends_of(self._leaves) or self._floor
+        self.ends[node.step] = ends = lane.end(ends, more, users)
+        self._main_deps = (ends if len(self._leaves) == 1 else ends_of(self._leaves)) or self._floor
         self._driver.set_dependencies(self._main.pointer, self._main_deps)
         if self._serial_reason:
             self.steps[node.step] = self.steps[node.step]._replace(why=self._serial_reason)
@@ -509,10 +518,8 @@ class Lanes:
             return True
         return captured
 
-    def _given_to_main(self, lane: Lane, alone: bool) -> tuple[Any, ...]:
+    def _given_to_main(self) -> tuple[Any, ...]:
         """Return the dependencies of the main stream where a node gave it work, which runs after all nodes before it."""
-        if alone or lane.slot is self._main:
-            return ()
         found = self._ask(self._main.pointer) or ()
         if _same(found, self._main_deps):
             return ()
@@ -528,14 +535,11 @@ class Lanes:
                 memory = memory_of(self._driver, value)
                 wrote = memory is not None and memory[0] < memory[1] and not any(share(memory, each) for each in known)
         if wrote:
-            raise self._refuse(
+            self.refused = (
                 f"{made.name} at {made.place} gave no work to the stream that is recorded, so that replays would go without what "
                 f"it wrote. It belongs before the recording, or after; or its library has to launch on the current stream"
             )
-
-    def _refuse(self, why: str) -> CaptureError:
-        self.refused = why
-        return CaptureError(why)
+            raise CaptureError(self.refused)
 
     # Untracked work
 
@@ -570,7 +574,7 @@ class Lanes:
         self.leased.begin_anew()
 
     def _note_shared(self, name: str) -> None:
-        """Note the use of state that the array library shares between streams: nothing may run beside it."""
+        """Note the use of state that streams share: nothing may run beside it."""
         lane = self._current
         if thread.recording is None or thread.recording.lanes is not self:
             return
@@ -592,5 +596,5 @@ class Lanes:
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences have the same nodes; neither has a node twice."""
+    """Whether two sequences, neither of which has a node twice, have the same nodes."""
     return some == others or (len(some) == len(others) and {*some} == {*others})

@@ -27,19 +27,20 @@ class NodeMemory:
         The blocks that were allocated inside the node that is being recorded.
     unwritten : Unwritten
         The blocks that no node has written.
+    reuse_queries : list of int
+        The begins of freed memory that was looked up since the last node began.
     """
 
     def __init__(self, driver: Driver) -> None:
         self.own: set[tuple[int, int]] = set()
         self.of_node: list[tuple[int, int]] = []
         self.unwritten = Unwritten()
+        self.reuse_queries: list[int] = []
         self._driver = driver
         # None where freed memory may be given out again.
         self._kept: list[object] | None = None
         # By the begin of freed memory, its end and its last users.
         self._freed: dict[int, tuple[int, Needs]] = {}
-        # The begins of freed memory that was looked up since the last node began.
-        self._reuse_queries: list[int] = []
 
     def keep_blocks(self) -> None:
         """Keep each block from now on, since the driver cannot choose who gets freed memory."""
@@ -70,17 +71,17 @@ class NodeMemory:
             return known[1]
         needs = needs_of((), uses.meeting((start, stop, None)))
         self._freed[start] = stop, needs
-        self._reuse_queries.append(start)
+        self.reuse_queries.append(start)
         return needs
 
     def begin_node(self) -> None:
         """Note that what is allocated and looked up from now on belongs to another node."""
         self.of_node.clear()
-        self._reuse_queries.clear()
+        self.reuse_queries.clear()
 
     def forget_users(self, used: Iterable[Piece | Token]) -> None:
         """Forget the last users of freed memory that the node used itself: it looked them up before its use was noted."""
-        for start in self._reuse_queries:
+        for start in self.reuse_queries:
             if start in self._freed:
                 stop = self._freed[start][0]
                 if any(not isinstance(piece, Token) and piece[0] < stop and start < piece[1] for piece in used):

@@ -17,8 +17,8 @@ from handlepool.graphs.trace import Request
 from handlepool.pool.context import NOT_CACHED, recordings
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
-from handlepool.recording.update import PLAIN, piece_of
-from handlepool.tensors.layout import Piece, Token, share
+from handlepool.recording.update import PLAIN
+from handlepool.tensors.layout import Piece, Token, piece, share
 
 T = TypeVar("T")
 Pieces = Collection[Piece | Token]
@@ -153,9 +153,10 @@ class LeftoverArrays:
     def add(self, arrays: object, call: CallSignature, among: Set[object] | None = None) -> None:
         """Note the arrays that a call made; with ``among``, only those whose memory is in it."""
         driver = self._driver
-        for array in (arrays,) if type(arrays) is self._kind else leaves(arrays):
-            if isinstance(array, driver.array_types):
-                memory = piece_of(driver, array)
+        for value in (arrays,) if type(arrays) is self._kind else leaves(arrays):
+            if isinstance(value, driver.array_types):
+                array: Any = value
+                memory = piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)
                 if among is None or memory in among:
                     owner = driver.array_block(array)
                     try:

@@ -245,7 +245,7 @@ def test_control_all_lanes_on_one_stream_give_something_else(default, torch, mon
             return None
         lane = Lane(leased.all[0].slot, len(leased.all), ends, shown=False)
         leased.all.append(lane)
-        leased._lane_of[lane.track] = lane
+        leased.of[lane.track] = lane
         leased.wanted = leased.got = len(leased.all)
         return lane
 

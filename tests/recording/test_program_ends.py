@@ -44,9 +44,10 @@ def interrupted(k):
         gc.collect()
         if driver._streams.captures.active:
             found.append("a capture is open")
-        if context.thread.recording is not None or context.recordings:
+        now = context.thread
+        if context.recordings or any(each is not None for each in (now.recording, now.rehearsal, now.launched)):
             found.append("the thread records")
-        context.thread.recording = None
+        now.recording = now.rehearsal = now.launched = None
         context.recordings.clear()
         driver.swap_allocator(None)
         scene.stream.use()
