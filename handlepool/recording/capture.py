@@ -32,7 +32,7 @@ from handlepool.recording.update import memory_of
 from handlepool.tensors.layout import Piece, Token, piece
 
 
-class Kept:
+class KeptValues:
     """Values to live as long as a program.
 
     A branch's arguments, and what its function's closure holds, are kept to the join alone where it runs eagerly: a stream waits
@@ -98,7 +98,7 @@ class Recording:
         Of the program that was made of it; None once that cannot be used any more.
     launches_nothing : bool
         Whether a call had a result without elements, for which nothing is launched: then the graph may be empty.
-    kept : Kept
+    kept : KeptValues
         What the graph reads.
     held : list
         What other libraries would give others the memory of; let go of when the recording ends.
@@ -133,7 +133,7 @@ class Recording:
         self._memory = pool.driver.recording_memory()
         self._allocated_at: dict[int, str] = {}  # by address
         self._tensors: Any = None  # where torch's come from, where it is in use
-        self.kept = Kept(self._memory.holds)
+        self.kept = KeptValues(self._memory.holds)
         self.held: list[Any] = []
         self._capture = 0
 
@@ -329,7 +329,7 @@ class Recording:
         value: Any = None
         error: BaseException | None = None
         ending: BaseException | None = None
-        goes_on = False
+        valid = False
         try:
             driver.begin_capture(slot.pointer)
             self._capture = driver.capture_id(slot.pointer)
@@ -337,7 +337,7 @@ class Recording:
         except BaseException as trouble:
             error = trouble
         try:
-            goes_on = error is not None and self._goes_on(slot.pointer)
+            valid = error is not None and self._capture_valid(slot.pointer)
             for scratch in self.scratch:
                 scratch.keep_recorded(self._capture)
             with driver.relaxed():
@@ -350,13 +350,13 @@ class Recording:
             abort_capture(driver, slot.pointer)
         try:
             if error is not None or ending is not None:
-                self._raise(error, ending, goes_on)
+                self._raise(error, ending, valid)
         finally:
             del error, ending  # or the error, its traceback and this frame would keep each other
         return value
 
-    def _goes_on(self, pointer: int) -> bool:
-        """Whether a capture is under way that nothing has spoiled, as far as the driver can tell."""
+    def _capture_valid(self, pointer: int) -> bool:
+        """Whether a capture is open and valid, as far as the driver can tell."""
         try:
             return self.pool.driver.dependencies(pointer) is not None
         except Exception:
@@ -449,10 +449,10 @@ class Recording:
                 with driver.relaxed():
                     tensors.end()
 
-    def _raise(self, error: BaseException | None, ending: BaseException | None, goes_on: bool) -> None:
+    def _raise(self, error: BaseException | None, ending: BaseException | None, valid: bool) -> None:
         """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error.
 
-        The capture ``goes_on`` where nothing spoiled it: then its end misses no more than what the error kept from being done.
+        The capture is ``valid`` where nothing spoiled it. Then only the work is missing that the error prevented.
         """
         first = error or ending
         assert first is not None
@@ -481,7 +481,7 @@ class Recording:
                 ) from ending
             causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
             cause = next(filter(None, causes), None)
-            if error is not None and (cause is None or _says_all(error) or (goes_on and causes[0] is None)):
+            if error is not None and (cause is None or _is_own_refusal(error) or (valid and causes[0] is None)):
                 raise error
             place = "" if error is None else place_of_error(error)
             where = f" at {place}" if place and place not in str(cause) else ""  # the host driver names it, too
@@ -544,8 +544,8 @@ def _held_by(recording: Recording) -> str:
     return f", and {recorded} {sum(counts)} as lanes"
 
 
-def _says_all(error: BaseException) -> bool:
-    """Whether it is a refusal of recordings' own, which names what is wrong, and not what a driver met."""
+def _is_own_refusal(error: BaseException) -> bool:
+    """Whether an error is a refusal by this room, which names its cause, and not an error of a driver."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -484,11 +484,11 @@ class Program(Owned):
         held: list[object] = []
         recording = self._recording
         if status.untouchable:
-            self._let_go(held)
+            self._detach(held)
             abandon(held)
             return True
         try:
-            return self._use("closed", self._take_out, held, wait)
+            return self._use("closed", self._detach_when_idle, held, wait)
         finally:
             if held and recording is not None:
                 try:
@@ -502,7 +502,7 @@ class Program(Owned):
                         defer(recording.settle)
                         held.clear()  # or an error's traceback would keep it
 
-    def _take_out(self, held: list[object], wait: bool) -> bool:
+    def _detach_when_idle(self, held: list[object], wait: bool) -> bool:
         """Take all from the program once its last use has passed; whether that is so by now."""
         recording = self._recording
         if recording is None:
@@ -511,7 +511,7 @@ class Program(Owned):
             # Without an event it was freed: an interrupt came when the program had just been made.
             if recording.event is not None and not self._passed(wait=wait):
                 return False
-            self._let_go(held)
+            self._detach(held)
             held.append(recording.kept.take())
         return True
 
@@ -531,7 +531,7 @@ class Program(Owned):
                 driver.synchronize_event(self._event)
             return wait or driver.event_done(self._event)
 
-    def _let_go(self, held: list[object]) -> None:
+    def _detach(self, held: list[object]) -> None:
         """Put all that the program has into a list, the recording first."""
         stream = self._last, self._owner, _streams.pop(self._number, None)
         # No call from here on, after which an interrupt could come: the recording is whoever's the list is.
@@ -549,7 +549,7 @@ class Program(Owned):
             return
         try:
             held: list[object] = []
-            self._let_go(held)
+            self._detach(held)
             abandon(held)
             recording.release_plans()
         finally:

@@ -204,7 +204,7 @@ class LanesRig:
         key = key_of(self._recording, self._name, goal, counts)
         found = load(self._recording, key, counts) if key and not anew else None
         if found is not None:
-            return self._take_kept(found, goal, take)
+            return self._take_found(found, goal, take)
         start = monotonic()
         progress = shown_progress(self._name, seconds)
         former, previous = self._recording.graph, self._recording.arrangement
@@ -235,7 +235,7 @@ class LanesRig:
             save(self._recording, key, TunedLanes(counts.index(winner.asked), told, rounds, took, times))
         return LanesTuning(self._name, goal, trials, results[winner.asked], previous.lanes, rounds, took)
 
-    def _take_kept(self, found: TunedLanes, goal: str, take: Callable[[RecordedGraph, Arrangement], None]) -> LanesTuning:
+    def _take_found(self, found: TunedLanes, goal: str, take: Callable[[RecordedGraph, Arrangement], None]) -> LanesTuning:
         """Have the program take the schedule that was the best when it was measured."""
         recording, previous = self._recording, self._recording.arrangement
         assert recording.graph is not None
