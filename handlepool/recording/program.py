@@ -2,13 +2,13 @@
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from operator import attrgetter
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, RecordedGraph, Stream
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
 
 T = TypeVar("T")
-
-_streams: dict[int, Stream] = {}
-"""By number, the last streams of programs. The collector runs the destructors of all that goes at a time, also of a stream that a
-program has which defers its own end: this keeps the stream, whatever cycle it is in, until the program is closed."""
-_numbers = count()
 
 
 class Program(Owned):
@@ -72,6 +67,10 @@ class Program(Owned):
 
     nodes: int
     _recording: "Recording | None" = None
+    _streams: ClassVar[dict[int, Stream]] = {}
+    """By number, the last streams of all programs. The collector runs the destructors of a whole cycle at once, also that of a
+    stream whose program defers its own end: this keeps the stream until the program is closed."""
+    _numbers: ClassVar[Iterator[int]] = count()
 
     explain = timing.explain
     tune = timing.tune
@@ -96,7 +95,7 @@ class Program(Owned):
         self.nodes = graph.nodes
         self.tunings = tunings
         self._name = name
-        self._number = next(_numbers)
+        self._number = next(self._numbers)
         self._inputs = inputs
         self._outputs = outputs
         self._memory = memory
@@ -451,9 +450,9 @@ class Program(Owned):
         bound = getattr(last, "device_id", -1) == self.device
         launch = partial(self._launch_on, reference.pointer)  # quicker to call than to be given the pointer each time
         if last is None:
-            _streams.pop(self._number, None)
+            self._streams.pop(self._number, None)
         else:
-            _streams[self._number] = last
+            self._streams[self._number] = last
         # No call in between, after which an interrupt could come.
         self._last, self._pointer, self._owner = last, reference.pointer, reference.owner
         self._bound, self._launch = bound, launch
@@ -533,7 +532,7 @@ class Program(Owned):
 
     def _detach(self, held: list[object]) -> None:
         """Put all that the program has into a list, the recording first."""
-        stream = self._last, self._owner, _streams.pop(self._number, None)
+        stream = self._last, self._owner, self._streams.pop(self._number, None)
         # No call from here on, after which an interrupt could come: the recording is whoever's the list is.
         held += [self._recording, self._inputs, self._outputs, stream, self._launch, self._launch_on]
         self._recording = self._owner = self._last = self._user = None
