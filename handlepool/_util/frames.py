@@ -2,7 +2,6 @@
 
 import sys
 from functools import cache
-from types import FrameType
 
 LIBRARIES = ("handlepool", "numpy", "cupy", "cupy_backends", "torch")
 """Packages that call each other. A frame of them is not a caller's own code."""
@@ -14,7 +13,7 @@ def place_of_call() -> str:
     # The outermost frame is taken even where it is a library's. Recording a node searches once, so the loop is written out.
     while _is_library(frame.f_globals.get("__name__", "")) and (outer := frame.f_back) is not None:
         frame = outer
-    return _place(frame, frame.f_lineno)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def place_of_error(error: BaseException) -> str:
@@ -22,7 +21,7 @@ def place_of_error(error: BaseException) -> str:
     place, trace = "", error.__traceback__
     while trace is not None:
         if not place or not _is_library(trace.tb_frame.f_globals.get("__name__", "")):
-            place = _place(trace.tb_frame, trace.tb_lineno)
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place
 
@@ -38,7 +37,3 @@ def frames_inside() -> int:
 @cache
 def _is_library(module: str) -> bool:
     return module.partition(".")[0] in LIBRARIES
-
-
-def _place(frame: FrameType, line: int) -> str:
-    return f"{frame.f_code.co_filename}:{line}"

@@ -274,7 +274,7 @@ def _add_spatial_axis(forms: OperandForms, node: FrontendNode) -> None:
         value = node.params.get(name)
         if value is not None:
             node.params[name] = [fill, *value]
-    forms.shapes = {uid: (*shape[:2], 1, *shape[2:]) for uid, shape in forms.shapes.items()}
+    forms.reshape(lambda shape: (*shape[:2], 1, *shape[2:]))
     for tensor in (*forms.operands, *forms.virtual()):
         if tensor.dim:
             n, c, w = tensor.dim
@@ -383,7 +383,7 @@ def _one_matrix(forms: OperandForms, node: FrontendNode) -> None:
     for tensor, step in rows:
         outer = [every[-1] * step] * (len(full) - 2)
         tensor.set_dim([*every, tensor.dim[-1]]).set_stride([*outer, step, tensor.stride[-1]])
-    forms.shapes = {uid: (*every, shape[-1]) if shape[:-1] == full[:-1] else shape for uid, shape in forms.shapes.items()}
+    forms.reshape(lambda shape: (*every, shape[-1]) if shape[:-1] == full[:-1] else shape)
 
 
 def _three_axes(forms: OperandForms, node: FrontendNode) -> None:
@@ -408,7 +408,7 @@ def _three_axes(forms: OperandForms, node: FrontendNode) -> None:
             size, inner = math.prod(batch), [dim[-2] * dim[-1]]
         reach = max(dim[-2] * steps[-2], dim[-1] * steps[-1], 1)
         tensor.set_dim([size, *dim[-2:]]).set_stride([inner[-1] if inner else reach, *steps[-2:]])
-    forms.shapes = {uid: (math.prod(shape[:-2]), *shape[-2:]) for uid, shape in forms.shapes.items()}
+    forms.reshape(lambda shape: (math.prod(shape[:-2]), *shape[-2:]))
     for tensor in forms.virtual():
         if tensor.dim:
             three = list(forms.shapes[tensor.uid])

@@ -47,6 +47,10 @@ class OperandForms:
         made = [tensor for node in self.graph.nodes for tensor in node.outputs.values() if tensor is not None]
         return [tensor for tensor in made if tensor.uid not in self.places]
 
+    def reshape(self, change: Callable[[Shape], Shape]) -> None:
+        """Change the shapes of all tensors by a function."""
+        self.shapes = {uid: change(shape) for uid, shape in self.shapes.items()}
+
     def copy(
         self,
         place: int,

@@ -38,8 +38,8 @@ class Keeper(Protocol):
         """Keep what can be reached from values."""
 
 
-class NodesByData(Protocol):
-    """The lanes of a recording, as far as what stands below recordings knows them."""
+class CallRecorder(Protocol):
+    """The lanes of a recording, or its rehearsal, for the rooms below recordings."""
 
     def takes(self, pool: object, pointer: int) -> bool:
         """Whether a call of a pool on a stream becomes a node."""
@@ -55,30 +55,28 @@ class NodesByData(Protocol):
         *,
         what: tuple[object, ...] = (),
     ) -> T:
-        """Record ``call(slot)`` as a node that reads and writes this memory, and what ``new`` says of its value; the value.
+        """Record ``call(slot)`` as a node, and return its value.
 
-        ``what`` is called, and with which options: the same again when the function is.
-        Where nothing is recorded yet, the slot is None: whatever is current then is what to launch on.
+        The node reads and writes this memory, and the memory that ``new`` returns for the value. ``what`` is the operation with
+        its options. The second call of the function must give the same. While nothing is recorded yet, the slot is None, and the
+        call launches on the current stream.
         """
 
-    def other(self, what: str, why: str = ...) -> None:
-        """Be told of work that is no node."""
-
     def accessed(self, reads: Sequence[Any], writes: Sequence[Any]) -> None:
-        """Be told what a call reads and writes that is no node, or is inside one."""
+        """Note the memory that a call reads and writes that is no node, or is inside one."""
 
     def expect(self, reads: Callable[[], Sequence[Any]] | None) -> None:
-        """Be told what gives the memory that the next node reads, before its outputs are allocated, and nothing afterwards."""
+        """Note a function that gives the memory that the next node reads, before its outputs are allocated; None afterwards."""
 
     def made(self, arrays: object) -> None:
-        """Be told of new arrays that a node has made."""
+        """Note new arrays that a node has made."""
 
     def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: object) -> Any:
-        """Record what a shortcut launches at once as a node; what that returns."""
+        """Record the launch of a shortcut as a node, and return its value."""
 
 
-class UnderWay(Protocol):
-    """A recording under way, as far as what stands below recordings knows it."""
+class ActiveRecording(Protocol):
+    """A recording under way, for the rooms below recordings."""
 
     launches_nothing: bool
     """Whether a call had a result without elements, for which nothing is launched."""
@@ -88,8 +86,8 @@ class UnderWay(Protocol):
         """Where slots were given scratch under its capture."""
 
     @property
-    def lanes(self) -> NodesByData | None:
-        """Where calls become nodes that are ordered by their data."""
+    def lanes(self) -> CallRecorder | None:
+        """The lanes, where calls become nodes that are ordered by their data."""
 
     @property
     def kept(self) -> Keeper:
@@ -165,9 +163,12 @@ class _Thread(threading.local):
 
     pool: RunningPool | None = None  # of the branch or task that this thread runs
     region: BranchRegion | None = None  # of the branch or task that this thread runs
-    recording: UnderWay | None = None  # of `handlepool.record`, while it captures what this thread does
-    rehearsal: NodesByData | None = None  # of the first call of a function that is recorded with lanes
-    launched: Callable[[Any, Any, Any], None] | None = None  # told plans and new arrays in the first call
+    recording: ActiveRecording | None = None
+    """The recording of `handlepool.record` while it captures the work of this thread."""
+    rehearsal: CallRecorder | None = None
+    """It notes the calls while a function is called for the first time to be recorded with lanes."""
+    launched: Callable[[Any, Any, Any], None] | None = None
+    """It gets each plan, and the new arrays, while a function is called to be recorded without lanes."""
     states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
 
 
@@ -185,13 +186,35 @@ class BranchPools(list[RunningPool]):
 class Recordings(list[object]):
     """The recordings under way, and the watchers of calls before a recording, in any thread.
 
-    Where there is one, launches ask `thread`. No lock: a thread appends its recording before its first launch, so its launches
-    see it, and an append and a removal are one atomic step each.
+    Launches ask `thread` only while the list has an entry. No lock: a thread appends its recording before its first launch, so
+    its launches see the recording, and an append and a removal are one atomic step each.
     """
+
+    def around(self, watcher: object, name: str, told: object, function: Callable[..., T], *args: Any) -> T:
+        """Call a function while an attribute of `thread` leads this thread's launches to a watcher."""
+        outer = getattr(thread, name)
+        try:
+            setattr(thread, name, told)
+            # Afterwards, since a launch that sees the watcher asks the thread.
+            self.append(watcher)
+            return function(*args)
+        finally:
+            # An interrupt comes when a call has returned. One that comes before the watcher is there, or once it is gone, finds
+            # the attribute put back.
+            try:
+                self.remove(watcher)
+            except ValueError:
+                pass
+            finally:
+                setattr(thread, name, outer)
 
 
 branch_pools = BranchPools()
 recordings = Recordings()
+
+# The names that `order` imports.
+NodesByData = CallRecorder
+UnderWay = ActiveRecording
 
 NOT_CACHED: Any = object()
 """What a look at the cache returns where nothing was launched."""

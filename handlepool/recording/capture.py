@@ -5,6 +5,7 @@ Arrays come from memory of the recording's own, so that what was allocated for a
 (guarantee 9).
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -15,9 +16,8 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph, abort_capture
 from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
 from handlepool.order.accesses import Memory
-from handlepool.order.plain_calls import piece_of, pieces_of
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
-from handlepool.pool.context import on_device, recordings, run_on, thread, unchecked
+from handlepool.pool.context import on_device, recordings, run_on, unchecked
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import SideSlots
@@ -26,12 +26,13 @@ from handlepool.pool.workspace import DeviceScratch
 from handlepool.recording.host_copies import REMEDIES
 from handlepool.recording.lanes import Lanes
 from handlepool.recording.random_numbers import refusal
-from handlepool.recording.rehearsal import CONSTANT, Made, New, check_same
+from handlepool.recording.rehearsal import OF_CONSTANT, CallSignature, LeftoverArrays, check_same
 from handlepool.recording.schedule import Arrangement, Schedule, estimated
-from handlepool.tensors.layout import Piece, Token
+from handlepool.recording.update import memory_of
+from handlepool.tensors.layout import Piece, Token, piece
 
 
-class Kept:
+class KeptValues:
     """Values to live as long as a program.
 
     A branch's arguments, and what its function's closure holds, are kept to the join alone where it runs eagerly: a stream waits
@@ -54,7 +55,7 @@ class Kept:
         Objects of other types are kept as a whole, with all that they have by then.
         """
         for value in leaves(*values, calls=True):
-            if not self._holds(value):
+            if value is not None and not self._holds(value):
                 self._values[id(value)] = value
 
     def values(self) -> list[object]:
@@ -97,7 +98,7 @@ class Recording:
         Of the program that was made of it; None once that cannot be used any more.
     launches_nothing : bool
         Whether a call had a result without elements, for which nothing is launched: then the graph may be empty.
-    kept : Kept
+    kept : KeptValues
         What the graph reads.
     held : list
         What other libraries would give others the memory of; let go of when the recording ends.
@@ -107,7 +108,7 @@ class Recording:
         What it is known to read and write, by its graph functions and operations.
     """
 
-    def __init__(self, pool: PoolInternals, name: str, lanes: int | None = None, rehearsed: Sequence[Made] = ()) -> None:
+    def __init__(self, pool: PoolInternals, name: str, lanes: int | None = None, rehearsed: Sequence[CallSignature] = ()) -> None:
         self.pool = pool
         self.device = pool.driver.current_device()
         self._leased: list[Slot] = []
@@ -125,12 +126,14 @@ class Recording:
         self.writes: set[Piece | Token] = set()
         self.event: Any = None
         self.launches_nothing = False
+        # Graphs that are about to be launched in the place of `graph`.
+        self._adopted: list[RecordedGraph] = []
         self._name = name
         self._rehearsed = rehearsed
         self._memory = pool.driver.recording_memory()
         self._allocated_at: dict[int, str] = {}  # by address
         self._tensors: Any = None  # where torch's come from, where it is in use
-        self.kept = Kept(self._memory.holds)
+        self.kept = KeptValues(self._memory.holds)
         self.held: list[Any] = []
         self._capture = 0
 
@@ -166,27 +169,62 @@ class Recording:
             self.lanes.in_order(what, pointer, fork)
 
     def lack(self, fork: object, states: int, wanted: int) -> None:
-        """Be told of a fork that has fewer states than it wanted."""
+        """Note a fork that has fewer states than it wanted."""
         if self.lanes is not None:
-            self.lanes.lack(fork, states, wanted)
+            self.lanes.note_short_fork(fork, states, wanted)
 
-    def memory(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, *before: New
-    ) -> Memory:
-        """Return what a replay reads and writes. A function that returned new arrays alone wrote what it is known to.
+    def memory(self, outputs: Any, before: Sequence[LeftoverArrays]) -> Memory:
+        """Return the memory that a replay reads and writes.
 
-        Any other may have written whatever it was given, as in a branch. Raises CaptureError where it reads what the first call
-        made, ``before``.
+        A function that returned new arrays alone wrote what it is known to write. Any other function may have written each array
+        that is kept for it, as in a branch. Raises CaptureError where it reads an array that its first call made, ``before``.
         """
         driver = self.pool.driver
-        given = pieces_of(driver, function, args, kwargs, calls=True)
+        given = self._pieces(self.kept.values())
         used = () if self.lanes is None else self.lanes.used  # of operations, too, which launch what nobody knows
         reads, writes = self.reads.union(*[each for each, _ in used]), self.writes.union(*[each for _, each in used])
         known = self.reads if self.lanes is None else self.reads.union(*self.lanes.read)
         for new in before:
             new.check(self._name, known, writes)  # of operations it is not known: all that they could read counts
-        own = all(self._memory.holds(value) for value in leaves(outputs) if piece_of(driver, value) is not None)
-        return Memory([*reads, *given], [*writes, *pieces_of(driver, outputs), *(() if own else given)])
+        arrays = [value for value in leaves(outputs) if memory_of(driver, value) is not None]
+        own = all(map(self._memory.holds, arrays))
+        return Memory([*reads, *given], [*writes, *self._pieces(arrays), *(() if own else given)])
+
+    def _pieces(self, values: Sequence[object]) -> list[Piece]:
+        """Return the memory of the arrays among some values that have elements."""
+        driver, native, found = self.pool.driver, self.pool.driver.array_types[0], []
+        for value in values:
+            if type(value) is native:
+                array: Any = value
+                memory: Piece | None = piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)
+            else:
+                memory = memory_of(driver, value)
+            if memory is not None and memory[1] > memory[0]:
+                found.append(memory)
+        return found
+
+    def make_event(self) -> Any:
+        """Make the event of the program, and return it. It is destroyed with the recording; called inside `Driver.relaxed`."""
+        self.event = self.pool.driver.create_event()
+        return self.event
+
+    def measured(self, measure: Callable[[], list[float]]) -> list[float]:
+        """Measure the steps, and return their times."""
+        self.times = measure()
+        return self.times
+
+    def adopt(self, graph: RecordedGraph) -> None:
+        """Own another graph besides, which the program is about to launch."""
+        self._adopted.append(graph)
+
+    def arrange_as(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
+        """Have an adopted graph be the graph that is launched. Its predecessor is no longer owned, unless it was captured."""
+        self.graph, self.arrangement = graph, arrangement
+        self._adopted.clear()
+
+    def owns(self, graph: RecordedGraph) -> bool:
+        """Whether a graph is destroyed with the recording."""
+        return graph in (self.graph, self.captured, *self._adopted)
 
     def shares_with(self, other: "Recording") -> bool:
         """Whether both lease side slots from the same device of the same pool."""
@@ -216,7 +254,7 @@ class Recording:
     @property
     def own(self) -> list[tuple[int, int]]:
         """Where memory of its own begins and ends that calls may have written, of a recording with lanes."""
-        found = [] if self.lanes is None else [*self.lanes.own]
+        found = [] if self.lanes is None else [*self.lanes.memory.own]
         blocks = [block for place in self.scratch for block in place.recorded.get(self._capture, ())]
         found += [(block.pointer, block.pointer + block.nbytes) for block in blocks]
         return found if self._tensors is None else found + self._tensors.ranges
@@ -291,7 +329,7 @@ class Recording:
         value: Any = None
         error: BaseException | None = None
         ending: BaseException | None = None
-        goes_on = False
+        valid = False
         try:
             driver.begin_capture(slot.pointer)
             self._capture = driver.capture_id(slot.pointer)
@@ -299,7 +337,7 @@ class Recording:
         except BaseException as trouble:
             error = trouble
         try:
-            goes_on = error is not None and self._goes_on(slot.pointer)
+            valid = error is not None and self._capture_valid(slot.pointer)
             for scratch in self.scratch:
                 scratch.keep_recorded(self._capture)
             with driver.relaxed():
@@ -312,13 +350,13 @@ class Recording:
             abort_capture(driver, slot.pointer)
         try:
             if error is not None or ending is not None:
-                self._raise(error, ending, goes_on)
+                self._raise(error, ending, valid)
         finally:
             del error, ending  # or the error, its traceback and this frame would keep each other
         return value
 
-    def _goes_on(self, pointer: int) -> bool:
-        """Whether a capture is under way that nothing has spoiled, as far as the driver can tell."""
+    def _capture_valid(self, pointer: int) -> bool:
+        """Whether a capture is open and valid, as far as the driver can tell."""
         try:
             return self.pool.driver.dependencies(pointer) is not None
         except Exception:
@@ -335,16 +373,18 @@ class Recording:
             )
 
     def _allocated(self, block: object) -> None:
-        self._allocated_at[self.pool.driver.block_range(block)[0]] = place_of_call()
-        if self.lanes is not None:
-            self.lanes.allocated(block)
+        if self.lanes is None:
+            self._allocated_at[self.pool.driver.block_range(block)[0]] = place_of_call()
+        else:
+            address, place = self.lanes.allocated(block)
+            self._allocated_at[address] = place
 
     def _arrange(self) -> None:
         """Make what was captured ready to be launched, on as many lanes as were asked for."""
         lanes, captured = self.lanes, self.captured
         assert captured is not None
         if lanes is not None and lanes.exact:
-            self.schedule = Schedule(captured, lanes.steps, lanes.ends, lanes.got)
+            self.schedule = Schedule(captured, lanes.steps, lanes.ends, lanes.leased.got)
             self.arrangement = self.schedule.on(lanes.limit, estimated(lanes.used))
         try:
             self.graph = captured.arranged(*(self.arrangement.edges if self.arrangement else ()))
@@ -362,7 +402,9 @@ class Recording:
         check_state: Callable[[], object],
     ) -> T:
         lanes = self.lanes
-        torch = torch_in_use(self.pool.driver) or torch_among(function, args, kwargs)
+        torch = None
+        if "torch" in sys.modules:
+            torch = torch_in_use(self.pool.driver) or torch_among(function, args, kwargs)
         if torch is not None:
             self._tensors = torch.recording_pool(self.device)
             function, args, kwargs = in_torch(torch, slot.pointer, slot.pointer, self.device, function, args, kwargs)
@@ -375,7 +417,7 @@ class Recording:
                 raise CaptureError(lanes.refused)
             # First, since state is often the cause of other work.
             check_state()
-            check_same(self._name, self._rehearsed, [each for each in lanes.calls if each.what != (CONSTANT,)])
+            check_same(self._name, self._rehearsed, [each for each in lanes.calls if each.what is not OF_CONSTANT])
             lanes.join(self._name, value)
             self._rehearsed = ()  # both hold plans, which `release_plans` is to let go of
             lanes.calls.clear()
@@ -385,11 +427,8 @@ class Recording:
 
     def _call(self, slot: Slot, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         driver, tensors = self.pool.driver, self._tensors
-        allocator = driver.swap_allocator(self._memory.allocator)
-        self._memory.tell(self._allocated)
-        try:
-            thread.recording = self
-            recordings.append(self)  # after: a launch that sees it asks the thread
+
+        def call() -> T:
             if tensors is not None:
                 tensors.begin()
             value = run_on(self.pool, slot.side_stream, self.device, None, function, args, kwargs)
@@ -397,24 +436,23 @@ class Recording:
                 with driver.relaxed():
                     tensors.check()
             return value
-        finally:
-            thread.recording = None
-            try:
-                recordings.remove(self)
-            except ValueError:  # an interrupt came before it was there
-                pass
-            finally:
-                driver.swap_allocator(allocator)
-                self._memory.tell(None)
-                self.held.clear()
-                if tensors is not None:
-                    with driver.relaxed():
-                        tensors.end()
 
-    def _raise(self, error: BaseException | None, ending: BaseException | None, goes_on: bool) -> None:
+        allocator = driver.swap_allocator(self._memory.allocator)
+        self._memory.tell(self._allocated)
+        try:
+            return recordings.around(self, "recording", self, call)
+        finally:
+            driver.swap_allocator(allocator)
+            self._memory.tell(None)
+            self.held.clear()
+            if tensors is not None:
+                with driver.relaxed():
+                    tensors.end()
+
+    def _raise(self, error: BaseException | None, ending: BaseException | None, valid: bool) -> None:
         """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error.
 
-        The capture ``goes_on`` where nothing spoiled it: then its end misses no more than what the error kept from being done.
+        The capture is ``valid`` where nothing spoiled it. Then only the work is missing that the error prevented.
         """
         first = error or ending
         assert first is not None
@@ -426,10 +464,10 @@ class Recording:
                 raise CaptureError(f"{self._name} cannot be recorded: {refused}") from error
             if self.lanes is not None and self._is_out_of_memory(error):
                 lanes, calls = self.lanes, self.lanes.calls
-                took, advice = f"{self.nbytes:,} bytes on {lanes.got} lanes", ""
-                if lanes.got > 1:
+                took, advice = f"{self.nbytes:,} bytes on {lanes.leased.got} lanes", ""
+                if lanes.leased.got > 1:
                     rest = self.nbytes - self._memory.nbytes - self.scratch_bytes
-                    one = self._memory.in_order + self.scratch_bytes // lanes.got + rest
+                    one = self._memory.in_order + self.scratch_bytes // lanes.leased.got + rest
                     took, advice = f"{took}, where 1 lane takes about {one:,}", "record it with lanes=1; or "
                 raise OutOfMemoryError(
                     f"the recording of {self._name} finds no memory on device {self.device} ({error}), at call {len(calls)} of "
@@ -443,7 +481,7 @@ class Recording:
                 ) from ending
             causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
             cause = next(filter(None, causes), None)
-            if error is not None and (cause is None or _says_all(error) or (goes_on and causes[0] is None)):
+            if error is not None and (cause is None or _is_own_refusal(error) or (valid and causes[0] is None)):
                 raise error
             place = "" if error is None else place_of_error(error)
             where = f" at {place}" if place and place not in str(cause) else ""  # the host driver names it, too
@@ -477,8 +515,9 @@ class Recording:
             return done
 
     def _destroy_graph(self) -> None:
-        graphs = self.graph, self.captured
+        graphs = self.graph, self.captured, *self._adopted
         self.graph = self.captured = self.schedule = None
+        self._adopted = []
         do_all([graph.destroy for graph in dict.fromkeys(graphs) if graph is not None])
 
     def _destroy_event(self) -> None:
@@ -498,15 +537,15 @@ class Recording:
 def _held_by(recording: Recording) -> str:
     """Say what other recordings under way hold."""
     found = [each.lanes for each in [*recordings] if isinstance(each, Recording) and each.shares_with(recording)]
-    counts = [0 if lanes is None else lanes.got for lanes in found]
+    counts = [0 if lanes is None else lanes.leased.got for lanes in found]
     if not counts:
         return ""
     recorded = "another recording has" if len(counts) == 1 else f"{len(counts)} other recordings have"
     return f", and {recorded} {sum(counts)} as lanes"
 
 
-def _says_all(error: BaseException) -> bool:
-    """Whether it is a refusal of recordings' own, which names what is wrong, and not what a driver met."""
+def _is_own_refusal(error: BaseException) -> bool:
+    """Whether an error is a refusal by this room, which names its cause, and not an error of a driver."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

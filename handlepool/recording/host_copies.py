@@ -6,7 +6,7 @@ copy of the constant, on the device, where the values are the same again. The fu
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from handlepool.errors import CaptureError
 from handlepool.order.books import lanes_for
 from handlepool.pool.context import run_on
 from handlepool.pool.internals import PoolInternals
-from handlepool.recording.rehearsal import CONSTANT
+from handlepool.recording.rehearsal import OF_CONSTANT
 from handlepool.recording.update import piece_of
 
 REMEDIES = "Pass the array as an argument, or make it on the device in an operation"
@@ -59,13 +59,13 @@ class HostCopies:
         finally:
             end()
 
-    def upload(self, removed: Iterable[Any] = ()) -> None:
+    def upload(self, removed: Sequence[Any] = ()) -> None:
         """Make the constants, on the current stream, except the arrays that the function has kept and will not make again.
 
         ``removed`` are values that the function kept in its arguments, and does not find there at its second call.
         """
-        again = {*map(id, leaves(removed))}
-        if any(made() is not None for made in self._made):
+        again = {*map(id, leaves(removed))} if removed else set()
+        if [made for made in self._made if made() is not None]:
             # Some may be in cycles that nothing reaches, as of a local function that calls itself.
             gc.collect()
         for number, made in enumerate(self._made):
@@ -124,7 +124,7 @@ class HostCopies:
         def call(slot: Any) -> Any:
             return make() if slot is None else run_on(self._pool, slot.side_stream, device, None, make, (), {})
 
-        return lanes.run("asarray", (piece_of(driver, constant),), (), (constant,), call, what=(CONSTANT,))
+        return lanes.run("asarray", (piece_of(driver, constant),), (), (constant,), call, what=OF_CONSTANT)
 
     def _read_again(self, values: np.ndarray[Any, Any], label: str, copies: bool) -> None:
         """Check host memory that recorded work reads: each replay reads it where it is."""

@@ -1,4 +1,4 @@
-"""What a recorded function gives to streams between two nodes: plain work, and forks, of which each is told of as one step."""
+"""Work that a recorded function gives to streams between two nodes: plain work, and forks, each of which is one step."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -9,17 +9,20 @@ PLAIN = "no graph function and no operation: handlepool.operation declares one"
 IN_ORDER = "recorded in the order of streams and forks"
 
 Told = tuple[str, str, str]
-"""What it is, why it is no node, and where."""
+"""Its name, why it is no node, and its place."""
 
 
 class _Fork:
     """A fork of the function's."""
 
     def __init__(self, at: int) -> None:
-        self.at = at  # its place among other work
+        # Its place among the other work.
+        self.at = at
         self.branches = 0
-        self.places: dict[str, None] = {}  # an ordered set
-        self.states: int | None = None  # where it has fewer than it wanted
+        # An ordered set.
+        self.places: dict[str, None] = {}
+        # None where it has as many as it wanted.
+        self.states: int | None = None
         self.wanted = 0
 
     def __str__(self) -> str:
@@ -31,25 +34,28 @@ class _Fork:
 
 
 class OtherWork:
-    """What was told of since the last node."""
+    """The work since the last node."""
 
     def __init__(self) -> None:
         self._told: list[Told] = []
-        self._forks: dict[object, _Fork] = {}  # by what stands for each
-        self._allocations: list[str] = []  # where memory was allocated
+        # By the object that stands for each.
+        self._forks: dict[object, _Fork] = {}
+        # The lines that allocated memory.
+        self._allocations: list[str] = []
 
     def add(self, what: str, why: str = PLAIN) -> None:
-        """Take note of work."""
+        """Note work."""
         self._told.append((what, why, place_of_call()))
 
     def in_order(self, what: str, on_main: bool, fork: object) -> None:
-        """Take note of work that is recorded in the order of streams and forks.
+        """Note work that is recorded in the order of streams and forks.
 
         ``on_main`` says whether it is given to the main stream. ``fork`` stands for the one that makes a branch.
         """
         last = next(reversed(self._forks.values()), None)
         if last is not None and (not on_main or (fork is None and last.states == 0)):
-            return  # the branch was told of
+            # The branch was noted.
+            return
         if fork is None:
             self.add(what, IN_ORDER)
             return
@@ -60,26 +66,18 @@ class OtherWork:
         known.branches += 1
         known.places[place_of_call()] = None
 
-    def lack(self, fork: object, states: int, wanted: int) -> None:
-        """Take note of a fork that has fewer states than it wanted."""
+    def note_short_fork(self, fork: object, states: int, wanted: int) -> None:
+        """Note a fork that has fewer states than it wanted."""
         known = self._forks.get(fork)
         if known is not None and known.states is None:
             known.states, known.wanted = states, wanted
 
     def allocated(self, place: str) -> None:
-        """Take note of where memory was allocated, which may be where work is that nobody told of."""
+        """Note a line that allocated memory: work that was not reported may stand near it."""
         self._allocations.append(place)
 
-    def clear(self) -> None:
-        """Begin anew."""
-        if self._told:
-            self._told.clear()
-            self._forks.clear()
-        if self._allocations:
-            self._allocations.clear()
-
     def steps(self, last: str, place: str) -> Iterator[Told]:
-        """Give what makes a step each; work that nobody told of is somewhere between the ``last`` node and a ``place``."""
+        """Give the name, reason and place of each step. Unreported work is between the ``last`` node and a ``place``."""
         if not self._told:
             where = f"between {last} and {place}"
             if known := [each for each in dict.fromkeys(self._allocations) if each not in (place, last)]:

@@ -1,7 +1,6 @@
 """What a program writes outside of its own memory: saved before replays that nobody asked for, and restored after them."""
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from handlepool.order.plain_calls import piece_of
 from handlepool.recording import tensors
 from handlepool.recording.update import Inputs, is_foreign
 from handlepool.tensors.inference import dense_strides
-from handlepool.tensors.layout import Piece, Token, share
+from handlepool.tensors.layout import Piece, Ranges, Token, share
 
 if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
@@ -121,27 +120,3 @@ class Outside:
 def _has(memory: Piece, piece: Piece) -> bool:
     """Whether one piece of memory is known to be all of another one, or more: of two with gaps where they are the same."""
     return memory == piece or (memory[2] is None and memory[0] <= piece[0] and piece[1] <= memory[1])
-
-
-class Ranges:
-    """Memory, as where its parts begin and end."""
-
-    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-        for start, stop in sorted(ranges):
-            if self._stops and start <= self._stops[-1]:
-                self._stops[-1] = max(stop, self._stops[-1])
-            else:
-                self._starts.append(start)
-                self._stops.append(stop)
-
-    def have(self, piece: Piece) -> bool:
-        """Whether a piece of memory is in one of them."""
-        place = bisect_right(self._starts, piece[0]) - 1
-        return place >= 0 and piece[1] <= self._stops[place]
-
-    def meet(self, piece: Piece) -> bool:
-        """Whether a piece of memory and one of them overlap."""
-        place = bisect_left(self._starts, piece[1]) - 1
-        return piece[0] < piece[1] and place >= 0 and self._stops[place] > piece[0]

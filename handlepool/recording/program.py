@@ -2,13 +2,13 @@
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from operator import attrgetter
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, RecordedGraph, Stream
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
@@ -20,11 +20,11 @@ from handlepool.pool import deferred as leftovers
 from handlepool.pool.context import on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
+from handlepool.recording import timing
 from handlepool.recording.outputs import Results
 from handlepool.recording.owner import OWNERS, Owned
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
-from handlepool.recording.timing import Timed
 from handlepool.recording.update import Copy, Inputs, copy_all
 from handlepool.regions.fork import waited_for
 from handlepool.regions.memory import branch_regions
@@ -35,13 +35,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_streams: dict[int, Stream] = {}
-"""By number, the last streams of programs. The collector runs the destructors of all that goes at a time, also of a stream that a
-program has which defers its own end: this keeps the stream, whatever cycle it is in, until the program is closed."""
-_numbers = count()
 
-
-class Program(Owned, Timed):
+class Program(Owned):
     """Recorded work, made by `record`.
 
     It owns what it needs. Its outputs, scratch, plans and every allocation made while it was recorded live as long as it does,
@@ -70,7 +65,16 @@ class Program(Owned, Timed):
         Of plans that were measured by ``record(..., plans=True)``, in the order of their weight: each can be printed.
     """
 
+    nodes: int
     _recording: "Recording | None" = None
+    _streams: ClassVar[dict[int, Stream]] = {}
+    """By number, the last streams of all programs. The collector runs the destructors of a whole cycle at once, also that of a
+    stream whose program defers its own end: this keeps the stream until the program is closed."""
+    _numbers: ClassVar[Iterator[int]] = count()
+
+    explain = timing.explain
+    tune = timing.tune
+    draw = timing.draw
 
     def __init__(
         self,
@@ -91,7 +95,7 @@ class Program(Owned, Timed):
         self.nodes = graph.nodes
         self.tunings = tunings
         self._name = name
-        self._number = next(_numbers)
+        self._number = next(self._numbers)
         self._inputs = inputs
         self._outputs = outputs
         self._memory = memory
@@ -104,7 +108,7 @@ class Program(Owned, Timed):
         self._is_capturing = driver.is_capturing
         self._launch_on = graph.launch
         with driver.relaxed():
-            self._event = recording.event = driver.create_event()
+            self._event = recording.make_event()
         graph.upload(home.pointer)
         leftovers.remember(self._end_at_exit)
         # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
@@ -335,6 +339,7 @@ class Program(Owned, Timed):
                     raise
 
     def _replayed(self, act: Callable[[int], T]) -> T:
+        """Do what replays the recording on the current stream, given that stream, and return its value."""
         if opened:
             self._after_branches(self._memory.reads, self._memory.writes, None)
         self._follow(None)
@@ -343,11 +348,13 @@ class Program(Owned, Timed):
         return found[0]
 
     def _run_on(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
+        """Have replays launch another graph of the recording."""
         recording, launch = self._recording, partial(graph.launch, self._pointer)
         assert recording is not None
-        # No call in between, after which an interrupt could come.
-        recording.graph, recording.arrangement = graph, arrangement
+        # An interrupt may come after each call. The recording owns both graphs until the program launches the new one.
+        recording.adopt(graph)
         self._launch_on, self._launch = graph.launch, launch
+        recording.arrange_as(graph, arrangement)
 
     def _use(self, what: str, act: Callable[..., T], *args: Any) -> T:
         """Do something while nothing else uses the program; what that returns."""
@@ -443,9 +450,9 @@ class Program(Owned, Timed):
         bound = getattr(last, "device_id", -1) == self.device
         launch = partial(self._launch_on, reference.pointer)  # quicker to call than to be given the pointer each time
         if last is None:
-            _streams.pop(self._number, None)
+            self._streams.pop(self._number, None)
         else:
-            _streams[self._number] = last
+            self._streams[self._number] = last
         # No call in between, after which an interrupt could come.
         self._last, self._pointer, self._owner = last, reference.pointer, reference.owner
         self._bound, self._launch = bound, launch
@@ -476,11 +483,11 @@ class Program(Owned, Timed):
         held: list[object] = []
         recording = self._recording
         if status.untouchable:
-            self._let_go(held)
+            self._detach(held)
             abandon(held)
             return True
         try:
-            return self._use("closed", self._take_out, held, wait)
+            return self._use("closed", self._detach_when_idle, held, wait)
         finally:
             if held and recording is not None:
                 try:
@@ -494,7 +501,7 @@ class Program(Owned, Timed):
                         defer(recording.settle)
                         held.clear()  # or an error's traceback would keep it
 
-    def _take_out(self, held: list[object], wait: bool) -> bool:
+    def _detach_when_idle(self, held: list[object], wait: bool) -> bool:
         """Take all from the program once its last use has passed; whether that is so by now."""
         recording = self._recording
         if recording is None:
@@ -503,7 +510,7 @@ class Program(Owned, Timed):
             # Without an event it was freed: an interrupt came when the program had just been made.
             if recording.event is not None and not self._passed(wait=wait):
                 return False
-            self._let_go(held)
+            self._detach(held)
             held.append(recording.kept.take())
         return True
 
@@ -523,9 +530,9 @@ class Program(Owned, Timed):
                 driver.synchronize_event(self._event)
             return wait or driver.event_done(self._event)
 
-    def _let_go(self, held: list[object]) -> None:
+    def _detach(self, held: list[object]) -> None:
         """Put all that the program has into a list, the recording first."""
-        stream = self._last, self._owner, _streams.pop(self._number, None)
+        stream = self._last, self._owner, self._streams.pop(self._number, None)
         # No call from here on, after which an interrupt could come: the recording is whoever's the list is.
         held += [self._recording, self._inputs, self._outputs, stream, self._launch, self._launch_on]
         self._recording = self._owner = self._last = self._user = None
@@ -541,7 +548,7 @@ class Program(Owned, Timed):
             return
         try:
             held: list[object] = []
-            self._let_go(held)
+            self._detach(held)
             abandon(held)
             recording.release_plans()
         finally:

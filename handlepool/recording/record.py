@@ -1,5 +1,7 @@
 """`record`: a function is called once for real, and once with all that it gives to streams captured."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator, MappingView
 from functools import partial
 from itertools import zip_longest
@@ -9,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from handlepool._util.arguments import as_integer, check_ends, check_ran, flag
-from handlepool._util.names import shown
+from handlepool._util.names import kind_of, shown
 from handlepool._util.protocols import holds_values
 from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver
@@ -28,7 +30,7 @@ from handlepool.recording import drawing, tensors
 from handlepool.recording.capture import Recording
 from handlepool.recording.host_copies import HostCopies
 from handlepool.recording.program import Program
-from handlepool.recording.rehearsal import Entries, Launches, Rehearsal, check_same
+from handlepool.recording.rehearsal import ContainerSnapshot, Launches, Rehearsal, check_same
 from handlepool.recording.state import State
 from handlepool.recording.tuning import shown_progress
 from handlepool.recording.update import Inputs
@@ -118,42 +120,49 @@ def record(
     if pool is None:
         owner = getattr(function, "__self__", None)
         pool = owner.pool if isinstance(owner, ParallelStates) else None
-    if lanes is not None and not 1 <= as_integer(lanes, 0) <= MOST_SIDE_SLOTS:
+    width = lanes if lanes is None or type(lanes) is int else as_integer(lanes, 0)
+    if width is not None and not 1 <= width <= MOST_SIDE_SLOTS:
         raise ArgumentError(f"record(lanes={shown(lanes)}); it must be an integer from 1 to {MOST_SIDE_SLOTS}, or left out")
-    measured = flag("record: plans", plans)
+    measured = plans is True or (plans is not False and flag("record: plans", plans))
     chosen = chosen_pool("record", pool)
-    chosen.status.check()
+    if chosen.status.unusable:
+        chosen.status.check()
     if measured:
         check_gpu(chosen.driver, TUNED)
-    names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None)]
-    name = next((name for name in names if isinstance(name, str)), type(function).__name__)
-    home = _check(chosen, name, lanes, function, args, kwargs)
-    picture = None if lanes is None else drawing.asked_for(name)
+    names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None), type(function).__name__]
+    name = [name for name in names if isinstance(name, str)][0]  # noqa: RUF015 - without a generator
+    home = _check(chosen, name, width, function)
+    # The arguments are walked once, which `leaves` ends although a container may contain itself.
+    values = [*leaves(args, kwargs)]
+    _check_values(name, values, args, kwargs)
+    picture = drawing.asked_for(name) if width is not None and os.environ.get(drawing.VARIABLE) else None
     driver = chosen.driver
     stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
-    inputs, given = Inputs(driver, args, kwargs), Entries(args, kwargs)
-    reached = partial(State, driver, function, args, kwargs, given.containers)
+    inputs, given = Inputs(driver, args, kwargs), ContainerSnapshot(args, kwargs)
+    reached = partial(State, driver, function, args, kwargs, given.containers, values)
     before, copies = reached(), HostCopies(chosen, name)
-    rehearsal = Rehearsal(chosen, home.pointer)
-    launches, again = Launches(chosen), Launches(chosen)
+    rehearsal = None if width is None else Rehearsal(chosen, home.pointer)
+    launches = Launches(chosen) if measured or width is None else None
     first: Callable[..., Any] = partial(run_on, chosen, stream, home.device, None)
-    if lanes is not None:
+    if rehearsal is not None:
         first = partial(_rehearsed, rehearsal, chosen, home, first)
-    if measured or lanes is None:
+    if launches is not None:
         first = partial(launches.around, first)
     with copies.noted():
         returned = first(function, args, kwargs)
     if returned is None:
         raise _nothing(name)
-    check_ran(function, returned)
+    if type(returned) not in driver.array_types:
+        check_ran(function, returned)
     given.check(name)
     before.check(name)
-    shapes = _shapes(returned)
+    shapes = _shapes(driver, returned)
     del returned
-    for new in (rehearsal.new, launches.new):
-        new.end()
-    tunings = _tuned(chosen, name, launches, home) if measured else ()
-    recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)
+    leftovers = [watcher.new for watcher in (rehearsal, launches) if watcher is not None]
+    for left in leftovers:
+        left.end()
+    tunings = _tuned(chosen, name, launches, home) if measured and launches is not None else ()
+    recording = Recording(chosen, name, width, () if rehearsal is None else rehearsal.calls)
     state = None
     try:
         copies.upload(given.renew())
@@ -162,23 +171,26 @@ def record(
         del before
         recording.kept.add(function, args, kwargs)
         capture: Callable[..., Any] = recording.capture
-        if lanes is None:
+        again = None if launches is None or width is not None else Launches(chosen)
+        if again is not None:
             capture = partial(again.around, capture)
         with copies.repeated(recording.kept.add):
             outputs = capture(function, args, kwargs, partial(state.check, name))
-        state.check(name)
         given.check(name)
-        if lanes is None:
+        # With lanes the capture has checked the state, and compared the calls.
+        if again is not None and launches is not None:
+            state.check(name)
             check_same(name, launches.calls, again.calls)
         if outputs is None:
             raise _nothing(name)
-        for one, other in zip_longest(shapes, _shapes(outputs), fillvalue="nothing"):
-            if one != other:
-                raise CaptureError(
-                    f"{name} returned something else when it was called again to be recorded: {one} the first time, and "
-                    f"{other} the second. Take decisions, and prepare what is made once, before it is recorded"
-                )
-        memory = recording.memory(function, args, kwargs, outputs, rehearsal.new, launches.new)
+        now = _shapes(driver, outputs)
+        if now != shapes:
+            one, other = next(pair for pair in zip_longest(shapes, now, fillvalue="nothing") if pair[0] != pair[1])
+            raise CaptureError(
+                f"{name} returned something else when it was called again to be recorded: {_text(one)} the first time, and "
+                f"{_text(other)} the second. Take decisions, and prepare what is made once, before it is recorded"
+            )
+        memory = recording.memory(outputs, leftovers)
         return _drawn(Program(name, recording, inputs, outputs, home, memory, tunings), picture)
     except BaseException:
         outputs, done = None, False
@@ -201,14 +213,29 @@ def _settle(driver: Driver, pointer: int) -> None:
         driver.synchronize_stream(pointer)
 
 
-def _shapes(returned: object) -> list[str]:
-    """Return, as text, the shapes and types of the arrays that a function returned."""
-    return [shown(value) for value in leaves(returned) if holds_values(value)]
+def _shapes(driver: Driver, returned: Any) -> list[Any]:
+    """Return the shapes and types of the arrays that a function returned: of the driver's as tuples, of others as text."""
+    native: Any = driver.array_types[0]
+    if type(returned) is native:
+        return [(native, returned.shape, returned.dtype)]
+    return [
+        (native, value.shape, value.dtype) if type(value) is native else shown(value)
+        for value in leaves(returned)
+        if type(value) is native or holds_values(value)
+    ]
+
+
+def _text(shape: Any) -> str:
+    """Return an entry of `_shapes` as `shown` says it of the array."""
+    if isinstance(shape, str):
+        return shape
+    kind, extents, dtype = shape
+    return f"<{kind_of(kind)} of shape {tuple(map(int, extents))}, {dtype}>"
 
 
 def _rehearsed(rehearsal: Rehearsal, pool: PoolInternals, home: StreamReference, run: Callable[..., T], *call: Any) -> T:
     """Call a function with its calls noted, on one stream that is current for torch as well, as it is while recording."""
-    torch = torch_in_use(pool.driver) or torch_among(*call)
+    torch = (torch_in_use(pool.driver) or torch_among(*call)) if "torch" in sys.modules else None
     if torch is None:
         return rehearsal.around(run, *call)
     inside, found = in_torch(torch, home.pointer, home.pointer, home.device, *call), []
@@ -231,10 +258,8 @@ def _drawn(program: Program, picture: Path | None) -> Program:
     return program
 
 
-def _check(
-    pool: PoolInternals, name: str, lanes: int | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> StreamReference:
-    """Check what can be checked before anything runs, and return the caller's stream."""
+def _check(pool: PoolInternals, name: str, lanes: int | None, function: Any) -> StreamReference:
+    """Check the function and its surroundings before anything runs, and return the caller's stream."""
     if not callable(function):
         raise ArgumentError(f"record({shown(function)}): pass a function, and its arguments after it")
     if thread.recording is not None:
@@ -245,14 +270,6 @@ def _check(
         raise CaptureError(
             f"{name} cannot be recorded with lanes in the body of a fork: record it before the fork, or without lanes"
         )
-    check_ends(f"{name} was given", args, kwargs)
-    for value in leaves(args, kwargs):
-        if isinstance(value, MappingView):
-            raise ArgumentError(f"{name} was given {shown(value)}, a view of a dictionary; pass the dictionary, or a list")
-        if isinstance(value, Iterator):
-            raise ArgumentError(f"{name} was given the iterator {shown(value)}, which its first call would use up; pass a list")
-        if isinstance(value, np.ndarray) and value.dtype.hasobject and any(map(holds_values, value.ravel())):
-            raise ArrayTypeError(f"{name} was given an array of objects, {shown(value)}; pass a list of arrays")
     if deferred:
         settle()
     driver = pool.driver
@@ -263,5 +280,18 @@ def _check(
     return home
 
 
+def _check_values(name: str, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check the values among the arguments."""
+    if [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple, dict))]:
+        check_ends(f"{name} was given", args, kwargs)
+    for value in values:
+        if isinstance(value, MappingView):
+            raise ArgumentError(f"{name} was given {shown(value)}, a view of a dictionary; pass the dictionary, or a list")
+        if isinstance(value, Iterator):
+            raise ArgumentError(f"{name} was given the iterator {shown(value)}, which its first call would use up; pass a list")
+        if isinstance(value, np.ndarray) and value.dtype.hasobject and any(map(holds_values, value.ravel())):
+            raise ArrayTypeError(f"{name} was given an array of objects, {shown(value)}; pass a list of arrays")
+
+
 def _nothing(name: str) -> ArgumentError:
-    return ArgumentError(f"{name} returned None, so nobody could have its results: return the arrays that it writes")
+    return ArgumentError(f"{name} returned None. Return the arrays that it writes")

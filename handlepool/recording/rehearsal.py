@@ -1,4 +1,4 @@
-"""The first call of a function that is recorded: its nodes and plans, to be compared with the second's, and what it changes."""
+"""The first call of a function that is recorded: its nodes and plans, to be compared with the second call's, and its changes."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import fields
@@ -14,31 +14,31 @@ from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.trace import Request
-from handlepool.pool.context import NOT_CACHED, recordings, thread
+from handlepool.pool.context import NOT_CACHED, recordings
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
-from handlepool.recording.update import PLAIN, piece_of
-from handlepool.tensors.layout import Piece, Token, share
+from handlepool.recording.update import PLAIN
+from handlepool.tensors.layout import Piece, Token, piece, share
 
 T = TypeVar("T")
 Pieces = Collection[Piece | Token]
 
 
-CONSTANT = "a constant"
-"""Tells copies of constants from the calls that both calls of a function make: the first call has the constants themselves."""
+OF_CONSTANT = ("a constant",)
+"""The ``what`` of a copy of a constant. The first call of a function makes no such copies: it has the constants themselves."""
 
 
-class Made(NamedTuple):
-    """A call that is a node: what it is known by in both calls of the function, and where it is.
+class CallSignature(NamedTuple):
+    """The identity of a call that becomes a node, compared between the two calls of the function, and the call's place.
 
     Attributes
     ----------
     name : str
     sizes : tuple of int
-        Bytes of what it writes.
+        Bytes of each array that it writes.
     place : str
     what : tuple
-        The plans that it launches; or the operation, and those of its arguments that are numbers or text.
+        The plans that it launches; or the operation, with those of its arguments that are numbers or text.
     """
 
     name: str
@@ -46,55 +46,47 @@ class Made(NamedTuple):
     place: str
     what: tuple[object, ...]
 
-    @classmethod
-    def of(cls, name: str, writes: Pieces, what: tuple[object, ...]) -> "Made":
-        """Return what a call is known by that is made now."""
-        sizes = tuple([each[1] - each[0] for each in writes if not isinstance(each, Token)])
-        return cls(name, sizes, place_of_call(), what)
-
-    @classmethod
-    def at_once(cls, launch: Any) -> "Made":
-        """Return what a call by a shortcut is known by."""
-        plan = launch.plan
-        return cls(plan.name, launch.operands.sizes, place_of_call(), (plan,))
-
     def __str__(self) -> str:
         writes = f", which writes {sum(self.sizes):,} bytes" if self.sizes else ""
         return f"{self.name} at {self.place}{writes}"
 
 
+def sizes_of(writes: Pieces) -> tuple[int, ...]:
+    """Return the bytes of each piece of memory."""
+    return tuple([each[1] - each[0] for each in writes if not isinstance(each, Token)])
+
+
 class Rehearsal:
-    """Stands in the place of lanes while nothing is captured, and takes note of the calls.
+    """Notes the calls in the place of lanes, while a function is called for real.
 
     Attributes
     ----------
-    calls : list of Made
-    new : New
+    calls : list of CallSignature
+    new : LeftoverArrays
     """
 
     def __init__(self, pool: PoolInternals, pointer: int) -> None:
-        self.calls: list[Made] = []
-        self.new = New(pool.driver)
+        self.calls: list[CallSignature] = []
+        self.new = LeftoverArrays(pool.driver)
         self._pool = pool
         self._pointer = pointer
         self._inside = False
+        self._place = ""
 
     def around(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function, and take note of what it calls in this thread."""
-        return _told(self, "rehearsal", self, function, args)
+        """Call a function, and note the calls that it makes in this thread."""
+        return recordings.around(self, "rehearsal", self, function, *args)
 
     def takes(self, pool: object, pointer: int) -> bool:
         """Whether a call of a pool on a stream would become a node."""
         return not self._inside and pool is self._pool and pointer == self._pointer
 
-    def other(self, what: str, why: str = "") -> None:
-        """Be told of work that is no node."""
-
     def accessed(self, reads: Pieces, writes: Pieces) -> None:
-        """Be told what a call reads and writes that is no node, or is inside one."""
+        """Ignore the memory of a call that is no node, or is inside one."""
 
     def expect(self, reads: Callable[[], Pieces] | None) -> None:
-        """Be told what the next node reads."""
+        """Note the place of the next node."""
+        self._place = "" if reads is None else place_of_call()
 
     def hit(self, attempt: Callable[..., T], arrays: tuple[Any, ...], out: Any) -> T:
         """Make a call by a shortcut."""
@@ -106,15 +98,16 @@ class Rehearsal:
         if result is NOT_CACHED:
             del self.calls[known:]
         elif out is None:
-            self.made(result)
+            self.new.add(result, self.calls[-1])
         return result
 
     def made(self, arrays: object) -> None:
-        """Be told of new arrays that a node has made."""
+        """Note new arrays that a node has made."""
         self.new.add(arrays, self.calls[-1])
 
     def _begin(self, operands: object, launch: Any, *_: object) -> Slot:
-        self.calls.append(Made.at_once(launch))
+        plan = launch.plan
+        self.calls.append(CallSignature(plan.name, launch.operands.sizes, self._place or place_of_call(), (plan,)))
         self._inside = True
         return self._pool.slot()
 
@@ -130,7 +123,7 @@ class Rehearsal:
         what: tuple[object, ...] = (),
     ) -> T:
         """Make a call where it would be made without lanes."""
-        self.calls.append(Made.of(name, writes, what))
+        self.calls.append(CallSignature(name, sizes_of(writes), place_of_call(), what))
         self._inside = True
         try:
             result = call(None)
@@ -141,21 +134,8 @@ class Rehearsal:
         return result
 
 
-def _told(watcher: object, name: str, told: object, function: Callable[..., T], args: tuple[Any, ...]) -> T:
-    """Call a function with this thread's attribute of a name being what is told of its calls."""
-    outer = getattr(thread, name)
-    try:
-        setattr(thread, name, told)
-        recordings.append(watcher)  # after: a launch that sees it asks the thread
-        return function(*args)
-    finally:
-        setattr(thread, name, outer)
-        if watcher in recordings:  # or an interrupt came before it was
-            recordings.remove(watcher)
-
-
-class New:
-    """The arrays that the first call makes and somebody holds when it has ended: caches, or state.
+class LeftoverArrays:
+    """The arrays that the first call makes and that are still held when it has ended: caches, or state.
 
     Parameters
     ----------
@@ -165,33 +145,34 @@ class New:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._kind = driver.array_types[0]
-        # Weak, so that the first call takes no more memory for being looked at. To the memory, which views outlive an array by.
-        self._made: list[tuple[ReferenceType[Any], Piece, Made]] = []
-        self._held: list[tuple[Any, Piece, Made]] = []
+        # Weak, so that the first call takes no more memory for being watched. The references are to the memory, since a view
+        # keeps the memory and not the array.
+        self._made: list[tuple[ReferenceType[Any], Piece, CallSignature]] = []
+        self._held: list[tuple[Any, Piece, CallSignature]] = []
 
-    def add(self, arrays: object, call: Made, among: Set[object] | None = None) -> None:
-        """Take note of the arrays that a call made; with ``among`` of those whose memory is there."""
-        for array in (arrays,) if type(arrays) is self._kind else leaves(arrays):
-            if isinstance(array, self._driver.array_types):
-                piece = piece_of(self._driver, array)
-                if among is None or piece in among:
-                    self._made.append((self._weak(array), piece, call))
+    def add(self, arrays: object, call: CallSignature, among: Set[object] | None = None) -> None:
+        """Note the arrays that a call made; with ``among``, only those whose memory is in it."""
+        driver = self._driver
+        for value in (arrays,) if type(arrays) is self._kind else leaves(arrays):
+            if isinstance(value, driver.array_types):
+                array: Any = value
+                memory = piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)
+                if among is None or memory in among:
+                    owner = driver.array_block(array)
+                    try:
+                        reference = ref(array if owner is None else owner)
+                    except TypeError:  # CuPy's views hold the array instead
+                        reference = ref(array)
+                    self._made.append((reference, memory, call))
 
     def end(self) -> None:
-        """Be told that the first call has ended. What is left is held from here on, so that nothing else comes to lie there."""
+        """End the first call. The arrays that are left are held from here on, so that no other array takes their memory."""
         left = [(made(), piece, call) for made, piece, call in self._made]
         self._held = [each for each in left if each[0] is not None]
         self._made.clear()
 
-    def _weak(self, array: Any) -> ReferenceType[Any]:
-        block = self._driver.array_block(array)
-        try:
-            return ref(array) if block is None else ref(block)
-        except TypeError:  # CuPy's views hold the array instead
-            return ref(array)
-
     def check(self, name: str, reads: Pieces, writes: Pieces) -> None:
-        """Refuse a function whose second call read, and did not write, what its first one made: each replay reads the same.
+        """Refuse a function whose second call read, and did not write, an array of its first call: each replay reads the same.
 
         Raises
         ------
@@ -220,24 +201,24 @@ class Launches:
 
     Attributes
     ----------
-    calls : list of Made
+    calls : list of CallSignature
         In order.
-    new : New
+    new : LeftoverArrays
     """
 
     def __init__(self, pool: PoolInternals) -> None:
-        self.calls: list[Made] = []
-        self.new = New(pool.driver)
+        self.calls: list[CallSignature] = []
+        self.new = LeftoverArrays(pool.driver)
         self._pool = pool
         self._found: dict[int, tuple[Plan, int]] = {}
 
     def around(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function, and count the plans that this thread launches meanwhile."""
-        return _told(self, "launched", self._count, function, args)
+        return recordings.around(self, "launched", self._count, function, *args)
 
     def _count(self, pool: PoolInternals, plan: Plan, made: Sequence[Any]) -> None:
         if pool is self._pool:
-            self.calls.append(Made(plan.name, (), place_of_call(), (plan,)))
+            self.calls.append(CallSignature(plan.name, (), place_of_call(), (plan,)))
             self.new.add(made, self.calls[-1])
             self._found[id(plan)] = plan, self._found.get(id(plan), (plan, 0))[1] + 1
 
@@ -246,10 +227,10 @@ class Launches:
         return [(plan, count) for plan, count in self._found.values() if plan.device == device]
 
 
-class Entries:
-    """What the lists and dictionaries among a function's arguments hold, as they were when it was called.
+class ContainerSnapshot:
+    """The entries of the lists and dictionaries among a function's arguments, when it was called.
 
-    Each is looked at as it is itself, whichever way leads to it, and past what a class of its own makes of that.
+    Each container is looked at once, by the methods of lists and dictionaries themselves: its own class may override them.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -326,7 +307,7 @@ class Entries:
                 )
 
 
-def check_same(name: str, first: Sequence[Made], second: Sequence[Made]) -> None:
+def check_same(name: str, first: Sequence[CallSignature], second: Sequence[CallSignature]) -> None:
     """Compare the calls that a function made when it was called for real with those that were recorded.
 
     Addresses are not: whoever makes arrays in the function has other ones each time.

@@ -15,6 +15,7 @@ from array import array as compact_array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from operator import is_
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -29,12 +30,10 @@ from weakref import CallableProxyType, ProxyType, ReferenceType, WeakKeyDictiona
 import numpy as np
 
 from handlepool._util.names import shown
-from handlepool._util.reachable import CACHE, leaves
+from handlepool._util.reachable import CACHE
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
-from handlepool.order import plain_calls
 from handlepool.order.operation import Operation
-from handlepool.recording.outside import Ranges
 from handlepool.recording.state_kinds import (
     ATTRIBUTES,
     BYTES,
@@ -71,7 +70,8 @@ from handlepool.recording.state_kinds import (
     read_slots,
     slots_of,
 )
-from handlepool.recording.update import piece_of
+from handlepool.recording.update import memory_of, piece_of
+from handlepool.tensors.layout import Ranges
 
 MOST_PLACES = 100_000
 """Objects that the walk takes in. The state of objects beyond them is not compared."""
@@ -138,6 +138,8 @@ class State:
     args, kwargs : tuple, dict
     given : iterable of list or dict
         Containers of arguments, which every call is given anew: their entries are no state.
+    inputs : sequence
+        The values that are reached from the arguments through containers.
     settle : callable, optional
         Waits for work that may still write NumPy's arrays; called once if there are any. Without it the snapshot is of iterators
         alone, which cannot be put back.
@@ -155,10 +157,11 @@ class State:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         given: Iterable[Any],
+        inputs: Sequence[Any],
         settle: Callable[[], object] | None = None,
     ) -> None:
         self._driver = driver
-        walk = _Walk(driver, given, [*leaves(args, kwargs)])
+        walk = _Walk(driver, given, inputs)
         walk.run(function, args, kwargs)
         self.aliases = walk.aliases
         self._known = walk.entered
@@ -177,8 +180,10 @@ class State:
             Naming the first change.
         """
         for place in self._places:
-            now = place.kind.read(place.owner, place.names)
-            key = next(self._changes(place, now), MISSING)
+            then, now = place.then, place.kind.read(place.owner, place.names)
+            # Most places have the same objects in the same order.
+            same = len(then) == len(now) and all(map(is_, then, now)) and all(map(is_, then.values(), now.values()))
+            key = MISSING if same else next(self._changes(place, now), MISSING)
             if key is not MISSING:
                 raise CaptureError(self._message(name, place, key, place.then.get(key, MISSING), now.get(key, MISSING)))
 
@@ -190,11 +195,11 @@ class State:
         CaptureError
             Naming the first place that did not have it in the snapshot ``before``.
         """
-        path = next((each for each in self.aliases if each not in before.aliases), None)
-        if path is not None:
+        paths = [each for each in self.aliases if each not in before.aliases]
+        if paths:
             raise CaptureError(
-                f"{name} keeps an argument's array in {path}, which would hold the newest input at each replay. Copy the values "
-                f"into an array of its own, by state[...] = x"
+                f"{name} keeps an argument's array in {paths[0]}, which would hold the newest input at each replay. Copy the "
+                f"values into an array of its own, by state[...] = x"
             )
 
     def restore(self) -> None:
@@ -304,10 +309,13 @@ class _Walk:
         All that was found, by identifier; kept, so that no identifier is given out again.
     """
 
-    def __init__(self, driver: Driver, given: Iterable[Any], inputs: Iterable[Any]) -> None:
+    def __init__(self, driver: Driver, given: Iterable[Any], inputs: Sequence[Any]) -> None:
         self._driver = driver
-        pieces = [plain_calls.piece_of(driver, each) for each in inputs]
-        self._inputs = Ranges([each[:2] for each in pieces if each is not None])
+        self._inputs = inputs
+        self._input_arrays = frozenset([id(each) for each in inputs if isinstance(each, driver.array_types)])
+        # The memory of the inputs, once an array is met that is none of them.
+        self._ranges: Ranges | None = None
+        self._arrays: Any = (*driver.array_types, getattr(sys.modules.get("torch"), "Tensor", ()))
         self.aliases: dict[str, None] = {}
         self._given = frozenset(map(id, given))
         self.found: list[tuple[str, Kind, Any, Any]] = []
@@ -323,8 +331,13 @@ class _Walk:
     def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Walk from a function and its arguments."""
         left = self._left
-        left += [(key, value) for key, value in kwargs.items()]
-        left += [(f"argument {place}", value) for place, value in enumerate(args)]
+        given = [(f"argument {place}", value) for place, value in enumerate(args)]
+        for path, value in (*given[::-1], *[*kwargs.items()][::-1]):
+            # As in a visit, which most arguments need not.
+            if id(value) in self._input_arrays and isinstance(value, self._kinds):
+                self.aliases[path] = None
+                self.entered[id(value)] = value
+        left += [entry for entry in (*kwargs.items(), *given) if id(entry[1]) not in self.entered]
         bound = not isinstance(function, FunctionType)
         left.append(("self" if bound else function.__qualname__, function))
         while left and len(self.entered) < MOST_PLACES:
@@ -341,14 +354,22 @@ class _Walk:
             value = value.__repr__.__self__
         if value is None or (isinstance(value, _SCALARS) and not isinstance(value, type)):
             return
-        if isinstance(value, self._driver.array_types) or is_tensor(value):
-            # Before the test that follows, since several paths may lead to one array.
-            memory = plain_calls.piece_of(self._driver, value)
-            if memory is not None and self._inputs.meet(memory):
-                self.aliases[path] = None
+        # Before the test that follows, since several paths may lead to one array.
+        if id(value) in self._input_arrays or (isinstance(value, self._arrays) and self._is_over_input(value)):
+            self.aliases[path] = None
         if id(value) not in self.entered:
             self.entered[id(value)] = value
-            self._enter(path, value)
+            # Values on the device are compared by their memory, where an attribute has them.
+            if not isinstance(value, self._kinds):
+                self._enter(path, value)
+
+    def _is_over_input(self, array: Any) -> bool:
+        """Whether an array shares memory with an argument's."""
+        if self._ranges is None:
+            pieces = [memory_of(self._driver, each) for each in self._inputs]
+            self._ranges = Ranges([each[:2] for each in pieces if each is not None])
+        memory = memory_of(self._driver, array)
+        return memory is not None and self._ranges.meet(memory)
 
     def _add(self, path: str, kind: Kind, owner: Any, names: Any = None) -> None:
         if kind not in (LIST, DICT) or id(owner) not in self._given:
@@ -360,8 +381,6 @@ class _Walk:
     def _enter(self, path: str, value: Any) -> None:
         if isinstance(value, np.ndarray):
             self._enter_host_array(path, value)
-        elif isinstance(value, self._kinds):
-            pass
         elif isinstance(value, FunctionType):
             self._enter_function(path, value)
         elif isinstance(value, MethodType):
@@ -446,10 +465,10 @@ class _Walk:
 
     def _enter_names(self, namespace: dict[str, Any], names: frozenset[str], prefix: str) -> None:
         """Take in the globals, or attributes of a module, that some code names."""
-        used = frozenset(name for name in names if name in namespace and (id(namespace), name) not in self._named)
+        used = frozenset([name for name in names if name in namespace and (id(namespace), name) not in self._named])
         if not used:
             return
-        self._named.update((id(namespace), name) for name in used)
+        self._named.update([(id(namespace), name) for name in used])
         self._add(prefix, NAMES, namespace, used)
         for name in used:
             value = namespace[name]

@@ -204,7 +204,7 @@ class LanesRig:
         key = key_of(self._recording, self._name, goal, counts)
         found = load(self._recording, key, counts) if key and not anew else None
         if found is not None:
-            return self._take_kept(found, goal, take)
+            return self._take_found(found, goal, take)
         start = monotonic()
         progress = shown_progress(self._name, seconds)
         former, previous = self._recording.graph, self._recording.arrangement
@@ -215,7 +215,7 @@ class LanesRig:
             try:
                 for _ in range(2):
                     self._events.append(self._driver.create_event(timing=True))
-                self._recording.times = self.times()
+                times = self._recording.measured(self.times)
                 candidates, skipped = self._candidates(counts, start + seconds, progress)
                 rounds = self._sample(candidates, start + seconds, progress)
                 results = {each.asked: each.result() for each in candidates}
@@ -232,10 +232,10 @@ class LanesRig:
         took = monotonic() - start
         if key:
             told = [[*astuple(trial)] for trial in trials]
-            save(self._recording, key, TunedLanes(counts.index(winner.asked), told, rounds, took, self._recording.times))
+            save(self._recording, key, TunedLanes(counts.index(winner.asked), told, rounds, took, times))
         return LanesTuning(self._name, goal, trials, results[winner.asked], previous.lanes, rounds, took)
 
-    def _take_kept(self, found: TunedLanes, goal: str, take: Callable[[RecordedGraph, Arrangement], None]) -> LanesTuning:
+    def _take_found(self, found: TunedLanes, goal: str, take: Callable[[RecordedGraph, Arrangement], None]) -> LanesTuning:
         """Have the program take the schedule that was the best when it was measured."""
         recording, previous = self._recording, self._recording.arrangement
         assert recording.graph is not None
@@ -251,7 +251,7 @@ class LanesRig:
                 graph.instantiate()
                 self._graphs.append(recording.graph)
                 take(graph, arrangement)
-                recording.times = found.times
+                recording.measured(lambda: found.times)
             finally:
                 try:
                     self._end()
@@ -269,7 +269,7 @@ class LanesRig:
         with self._driver.relaxed():
             self._outside.save()
             try:
-                self._recording.times = self.times()
+                self._recording.measured(self.times)
                 return self._ends(arrangement)[-1][0]
             finally:
                 try:
@@ -385,7 +385,7 @@ class LanesRig:
         yield self._outside.restore
         yield partial(self._driver.synchronize_stream, self._pointer)
         for graph in take_each(self._graphs):
-            if graph not in (recording.graph, recording.captured):
+            if not recording.owns(graph):
                 yield graph.destroy
         for event in take_each(self._events):
             yield partial(recording.pool.device(recording.device).scratch.destroy_event, event)

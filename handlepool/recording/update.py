@@ -14,6 +14,7 @@ from handlepool.drivers.operands import ASARRAY, taken
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import MASKED, is_array
+from handlepool.order import plain_calls
 from handlepool.order.stream_order import integration
 from handlepool.recording import tensors
 from handlepool.tensors.inference import dense_strides
@@ -59,11 +60,9 @@ class Inputs:
 
     def __init__(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kind = driver.array_types
-        self._all = [_fixed(argument) if _has_array(argument, kind) else Plain(_fixed(argument)) for argument in args]
+        self._all = [value if isinstance(value, kind) else _recorded(value, kind) for value in args]
         self._positional = [value for value in self._all if type(value) is not Plain]
-        self._named = {
-            name: _fixed(argument) if _has_array(argument, kind) else Plain(_fixed(argument)) for name, argument in kwargs.items()
-        }
+        self._named = {key: value if isinstance(value, kind) else _recorded(value, kind) for key, value in kwargs.items()}
         self._replaced: dict[int, Piece] = {}  # of those that another array was copied into, by where they begin
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -188,8 +187,10 @@ def _fixed(value: Any) -> Any:
     return value
 
 
-def _has_array(value: Any, kind: tuple[type, ...]) -> bool:
-    return any(isinstance(leaf, kind) or is_foreign(leaf) for leaf in leaves(value))
+def _recorded(value: Any, kind: tuple[type, ...]) -> Any:
+    """Return an argument as it is now, as a `Plain` where it holds no array."""
+    has_array = any(isinstance(leaf, kind) or is_foreign(leaf) for leaf in leaves(value))
+    return _fixed(value) if has_array else Plain(_fixed(value))
 
 
 def _arrays(place: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -351,3 +352,8 @@ def overlapping(driver: Driver, arrays: Sequence[Any]) -> Iterator[tuple[int, in
 def piece_of(driver: Driver, array: Any) -> Piece:
     """Return the memory of an array of the driver's."""
     return piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)
+
+
+def memory_of(driver: Driver, value: Any) -> Piece | None:
+    """Return the memory of an array of any library; None for a value without memory that is known."""
+    return piece_of(driver, value) if type(value) is driver.array_types[0] else plain_calls.piece_of(driver, value)

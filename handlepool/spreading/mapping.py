@@ -26,7 +26,7 @@ from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.program import Program
 from handlepool.spreading.items import check_copied, global_elsewhere, rebuilt
-from handlepool.spreading.station import Eager, Flight, Station
+from handlepool.spreading.worker import DeviceWorker, Eager, InFlight
 
 T = TypeVar("T")
 
@@ -161,8 +161,8 @@ def spread(
     _check_closure(driver, name, function, chosen)
     eager = Eager(name)
     rest = name, function, tuple(shared), None if lanes is None else as_integer(lanes), to == "host", eager
-    stations = [Station(pool, device, *rest) for device in chosen]
-    return Spread(pool, name, function, stations, items, to == "host", in_flight, errors == "raise", on_done, shows)
+    workers = [DeviceWorker(pool, device, *rest) for device in chosen]
+    return Spread(pool, name, function, workers, items, to == "host", in_flight, errors == "raise", on_done, shows)
 
 
 def _chosen(driver: Driver, name: str, devices: Any) -> list[int]:
@@ -229,14 +229,14 @@ class Spread(Iterator[Any]):
     It ends after the last result, after an error, and by `close`, also at the end of a ``with`` statement over it.
     """
 
-    _stations: "Stations | None" = None
+    _workers: "Workers | None" = None
 
     def __init__(
         self,
         pool: HandlePool,
         name: str,
         function: Callable[..., Any],
-        stations: Sequence[Station],
+        workers: Sequence[DeviceWorker],
         items: Iterable[Any],
         host: bool,
         in_flight: int,
@@ -252,7 +252,7 @@ class Spread(Iterator[Any]):
         self._total = length_hint(items) if shows else 0  # what has no length may say so only when it is asked
         self._host = host
         self._in_flight = in_flight
-        self._most = 2 * in_flight * len(stations)  # given, and not taken
+        self._most = 2 * in_flight * len(workers)  # given, and not taken
         self._raises = raises
         self._on_done = on_done
         self._shows = shows
@@ -260,14 +260,14 @@ class Spread(Iterator[Any]):
         self._taken = 0
         self._last = False  # whether no item is to be given any more
         self._failure: Exception | None = None  # of the items themselves, or of a capture that is under way
-        self._flights: deque[Flight] = deque()  # in order, those that are not taken
+        self._flights: deque[InFlight] = deque()  # in order, those that are not taken
         # One advance at a time: another thread that finds the turn taken is refused, and so is this one, by `_taking`, where
         # `on_done` or the items call. It is an `RLock`, which whoever does not have it cannot release.
         self._turn = threading.RLock()
         self._taking = False
         # The thread that the programs belong to.
         self._thread: ThreadToken | None = None
-        self._stations = Stations(pool.driver, stations)
+        self._workers = Workers(pool.driver, workers)
 
     def __iter__(self) -> "Spread":
         return self
@@ -278,14 +278,14 @@ class Spread(Iterator[Any]):
 
     def _next(self) -> Any:
         try:
-            if self._stations is None:
+            if self._workers is None:
                 raise StopIteration
             if self._status.unusable:
                 self._status.check()
             if self._thread is not thread.token:
-                self._stations.take_over()
+                self._workers.take_over()
                 self._thread = thread.token
-            return self._advance(self._stations)
+            return self._advance(self._workers)
         except BaseException as error:
             failed = isinstance(error, Exception) and not isinstance(error, StopIteration)
             try:
@@ -327,19 +327,19 @@ class Spread(Iterator[Any]):
 
     def _end(self, failure: BaseException | None = None) -> None:
         """Give back all that it has. An error of that is a note of the failure that ends the spread, where there is one."""
-        stations, self._stations = self._stations, None
+        workers, self._workers = self._workers, None
         self._flights.clear()
-        if self._shows and stations is not None:
+        if self._shows and workers is not None:
             sys.stderr.write("\r\x1b[K")
-        if stations is None:
+        if workers is None:
             return
         if self._status.untouchable:
-            abandon(stations)
+            abandon(workers)
             return
         try:
-            stations.close()
+            workers.close()
         except BaseException as error:
-            defer(partial(_settle, stations, self._status))
+            defer(partial(_settle, workers, self._status))
             if failure is None or not isinstance(error, Exception):
                 error.add_note(f"spread({self._name}): raised while it gave back what it had")
                 raise
@@ -347,8 +347,8 @@ class Spread(Iterator[Any]):
         finally:
             self._items = iter(())  # a generator ends, and what it has open is closed
 
-    def _advance(self, stations: "Stations") -> Any:
-        self._fill(stations)
+    def _advance(self, workers: "Workers") -> Any:
+        self._fill(workers)
         if not self._flights:
             failure, self._failure = self._failure, None
             try:
@@ -357,9 +357,10 @@ class Spread(Iterator[Any]):
                 del failure  # or its traceback would keep it, and what the device had
         flight = self._flights[0]
         if not flight.done:
-            self._wait(stations, flight)
-        if flight.error is not None and not isinstance(flight.error, ItemError):
-            flight.error = self._failed(flight.index, flight.device, flight.error)
+            self._wait(workers, flight)
+        error = flight.error
+        if error is not None and not isinstance(error, ItemError):
+            error = self._failed(flight.index, flight.device, error)
         self._flights.popleft()
         self._taken += 1
         if self._shows:
@@ -368,19 +369,20 @@ class Spread(Iterator[Any]):
         try:
             if self._on_done is not None:
                 self._on_done(flight.index, flight.device)
-            if flight.error is None:
+            if error is None:
                 return rebuilt(flight.value, _copied) if self._host else flight.value
             if self._raises:
-                raise flight.error
-            return flight.error
+                raise error
+            return error
         finally:
-            del flight  # or an error's traceback, this frame and the error would keep each other, and what the item had
+            # Or an error's traceback, this frame and the error would keep each other, and the item's memory.
+            del flight, error
 
-    def _fill(self, stations: "Stations") -> None:
+    def _fill(self, workers: "Workers") -> None:
         """Give items to devices that are free, in order, as long as there are both."""
         while not self._last and len(self._flights) < self._most:
-            station = stations.free(self._in_flight)
-            if station is None:
+            worker = workers.free(self._in_flight)
+            if worker is None:
                 return
             index = self._given
             try:
@@ -394,27 +396,27 @@ class Spread(Iterator[Any]):
                 return
             self._given += 1
             try:
-                station.start(index)
+                worker.start(index)
             except CaptureError as error:
                 # The caller's mistake, which has nothing to do with the item.
                 self._last, self._failure = True, error
                 return
             except Exception as error:
                 self._last = self._last or self._raises
-                self._flights.append(self._not_given(index, station.device, error))
+                self._flights.append(self._not_given(index, worker.device, error))
                 continue
-            self._flights.append(self._give(station, index, item))
+            self._flights.append(self._give(worker, index, item))
 
-    def _give(self, station: Station, index: int, item: Any) -> Flight:
+    def _give(self, worker: DeviceWorker, index: int, item: Any) -> InFlight:
         try:
-            return station.give(index, item)
+            return worker.give(index, item)
         except Exception as error:
             self._last = self._last or self._raises
-            return self._not_given(index, station.device, error)
+            return self._not_given(index, worker.device, error)
 
-    def _not_given(self, index: int, device: int, error: Exception) -> Flight:
+    def _not_given(self, index: int, device: int, error: Exception) -> InFlight:
         """Return what stands for a failed item: in no frame of the error's traceback, so both end with the last reference."""
-        flight = Flight(index, device)
+        flight = InFlight(index, device)
         flight.error, flight.done = self._failed(index, device, error), True
         return flight
 
@@ -435,13 +437,13 @@ class Spread(Iterator[Any]):
         read = "an array that it does not get as an argument" if name is None else f"its global {name}"
         return f"{read} is on another device; pass it in shared=, and take it as an argument after the item. "
 
-    def _wait(self, stations: "Stations", flight: Flight) -> None:
+    def _wait(self, workers: "Workers", flight: InFlight) -> None:
         """Wait for an item, and give others meanwhile to devices that come to be free."""
         while not flight.done:
-            if self._last or len(self._flights) >= self._most or len(stations.all) == 1:
-                stations.of(flight.device).finish(flight)
+            if self._last or len(self._flights) >= self._most or len(workers.all) == 1:
+                workers.of(flight.device).finish(flight)
             else:
-                self._fill(stations)
+                self._fill(workers)
                 if not flight.done:
                     sleep(_BETWEEN_LOOKS)
 
@@ -452,84 +454,84 @@ class Spread(Iterator[Any]):
         self.close()
 
     def __del__(self, _defer: Callable[[Callable[[], bool]], None] = defer) -> None:
-        if self._stations is not None:
-            _defer(partial(_settle, self._stations, self._status))
+        if self._workers is not None:
+            _defer(partial(_settle, self._workers, self._status))
 
     def __reduce__(self) -> Any:
         """Refuse to be copied: two would end the same programs."""
         raise TypeError(f"spread({self._name}) owns streams and programs and cannot be copied or pickled")
 
     def __repr__(self) -> str:
-        state = "ended" if self._stations is None else f"{len(self._flights)} in flight"
+        state = "ended" if self._workers is None else f"{len(self._flights)} in flight"
         return f"<Spread {self._name}: {self._given} items given, {self._taken} results taken, {state}>"
 
 
-class Stations:
+class Workers:
     """The devices of a spread.
 
     Parameters
     ----------
     driver : Driver
-    all : sequence of Station
+    all : sequence of DeviceWorker
     """
 
-    def __init__(self, driver: Driver, all: Sequence[Station]) -> None:
+    def __init__(self, driver: Driver, all: Sequence[DeviceWorker]) -> None:
         self.all = all
         self._driver = driver
-        self._by_device = {station.device: station for station in all}
+        self._by_device = {worker.device: worker for worker in all}
 
-    def of(self, device: int) -> Station:
+    def of(self, device: int) -> DeviceWorker:
         """Return that of a device."""
         return self._by_device[device]
 
-    def free(self, in_flight: int) -> Station | None:
+    def free(self, in_flight: int) -> DeviceWorker | None:
         """Return the one with the fewest items in flight, fewer than so many; of several the one that got its last one first.
 
         Where it is known to have none, the others are not asked what they are done with: each question takes CUDA two
         microseconds. If it got the last item of all, they are: it may be one where all items fail.
         """
         first = self._first()
-        known = not first.running and first.last < max([station.last for station in self.all])
+        known = not first.running and first.last < max([worker.last for worker in self.all])
         if not known and (len(self.all) > 1 or len(first.running) >= in_flight):
             with self._driver.relaxed():
-                for station in self.all:
-                    station.land()
+                for worker in self.all:
+                    worker.collect_done()
             first = self._first()
         return first if len(first.running) < in_flight else None
 
-    def _first(self) -> Station:
+    def _first(self) -> DeviceWorker:
         first = self.all[0]
-        for station in self.all:
-            if (len(station.running), station.last) < (len(first.running), first.last):
-                first = station
+        for worker in self.all:
+            if (len(worker.running), worker.last) < (len(first.running), first.last):
+                first = worker
         return first
 
     def in_flight(self) -> bool:
         """Whether a device is not done with what it was given."""
         with self._driver.relaxed():
-            for station in self.all:
-                station.land()
-        return any(station.running for station in self.all)
+            for worker in self.all:
+                worker.collect_done()
+        return any(worker.running for worker in self.all)
 
     def take_over(self) -> None:
         """Have all programs belong to the calling thread, which takes the next result."""
-        for station in self.all:
-            station.take_over()
+        for worker in self.all:
+            worker.take_over()
 
     def close(self) -> None:
         """Wait for what is in flight on each, and give back all that it has."""
-        do_all([station.close for station in self.all])
+        do_all([worker.close for worker in self.all])
 
 
-def _settle(stations: Stations, status: Any) -> bool:
+def _settle(workers: Workers, status: Any) -> bool:
     """Close what was dropped, once nothing is in flight."""
     if status.untouchable:
-        abandon(stations)
+        abandon(workers)
         return True
     try:
-        if stations.in_flight():
+        if workers.in_flight():
             return False
-        stations.close()
+        workers.close()
         return True
     except Exception:
         return False

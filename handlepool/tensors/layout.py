@@ -1,8 +1,9 @@
 """How an array lies in memory: what a plan takes and gives, and what it can be built for before there are arrays."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,8 @@ from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.tensors import frontend
 from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.inference import dense_strides
+
+_new, _set = object.__new__, object.__setattr__
 
 HOST = -1
 """Stands for a device's ordinal where memory is the host's."""
@@ -204,30 +207,54 @@ def _bytes_of(memory: Piece) -> np.ndarray[Any, Any]:
     return np.asarray(_Interface(View(address, shape, strides, np.dtype(f"V{itemsize}"), HOST, True, None)))
 
 
+class Ranges:
+    """Stretches of memory, each from its begin to its end."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for start, stop in sorted(ranges):
+            if self._stops and start <= self._stops[-1]:
+                self._stops[-1] = max(stop, self._stops[-1])
+            else:
+                self._starts.append(start)
+                self._stops.append(stop)
+
+    def have(self, piece: Piece) -> bool:
+        """Whether a stretch has all of a piece."""
+        place = bisect_right(self._starts, piece[0]) - 1
+        return place >= 0 and piece[1] <= self._stops[place]
+
+    def meet(self, piece: Piece) -> bool:
+        """Whether a stretch and a piece overlap."""
+        place = bisect_left(self._starts, piece[1]) - 1
+        return piece[0] < piece[1] and place >= 0 and self._stops[place] > piece[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Shape, strides in bytes and type of an array; equal for arrays that a plan cannot tell apart.
-
-    Attributes
-    ----------
-    reach : int
-        Bytes from the first element's begin to the last one's end; 0 without elements.
-    """
+    """Shape, strides in bytes and type of an array; equal for arrays that a plan cannot tell apart."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype[Any]
-    reach: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        reach = sum((extent - 1) * step for extent, step in zip(self.shape, self.strides, strict=True)) + self.dtype.itemsize
-        reach = 0 if 0 in self.shape else reach
-        object.__setattr__(self, "reach", reach)
 
     @classmethod
     def of(cls, array: DeviceArray) -> "Layout":
         """Return the layout of anything with ``shape``, ``strides`` in bytes and ``dtype``."""
-        return cls(tuple(array.shape), tuple(array.strides), np.dtype(array.dtype))
+        # A launch on the host driver compares the layouts of all its arrays: this spares it the call of `__init__`.
+        layout = _new(cls)
+        _set(layout, "shape", tuple(array.shape))
+        _set(layout, "strides", tuple(array.strides))
+        _set(layout, "dtype", np.dtype(array.dtype))
+        return layout
+
+    @property
+    def reach(self) -> int:
+        """Bytes from the first element's begin to the last element's end; 0 without elements."""
+        if 0 in self.shape:
+            return 0
+        return sum([(extent - 1) * step for extent, step in zip(self.shape, self.strides, strict=True)]) + self.dtype.itemsize
 
     @property
     def ndim(self) -> int:

@@ -13,8 +13,8 @@ import pytest
 import handlepool
 from handlepool import CaptureError, ContractError, OutOfMemoryError, ParallelStates, operation
 from handlepool.recording import lanes as books
-from handlepool.recording.held import Held
-from handlepool.recording.lanes import Lanes
+from handlepool.recording.held import HeldTensors
+from handlepool.recording.lane import Lane, LeasedLanes
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -209,7 +209,7 @@ def test_g8_random_programs_of_torch_with_late_readers_give_what_one_stream_give
 
 @pytest.mark.alone
 def test_g8_control_random_programs_of_torch_without_what_is_held_give_something_else(default, torch, monkeypatch):
-    monkeypatch.setattr(Held, "read", lambda *call: None)
+    monkeypatch.setattr(HeldTensors, "read", lambda *call: None)
     assert wrong_with_late_readers(torch) >= 1
 
 
@@ -236,20 +236,20 @@ def test_parallel_products_sorts_and_softmaxes_are_the_same_at_every_replay(defa
 
 
 def test_control_all_lanes_on_one_stream_give_something_else(default, torch, monkeypatch):
-    original = Lanes._new_lane
+    original = LeasedLanes._lease
 
-    def new_lane(lanes):
-        if not lanes._lanes:
-            return original(lanes)
-        if len(lanes._lanes) >= lanes.limit:
+    def lease(leased, ends):
+        if not leased.all:
+            return original(leased, ends)
+        if len(leased.all) >= leased._limit:
             return None
-        lane = books._Lane(lanes._lanes[0].slot, len(lanes._lanes), lanes._put)
-        lanes._lanes.append(lane)
-        lanes._of[lane.track] = lane
-        lanes.wanted = lanes.got = len(lanes._lanes)
+        lane = Lane(leased.all[0].slot, len(leased.all), ends, shown=False)
+        leased.all.append(lane)
+        leased.of[lane.track] = lane
+        leased.wanted = leased.got = len(leased.all)
         return lane
 
-    monkeypatch.setattr(Lanes, "_new_lane", new_lane)
+    monkeypatch.setattr(LeasedLanes, "_lease", lease)
     assert different(torch, beside(calm(operations())), given(torch), replays=100) > 0
 
 
@@ -283,7 +283,7 @@ def test_g8_a_block_that_another_lane_reads_is_given_out_after_that(default, tor
 
 
 def test_g8_control_a_block_that_is_given_out_at_once_is_overwritten(default, torch, monkeypatch):
-    monkeypatch.setattr(Held, "read", lambda *call: None)
+    monkeypatch.setattr(HeldTensors, "read", lambda *call: None)
     x = torch.ones(1 << 16, device="cuda")
     assert different(torch, crossing(torch), [x], 32, replays=50) > 0
 

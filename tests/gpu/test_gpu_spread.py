@@ -12,7 +12,7 @@ from harness.aliases import ALIASES, base, in_place
 
 import handlepool
 from handlepool import DeviceMismatchError, ItemError
-from handlepool.spreading.station import Station
+from handlepool.spreading.worker import DeviceWorker
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -292,8 +292,8 @@ def test_copies_are_ordered_on_the_stream_that_is_told(pool, kernels):
 
 def test_further_items_go_the_short_way_and_give_the_same(pool, stream, images, weights, monkeypatch):
     """From the host and resident, with several results."""
-    give, went = Station._give, []
-    monkeypatch.setattr(Station, "_give", lambda *args: went.append(1) or give(*args))
+    give, went = DeviceWorker._give, []
+    monkeypatch.setattr(DeviceWorker, "_give", lambda *args: went.append(1) or give(*args))
 
     def both(item, w):
         return {"y": tower(item["x"], w), "z": [conv(item["x"], w)]}

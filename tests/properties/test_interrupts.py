@@ -118,7 +118,7 @@ def a_recording(scene):
 
 
 # Where only a tracer can interrupt: nothing is called before.
-SPARED = ("try:", "slots[:0] = held", "thread.recording = None", "setattr(thread, name, outer)", "for scratch in self.scratch:")
+SPARED = ("try:", "slots[:0] = held", "self.remove(watcher)", "setattr(thread, name, outer)", "for scratch in self.scratch:")
 STEPS = {a_fork: 8, a_recording: 60, a_trim: 3, a_close: 3, a_reuse: 2, a_reclaim: 2}
 
 MAKE_OR_DESTROY = [a_first_use, a_reuse, a_trim, a_close]

@@ -23,6 +23,7 @@ from handlepool.drivers.host.captures import Captures
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.graphs import RecordedGraph
 from handlepool.pool.context import thread
+from handlepool.recording import lane
 from handlepool.recording import lanes as books
 
 LANES = (1, 2, 3, 8)
@@ -796,7 +797,7 @@ def much_wider_than_asked_for(scene, x, beside):
 
 @pytest.mark.parametrize("left", [4, 0])
 def test_a_wide_recording_leaves_side_streams_for_others_and_is_named_where_it_has_them_all(scene, monkeypatch, left):
-    monkeypatch.setattr(books, "LEFT_FREE", left)
+    monkeypatch.setattr(lane, "LEFT_FREE", left)
     found = hidden([])
 
     def other():
@@ -821,7 +822,7 @@ def test_a_wide_recording_leaves_side_streams_for_others_and_is_named_where_it_h
 
 @pytest.mark.parametrize("left", [4, 0])
 def test_a_fork_behind_a_wide_part_has_states(scene, monkeypatch, left):
-    monkeypatch.setattr(books, "LEFT_FREE", left)
+    monkeypatch.setattr(lane, "LEFT_FREE", left)
 
     def function(scene, x):
         made = [plus(scene, x, value) for value in range(40)]

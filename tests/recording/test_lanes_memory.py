@@ -12,7 +12,7 @@ from handlepool import CaptureError, ContractError, OutOfMemoryError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.graphs import RecordingMemory
 from handlepool.recording.lanes import Lanes
-from handlepool.recording.unwritten import Unwritten
+from handlepool.recording.memory import Unwritten
 
 LANES = (1, 2, 3, 8)
 WIDTHS = {"googlenet": 4, "squeezenet1_1": 2}

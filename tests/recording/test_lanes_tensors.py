@@ -16,7 +16,7 @@ from handlepool import ContractError, OutOfMemoryError
 from handlepool._util.reachable import leaves
 from handlepool.drivers.host.array import HostArray, owner_of
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.recording.held import Held
+from handlepool.recording.held import HeldTensors
 
 LANES = (1, 2, 3, 8)
 
@@ -142,7 +142,7 @@ def test_g8_a_block_that_another_lane_reads_is_given_out_after_that(scene, lanes
 
 
 def test_g8_control_a_block_that_is_given_out_at_once_is_caught(scene, monkeypatch):
-    monkeypatch.setattr(Held, "read", lambda *call: None)
+    monkeypatch.setattr(HeldTensors, "read", lambda *call: None)
     program = handlepool.record(crossing, scene, scene.array(1), lanes=8)
     with pytest.raises(ContractError, match="not ordered"):
         program.replay()
@@ -159,7 +159,7 @@ def blocks(scene, lanes):
 def test_a_block_is_given_out_again_where_its_lane_comes_after_its_readers(scene, monkeypatch):
     one, several = blocks(scene, 1), blocks(scene, 3)
     assert several <= 3 * one
-    monkeypatch.setattr(Held, "follow", lambda *call: None)
+    monkeypatch.setattr(HeldTensors, "follow", lambda *call: None)
     assert blocks(scene, 3) > several  # control: all is held to the end
 
 
@@ -172,7 +172,7 @@ def test_blocks_are_let_go_of_at_work_that_is_no_node_and_at_the_end(scene):
         z = plus(scene, y, 1)
         held = handlepool.pool.context.thread.recording
         if held is not None:
-            seen().append(dict(held.lanes._held._of))
+            seen().append(dict(held.lanes._held._by_stream))
         return z
 
     handlepool.record(function, scene.array(1), lanes=4).close()

@@ -18,11 +18,11 @@ from handlepool import PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context, deferred, process_end
 
-MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py")
+MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py", "context.py")
 SPARED = {  # where only a tracer can interrupt: nothing is called before but what returns from Python
     "try:",
-    "thread.recording = None",
-    "recordings.remove(self)",
+    "self.remove(watcher)",
+    "setattr(thread, name, outer)",
 }
 
 
@@ -44,9 +44,10 @@ def interrupted(k):
         gc.collect()
         if driver._streams.captures.active:
             found.append("a capture is open")
-        if context.thread.recording is not None or context.recordings:
+        now = context.thread
+        if context.recordings or any(each is not None for each in (now.recording, now.rehearsal, now.launched)):
             found.append("the thread records")
-        context.thread.recording = None
+        now.recording = now.rehearsal = now.launched = None
         context.recordings.clear()
         driver.swap_allocator(None)
         scene.stream.use()

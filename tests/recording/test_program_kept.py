@@ -12,7 +12,7 @@ from harness.scenes import Scene
 
 import handlepool
 from handlepool.recording import update
-from handlepool.recording.capture import Kept
+from handlepool.recording.capture import KeptValues
 
 
 class Adding:
@@ -132,7 +132,7 @@ def test_what_a_recorded_call_reads_is_kept_to_the_close(make_driver, reader, re
 
 @pytest.mark.parametrize("record", RECORDED)
 def test_control_where_it_is_not_kept_replays_read_what_came_there(make_driver, monkeypatch, record):
-    monkeypatch.setattr(Kept, "add", lambda self, *values: None)
+    monkeypatch.setattr(KeptValues, "add", lambda self, *values: None)
     # The inputs have the function that `map` was given.
     monkeypatch.setattr(update, "_fixed", lambda value: None if callable(value) else value)
     with Scene(make_driver(scheduler="adversarial")) as scene:

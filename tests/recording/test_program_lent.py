@@ -16,7 +16,6 @@ import handlepool
 from handlepool import ParallelStates
 from handlepool.pool import deferred as leftovers
 from handlepool.pool.deferred import deferred
-from handlepool.recording import program as recorded
 from handlepool.recording.program import Program
 from handlepool.regions import fork as fork_module
 
@@ -215,7 +214,7 @@ class Model:
 
 def test_a_program_in_a_cycle_with_its_stream_is_given_back(make_driver):
     with Scene(make_driver(scheduler="adversarial")) as scene:
-        before = len(leftovers.abandoned), set(recorded._streams)
+        before = len(leftovers.abandoned), set(Program._streams)
         stream = scene.driver.create_stream()
         with stream:
             program = handlepool.record(lambda x: scene.plus(x, 10), scene.array(1), pool=scene.pool)
@@ -229,7 +228,7 @@ def test_a_program_in_a_cycle_with_its_stream_is_given_back(make_driver):
         deferred.run(1000)
         gc.collect()
         assert gone() is None
-        assert (len(leftovers.abandoned), set(recorded._streams)) == before
+        assert (len(leftovers.abandoned), set(Program._streams)) == before
 
 
 def test_a_fork_in_a_cycle_with_its_stream_gives_its_states_back(make_driver):

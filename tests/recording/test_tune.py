@@ -25,8 +25,8 @@ from handlepool import (
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.graphs import RecordedGraph
 from handlepool.recording import tuning
-from handlepool.recording.outside import Ranges
 from handlepool.recording.tuning import LanesRig
+from handlepool.tensors.layout import Ranges
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.host.array import HostArray
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
-from handlepool.spreading import station
+from handlepool.spreading import worker
 from handlepool.spreading.items import rebuilt
-from handlepool.spreading.station import Flight
+from handlepool.spreading.worker import InFlight
 
 COUNT = 7
 SEEDS = SEEDS[:25]
@@ -396,7 +396,7 @@ def test_items_that_lie_on_a_device_that_is_held_back_are_done_by_the_other_one(
     def given():
         for index, x in enumerate(xs):
             if index == 4:  # both devices have a program by then
-                held.append(driver.latch(results._stations.of(0)._pointers[1]))
+                held.append(driver.latch(results._workers.of(0)._pointers[1]))
             if index == 11:
                 held[0].release()
             yield x
@@ -419,7 +419,7 @@ def test_a_device_on_which_all_items_fail_gets_its_share_and_no_more(pool, in_fl
 
     def given():
         for x in ARRAYS * 4:
-            for each in results._stations.all:  # whoever brings the items takes as long as they do
+            for each in results._workers.all:  # whoever brings the items takes as long as they do
                 for stream in each._streams:
                     driver.synchronize_stream(stream.ptr)
             yield x
@@ -759,7 +759,7 @@ def test_an_early_end_leaves_nothing_running(pool, how):
         with results:
             next(results)
     else:
-        given = [(station.device, [stream.ptr for stream in station._streams]) for station in results._stations.all]
+        given = [(worker.device, [stream.ptr for stream in worker._streams]) for worker in results._workers.all]
         del results
         gc.collect()
         for device, pointers in given:
@@ -788,7 +788,7 @@ def test_what_was_dropped_is_not_waited_for(make_driver, monkeypatch):
         results = handlepool.spread(conv, images(), shared=(WEIGHTS,))
         next(results)
         latch = driver.latch(driver.current_stream().ptr)  # the next results wait for it, for the sake of their memory
-        results._advance(results._stations)
+        results._advance(results._workers)
         driver.calls.clear()
         del results
         gc.collect()
@@ -1278,11 +1278,11 @@ def test_an_item_may_be_made_by_a_branch_of_an_open_fork(monkeypatch):
 
 
 def test_control_without_the_books_of_the_fork_the_branch_may_come_too_late(monkeypatch):
-    monkeypatch.setattr(station, "opened", [])
+    monkeypatch.setattr(worker, "opened", [])
     assert any(run(of_branches, monkeypatch, seed, check=False) != [[RIGHT[4]]] * 4 for seed in SEEDS)
 
 
-class Forgetful(Flight):
+class Forgetful(InFlight):
     """Holds nothing."""
 
     __slots__ = ()
@@ -1294,7 +1294,7 @@ class Forgetful(Flight):
 
 def test_control_what_an_item_needs_is_held_until_it_is_done(monkeypatch):
     assert all(is_right(run(from_host, monkeypatch, seed, check=False)) for seed in SEEDS)
-    monkeypatch.setattr(station, "Flight", Forgetful)
+    monkeypatch.setattr(worker, "InFlight", Forgetful)
     assert not all(is_right(run(from_host, monkeypatch, seed, check=False)) for seed in SEEDS)
 
 
@@ -1479,8 +1479,8 @@ def test_one_list_in_two_places_is_right_among_items_of_its_geometry(pool, kind)
 
 
 def test_control_copies_of_their_own_lose_what_arrays_share(pool, monkeypatch):
-    monkeypatch.setattr(station, "copier", lambda driver, value, copy: copy)
-    monkeypatch.setattr(station, "relation", lambda driver, value: ())
+    monkeypatch.setattr(worker, "copier", lambda driver, value, copy: copy)
+    monkeypatch.setattr(worker, "relation", lambda driver, value: ())
     items, expected = aliased(pool.driver, "one twice", "numpy", range(3))
     got = [*handlepool.spread(in_place, items, devices=[0], to="host")]
     assert [[y.tolist() for y in ys] for ys in got] != [[y.tolist() for y in ys] for ys in expected]
@@ -1583,7 +1583,7 @@ def test_the_short_way_gives_what_the_general_one_does_at_random(monkeypatch, se
         driver = HostDriver(devices=2, scheduler="adversarial", seed=seed, check_order=True)
         with current(driver, monkeypatch) as pool, monkeypatch.context() as patch:
             if not short:
-                patch.setattr(station.Station, "_learn", lambda *_: None)
+                patch.setattr(worker.DeviceWorker, "_learn", lambda *_: None)
             item = sorts(random, driver)
             few = [item() for _ in range(6)]
             given = [few[place] for place in random.integers(0, 6, 40)]
@@ -1597,9 +1597,9 @@ def test_the_short_way_gives_what_the_general_one_does_at_random(monkeypatch, se
 
 def general(monkeypatch, function, given, **options):
     """How many items of a spread over one device went the general way."""
-    went, give = [], station.Station._give
+    went, give = [], worker.DeviceWorker._give
     with monkeypatch.context() as patch:
-        patch.setattr(station.Station, "_give", lambda *args: went.append(1) or give(*args))
+        patch.setattr(worker.DeviceWorker, "_give", lambda *args: went.append(1) or give(*args))
         got = [*handlepool.spread(function, given, devices=[0], lanes=None, **options)]
     assert len(got) == len(given)
     return len(went)
@@ -1638,12 +1638,12 @@ def test_a_page_locked_item_goes_the_general_way(pool, monkeypatch):
 def test_copies_of_items_are_made_for_as_many_as_are_in_flight(pool):
     with handlepool.spread(add, ARRAYS * 4, shared=(SHIFT,), devices=[0], lanes=None, in_flight=3, to="host") as results:
         for _ in results:
-            made = [way.spare for way in results._stations.all[0]._programs.values()]
+            made = [way.spare for way in results._workers.all[0]._programs.values()]
     assert len(made) == 1
     assert 1 <= len(made[0]) <= 3
 
 
-class Reused(station.Way):
+class Reused(worker.CopyPlan):
     """Lends the same copy to all items in flight."""
 
     __slots__ = ("_one",)
@@ -1669,7 +1669,7 @@ def crowded(driver):
 
 def test_control_a_copy_that_another_item_in_flight_has_gives_wrong_results(monkeypatch):
     assert all(is_right(run(crowded, monkeypatch, seed, check=False)) for seed in SEEDS)
-    monkeypatch.setattr(station, "Way", Reused)
+    monkeypatch.setattr(worker, "CopyPlan", Reused)
     assert not all(is_right(run(crowded, monkeypatch, seed, check=False)) for seed in SEEDS)
 
 
@@ -1728,7 +1728,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(monkeypatch, to):
             results = handlepool.spread(add, ARRAYS[:6], shared=(SHIFT,), lanes=None, to=to)
             got, where = [], None
             try:
-                where = at_line(k, partial(got.extend, results), interrupt, {"station.py"})
+                where = at_line(k, partial(got.extend, results), interrupt, {"worker.py"})
                 if where is None:
                     break
             except KeyboardInterrupt as error:
@@ -1792,7 +1792,7 @@ def test_memory_of_the_host_is_kept_to_the_end_of_its_copy_also_where_the_next_o
         return x + 1, x * 2
 
     if not short:
-        monkeypatch.setattr(station.Station, "_learn", lambda *_: None)
+        monkeypatch.setattr(worker.DeviceWorker, "_learn", lambda *_: None)
     driver = Freeing(devices=1)
     with current(driver, monkeypatch):
         results = handlepool.spread(two, ARRAYS, to="host", in_flight=1, lanes=None)

@@ -11,10 +11,10 @@ to the host. What orders them, and what each order serves:
   computes waits for that one before it writes them: their memory may be read there until then.
 - All else that is allocated is held until the host has seen that the item is done, so nothing of it is used again too early.
 
-The first item of a geometry goes the general way, by the means that programs have for all callers. Further ones that hold plain
-arrays alone go a short one, in the same order and with as few calls as there can be: see `Way`. There an item of this device is
-copied on the caller's stream itself, which spares three calls; right into the program's input where the host has seen that
-nothing is in flight, so that nobody reads that any more.
+The first item of a geometry goes the general way, by the means that programs have for all callers. Further items that hold plain
+arrays alone go a short way, in the same order and with as few calls as possible: see `CopyPlan`. There an item of this device is
+copied on the caller's stream itself, which spares three calls. It is copied into the program's input where the host has seen that
+nothing is in flight, so that no work reads that input any more.
 """
 
 import warnings
@@ -30,16 +30,17 @@ from handlepool._util.cleanup import do_all
 from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of
 from handlepool._util.reachable import leaves
-from handlepool.drivers.protocol import LEGACY_STREAM, Driver, Stream
+from handlepool.drivers.protocol import LEGACY_STREAM, Stream
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.order.books import before, opened
 from handlepool.order.plain_calls import pieces_of
 from handlepool.pool.context import on_device, run_on
 from handlepool.pool.pool import HandlePool
-from handlepool.recording.outputs import Results, new_like, steps_without_gaps
+from handlepool.recording.outputs import Results, new_like
 from handlepool.recording.program import Program
 from handlepool.recording.record import record
-from handlepool.recording.update import copy_all, is_foreign
+from handlepool.recording.update import copy_all
+from handlepool.spreading.copy_plan import CopyPlan
 from handlepool.spreading.items import check_copied, geometry, itself, rebuilt, steps
 from handlepool.spreading.together import copier, relation, runs_apart
 from handlepool.tensors.layout import one_run
@@ -48,79 +49,38 @@ MOST_PROGRAMS = 8
 """Of a device: the one that was used least recently is closed for another geometry."""
 
 
-class Flight:
+class InFlight:
     """An item that was given to a device.
 
     Attributes
     ----------
     index, device : int
     value
-        Its result, there once it is done. The host's arrays are to be copied: their memory is page-locked.
+        Its result, ready once it is done. Arrays of the host must be copied: their memory is page-locked.
     kept
-        What is held until then.
+        The arrays that are held until then.
     event
-        Stands for the end of it.
-    way : Way or None
-        Whose copies the first that is kept is.
+        Recorded behind its last work.
+    copy_plan : CopyPlan or None
+        The owner of the copies that come first in ``kept``.
     error : Exception or None
         Why there is no result.
     done : bool
         Whether the host has seen that the device is done with it.
     """
 
-    __slots__ = ("device", "done", "error", "event", "index", "kept", "value", "way")
+    __slots__ = ("copy_plan", "device", "done", "error", "event", "index", "kept", "value")
 
     def __init__(
-        self, index: int, device: int, value: Any = None, kept: Any = None, event: Any = None, way: "Way | None" = None
+        self, index: int, device: int, value: Any = None, kept: Any = None, event: Any = None, copy_plan: "CopyPlan | None" = None
     ) -> None:
-        self.index, self.device, self.value, self.kept, self.event, self.way = index, device, value, kept, event, way
+        self.index, self.device, self.value, self.kept, self.event, self.copy_plan = index, device, value, kept, event, copy_plan
         self.error: Exception | None = None
         self.done = False
 
 
-class Way:
-    """A program for items of a geometry, and what is copied for each of them: every copy is one of bytes as they lie.
-
-    Attributes
-    ----------
-    program : Program
-    key : hashable
-        What it is found by.
-    inputs, outputs : list of array
-        The program's, in order; of one that was returned in several places there is one.
-    returned
-        What the outputs were returned in.
-    results : list of tuple
-        Shape, strides and type of each result.
-    sizes : list of int
-        Bytes of each input.
-    plain : bool
-        Whether the outputs have one run of bytes each.
-    spare : list of tuple
-        Copies of items, and with results for the host what these are copied from, that no item in flight has.
-    """
-
-    __slots__ = ("inputs", "key", "outputs", "plain", "program", "results", "returned", "sizes", "spare")
-
-    def __init__(self, driver: Driver, key: Hashable, program: Program, inputs: list[Any]) -> None:
-        self.key, self.program, self.inputs, self.returned = key, program, inputs, program.outputs
-        self.sizes = [each.nbytes for each in inputs]
-        found, kind = [*leaves(self.returned)], driver.array_types[0]
-        self.outputs: list[Any] = [*{id(each): each for each in found if type(each) is kind}.values()]
-        self.results = [(each.shape, steps_without_gaps(each), each.dtype) for each in self.outputs]
-        pairs = zip(self.outputs, self.results, strict=True)
-        runs = [one_run(each.shape, each.strides, strides, each.dtype.itemsize) for each, (_, strides, _) in pairs]
-        self.plain = any(runs) and all(runs) and not any(is_foreign(each) for each in found if type(each) is not kind)
-        self.spare: list[tuple[list[Any], list[Any]]] = []
-
-    def value(self, results: list[Any]) -> Any:
-        """Return results in the places of the outputs."""
-        places = {id(output): result for output, result in zip(self.outputs, results, strict=True)}
-        return rebuilt(self.returned, lambda output: places.get(id(output), output))
-
-
 class Eager:
-    """What is not recorded, which is said once.
+    """Whether a spread runs eagerly, and its one warning.
 
     Attributes
     ----------
@@ -133,6 +93,11 @@ class Eager:
         self._name = name
         self._said = False
 
+    def stop_recording(self, why: str) -> None:
+        """Record nothing from now on, and warn."""
+        self.always = True
+        self.say(why)
+
     def say(self, why: str) -> None:
         """Warn of the first thing that is not recorded."""
         if not self._said:
@@ -142,7 +107,7 @@ class Eager:
             warnings.warn(f"{text}: {why}", RuntimeWarning, stacklevel=frames_inside())
 
 
-class Station:
+class DeviceWorker:
     """One device of a spread. One thread at a time uses it; nothing is made before `start`.
 
     Parameters
@@ -180,9 +145,9 @@ class Station:
         self._given = shared
         self._shared: Any = None
         self._streams: list[Stream] = []  # brings, computes, takes
-        self._programs: dict[Hashable, Way] = {}
-        self._ways: dict[Hashable, Way] = {}  # of `_programs` those that are plain, by items that were seen to go so
-        self.running: deque[Flight] = deque()
+        self._programs: dict[Hashable, CopyPlan] = {}
+        self._copy_plans: dict[Hashable, CopyPlan] = {}  # of `_programs` those that are plain, by items that were seen to go so
+        self.running: deque[InFlight] = deque()
 
     def start(self, index: int) -> None:
         """Make the streams, and copy what is shared, where that was not done yet; for an item."""
@@ -206,7 +171,7 @@ class Station:
                 self._drain()
                 raise
 
-    def give(self, index: int, item: Any) -> Flight:
+    def give(self, index: int, item: Any) -> InFlight:
         """Enqueue all that is to be done with an item; raises what its function does, when nothing of it runs any more."""
         arrays: list[Any] | None
         key: Hashable
@@ -219,16 +184,16 @@ class Station:
             except RecursionError:
                 check_ends(f"item {index} holds", item)
                 raise
-            near = arrays is not None and key in self._ways and self._near(arrays, self._ways[key])
-        way = self._ways.get(key)
-        if way is None or arrays is None or not near or opened or self._eager.always:
+            near = arrays is not None and key in self._copy_plans and self._near(arrays, self._copy_plans[key])
+        copy_plan = self._copy_plans.get(key)
+        if copy_plan is None or arrays is None or not near or opened or self._eager.always:
             flight = self._give(index, item, arrays, key)
         else:
-            flight = self._give_by(way, index, arrays)
+            flight = self._give_by(copy_plan, index, arrays)
         self.running.append(flight)
         return flight
 
-    def _give(self, index: int, item: Any, arrays: list[Any] | None, key: Hashable) -> Flight:
+    def _give(self, index: int, item: Any, arrays: list[Any] | None, key: Hashable) -> InFlight:
         """Enqueue it the general way, and find out whether items like it can go the short one."""
         driver = self._driver
         with on_device(driver, self.device):
@@ -247,13 +212,13 @@ class Station:
                     value = self._on(2, rebuilt, value, partial(self._to_host, kept))
                 if arrays is not None and not self._eager.always:
                     self._learn(arrays, key, staged)
-                return Flight(index, self.device, value, kept, self._event(2 if self._host else 1))
+                return InFlight(index, self.device, value, kept, self._event(2 if self._host else 1))
             except BaseException:
                 self._drain()  # `kept` is used no more after that
                 raise
 
-    def land(self) -> None:
-        """Take note of the items that it is done with; called inside `relaxed`."""
+    def collect_done(self) -> None:
+        """Collect the items that the device is done with; called inside `relaxed`."""
         while self.running:
             flight = self.running[0]
             try:
@@ -262,19 +227,19 @@ class Station:
             except Exception as error:
                 flight.error = error
                 self._wait_for(flight)  # the question may have failed alone, before the work has run
-            self._landed(flight)
+            self._collect(flight)
 
-    def finish(self, flight: Flight) -> None:
+    def finish(self, flight: InFlight) -> None:
         """Wait on the host until it is done with an item, and so with those before it."""
         with self._driver.relaxed():
             while not flight.done:
                 self._wait_for(self.running[0])
-                self._landed(self.running[0])
+                self._collect(self.running[0])
 
     def take_over(self) -> None:
         """Have its programs belong to the calling thread."""
-        for way in self._programs.values():
-            way.program._take_over()  # noqa: SLF001 - a spread sees to it that one thread at a time uses them
+        for copy_plan in self._programs.values():
+            copy_plan.program._take_over()  # noqa: SLF001 - a spread sees to it that one thread at a time uses them
 
     def close(self) -> None:
         """Wait for what it has in flight, and give back all that it has."""
@@ -282,25 +247,25 @@ class Station:
             return
         with on_device(self._driver, self.device):
             flights = [partial(self.finish, flight) for flight in self.running]
-            self._ways.clear()
-            do_all([*flights, self._drain, *[way.program.close for way in self._programs.values()]])
+            self._copy_plans.clear()
+            do_all([*flights, self._drain, *[copy_plan.program.close for copy_plan in self._programs.values()]])
             self._programs.clear()
             self._shared = None
             with self._driver.relaxed():  # the streams go with their last references
                 self._streams.clear()
 
-    def _wait_for(self, flight: Flight) -> None:
+    def _wait_for(self, flight: InFlight) -> None:
         try:
             self._driver.synchronize_event(flight.event)
         except Exception as error:
             flight.error = error
 
-    def _landed(self, flight: Flight) -> None:
+    def _collect(self, flight: InFlight) -> None:
         """Take note that it is done with the first item in flight."""
         self.running.popleft()
-        if flight.way is not None and flight.kept is not None:
-            flight.way.spare.append(flight.kept[0])
-        flight.done, flight.kept, flight.way = True, None, None
+        if flight.copy_plan is not None and flight.kept is not None:
+            flight.copy_plan.spare.append(flight.kept[0])
+        flight.done, flight.kept, flight.copy_plan = True, None, None
         self._events.put(flight.event)
 
     def _drain(self, *others: int) -> None:
@@ -316,11 +281,11 @@ class Station:
         kinds = {*map(type, found)}
         return found if kinds in self._kinds else None
 
-    def _near(self, arrays: list[Any], way: Way) -> bool:
+    def _near(self, arrays: list[Any], copy_plan: CopyPlan) -> bool:
         """Whether arrays can be copied here as they are: from pageable memory, or all from one device, and each by itself."""
         driver = self._driver
         # A list in two places has its arrays once here.
-        if len(way.sizes) > 1 and (len(arrays) != len(way.sizes) or not runs_apart(driver, arrays, way.sizes)):
+        if len(copy_plan.sizes) > 1 and (len(arrays) != len(copy_plan.sizes) or not runs_apart(driver, arrays, copy_plan.sizes)):
             return False
         if type(arrays[0]) is np.ndarray:
             with driver.relaxed():
@@ -330,17 +295,17 @@ class Station:
     def _learn(self, arrays: list[Any], key: Hashable, staged: Any) -> None:
         """Let items like this one, which was copied and went to a program, go the short way, where they can."""
         copies = [*leaves(staged)]
-        way = self._programs.get((geometry(staged), ()))
-        if way is None or not way.plain or not len(arrays) == len(copies) == len(way.inputs):
+        copy_plan = self._programs.get((geometry(staged), ()))
+        if copy_plan is None or not copy_plan.plain or not len(arrays) == len(copies) == len(copy_plan.inputs):
             return
-        for array, copy, target in zip(arrays, copies, way.inputs, strict=True):
+        for array, copy, target in zip(arrays, copies, copy_plan.inputs, strict=True):
             lies = copy.strides if type(array) is np.ndarray else array.strides
             runs = [one_run(copy.shape, copy.strides, each, copy.dtype.itemsize) for each in (lies, target.strides)]
             if array.dtype != copy.dtype or not all(runs):
                 return
-        self._ways[key] = way
+        self._copy_plans[key] = copy_plan
 
-    def _give_by(self, way: Way, index: int, arrays: list[Any]) -> Flight:
+    def _give_by(self, copy_plan: CopyPlan, index: int, arrays: list[Any]) -> InFlight:
         driver, device = self._driver, self.device
         before = driver.current_device()
         if before != device:
@@ -349,27 +314,27 @@ class Station:
             caller = self._caller().ptr
             self.last = index
             if len(self._programs) > 1:  # it was used last
-                self._programs[way.key] = self._programs.pop(way.key)
+                self._programs[copy_plan.key] = self._programs.pop(copy_plan.key)
             source = None if type(arrays[0]) is np.ndarray else driver.array_device(arrays[0])
             with driver.relaxed():
                 if source == device and not self._host and not self.running:
-                    return self._enqueued_here(way, index, arrays, caller)
-                return self._enqueued(way, index, arrays, source, caller)
+                    return self._enqueued_here(copy_plan, index, arrays, caller)
+                return self._enqueued(copy_plan, index, arrays, source, caller)
         finally:
             if before != device:
                 driver.set_device(before)
 
-    def _enqueued(self, way: Way, index: int, arrays: list[Any], source: int | None, caller: int) -> Flight:
+    def _enqueued(self, copy_plan: CopyPlan, index: int, arrays: list[Any], source: int | None, caller: int) -> InFlight:
         """Enqueue what `_give` does for an item of a known geometry, and of one device; None is the host."""
         driver, device = self._driver, self.device
         brings, computes, takes = self._pointers
-        fresh = not way.spare
-        copies, results = spare = self._spare(way) if fresh else way.spare.pop()
+        fresh = not copy_plan.spare
+        copies, results = spare = self._spare(copy_plan) if fresh else copy_plan.spare.pop()
         event = self._events.take()  # each wait holds on to the record that it was given
         kept: list[Any] = [spare, arrays]
         try:
             if not self._host:
-                results = [driver.empty(*each) for each in way.results]
+                results = [driver.empty(*each) for each in copy_plan.results]
             if source is None:
                 kept.extend(driver.copy_from_host(copy, each, brings) for copy, each in zip(copies, arrays, strict=True))
             elif source == device:  # on the caller's stream, which made it and may overwrite it next
@@ -390,13 +355,13 @@ class Station:
                     driver.wait_event(caller_there, event)
                 finally:
                     driver.set_device(device)
-            for target, copy in zip(way.inputs, copies, strict=True):
+            for target, copy in zip(copy_plan.inputs, copies, strict=True):
                 driver.copy_run(target, copy, computes)
-            way.program.replay(self._streams[1])
+            copy_plan.program.replay(self._streams[1])
             if not self._host:
                 driver.record_event(event, caller)
                 driver.wait_event(computes, event)
-            for result, output in zip(results, way.outputs, strict=True):
+            for result, output in zip(results, copy_plan.outputs, strict=True):
                 driver.copy_run(result, output, computes)
             if self._host:
                 driver.record_event(event, computes)
@@ -404,28 +369,28 @@ class Station:
                 kept.extend(driver.copy_to_host(result, takes) for result in results)  # at once: the next one may fail
                 results = kept[-len(results) :]
             driver.record_event(event, takes if self._host else computes)
-            value = results[0] if way.returned is way.outputs[0] else way.value(results)
-            return Flight(index, device, value, kept, event, way)
+            value = results[0] if copy_plan.returned is copy_plan.outputs[0] else copy_plan.value(results)
+            return InFlight(index, device, value, kept, event, copy_plan)
         except BaseException:
             self._drain(brings)  # `kept` is used no more after that
             self._events.put(event)
             raise
 
-    def _enqueued_here(self, way: Way, index: int, arrays: list[Any], caller: int) -> Flight:
+    def _enqueued_here(self, copy_plan: CopyPlan, index: int, arrays: list[Any], caller: int) -> InFlight:
         """As `_enqueued`, for an item and results of this device, where nothing is in flight."""
         driver, computes, event = self._driver, self._pointers[1], self._events.take()
         try:
-            results = [driver.empty(*each) for each in way.results]
-            for target, each in zip(way.inputs, arrays, strict=True):
+            results = [driver.empty(*each) for each in copy_plan.results]
+            for target, each in zip(copy_plan.inputs, arrays, strict=True):
                 driver.copy_run(target, each, caller)
             driver.record_event(event, caller)
             driver.wait_event(computes, event)
-            way.program.replay(self._streams[1])
-            for result, output in zip(results, way.outputs, strict=True):
+            copy_plan.program.replay(self._streams[1])
+            for result, output in zip(results, copy_plan.outputs, strict=True):
                 driver.copy_run(result, output, computes)
             driver.record_event(event, computes)
-            value = results[0] if way.returned is way.outputs[0] else way.value(results)
-            return Flight(index, self.device, value, arrays, event)
+            value = results[0] if copy_plan.returned is copy_plan.outputs[0] else copy_plan.value(results)
+            return InFlight(index, self.device, value, arrays, event)
         except BaseException:
             self._drain(caller)  # what was allocated is used no more after that
             self._events.put(event)
@@ -447,10 +412,10 @@ class Station:
             driver.set_device(self.device)
         return caller
 
-    def _spare(self, way: Way) -> tuple[list[Any], list[Any]]:
+    def _spare(self, copy_plan: CopyPlan) -> tuple[list[Any], list[Any]]:
         """Return new copies of an item, and of what it returns where that goes to the host, in memory of who writes them."""
-        copies = self._on(0, partial(self._new, [(each.shape, each.strides, each.dtype) for each in way.inputs]))
-        return copies, self._on(1, partial(self._new, way.results)) if self._host else []
+        copies = self._on(0, partial(self._new, [(each.shape, each.strides, each.dtype) for each in copy_plan.inputs]))
+        return copies, self._on(1, partial(self._new, copy_plan.results)) if self._host else []
 
     def _new(self, lie: Sequence[Any]) -> list[Any]:
         with self._driver.relaxed():
@@ -582,10 +547,10 @@ class Station:
             self._eager.say(f"an item holds a value of type {plain[0]}, which is no array" if plain else "an item holds no array")
             return None
         key = geometry(staged), relation(driver, staged)
-        way = self._programs.pop(key, None)
-        if way is None:
+        copy_plan = self._programs.pop(key, None)
+        if copy_plan is None:
             while len(self._programs) >= MOST_PROGRAMS:
-                self._ways.clear()  # they are found again
+                self._copy_plans.clear()  # they are found again
                 self._programs.pop(next(iter(self._programs))).program.close()
             function, shared = self._function, self._shared
 
@@ -597,12 +562,11 @@ class Station:
                 inputs = rebuilt(staged, copier(driver, staged, self._own))  # its own: it overwrites them
                 program = record(call, inputs, pool=self._pool, lanes=self._lanes)
             except CaptureError as error:
-                self._eager.always = True
-                self._eager.say(str(error))
+                self._eager.stop_recording(str(error))
                 return None
-            way = Way(driver, key, program, [*leaves(inputs)])
-        self._programs[key] = way
-        return way.program
+            copy_plan = CopyPlan(driver, key, program, [*leaves(inputs)])
+        self._programs[key] = copy_plan
+        return copy_plan.program
 
     def _own(self, array: Any, target: Any = None) -> Any:
         copy = new_like(self._driver, array) if target is None else target

@@ -1,0 +1,248 @@
+"""The lanes of a recording: leased side slots, each with the nodes that were recorded on it."""
+
+from collections.abc import Collection, Sequence
+from itertools import chain
+from typing import Any
+
+from handlepool.order.track import NOTHING, Needs, Track
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.side_streams import MOST_SIDE_SLOTS
+from handlepool.pool.slot import Slot, bind_to_thread
+
+LEFT_FREE = 4
+"""Side slots that a recording leaves to others when it has as many lanes as were asked for."""
+
+
+class Node:
+    """A call, as the books know it.
+
+    Attributes
+    ----------
+    track, call : Track, int
+        The lane's track, and the call's number there.
+    known : dict
+        By track, the last call that this node follows, and the node itself.
+    ends : tuple
+        The nodes of the capture that a later call waits for.
+    step : int
+        Its number among all steps.
+    steps : tuple of int
+        The steps that a later call waits for.
+    """
+
+    __slots__ = ("call", "ends", "known", "step", "steps", "track")
+
+    def __init__(self, track: Track, call: int, known: Needs, step: int) -> None:
+        self.track = track
+        self.call = call
+        self.known = known
+        self.ends: tuple[Any, ...] = ()
+        self.step = step
+        self.steps: tuple[int, ...] = (step,)
+
+
+class _LaneTrack(Track):
+    """The track of a lane, whose calls are nodes. It has neither events nor a caller, and none of their fields."""
+
+    __slots__ = ()
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+        self.count = 0
+        self.known = NOTHING
+
+
+class Lane:
+    """A slot that nodes are recorded on, and its nodes since the last untracked work.
+
+    Attributes
+    ----------
+    ends : tuple
+        The nodes of the capture that the stream waited for when it was last looked at.
+    shown : bool
+        Whether user code has had the stream, and may use it again.
+    """
+
+    def __init__(self, slot: Slot, number: int, ends: tuple[Any, ...], *, shown: bool) -> None:
+        self.slot = slot
+        self.pointer = slot.pointer
+        self.number = number
+        self.ends = ends
+        self.shown = shown
+        self.track = _LaneTrack(slot.pointer)
+        self.nodes: list[Node] = []
+
+    def show(self) -> Slot:
+        """Return the slot for user code, which may keep the stream."""
+        self.shown = True
+        return self.slot
+
+    def add(self, direct: Sequence[Node], step: int) -> Node:
+        """Add a node that follows some nodes directly."""
+        track: _LaneTrack = self.track
+        for each in direct:
+            if each.known is not track.known:
+                track.learn(each.known)
+        track.count = call = track.count + 1
+        track.known = {**track.known, track: call}
+        node = Node(track, call, track.known, step)
+        self.nodes.append(node)
+        return node
+
+    def follow(self, others: Collection[Node]) -> None:
+        """Let the last node follow other nodes too."""
+        for each in others:
+            self.track.learn(each.known)
+        self.nodes[-1].known = self.track.known
+
+    def end(self, ends: tuple[Any, ...], more: tuple[Any, ...], users: Sequence[Node]) -> tuple[Any, ...]:
+        """End the last node, whose stream waits for these nodes of the capture; return all that a later call waits for.
+
+        ``more`` are nodes that were captured elsewhere. A later call follows the ``users`` too.
+        """
+        node, self.ends = self.nodes[-1], ends
+        if more or users:
+            ends = tuple(dict.fromkeys([*ends, *more, *chain.from_iterable(each.ends for each in users)]))
+        if users:
+            node.steps = tuple(sorted({node.step, *(each.step for each in users)}))
+        node.ends = ends
+        return ends
+
+    def begin(self) -> None:
+        """Begin a new track, behind all nodes so far."""
+        self.track = _LaneTrack(self.pointer)
+        self.nodes = []
+
+
+class LeasedLanes:
+    """The lanes that a recording has leased, and the choice of one for each node.
+
+    Parameters
+    ----------
+    pool : PoolInternals
+    device : int
+    limit : int
+        The most nodes that will run at once. With 1 there is one lane. With more, there are as many as the data allows.
+    slots : list of Slot
+        Gets each slot that is leased.
+
+    Attributes
+    ----------
+    all : list of Lane
+    wanted, got : int
+        How many lanes the data allows, and how many were leased.
+    pointers : set of int
+        The streams of the lanes, and the main stream.
+    of : dict
+        The lane of each track.
+    """
+
+    def __init__(self, pool: PoolInternals, device: int, limit: int, slots: list[Slot]) -> None:
+        self.all: list[Lane] = []
+        self.wanted = self.got = 0
+        self.pointers: set[object] = set()
+        self._limit = limit
+        self._width = 1 if limit == 1 else MOST_SIDE_SLOTS
+        self._pool = pool
+        self._sides = pool.device(device).sides
+        self._slots = slots
+        self.of: dict[Track, Lane] = {}
+
+    def begin(self, main: Slot, *, exact: bool) -> None:
+        """Begin with the slot of the main stream. Without exact dependencies there is one lane."""
+        self._main = main
+        self._width = self._width if exact else 1
+        self._exact = exact
+        self.pointers.add(main.pointer)
+
+    def nodes(self, calls: Needs) -> list[Node]:
+        """Return the nodes of calls, given by track."""
+        of = self.of
+        return [of[track].nodes[call - 1] for track, call in calls.items()]
+
+    def choose(self, producers: Sequence[Node], ends: tuple[Any, ...]) -> Lane:
+        """Return the lane for a node: a producer's, one that the node already follows, a new one, or the one idle for longest.
+
+        A new lane waits for ``ends``, as the main stream does.
+        """
+        last: Node | None = None
+        for each in producers:
+            if self.of[each.track].nodes[-1] is each and (last is None or each.step > last.step):
+                last = each
+        if last is not None:
+            return self.of[last.track]
+        for lane in self.all:
+            track = lane.track
+            if not track.count:
+                return lane
+            for each in producers:
+                if each.known.get(track, 0) >= track.count:
+                    return lane
+        return self._lease(ends) or min(self.all, key=_last_step)
+
+    def begin_anew(self) -> None:
+        """Begin new tracks, behind all nodes so far."""
+        self.of = {}
+        for lane in self.all:
+            lane.begin()
+            self.of[lane.track] = lane
+
+    def forget(self) -> None:
+        """Release all that was kept for the recording."""
+        self.all.clear()
+        self.of.clear()
+        self.__dict__.pop("_main", None)
+
+    def _lease(self, ends: tuple[Any, ...]) -> Lane | None:
+        """Lease one more lane; the main stream where there is none, and None where the present ones must do."""
+        if len(self.all) >= self._width:
+            return None
+        count, sides = len(self.all), self._sides
+        # The lanes that were asked for are leased from all that are free. Beyond these, some are left to forks
+        # and other recordings.
+        free = self._exact and self.wanted <= count and (count < self._limit or sides.spare > LEFT_FREE)
+        slot = sides.lease() if free else None
+        self.wanted = max(self.wanted, count + 1)
+        if slot is None:
+            if self.all:
+                return None
+            slot = self._main
+        else:
+            self._slots.append(slot)
+            bind_to_thread(self._pool.sound(slot))
+            self._pool.driver.record_event(slot.start_event, self._main.pointer)
+            self._pool.driver.wait_event(slot.pointer, slot.start_event)
+        lane = Lane(slot, count, ends, shown=slot is self._main)
+        self.all.append(lane)
+        self.of[lane.track] = lane
+        self.got = len(self.all)
+        self.pointers.add(slot.pointer)
+        return lane
+
+
+def direct(producers: Sequence[Node]) -> list[Node]:
+    """Return the nodes that no other one of them follows: to wait for a node is to wait for all that it follows."""
+    found = []
+    for each in producers:
+        track, call = each.track, each.call
+        for other in producers:
+            if other is not each and other.known.get(track, 0) >= call:
+                break
+        else:
+            found.append(each)
+    return found
+
+
+def ends_of(nodes: Collection[Node]) -> tuple[Any, ...]:
+    """Return the nodes of the capture that a later call of some nodes waits for."""
+    ends = [each.ends for each in nodes]
+    return ends[0] if len(ends) == 1 else tuple(dict.fromkeys(chain.from_iterable(ends)))
+
+
+def steps_of(nodes: Sequence[Node]) -> tuple[int, ...]:
+    """Return the steps that a later call of some nodes waits for."""
+    return nodes[0].steps if len(nodes) == 1 else tuple(sorted([step for each in nodes for step in each.steps]))
+
+
+def _last_step(lane: Lane) -> int:
+    return lane.nodes[-1].step

@@ -1,0 +1,202 @@
+"""Memory that is allocated while calls are recorded as nodes: who used it last, and whether a node has written it."""
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
+
+from handlepool._util.names import shown
+from handlepool._util.reachable import leaves
+from handlepool.drivers.protocol import Driver
+from handlepool.errors import CaptureError
+from handlepool.order.track import Needs
+from handlepool.order.uses import Uses, needs_of
+from handlepool.tensors.layout import Piece, Token
+
+
+class NodeMemory:
+    """The blocks that are allocated while calls are recorded as nodes.
+
+    Parameters
+    ----------
+    driver : Driver
+
+    Attributes
+    ----------
+    own : set of (int, int)
+        Where each block begins and ends.
+    of_node : list of (int, int)
+        The blocks that were allocated inside the node that is being recorded.
+    unwritten : Unwritten
+        The blocks that no node has written.
+    reuse_queries : list of int
+        The begins of freed memory that was looked up since the last node began.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.own: set[tuple[int, int]] = set()
+        self.of_node: list[tuple[int, int]] = []
+        self.unwritten = Unwritten()
+        self.reuse_queries: list[int] = []
+        self._driver = driver
+        # None where freed memory may be given out again.
+        self._kept: list[object] | None = None
+        # By the begin of freed memory, its end and its last users.
+        self._freed: dict[int, tuple[int, Needs]] = {}
+
+    def keep_blocks(self) -> None:
+        """Keep each block from now on, since the driver cannot choose who gets freed memory."""
+        self._kept = []
+
+    def add(self, block: object, place: str, *, in_node: bool, is_output: bool) -> int:
+        """Note a block that was allocated at a place, and return its address.
+
+        A node writes what is allocated inside it, and its outputs, as far as is known. Any other block counts as unwritten.
+        """
+        if self._kept is not None:
+            self._kept.append(block)
+        piece = self._driver.block_range(block)
+        self.own.add(piece)
+        self._freed.pop(piece[0], None)
+        if in_node:
+            self.of_node.append(piece)
+        if not (in_node or is_output):
+            self.unwritten.add(*piece, place)
+        elif self.unwritten.starts:
+            self.unwritten.forget(*piece)
+        return piece[0]
+
+    def last_users(self, start: int, stop: int, uses: Uses) -> Needs:
+        """Return the calls that used freed memory last, by the books."""
+        known = self._freed.get(start)
+        if known is not None:
+            return known[1]
+        needs = needs_of((), uses.meeting((start, stop, None)))
+        self._freed[start] = stop, needs
+        self.reuse_queries.append(start)
+        return needs
+
+    def begin_node(self) -> None:
+        """Note that what is allocated and looked up from now on belongs to another node."""
+        self.of_node.clear()
+        self.reuse_queries.clear()
+
+    def forget_users(self, used: Iterable[Piece | Token]) -> None:
+        """Forget the last users of freed memory that the node used itself: it looked them up before its use was noted."""
+        for start in self.reuse_queries:
+            if start in self._freed:
+                stop = self._freed[start][0]
+                if any(not isinstance(piece, Token) and piece[0] < stop and start < piece[1] for piece in used):
+                    del self._freed[start]
+
+    def is_new(self, piece: Piece) -> bool:
+        """Whether a piece was allocated inside the node that is being recorded."""
+        return any(start <= piece[0] and piece[1] <= stop for start, stop in self.of_node)
+
+    def forget_all_users(self) -> None:
+        """Forget the last users of all memory: each later call follows all of them."""
+        self._freed.clear()
+
+    def close(self) -> None:
+        """Release the blocks that were kept."""
+        if self._kept is not None:
+            self._kept.clear()
+
+
+class Unwritten:
+    """Blocks that no node has written: a call that reads one reads what was there before.
+
+    Attributes
+    ----------
+    starts : list of int
+        Where each begins, ascending.
+    """
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self._blocks: dict[int, tuple[int, str]] = {}
+
+    def add(self, start: int, stop: int, place: str) -> None:
+        """Note a block, and the line that allocated it."""
+        # An empty block is read by no call, and several may begin at one address.
+        if start == stop:
+            return
+        self.forget(start, stop)
+        insort(self.starts, start)
+        self._blocks[start] = stop, place
+
+    def forget(self, start: int, stop: int) -> None:
+        """Forget memory that was given out again, perhaps as a part of a block, or several blocks as one."""
+        if not self.starts:
+            return
+        first, last = bisect_left(self.starts, start), bisect_left(self.starts, stop)
+        for each in self.starts[first:last]:
+            del self._blocks[each]
+        del self.starts[first:last]
+        if first:
+            before = self.starts[first - 1]
+            end, place = self._blocks[before]
+            self._blocks[before] = min(end, start), place
+
+    def wrote(self, writes: Iterable[Piece | Token]) -> None:
+        """Note writes. A block that was written in part counts as written."""
+        for piece in writes:
+            start = self._block_of(piece)
+            if start is not None:
+                del self._blocks[start], self.starts[bisect_right(self.starts, start) - 1]
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self.starts.clear()
+        self._blocks.clear()
+
+    def check(
+        self, name: str, place: str, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token], arguments: object
+    ) -> None:
+        """Refuse a call that reads what nothing has written, and does not write it itself.
+
+        Raises
+        ------
+        CaptureError
+            Naming the call and the array.
+        """
+        if not self._blocks:
+            return
+        written = {self._block_of(piece) for piece in writes}
+        for piece in reads:
+            start = self._block_of(piece)
+            if start is not None and start not in written:
+                array = next((leaf for leaf in leaves(arguments) if _begins(leaf) == piece[0]), None)  # type: ignore[index]
+                raise CaptureError(
+                    f"{name} at {place} reads {'an array' if array is None else shown(array)} that was allocated at "
+                    f"{self._blocks[start][1]} while recording, and that nothing has written: a replay reads what "
+                    f"was left there. If the call writes it, say so with mutates="
+                )
+
+    def check_returned(self, name: str, array: object, piece: Piece) -> None:
+        """Refuse an array that a function returns and that no replay would write.
+
+        Raises
+        ------
+        CaptureError
+            Naming the array.
+        """
+        start = self._block_of(piece)
+        if start is not None and piece[0] < piece[1]:
+            raise CaptureError(
+                f"{name} returned {shown(array)}, which was allocated at {self._blocks[start][1]} while recording, and which "
+                f"nothing that was recorded writes: replays would leave it as it is. Work for it belongs on the stream that is "
+                f"current there"
+            )
+
+    def _block_of(self, piece: Piece | Token) -> int | None:
+        """Return the begin of the block that a piece is in; None where no unwritten block has it."""
+        if isinstance(piece, Token) or not self.starts:
+            return None
+        at = bisect_right(self.starts, piece[0]) - 1
+        if at < 0 or self._blocks[self.starts[at]][0] <= piece[0]:
+            return None
+        return self.starts[at]
+
+
+def _begins(value: object) -> int | None:
+    pointer = getattr(getattr(value, "data", None), "ptr", None)
+    return pointer if isinstance(pointer, int) else None

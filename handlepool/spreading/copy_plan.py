@@ -1,0 +1,53 @@
+"""The copies of an item into a program's inputs, and of its outputs into results."""
+
+from collections.abc import Hashable
+from typing import Any
+
+from handlepool._util.reachable import leaves
+from handlepool.drivers.protocol import Driver
+from handlepool.recording.outputs import steps_without_gaps
+from handlepool.recording.program import Program
+from handlepool.recording.update import is_foreign
+from handlepool.spreading.items import rebuilt
+from handlepool.tensors.layout import one_run
+
+
+class CopyPlan:
+    """A program for items of one geometry, and the copies for each item. Each copy moves one run of bytes as they lie.
+
+    Attributes
+    ----------
+    program : Program
+    key : hashable
+        Its key among the programs of a device.
+    inputs, outputs : list of array
+        The program's, in order; of one that was returned in several places there is one.
+    returned
+        The structure that the outputs were returned in.
+    results : list of tuple
+        Shape, strides and type of each result.
+    sizes : list of int
+        Bytes of each input.
+    plain : bool
+        Whether the outputs have one run of bytes each.
+    spare : list of tuple
+        Copies of items that no item in flight has. With results for the host, also the arrays that these are copied from.
+    """
+
+    __slots__ = ("inputs", "key", "outputs", "plain", "program", "results", "returned", "sizes", "spare")
+
+    def __init__(self, driver: Driver, key: Hashable, program: Program, inputs: list[Any]) -> None:
+        self.key, self.program, self.inputs, self.returned = key, program, inputs, program.outputs
+        self.sizes = [each.nbytes for each in inputs]
+        found, kind = [*leaves(self.returned)], driver.array_types[0]
+        self.outputs: list[Any] = [*{id(each): each for each in found if type(each) is kind}.values()]
+        self.results = [(each.shape, steps_without_gaps(each), each.dtype) for each in self.outputs]
+        pairs = zip(self.outputs, self.results, strict=True)
+        runs = [one_run(each.shape, each.strides, strides, each.dtype.itemsize) for each, (_, strides, _) in pairs]
+        self.plain = any(runs) and all(runs) and not any(is_foreign(each) for each in found if type(each) is not kind)
+        self.spare: list[tuple[list[Any], list[Any]]] = []
+
+    def value(self, results: list[Any]) -> Any:
+        """Return results in the places of the outputs."""
+        places = {id(output): result for output, result in zip(self.outputs, results, strict=True)}
+        return rebuilt(self.returned, lambda output: places.get(id(output), output))
