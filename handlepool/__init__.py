@@ -25,21 +25,28 @@ from handlepool.errors import (
     StateBusyError,
     StateIndexError,
     StreamError,
+    TraceError,
 )
 from handlepool.graphs.annotations import Array, Graph, GraphTensor
 from handlepool.graphs.function import GraphFunction, graph
 from handlepool.graphs.tuning import tune
 from handlepool.ops import (
+    ElementwiseFunction,
     add,
+    asarray,
+    asnumpy,
     avg_pool2d,
     concat,
     conv2d,
     conv2d_input_grad,
     conv2d_weight_grad,
+    elementwise,
     linear,
+    math,  # noqa: F401 - a module of the public face, as `ops`
     matmul,
     max_pool2d,
     mean2d,
+    multiply,
 )
 from handlepool.order.operation import operation
 from handlepool.pool.default import close, default_pool, get_handle, get_workspace, prewarm, set_default_pool, stats, trim
@@ -65,6 +72,7 @@ __all__ = [
     "DeviceMismatchError",
     "DeviceProperties",
     "DriverNotAvailableError",
+    "ElementwiseFunction",
     "Fork",
     "ForkedProcessError",
     "Graph",
@@ -87,7 +95,10 @@ __all__ = [
     "StateIndexError",
     "StreamError",
     "StreamFuture",
+    "TraceError",
     "add",
+    "asarray",
+    "asnumpy",
     "avg_pool2d",
     "close",
     "concat",
@@ -95,6 +106,7 @@ __all__ = [
     "conv2d_input_grad",
     "conv2d_weight_grad",
     "default_pool",
+    "elementwise",
     "get_handle",
     "get_workspace",
     "graph",
@@ -102,6 +114,7 @@ __all__ = [
     "matmul",
     "max_pool2d",
     "mean2d",
+    "multiply",
     "operation",
     "prewarm",
     "record",
@@ -117,7 +130,7 @@ CAFFE2_STATES = 4
 
 _states: dict[HandlePool, ParallelStates] = {}
 
-_MODULES = ("drivers", "errors", "ops", "testing")
+_MODULES = ("drivers", "errors", "math", "ops", "testing")
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+from handlepool.drivers.expression import Elementwise
 from handlepool.tensors.layout import Layout
 
 
@@ -88,4 +89,4 @@ class Depthwise:
 MOST_TAPS = 49
 """Of a filter that `Depthwise` takes."""
 
-Kernel = Add | Concat | Windows | Depthwise
+Kernel = Add | Concat | Windows | Depthwise | Elementwise

@@ -6,6 +6,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from handlepool.drivers.expression import Elementwise
+from handlepool.drivers.host import elementwise
 from handlepool.drivers.host.convolution import Array
 from handlepool.drivers.host.evaluator import Evaluation, Step
 from handlepool.drivers.host.pointwise import OPERATIONS
@@ -20,6 +22,8 @@ def evaluation(kernel: Kernel, inputs: int) -> Evaluation:
         name, compute = "concat", _concat(kernel)
     elif isinstance(kernel, Depthwise):
         name, compute = "depthwise", _depthwise(kernel)
+    elif isinstance(kernel, Elementwise):
+        name, compute = "elementwise", elementwise.computation(kernel)
     else:
         name, compute = kernel.kind, _windows(kernel)
     step = Step(name, tuple(range(inputs)), (inputs,), lambda arrays, _: compute(arrays[:-1], arrays[-1]))
