@@ -198,6 +198,7 @@ def elementwise(function: Callable[..., Any]) -> ElementwiseFunction:
     shape, contiguous or channels-last, without gaps.
 
     NaN and infinities are as in torch: ``maximum``, ``minimum``, ``clip`` and ``relu`` pass NaN on, and ``x / 0`` is infinite.
+    On a GPU numbers below 1.2e-38 may count as zero.
 
     A call raises `TraceError` where the function does more than a kernel over elements can, as ``if x > 0``, ``x.sum()`` or an
     unknown function. It raises `ArgumentError` for shapes that do not broadcast, other types, and an ``out`` that does not fit.

@@ -25,6 +25,8 @@ pytest.importorskip("scipy", reason="SciPy is not installed")
 COUNT = int(os.environ.get("HANDLEPOOL_EXPRESSIONS", "240"))
 PARTS = 8
 ROUNDED = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-6}
+SMALLEST = 2.0**-126
+"""Positive number of float32 that is normal."""
 
 
 def brought(array, memory):
@@ -79,17 +81,19 @@ def test_each_function_of_every_number_of_16_bits(pool, stream, name, dtype):
     x = np.arange(1 << 16, dtype=np.uint16).view(kind)
     result = handlepool.asnumpy(getattr(over, name)(cupy.asarray(x), pool=pool), pool=pool)
     with np.errstate(all="ignore"):
-        found, values = result.astype(np.float64), x.astype(np.float64)
+        values = x.astype(np.float64)
+        # CuPy compiles with -ftz=true: what is smaller may count as zero.
+        taken = (values == 0) | ~(np.abs(values) < SMALLEST)
+        if dtype == "bfloat16" and name in ("sin", "cos"):  # of larger numbers float32 says nothing
+            taken &= np.abs(values) < 1e5
+        values, found = values[taken], result.astype(np.float64)[taken]
         expected = np.asarray((REFERENCES.get(name) or getattr(np, name))(values))
-        rounded = expected.astype(kind).astype(np.float64) if expected.dtype != bool else expected.astype(np.float64)
-    if dtype == "bfloat16" and name in ("sin", "cos"):
-        assert np.nanmax(np.abs(found - expected)[np.abs(values) < 1e5]) < 8e-3
-        return
-    sure = np.isfinite(rounded) == np.isfinite(expected)  # not between the largest number and infinity
+        rounded = expected.astype(np.float64) if expected.dtype == bool else expected.astype(kind).astype(np.float64)
+        sure = np.isfinite(rounded) == np.isfinite(expected)  # not between the largest number and infinity
+        bound = 2 * ROUNDED[dtype] * np.abs(rounded) + (1.3e-7 if dtype == "float16" else 1e-36)
+        bound += 8e-3 * (dtype == "bfloat16" and name in ("sin", "cos"))
+        wrong = np.where(np.isfinite(rounded), np.abs(found - rounded) > bound, (found != rounded) & ~np.isnan(rounded)) & sure
     assert np.array_equal(np.isnan(found), np.isnan(expected))
-    wrong = np.abs(found - rounded) > 2 * ROUNDED[dtype] * np.abs(rounded) + (1.3e-7 if dtype == "float16" else 1e-36)
-    wrong &= np.isfinite(rounded) & sure
-    wrong |= ~np.isfinite(rounded) & sure & (found != rounded) & ~np.isnan(rounded)
     places = np.flatnonzero(wrong)[:5]
     assert not wrong.any(), f"{name}({values[places]}) is {found[places]}, and not {rounded[places]}"
 
