@@ -17,7 +17,20 @@ from common import print_table
 from options import DRIVER_HELP, loaded
 
 GPU_ALONE = ("captures", "tune", "networks_jax")
-SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory", "operations", "networks", "plans")
+SCRIPTS = (
+    "acquire",
+    "launch",
+    "forks",
+    "order",
+    "overlap",
+    "record",
+    "wrong",
+    "memory",
+    "operations",
+    "elementwise",
+    "networks",
+    "plans",
+)
 SCRIPTS += ("devices", "lifetimes", "exits", *GPU_ALONE)
 VERDICTS = {True: "kept", False: "NOT KEPT", None: "not judged"}
 HERE = Path(__file__).resolve().parent

@@ -25,12 +25,16 @@ from handlepool.errors import (
     StateBusyError,
     StateIndexError,
     StreamError,
+    TraceError,
 )
 from handlepool.graphs.annotations import Array, Graph, GraphTensor
 from handlepool.graphs.function import GraphFunction, graph
 from handlepool.graphs.tuning import tune
 from handlepool.ops import (
+    ElementwiseFunction,
     add,
+    asarray,
+    asnumpy,
     avg_pool2d,
     batch_norm,
     channel_shuffle,
@@ -41,14 +45,17 @@ from handlepool.ops import (
     conv2d_weight_grad,
     conv_transpose1d,
     conv_transpose2d,
+    elementwise,
     group_norm,
     instance_norm,
     interpolate2d,
     layer_norm,
     linear,
+    math,  # noqa: F401 - a module of the public face, as `ops`
     matmul,
     max_pool2d,
     mean2d,
+    multiply,
     pad,
     rms_norm,
     scaled_dot_product_attention,
@@ -80,6 +87,7 @@ __all__ = [
     "DeviceMismatchError",
     "DeviceProperties",
     "DriverNotAvailableError",
+    "ElementwiseFunction",
     "Fork",
     "ForkedProcessError",
     "Graph",
@@ -102,7 +110,10 @@ __all__ = [
     "StateIndexError",
     "StreamError",
     "StreamFuture",
+    "TraceError",
     "add",
+    "asarray",
+    "asnumpy",
     "avg_pool2d",
     "batch_norm",
     "channel_shuffle",
@@ -115,6 +126,7 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "default_pool",
+    "elementwise",
     "get_handle",
     "get_workspace",
     "graph",
@@ -126,6 +138,7 @@ __all__ = [
     "matmul",
     "max_pool2d",
     "mean2d",
+    "multiply",
     "operation",
     "pad",
     "prewarm",
@@ -147,7 +160,7 @@ CAFFE2_STATES = 4
 
 _states: dict[HandlePool, ParallelStates] = {}
 
-_MODULES = ("drivers", "errors", "ops", "testing")
+_MODULES = ("drivers", "errors", "math", "ops", "testing")
 
 
 def __dir__() -> list[str]:

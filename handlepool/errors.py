@@ -60,6 +60,10 @@ class SignatureError(ArgumentError, TypeError):
     """An argument was given by position that is taken by keyword alone."""
 
 
+class TraceError(ArgumentError, AttributeError, TypeError):
+    """An elementwise function does more than a kernel over elements can."""
+
+
 class ArrayTypeError(HandlePoolError, TypeError):
     """An array of a kind that this driver cannot take."""
 

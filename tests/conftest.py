@@ -14,7 +14,7 @@ from handlepool.pool import context, deferred, process_end
 from handlepool.pool import default as defaults
 
 for name in list(os.environ):
-    ours = ("HANDLEPOOL_EVERY_LINE", "HANDLEPOOL_EXAMPLES", "HANDLEPOOL_SEED")
+    ours = ("HANDLEPOOL_EVERY_LINE", "HANDLEPOOL_EXAMPLES", "HANDLEPOOL_EXPRESSIONS", "HANDLEPOOL_SEED")
     if name.startswith("HANDLEPOOL_") and not name.startswith(("HANDLEPOOL_TEST_", *ours)):
         del os.environ[name]  # a test sets what it is about
 

@@ -21,6 +21,7 @@ from harness.node_references import ATTENTION, CONVOLUTIONS, MATMUL, MOVES, POIN
 from benchmarks import geometries
 from handlepool.drivers.host import evaluator
 from handlepool.errors import GraphNotSupportedError, HandlePoolError
+from handlepool.graphs.expression import VOCABULARY
 from handlepool.graphs.forms import conform
 from handlepool.tensors import frontend
 from handlepool.tensors.inference import infer
@@ -197,13 +198,26 @@ Which driver has which node of cudnn-frontend's graphs. Generated for nvidia-cud
 | node | host | compared with | cuda | graph function |
 |---|---|---|---|---|
 {table}
+
+## Kernels of our own
+
+No graph has these: they are functions over arrays, nodes of recordings, and branches. Both drivers have each. The tests compare
+both with NumPy in float64, over random shapes, layouts and types.
+
+| function | what it is |
+|---|---|
+| `add`, `multiply` | sums and products of arrays that broadcast, and of numbers ([elementwise functions](elementwise.md)) |
+| `elementwise` | any expression of {vocabulary} |
+| `concat`, `max_pool2d`, `avg_pool2d`, `mean2d` | [concatenation and pooling](pooling.md) |
+| `layer_norm`, `group_norm`, `instance_norm`, `rms_norm`, `batch_norm`, `softmax`, `pad`, `channel_shuffle`, `to_channels_last`, `to_contiguous`, `interpolate2d` | [networks' operations](networks.md) |
 """
 
 
 def generate():
     """The page."""
     table = "\n".join(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows().items())
-    return PAGE.format(version=cudnn.__version__, table=table)
+    vocabulary = ", ".join(f"`{name}`" for name in sorted(VOCABULARY))
+    return PAGE.format(version=cudnn.__version__, table=table, vocabulary=vocabulary)
 
 
 if __name__ == "__main__":

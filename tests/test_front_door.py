@@ -18,7 +18,7 @@ from handlepool import HandlePool
 from handlepool.pool import default
 
 OF_THE_POOL = ("get_handle", "get_workspace", "prewarm", "stats", "trim")
-MODULES = {"drivers", "errors", "ops", "testing"}
+MODULES = {"drivers", "errors", "math", "ops", "testing"}
 
 
 def test_dir_is_what_is_public_and_nothing_else():

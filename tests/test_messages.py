@@ -179,6 +179,13 @@ def cases(pool):
             out=None,
             pool=None,
         ),
+        "multiply": case(handlepool.multiply, x, x, 2.0, out=None, pool=None),
+        "elementwise": case(handlepool.elementwise, conv),
+        "ElementwiseFunction": case(
+            handlepool.elementwise(lambda x, y, n, k=1: x * y * n * k), x, x, 2.0, k=2, out=None, pool=None
+        ),
+        "asarray": case(handlepool.asarray, np.ones(3, np.float32), pool=None),
+        "asnumpy": case(handlepool.asnumpy, x, pool=None),
         "matmul": case(handlepool.matmul, square, square, bias=square[0], activation=None, **COMMON),
         "linear": case(handlepool.linear, square, square, bias=square[0], activation="relu", **COMMON),
         "ops.conv2d_plan": case(ops.conv2d_plan, x, w, **CONVOLUTION),

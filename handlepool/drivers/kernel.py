@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+from handlepool.drivers.expression import Elementwise
 from handlepool.tensors.layout import Layout
 
 
@@ -185,4 +186,4 @@ class Resample:
 
 NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample
 """Kernels of normalisations, and of copies to other places or sizes."""
-Kernel = Add | Concat | Windows | Depthwise | NetworkKernel
+Kernel = Add | Concat | Windows | Depthwise | Elementwise | NetworkKernel

@@ -6,6 +6,7 @@ from typing import Any, cast
 import numpy as np
 
 from handlepool.drivers.executable import Executable
+from handlepool.drivers.expression import Elementwise
 from handlepool.drivers.kernel import Add, Affine, Concat, Depthwise, Kernel, Normalise
 from handlepool.drivers.operands import operand_name
 from handlepool.errors import ArgumentError, GraphNotSupportedError
@@ -110,8 +111,8 @@ class KernelFunction(GraphFunction[..., Any]):
 
 
 def _in_place(kernel: Kernel, inputs: tuple[Layout, ...], output: Layout) -> tuple[int | None, ...]:
-    """Return where inputs may lie in the output: in a sum all over it, in a concatenation where they are to be copied to."""
-    if isinstance(kernel, Add):
+    """Return where inputs may lie in the output: over elements all over it, in a concatenation where they are to be copied to."""
+    if isinstance(kernel, (Add, Elementwise)):
         return at_their_places(inputs, (output,))
     if isinstance(kernel, Normalise | Affine):
         # Each row is read as a whole before it is written, by the threads that write it. Parameters are read all along.

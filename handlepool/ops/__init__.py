@@ -1,9 +1,12 @@
-"""Ready-made operations: convolutions, products and what comes behind them, gradients, activations, sums, pooling."""
+"""Ready-made operations: convolutions, products and what comes behind them, gradients, activations, sums, pooling, elements."""
 
+from handlepool.ops import math
 from handlepool.ops.activations import ACTIVATIONS, gelu, relu, sigmoid, swish, tanh
 from handlepool.ops.attention import scaled_dot_product_attention
 from handlepool.ops.combining import add, concat
 from handlepool.ops.convolution import conv2d, conv2d_plan
+from handlepool.ops.copies import asarray, asnumpy
+from handlepool.ops.elementwise import ElementwiseFunction, elementwise, multiply
 from handlepool.ops.gradients import conv2d_input_grad, conv2d_weight_grad
 from handlepool.ops.moving import channel_shuffle, pad, to_channels_last, to_contiguous
 from handlepool.ops.norms import batch_norm, group_norm, instance_norm, layer_norm, rms_norm, softmax
@@ -15,7 +18,10 @@ from handlepool.ops.transposed import conv_transpose1d, conv_transpose2d
 
 __all__ = [
     "ACTIVATIONS",
+    "ElementwiseFunction",
     "add",
+    "asarray",
+    "asnumpy",
     "avg_pool2d",
     "batch_norm",
     "channel_shuffle",
@@ -27,15 +33,18 @@ __all__ = [
     "conv2d_weight_grad",
     "conv_transpose1d",
     "conv_transpose2d",
+    "elementwise",
     "gelu",
     "group_norm",
     "instance_norm",
     "interpolate2d",
     "layer_norm",
     "linear",
+    "math",
     "matmul",
     "max_pool2d",
     "mean2d",
+    "multiply",
     "pad",
     "relu",
     "rms_norm",

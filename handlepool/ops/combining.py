@@ -1,7 +1,9 @@
-"""Several arrays to one: their sum, and one behind the other, by kernels of our own."""
+"""Sums and concatenations of arrays, by kernels of our own."""
 
 from collections.abc import Sequence
-from typing import Any, Never
+from typing import Any, Never, cast
+
+import numpy as np
 
 from handlepool._util.arguments import as_integer
 from handlepool._util.names import shown
@@ -9,34 +11,35 @@ from handlepool._util.protocols import holds_values
 from handlepool.drivers.kernel import Add, Concat
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
+from handlepool.graphs.expression import VOCABULARY, Traced
 from handlepool.graphs.kernels import Described, KernelFunction, check_strides, lying_as
 from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
 from handlepool.ops.activations import FLOATING_TYPES, check_activation
+from handlepool.ops.elementwise import NUMBERS, Arguments, ElementwiseFunction, describe
 from handlepool.pool.context import launchers
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
 
 def add(x: ArrayT, *others: Any, activation: str | None = None, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
-    """Add arrays of one shape and apply an activation, on the current stream.
+    """Add arrays and numbers that broadcast, on the current stream.
 
     Parameters
     ----------
-    x, *others : array
-        At most 63, of one shape and type: float16, bfloat16 or float32. They are quickest where all of them lie alike and without
-        gaps.
+    x, *others : array or number
+        At most 63 arrays, of one type: float16, bfloat16 or float32. Equal shapes and layouts, without gaps, are quickest.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
-        Of the sum; "gelu" is the exact one.
+        Applied to the sum. "gelu" uses the exact error function.
     out : array, optional
-        Where the result goes; it may be one of the arrays. Its strides decide the layout; without it the result lies as ``x``
-        does, without gaps.
+        Takes the result. It may be an input with the result's shape and layout. A new result has the layout of the first array of
+        its shape, without gaps.
     pool : HandlePool, optional
         The default pool, or a branch's own, where none is given.
 
     Returns
     -------
     array
-        ``out``, or a new array of the kind and type of ``x``. The sum is made in float32, from the first array to the last, and
+        ``out``, or a new array of the kind and type of the first array. The sum is made in float32, from left to right, and
         rounded once.
 
     Raises
@@ -44,6 +47,9 @@ def add(x: ArrayT, *others: Any, activation: str | None = None, out: Any = None,
     ArgumentError
         For shapes, types or strides that cannot be taken, and an activation that there is not.
     """
+    for each in (x, *others):
+        if isinstance(each, (*NUMBERS, Traced)):
+            return cast("ArrayT", _sum(x, *others, activation=activation, out=out, pool=pool))
     return _add.call((x, *others), out, pool, (activation,))
 
 
@@ -101,12 +107,26 @@ def _describe_add(layouts: tuple[Layout, ...], *, activation: str | None) -> Des
     first = layouts[0]
     if first.dtype.name not in FLOATING_TYPES:
         raise ArgumentError(f"add: argument 0 is {first.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
+    shape = first.shape
     for place, layout in enumerate(layouts):
-        if layout.shape != first.shape:
-            raise ArgumentError(
-                f"add: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they must be of one shape"
-            )
+        if layout.shape != shape:
+            try:
+                shape = np.broadcast_shapes(shape, layout.shape)
+            except ValueError:
+                raise ArgumentError(
+                    f"add: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they must broadcast to "
+                    f"one shape"
+                ) from None
+    if any(layout.shape != shape for layout in layouts):
+        return describe(_summed, "add", layouts, arguments=Arguments("add", (None,) * len(layouts), {"activation": activation}))
     return Add(activation), lying_as(first, first.shape)
+
+
+def _summed(x: Any, *others: Any, activation: str | None = None) -> Any:
+    check_activation("add", activation)
+    for other in others:
+        x = x + other
+    return x if activation is None else VOCABULARY["silu" if activation == "swish" else activation](x)
 
 
 def _describe_concat(layouts: tuple[Layout, ...], *, axis: int) -> Described:
@@ -146,6 +166,7 @@ def _options_of_concat(axis: Any) -> dict[str, Any]:
     raise ArgumentError(f"concat: axis={shown(axis)}; it must be an integer, as 1 for the channels")
 
 
+_sum = ElementwiseFunction(_summed, name="add")
 _add = KernelFunction(_describe_add, "add", _options_of_add)
 _concat = KernelFunction(_describe_concat, "concat", _options_of_concat)
 # In a fork the output is allocated before the branch starts, as for any graph function.

@@ -19,7 +19,7 @@ from handlepool import drivers
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory", "networks")
 """Those whose results are drawn."""
-NETWORKS = ("modern_ops", "operations", "plans")
+NETWORKS = ("modern_ops", "operations", "elementwise", "plans")
 DRAWN = (*(name for name in SCRIPTS if name != "order"), "devices")  # a table is all that there is to see of order
 
 

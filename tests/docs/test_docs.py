@@ -88,6 +88,49 @@ def test_the_examples_of_networks_operations_run(make_driver, monkeypatch):
         assert halves.error(names["seen"], networks.attention(q, k, v, is_causal=True)) < 1e-2
 
 
+def test_the_examples_of_elementwise_functions_run(make_driver, monkeypatch):
+    with HandlePool(driver=make_driver()) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        arrays = Arrays(pool, layout="NHWC")
+        names = {"x": arrays.random(2, 16, 6, 6), "s": arrays.random(2, 16, 1, 1), "scale": arrays.random(16, 1, 1)}
+        names |= {
+            "w1": arrays.random(4, 16, 1, 1),
+            "w2": arrays.random(16, 4, 1, 1),
+            "b1": arrays.random(4),
+            "b2": arrays.random(16),
+        }
+        names |= {"mean": arrays.random(3, 1, 1), "deviation": arrays.put(np.full((3, 1, 1), 0.25))}
+        names["image"] = pool.driver.asarray(np.full((1, 3, 4, 4), 250, np.uint8))
+        x, s, scale, w1, w2, b1, b2, mean = (
+            arrays.take(names[name]) for name in ("x", "s", "scale", "w1", "w2", "b1", "b2", "mean")
+        )
+        gating, products, numbers, image, squeezing = blocks_of("elementwise.md")
+        exec(gating, names)
+        once = x * np.clip(s + 3, 0, 6) / 6
+        assert arrays.error(names["y"], once) < 1e-5
+        assert arrays.error(names["x"], once) < 1e-5
+        exec(products, names)
+        assert arrays.error(names["halved"], np.maximum(once * scale + once, 0) / 2) < 1e-5
+        exec(numbers, names)
+        assert arrays.error(names["y"], np.clip(once, -6, 6) / 10) < 1e-5
+        exec(image, names)
+        assert names["x16"].dtype == np.float16
+        assert arrays.error(names["x16"], np.broadcast_to((250 / 255 - mean) * 4, (1, 3, 4, 4))) < 1e-3
+        exec(squeezing, names)
+        inner = np.maximum(once.mean((2, 3)) @ w1[:, :, 0, 0].T + b1, 0) @ w2[:, :, 0, 0].T + b2
+        right = once * np.clip(inner + 3, 0, 6)[:, :, None, None] / 6
+        assert arrays.error(names["y"], right) < 1e-5
+        assert len(names["program"].explain().nodes) == 4
+
+
+def test_the_examples_of_arrays_run(make_driver, monkeypatch):
+    with HandlePool(driver=make_driver()) as pool:
+        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        names = {"handlepool": handlepool, "np": np}
+        exec(next(block for block in blocks_of("arrays.md") if "asnumpy" in block), names)
+        assert np.array_equal(names["values"], np.full((1, 8, 8, 8), 2, np.float32))
+
+
 def test_the_example_of_recording_runs(make_driver, monkeypatch):
     with HandlePool(driver=make_driver()) as pool:
         monkeypatch.setattr("handlepool.pool.default._default", pool)

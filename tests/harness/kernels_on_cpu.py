@@ -58,9 +58,17 @@ template <class Run> static void launch(unsigned across, unsigned down, unsigned
         }
 }
 """
-GEOMETRIES = {"add": "Sum", "concat": "Parts", "windows": "Windows", "whole": "Whole", "depthwise": "Depthwise"}
+GEOMETRIES = {
+    "add": "Sum",
+    "concat": "Parts",
+    "windows": "Windows",
+    "whole": "Whole",
+    "depthwise": "Depthwise",
+    "elementwise": "Elements",
+}
 GEOMETRIES |= {name: name.capitalize() for name in ("normalise", "affine", "gather", "resample")}
-IN_STEP = ("whole", "depthwise", "normalise")  # whose threads wait for each other
+# Their threads wait for each other.
+IN_STEP = ("whole", "depthwise", "normalise")
 OWN_MACROS = ("FOR_EACH_INDEX", "LOADED", "HELPER", "NOTHING", "FOR_EACH_PACK", "PACK_AT")
 
 
@@ -71,7 +79,7 @@ def _variant(number, launch):
         [
             f"namespace variant_{number} {{",
             *(f"#define {name} {value}" for name, value in launch.macros),
-            kernels.source(),
+            kernels.source(launch.code),
             *(f"#undef {name}" for name in (*names, *OWN_MACROS)),
             "}",
             f'extern "C" long run_{number}',
@@ -87,12 +95,16 @@ def _variant(number, launch):
     )
 
 
+def _key(launch):
+    return launch.entry, launch.macros, launch.code
+
+
 class Compiled:
     """The variants that some launches need, in one library."""
 
     def __init__(self, launches, folder):
-        self._numbers = {key: number for number, key in enumerate(dict.fromkeys((each.entry, each.macros) for each in launches))}
-        of = {(each.entry, each.macros): each for each in launches}
+        self._numbers = {key: number for number, key in enumerate(dict.fromkeys(_key(each) for each in launches))}
+        of = {_key(each): each for each in launches}
         text = "\n".join([SHIM, *(_variant(number, of[key]) for key, number in self._numbers.items())])
         source, library = folder / "variants.cpp", folder / "variants.so"
         source.write_text(text, encoding="utf-8")
@@ -104,7 +116,7 @@ class Compiled:
         """Launch over NumPy's arrays: inputs, then the output."""
         addresses = (ctypes.c_uint64 * 64)(*(array.__array_interface__["data"][0] for array in arrays))
         where, count = launch.geometry.buffer_info()
-        entry = self._library[f"run_{self._numbers[launch.entry, launch.macros]}"]
+        entry = self._library[f"run_{self._numbers[_key(launch)]}"]
         entry.restype = ctypes.c_long
         of_geometry = ctypes.c_void_p(where), ctypes.c_long(count * launch.geometry.itemsize)
         expected = entry(addresses, *of_geometry, *launch.grid, launch.threads)

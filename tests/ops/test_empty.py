@@ -237,7 +237,7 @@ UNFIT = {
     "exceeds images of 0 x 7": lambda a: max_pool2d(a(2, 4, 0, 7), 2),
     "columns in a": lambda a: matmul(a(0, 3), a(4, 5)),
     "do not broadcast": lambda a: matmul(a(0, 3, 3), a(2, 3, 3)),
-    "must be of one shape": lambda a: add(a(0, 3), a(1, 3)),
+    "must broadcast to one shape": lambda a: add(a(0, 3), a(2, 3)),
     "may differ along axis 0 alone": lambda a: concat([a(0, 3), a(2, 4)], 0),
     "has 3 axes": lambda a: conv2d(a(0, 7, 7), a(6, 4, 3, 3)),
 }

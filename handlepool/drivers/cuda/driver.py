@@ -371,13 +371,19 @@ class CudaDriver:
         return copy() if bring is None else bring(values, copy)
 
     def asnumpy(self, array: DeviceArray) -> np.ndarray[Any, Any]:
-        return np.asarray(cupy.asnumpy(array, order="A"))
+        # CuPy makes views contiguous under a device of its own, and 14.2 then forgets a stream that `Stream.use` made current.
+        current: Any = self.current_stream()
+        try:
+            return np.asarray(cupy.asnumpy(array, order="A"))
+        finally:
+            if self.current_stream().ptr != current.ptr:
+                current.use()
 
     def peek(self, array: DeviceArray) -> np.ndarray[Any, Any] | None:
         pointer = self.current_stream().ptr
         if pointer != LEGACY_STREAM and self.is_capturing(pointer):
             return None
-        return np.array(cupy.asnumpy(array))
+        return np.array(self.asnumpy(array), order="C")
 
     def copy(self, target: DeviceArray, source: DeviceArray) -> None:
         # CuPy copies row-major arrays alone as they lie, and channels-last ones by a kernel, whose launch costs the host more.

@@ -16,17 +16,17 @@ from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import Handle
 from handlepool.tensors.layout import Layout
 
-_functions: dict[tuple[int, str, tuple[tuple[str, str], ...]], Any] = {}
-"""CuPy's functions by device, entry and macros. None is ever let go of: a destructor would call CUDA (guarantee 10), and graphs
-that were captured launch them. Of two threads one stores it first, and what the other has made lives on, too."""
+_functions: dict[tuple[int, str, tuple[tuple[str, str], ...], str], Any] = {}
+"""CuPy's functions by device, entry, macros and code. The process keeps each: a destructor would call CUDA (guarantee 10), and
+captured graphs launch them. Of two threads that make the same function the first stores it, and the other's lives on unused."""
 
 
 def _function(device: int, launch: kernels.Launch) -> Any:
-    key = (device, launch.entry, launch.macros)
+    key = (device, launch.entry, launch.macros, launch.code)
     function = _functions.get(key)
     if function is None:
         options = ("--std=c++17", *(f"-D{name}={value}" for name, value in launch.macros))
-        module = cupy.RawModule(code=kernels.source(), options=options)
+        module = cupy.RawModule(code=kernels.source(launch.code), options=options)
         # Compiled, and loaded, here and not at the first launch, which may be inside a capture.
         function = _functions.setdefault(key, immortal(module.get_function(launch.entry).kernel))
     return function

@@ -4,59 +4,16 @@
 // of one integer type, so that Python can write it as an array. No header is needed. Every operand begins at a multiple of 16 bytes.
 // PACK elements are read and written at a time; strides, and extents of the innermost axis, are then counted in packs.
 
-#if WIDE  // some offset takes more than 32 bits
-typedef long long offset_t;
-typedef unsigned long long count_t;
-#else
-typedef int offset_t;
-typedef unsigned int count_t;
-#endif
-
-#ifndef ENTRY  // tests on a CPU have their own
-#define ENTRY extern "C" __global__
-#if __CUDA_ARCH__ >= 700
-#define BY_VALUE const __grid_constant__  // an index that varies costs no copy of the argument to local memory
-#else
-#define BY_VALUE const
-#endif
-
-[[maybe_unused]] static __device__ inline float half_to_float(unsigned short x) {
-    float result;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x));
-    return result;
-}
-
-[[maybe_unused]] static __device__ inline unsigned short float_to_half(float x) {
-    unsigned short result;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(x));
-    return result;
-}
-#endif
-
-#define LOADED asm volatile("" ::: "memory")  // no load is put off beyond this, so that those before it are under way together
-#define HELPER [[maybe_unused]] static __device__ inline
-
 struct alignas(PACK * sizeof(ELEMENT)) Pack {
     ELEMENT of[PACK];
 };
-
-struct Pointers {
-    void* at[OPERANDS];
-};
-
-#define FOR_EACH_INDEX(i, count) \
-    for (count_t i = (count_t)blockIdx.x * blockDim.x + threadIdx.x; i < (count_t)(count); i += (count_t)gridDim.x * blockDim.x)
 
 #if HALF
 HELPER float widen(ELEMENT x) { return half_to_float(x); }
 HELPER ELEMENT narrow(float x) { return float_to_half(x); }
 #elif BFLOAT
-HELPER float widen(ELEMENT x) { return __uint_as_float((unsigned)x << 16); }
-HELPER ELEMENT narrow(float x) {
-    unsigned bits = __float_as_uint(x);
-    if (x != x) return (ELEMENT)(bits >> 16 | 64);  // a NaN stays one
-    return (ELEMENT)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to the nearest, and to even
-}
+HELPER float widen(ELEMENT x) { return bfloat_to_float(x); }
+HELPER ELEMENT narrow(float x) { return float_to_bfloat(x); }
 #else
 HELPER float widen(ELEMENT x) { return x; }
 HELPER ELEMENT narrow(float x) { return (ELEMENT)x; }

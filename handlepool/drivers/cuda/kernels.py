@@ -1,7 +1,8 @@
 """How the kernels of our own (`handlepool.drivers.kernel`) are launched: their variant, geometry and grid. Needs no CUDA.
 
-The source is ``kernels.cu``. Axes are merged where all operands allow it, and elements are read in packs of up to 16 bytes where
-strides and extents do. Offsets have 64 bits where 32 are too few.
+The source is ``common.cu`` with ``kernels.cu``, or with code that is made for an expression. Axes are merged where all operands
+allow it, and elements are read in packs of up to 16 bytes where strides and extents do. Offsets have 64 bits where 32 do not
+suffice.
 """
 
 import math
@@ -12,6 +13,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
+from handlepool.drivers.expression import Elementwise
 from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel, NetworkKernel, Windows
 from handlepool.tensors.layout import Layout
 
@@ -64,6 +66,8 @@ class Launch:
         Blocks.
     threads : int
         Of a block.
+    code : str
+        What follows ``common.cu`` in the source; "" for ``kernels.cu``.
     """
 
     entry: str
@@ -71,12 +75,17 @@ class Launch:
     geometry: "array[int]"
     grid: tuple[int, int]
     threads: int = THREADS
+    code: str = ""
 
 
 @cache
-def source() -> str:
-    """Return the source of all kernels."""
-    return "\n".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in SOURCES)
+def _text(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def source(code: str = "") -> str:
+    """Return the source of a launch with this code, or of all the package's kernels."""
+    return "\n".join((_text("common.cu"), *([code] if code else map(_text, SOURCES))))
 
 
 def plan(kernel: Kernel, operands: Sequence[Layout]) -> Launch:
@@ -86,6 +95,10 @@ def plan(kernel: Kernel, operands: Sequence[Layout]) -> Launch:
         from handlepool.drivers.cuda import network_kernels
 
         return network_kernels.plan(kernel, operands)
+    if isinstance(kernel, Elementwise):
+        from handlepool.drivers.cuda import elementwise  # which takes axes apart as this module does
+
+        return elementwise.plan(kernel, operands)
     if isinstance(kernel, Add):
         return _add(kernel, operands)
     if isinstance(kernel, Concat):

@@ -6,6 +6,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from handlepool.drivers.expression import Elementwise
+from handlepool.drivers.host import elementwise
 from handlepool.drivers.host.convolution import Array
 from handlepool.drivers.host.evaluator import Evaluation, Step
 from handlepool.drivers.host.network_kernels import computation
@@ -23,6 +25,8 @@ def evaluation(kernel: Kernel, inputs: int) -> Evaluation:
         name, compute = type(kernel).__name__.lower(), computation(kernel)
     elif isinstance(kernel, Depthwise):
         name, compute = "depthwise", _depthwise(kernel)
+    elif isinstance(kernel, Elementwise):
+        name, compute = "elementwise", elementwise.computation(kernel)
     else:
         name, compute = kernel.kind, _windows(kernel)
     step = Step(name, tuple(range(inputs)), (inputs,), lambda arrays, _: compute(arrays[:-1], arrays[-1]))

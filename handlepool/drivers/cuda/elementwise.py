@@ -1,0 +1,257 @@
+"""The CUDA source of an expression over elements, and its launch.
+
+No CUDA is needed. The source depends on the expression, on the types, and on how axes merge: which operands have a step along
+which axis. Extents, steps and the numbers that a launch brings are in the geometry. So one source serves many shapes and all
+numbers.
+"""
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from handlepool.drivers.cuda import kernels
+from handlepool.drivers.cuda.kernels import Axes, Launch, merged
+from handlepool.drivers.expression import OPERATIONS, Elementwise, Expression
+from handlepool.errors import GraphNotSupportedError
+from handlepool.tensors.layout import Layout
+
+TYPES: Mapping[str, tuple[str, str, str]] = {
+    "float16": ("unsigned short", "half_to_float({})", "float_to_half({})"),
+    "bfloat16": ("unsigned short", "bfloat_to_float({})", "float_to_bfloat({})"),
+    "float32": ("float", "{}", "{}"),
+    "int8": ("signed char", "(float){}", ""),
+    "uint8": ("unsigned char", "(float){}", ""),
+    "int16": ("short", "(float){}", ""),
+    "uint16": ("unsigned short", "(float){}", ""),
+    "int32": ("int", "(float){}", ""),
+    "bool": ("unsigned char", "({} != 0)", "(unsigned char){}"),
+}
+"""C++ types of elements by NumPy's name, with both conversions."""
+
+FORMS: Mapping[str, str] = {
+    "as_number": "({0} ? 1.0f : 0.0f)",
+    "as_float16": "half_to_float(float_to_half({0}))",
+    "as_bfloat16": "bfloat_to_float(float_to_bfloat({0}))",
+    "add": "{0} + {1}",
+    "subtract": "{0} - {1}",
+    "multiply": "{0} * {1}",
+    "divide": "{0} / {1}",
+    "pow": "powf({0}, {1})",
+    "maximum": "larger({0}, {1})",
+    "minimum": "smaller({0}, {1})",
+    "negative": "-{0}",
+    "abs": "fabsf({0})",
+    "floor": "floorf({0})",
+    "ceil": "ceilf({0})",
+    "trunc": "truncf({0})",
+    "round": "rintf({0})",
+    "exp": "expf({0})",
+    "expm1": "expm1f({0})",
+    "log": "logf({0})",
+    "log1p": "log1pf({0})",
+    "log2": "log2f({0})",
+    "log10": "log10f({0})",
+    "sqrt": "sqrtf({0})",
+    "rsqrt": "1.0f / sqrtf({0})",
+    "sin": "sinf({0})",
+    "cos": "cosf({0})",
+    "tanh": "tanhf({0})",
+    "erf": "erff({0})",
+    "gelu": "{0} * normcdff({0})",
+    "equal": "{0} == {1}",
+    "not_equal": "{0} != {1}",
+    "less": "{0} < {1}",
+    "less_equal": "{0} <= {1}",
+    "greater": "{0} > {1}",
+    "greater_equal": "{0} >= {1}",
+    "logical_and": "{0} && {1}",
+    "logical_or": "{0} || {1}",
+    "logical_xor": "{0} != {1}",
+    "logical_not": "!{0}",
+    "where": "{0} ? {1} : {2}",
+}
+"""Operations except ``constant`` in CUDA C++."""
+
+MOST_PARAMETERS = 4096
+"""Bytes of a kernel's arguments."""
+
+_PRELUDE = """\
+HELPER float larger(float a, float b) { return a > b || a != a ? a : b; }  // a NaN stays one
+HELPER float smaller(float a, float b) { return a < b || a != a ? a : b; }
+
+template <class Element, int Count> struct alignas(Count * sizeof(Element)) Pack {
+    Element of[Count];
+};
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """How the source reads or writes an operand.
+
+    Attributes
+    ----------
+    place : int
+    type : str
+        NumPy's name.
+    along : tuple of int
+        The merged axes along which it has a step, the innermost first.
+    packed : bool
+        Whether its elements are neighbours along the innermost axis. If not, all elements of a pack are the same element.
+    """
+
+    place: int
+    type: str
+    along: tuple[int, ...]
+    packed: bool
+
+    def offset(self) -> str:
+        """Return its offset in elements or packs."""
+        terms = [f"p{axis} * g.steps[{self.place}][{axis}]" for axis in self.along if axis or not self.packed]
+        return " + ".join([*(["p0"] if self.packed else []), *terms]) or "0"
+
+    def address(self, pack: int, const: str = "const ") -> str:
+        """Return its first element, or its first pack."""
+        element = TYPES[self.type][0]
+        kind = f"Pack<{element}, {pack}>" if self.packed and pack > 1 else element
+        return f"(({const}{kind}*)operands.at[{self.place}])[{self.offset()}]"
+
+    def element(self, pack: int) -> str:
+        """Return a loaded element as a value."""
+        loaded = f"x{self.place}.of[e]" if self.packed and pack > 1 else f"x{self.place}"
+        return TYPES[self.type][1].format(loaded)
+
+
+def plan(kernel: Elementwise, operands: Sequence[Layout]) -> Launch:
+    """Return the launch of an expression for these layouts.
+
+    The operands are the inputs, then the output, to which the inputs broadcast.
+    """
+    y = operands[-1]
+    axes = merged(y.shape, *(_steps(operand, y) for operand in operands))
+    pack, tail = _pack(axes, operands)
+    (extent, inner), *outer = axes
+    packed = [step == 1 for step in inner]
+    extents = [extent // pack, *(each for each, _ in outer)]
+    steps = [
+        [each[place] // pack if axis and packed[place] else each[place] for axis, (_, each) in enumerate(axes)]
+        for place in range(len(operands))
+    ]
+    every = [
+        _Operand(place, layout.dtype.name, tuple(axis for axis, step in enumerate(steps[place]) if step), packed[place])
+        for place, layout in enumerate(operands)
+    ]
+    code = _source(kernel.expression, every, pack, len(axes), bool(tail))
+    count = math.prod(extents)
+    geometry = (count, tail, *extents, *(step for each in steps for step in each), *kernel.numbers)
+    wide = any(max(y.size, layout.reach // layout.dtype.itemsize) >= 1 << 31 for layout in operands)
+    taken = len(geometry) * (8 if wide else 4) + len(operands) * 8
+    if taken > MOST_PARAMETERS:
+        raise GraphNotSupportedError(
+            f"{len(operands)} operands over {len(axes)} axes that do not merge make {taken:,} bytes of arguments, and CUDA takes "
+            f"{MOST_PARAMETERS:,}; make the arrays contiguous, or split the function"
+        )
+    units = max(count, tail)
+    blocks = min(max(-(-units // kernels.THREADS), 1), kernels.MOST_BLOCKS)
+    macros = (("WIDE", str(int(wide))), ("OPERANDS", str(len(operands))))
+    return Launch("elementwise", macros, array("q" if wide else "i", geometry), (blocks, 1), kernels.THREADS, code)
+
+
+def _steps(operand: Layout, output: Layout) -> list[int]:
+    """Return an operand's strides along the output's axes, in elements.
+
+    A stride is 0 where one element serves the whole axis.
+    """
+    missing = output.ndim - operand.ndim
+    sizes = zip(operand.shape, operand.strides, strict=True)
+    return [0] * missing + [stride // operand.dtype.itemsize if extent > 1 else 0 for extent, stride in sizes]
+
+
+def _pack(axes: Axes, operands: Sequence[Layout]) -> tuple[int, int]:
+    """Return the sizes of a pack and of the tail.
+
+    A pack is a power of two of elements, which a thread handles at once.
+    """
+    (extent, inner), *outer = axes
+    if inner[-1] != 1 or any(step not in (0, 1) for step in inner):
+        return 1, 0
+    together = [place for place, step in enumerate(inner) if step == 1]
+    most = kernels.LARGEST_PACK // max(operands[place].dtype.itemsize for place in together)
+    pack = math.gcd(most, extent, *(steps[place] for _, steps in outer for place in together)) if outer else most
+    size = operands[-1].size
+    while pack > 1 and size // pack < kernels.PLENTY:
+        pack //= 2
+    return pack, extent % pack
+
+
+def _source(expression: Expression, operands: Sequence[_Operand], pack: int, rank: int, tail: bool) -> str:
+    *inputs, output = operands
+    numbers = f", numbers[{expression.numbers}]" if expression.numbers else ""
+    body = [
+        _PRELUDE,
+        _function(expression, inputs, output),
+        f"struct Elements {{\n    offset_t count, tail, extents[{rank}], steps[{len(operands)}][{rank}]{numbers};\n}};\n",
+        "ENTRY void elementwise(BY_VALUE Pointers operands, BY_VALUE Elements g) {",
+        *(f"    const float n{k} = __int_as_float((int)g.numbers[{k}]);" for k in range(expression.numbers)),
+        "    FOR_EACH_INDEX(i, g.count) {",
+        *_places(rank),
+        *_elements(expression, inputs, output, pack),
+        "    }",
+    ]
+    if tail:
+        body += [
+            "    FOR_EACH_INDEX(i, g.tail) {",
+            f"        const offset_t p0 = g.count * {pack} + i;",
+            *_elements(expression, inputs, output, 1),
+            "    }",
+        ]
+    return "\n".join([*body, "}", ""])
+
+
+def _places(rank: int) -> list[str]:
+    """Return the code that finds a pack's place along each axis."""
+    if rank == 1:
+        return ["        const offset_t p0 = i;"]
+    lines = ["        count_t rest = i;"]
+    for axis in range(rank - 1):
+        extent = f"(count_t)g.extents[{axis}]"
+        lines += [f"        const offset_t p{axis} = rest % {extent};", f"        rest /= {extent};"]
+    return [*lines, f"        const offset_t p{rank - 1} = rest;"]
+
+
+def _elements(expression: Expression, inputs: Sequence[_Operand], output: _Operand, pack: int) -> list[str]:
+    """Return the code that loads, computes and stores a pack."""
+    lines = [f"        const auto x{each.place} = {each.address(pack)};" for each in inputs]
+    arguments = [*(each.element(pack) for each in inputs), *(f"n{k}" for k in range(expression.numbers))]
+    value = TYPES[output.type][2].format(f"value({', '.join(arguments)})")
+    if pack == 1:
+        return [*lines, f"        {output.address(1, '')} = {value};"]
+    return [
+        *lines,
+        f"        Pack<{TYPES[output.type][0]}, {pack}> y;",
+        "#pragma unroll",
+        f"        for (int e = 0; e < {pack}; ++e) y.of[e] = {value};",
+        f"        {output.address(pack, '')} = y;",
+    ]
+
+
+def _function(expression: Expression, inputs: Sequence[_Operand], output: _Operand) -> str:
+    """Return the expression's code, a function of one element per input."""
+
+    def kind(truth: bool) -> str:
+        return "bool" if truth else "float"
+
+    names = [f"a{each.place}" for each in inputs] + [f"n{k}" for k in range(expression.numbers)]
+    truths = [each.type == "bool" for each in inputs] + [False] * expression.numbers
+    parameters = ", ".join(f"{kind(truth)} {name}" for name, truth in zip(names, truths, strict=True))
+    lines = [f"HELPER {kind(output.type == 'bool')} value({parameters}) {{"]
+    for number, step in enumerate(expression.steps):
+        name, truth = f"v{number}", OPERATIONS[step.operation][1] == "truth"
+        if step.operation == "constant":
+            form = f"__int_as_float({hex(step.bits & 0xFFFFFFFF)})"
+        else:
+            form = FORMS[step.operation].format(*(names[source] for source in step.sources))
+        lines.append(f"    const {kind(truth)} {name} = {form};")
+        names.append(name)
+    return "\n".join([*lines, f"    return {names[expression.result]};", "}", ""])

@@ -1,0 +1,585 @@
+"""Trace Python functions over elements into expressions.
+
+A function is called once with `Traced` values, which note each operation in a `Trace`. Known are operators, the functions of
+`VOCABULARY` and NumPy's functions of the same names. Any other use of a traced value is a `TraceError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from handlepool._util.names import kind_of, shown
+from handlepool.drivers.expression import OPERATIONS, Expression, Step, bits_of
+from handlepool.errors import ArgumentError, ArrayTypeError, HandlePoolError, TraceError
+from handlepool.tensors.layout import Layout, as_dtype
+
+MOST_STEPS = 2000
+"""Limit of operations in one function: a compiler takes seconds for more."""
+FLOATING = ("float16", "bfloat16", "float32")
+INTEGERS = ("int8", "uint8", "int16", "uint16", "int32")
+TYPES = (*FLOATING, *INTEGERS, "bool")
+"""Types of arrays that are taken, by NumPy's names."""
+NUMBER = "number"
+"""The type of a value made of Python's numbers alone."""
+
+
+class Traced:
+    """Stand for the elements of an array inside an elementwise function.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : numpy.dtype
+        Type of a result with this value.
+    """
+
+    __slots__ = ("kind", "number", "shape", "trace")
+    # CuPy's arrays leave operators to the class of the higher priority.
+    __array_priority__ = 1000
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, trace: Trace, number: int, shape: tuple[int, ...], kind: str) -> None:
+        self.trace = trace
+        self.number = number
+        self.shape = shape
+        self.kind = kind
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """See the class."""
+        return as_dtype(self.kind if self.kind in (*FLOATING, "bool") else "float32")
+
+    def __repr__(self) -> str:
+        return f"<a traced value of {self.trace.name}, {self.dtype} of shape {self.shape}>"
+
+    def astype(self, dtype: Any) -> Traced:
+        """Round to a floating type, or compare with 0 for truth values."""
+        try:
+            name = as_dtype(dtype).name
+        except ArrayTypeError:
+            name = ""
+        return self.trace.cast(self, name, dtype)
+
+    def clip(self, min: Any = None, max: Any = None) -> Traced:
+        """As the function `clip`."""
+        return clip(self, min, max)
+
+    # Arithmetic
+
+    def __add__(self, other: Any) -> Any:
+        return apply("add", self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return apply("add", other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return apply("subtract", self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return apply("subtract", other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return apply("multiply", self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return apply("multiply", other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return apply("divide", self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return apply("divide", other, self)
+
+    def __pow__(self, other: Any) -> Any:
+        return pow(self, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return pow(other, self)
+
+    def __neg__(self) -> Any:
+        return apply("negative", self)
+
+    def __pos__(self) -> Any:
+        return positive(self)
+
+    def __abs__(self) -> Any:
+        return apply("abs", self)
+
+    # Comparisons and truth values
+
+    def __eq__(self, other: object) -> Any:
+        return apply("equal", self, other)
+
+    def __ne__(self, other: object) -> Any:
+        return apply("not_equal", self, other)
+
+    def __lt__(self, other: Any) -> Any:
+        return apply("less", self, other)
+
+    def __le__(self, other: Any) -> Any:
+        return apply("less_equal", self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return apply("greater", self, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return apply("greater_equal", self, other)
+
+    def __and__(self, other: Any) -> Any:
+        return _combined("logical_and", "&", self, other)
+
+    def __rand__(self, other: Any) -> Any:
+        return _combined("logical_and", "&", other, self)
+
+    def __or__(self, other: Any) -> Any:
+        return _combined("logical_or", "|", self, other)
+
+    def __ror__(self, other: Any) -> Any:
+        return _combined("logical_or", "|", other, self)
+
+    def __xor__(self, other: Any) -> Any:
+        return _combined("logical_xor", "^", self, other)
+
+    def __rxor__(self, other: Any) -> Any:
+        return _combined("logical_xor", "^", other, self)
+
+    def __invert__(self) -> Any:
+        return _combined("logical_not", "~", self)
+
+    # Other libraries' functions
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """Trace a ufunc of NumPy's or SciPy's by its name."""
+        if method != "__call__":
+            raise TraceError(
+                f"{self.trace.name}: numpy.{ufunc.__name__}.{method} combines elements, and a kernel over elements keeps them "
+                f"apart; call it outside of the function"
+            )
+        return self._known("numpy", ufunc.__name__, inputs, options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        """Trace NumPy's function of this name."""
+        return self._known("numpy", function.__name__, args, options)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        """Trace torch's function of this name."""
+        options = options or {}
+        traced: Traced = next(value for value in (*args, *options.values()) if isinstance(value, Traced))
+        given = {name: value for name, value in options.items() if name != "inplace" or value}
+        return traced._known("torch", function.__name__, args, given)
+
+    def _known(self, library: str, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        function = VOCABULARY.get(OTHER_NAMES.get(name, name))
+        if function is None:
+            raise self._unknown(f"{library}.{name}")
+        named = {_OPTION_NAMES.get(option, option): value for option, value in options.items()}
+        if named and function is not clip:
+            raise TraceError(
+                f"{self.trace.name}: {library}.{name} was given {', '.join(options)}=, which no kernel takes; leave it out"
+            )
+        return function(*args, **named)
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        """Return the vocabulary, under the array API's names."""
+        return SimpleNamespace(**VOCABULARY)
+
+    def _unknown(self, what: str) -> TraceError:
+        return TraceError(f"{self.trace.name}: {what} is no known function over elements. {_known_functions()}")
+
+    # Refusals
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._unknown(f".{name}")
+
+    def __bool__(self) -> bool:
+        raise TraceError(
+            f"{self.trace.name}: `if`, `and`, `not` or a chain of comparisons asks for the truth of a traced value, and the "
+            f"function is called once for all elements; use where(condition, a, b), &, | and ~"
+        )
+
+    def _refuse_number(self, *_: Any) -> Any:
+        raise TraceError(
+            f"{self.trace.name}: float(x), int(x) or a function of Python's math asks for the number of a traced value, and the "
+            f"function is called once for all elements; use functions over elements, as numpy.exp(x)"
+        )
+
+    __float__ = __int__ = __index__ = __complex__ = __round__ = __floor__ = __ceil__ = __trunc__ = _refuse_number
+
+    def _refuse_part(self, *_: Any) -> Any:
+        raise TraceError(
+            f"{self.trace.name}: an index, a loop or len() asks for parts of a traced value, which stands for one element; "
+            f"pass the parts of an array as arguments"
+        )
+
+    __getitem__ = __setitem__ = __iter__ = __len__ = __contains__ = _refuse_part
+
+    def _refuse_operator(self, *_: Any) -> Any:
+        raise self._unknown("an operator among //, %, @, << and >>")
+
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse_operator
+    __matmul__ = __rmatmul__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refuse_operator
+
+
+@dataclass
+class Trace:
+    """Collect the operations of one call of a function, each once.
+
+    Attributes
+    ----------
+    name : str
+        The function's name, for messages.
+    inputs, numbers : int
+        Counts of its arrays and numbers.
+    """
+
+    name: str
+    inputs: int
+    numbers: int
+    _steps: list[Step] = field(default_factory=list)
+    _known: dict[Step, int] = field(default_factory=dict)
+
+    def apply(self, operation: str, values: Sequence[Any]) -> Traced:
+        """Take note of an operation on values, traced or Python's."""
+        takes, gives = OPERATIONS[operation]
+        if len(values) != len(takes):
+            raise TraceError(f"{self.name}: {operation} takes {len(takes)} values and was given {len(values)}")
+        operands = [self._operand(operation, value) for value in values]
+        if "number" in takes:
+            self._refuse_truths(operation, takes, operands)
+        kinds = [operand.kind for operand, taken in zip(operands, takes, strict=True) if taken == "number"]
+        operands = [
+            self._as_truth(operand) if taken == "truth" else self._as_number(operand)
+            for operand, taken in zip(operands, takes, strict=True)
+        ]
+        kind = "bool" if gives == "truth" else promoted(kinds)
+        return self._step(Step(operation, tuple(operand.number for operand in operands)), self._shape(operation, operands), kind)
+
+    def cast(self, value: Traced, name: str, asked: Any) -> Traced:
+        """Take note of a change of type."""
+        if name == "bool":
+            return self._as_truth(value)
+        if name not in FLOATING:
+            raise TraceError(f"{self.name}: astype({shown(asked)}); it takes {', '.join(FLOATING)} and bool")
+        number = self._as_number(value)
+        if name != "float32":
+            number = self._step(Step(f"as_{name}", (number.number,)), number.shape, name)
+        return Traced(self, number.number, number.shape, name)
+
+    def expression(self, result: Any, titles: Sequence[str]) -> tuple[Expression, Traced]:
+        """Return the expression of a result, without unneeded steps, and the result."""
+        if not isinstance(result, Traced):
+            raise TraceError(
+                f"{self.name} returned {shown(result)}; it must return one value that it computes from its arguments, so write a "
+                f"function for each result"
+            )
+        traced = self._own(result)
+        first, last = self.inputs + self.numbers, traced.number
+        if last >= first and self._steps[last - first].operation == f"as_{traced.dtype.name}":
+            # The output is rounded to its type in any case.
+            (last,) = self._steps[last - first].sources
+        needed = {last}
+        for place in reversed(range(len(self._steps))):
+            if first + place in needed:
+                needed.update(self._steps[place].sources)
+        unused = [title for place, title in enumerate(titles) if place not in needed]
+        if unused:
+            raise TraceError(
+                f"{self.name}: the result does not depend on {', '.join(unused)}, for which a launch would wait nevertheless; "
+                f"take it out of the function"
+            )
+        kept = [place for place in range(len(self._steps)) if first + place in needed]
+        numbers = {**{place: place for place in range(first)}, **{first + old: first + new for new, old in enumerate(kept)}}
+        steps = [
+            Step(step.operation, tuple(numbers[source] for source in step.sources), step.bits)
+            for step in (self._steps[place] for place in kept)
+        ]
+        return Expression(self.inputs, self.numbers, tuple(steps), numbers[last]), traced
+
+    def _step(self, step: Step, shape: tuple[int, ...], kind: str) -> Traced:
+        number = self._known.get(step)
+        if number is None:
+            if len(self._steps) == MOST_STEPS:
+                raise TraceError(f"{self.name} does more than {MOST_STEPS:,} operations; write two functions")
+            self._steps.append(step)
+            number = self._known[step] = self.inputs + self.numbers + len(self._steps) - 1
+        return Traced(self, number, shape, kind)
+
+    def _own(self, value: Traced) -> Traced:
+        if value.trace is not self:
+            raise TraceError(
+                f"{self.name} uses a traced value that another call of {value.trace.name} left behind, and it stands for no "
+                f"element any more; pass an argument"
+            )
+        return value
+
+    def _operand(self, operation: str, value: Any) -> Traced:
+        if isinstance(value, Traced):
+            return self._own(value)
+        if isinstance(value, (bool, np.bool_)):
+            return self._step(Step("not_equal", (self._constant(float(value)).number, self._constant(0.0).number)), (), "bool")
+        return self._constant(as_number(f"{self.name}: {operation}", value))
+
+    def _constant(self, value: float) -> Traced:
+        return self._step(Step("constant", (), bits_of(value)), (), NUMBER)
+
+    def _as_truth(self, value: Traced) -> Traced:
+        if value.kind == "bool":
+            return value
+        return self._step(Step("not_equal", (value.number, self._constant(0.0).number)), value.shape, "bool")
+
+    def _as_number(self, value: Traced) -> Traced:
+        return self._step(Step("as_number", (value.number,)), value.shape, "bool") if value.kind == "bool" else value
+
+    def _refuse_truths(self, operation: str, takes: Sequence[str], operands: Sequence[Traced]) -> None:
+        numbers = [operand for operand, taken in zip(operands, takes, strict=True) if taken == "number"]
+        compares = OPERATIONS[operation][1] == "truth"
+        if not compares and all(operand.kind == "bool" for operand in numbers):
+            raise TraceError(
+                f"{self.name}: {operation} of truth values alone, where libraries differ; combine them by &, | and ^, or make "
+                f"numbers of them by astype('float32')"
+            )
+
+    def _shape(self, operation: str, operands: Sequence[Traced]) -> tuple[int, ...]:
+        return broadcast(f"{self.name}: {operation}", [operand.shape for operand in operands])
+
+
+def as_number(what: str, value: Any) -> float:
+    """Return a Python number, or a NumPy scalar, as a float.
+
+    Raises
+    ------
+    TraceError
+        For anything else.
+    """
+    if isinstance(value, (int, float, np.floating, np.integer)):
+        try:
+            return float(value)
+        except OverflowError:
+            return float("inf") if value > 0 else float("-inf")
+    if isinstance(value, (complex, np.complexfloating)):
+        raise TraceError(f"{what} was given {shown(value)}: numbers are real here; compute the two parts apart")
+    raise TraceError(
+        f"{what} was given {shown(value)}, a {kind_of(value)}; it takes traced values and numbers, so pass arrays as arguments"
+    )
+
+
+def broadcast(what: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape that shapes broadcast to.
+
+    Raises
+    ------
+    ArgumentError
+        For shapes that do not.
+    """
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise ArgumentError(
+            f"{what} of the shapes {' and '.join(map(str, shapes))}, which do not broadcast; extents must be equal or 1, counted "
+            f"from the last axis"
+        ) from None
+
+
+def promoted(kinds: Sequence[str]) -> str:
+    """Return the type of a result of values of these types.
+
+    The only floating type decides, and float32 where two meet. Without a floating type the result is float32 where an array takes
+    part, and `NUMBER` otherwise.
+    """
+    floating = {kind for kind in kinds if kind in FLOATING}
+    if floating:
+        return floating.pop() if len(floating) == 1 else "float32"
+    return NUMBER if all(kind == NUMBER for kind in kinds) else "float32"
+
+
+def trace(
+    name: str, function: Callable[..., Any], arguments: Sequence[Layout | None], options: Mapping[str, Any]
+) -> tuple[Expression, Layout]:
+    """Trace a function; return its expression and its result's layout.
+
+    Parameters
+    ----------
+    name : str
+        For messages.
+    function : callable
+    arguments : sequence of Layout or None
+        The layout of each positional array. None stands for a number that a launch brings.
+    options : dict
+        The keywords.
+
+    Returns
+    -------
+    expression : Expression
+    layout : Layout
+        The shape and the type of the result, row-major.
+
+    Raises
+    ------
+    ArgumentError
+        For shapes and types that cannot be taken.
+    TraceError
+        For a function that does more than a kernel over elements can.
+    """
+    arrays = [layout for layout in arguments if layout is not None]
+    made = Trace(name, len(arrays), len(arguments) - len(arrays))
+    values, place, number, titles = [], 0, len(arrays), []
+    for position, layout in enumerate(arguments):
+        if layout is None:
+            values.append(Traced(made, number, (), NUMBER))
+            number += 1
+            continue
+        kind = layout.dtype.name
+        if kind not in TYPES:
+            raise ArgumentError(f"{name}: argument {position} is {layout.dtype}; it must be one of {', '.join(TYPES)}")
+        titles.append(f"argument {position}")
+        values.append(Traced(made, place, layout.shape, kind))
+        place += 1
+    try:
+        value = function(*values, **options)
+    except HandlePoolError:
+        raise
+    except TypeError as error:  # as of CuPy's functions, which take arrays alone
+        raise TraceError(f"{name}: {error}. {_known_functions()}") from error
+    expression, result = made.expression(value, titles)
+    dtype, shape = result.dtype, result.shape
+    strides = tuple(int(np.prod(shape[axis + 1 :], dtype=np.int64)) * dtype.itemsize for axis in range(len(shape)))
+    return expression, Layout(shape, strides, dtype)
+
+
+# The vocabulary
+
+
+def _known_functions() -> str:
+    return f"Known are +, -, *, /, **, comparisons, &, |, ^, ~, astype and {', '.join(sorted(VOCABULARY))}"
+
+
+def apply(operation: str, *values: Any) -> Any:
+    """Trace an operation on values, among them a traced value."""
+    for value in values:
+        if isinstance(value, Traced):
+            return value.trace.apply(operation, values)
+    raise TraceError(f"{operation} of {', '.join(map(shown, values))} alone: take Python's own for numbers, as math.exp(0.5)")
+
+
+def _combined(operation: str, sign: str, *values: Any) -> Any:
+    for value in values:
+        if not (isinstance(value, (bool, np.bool_)) or (isinstance(value, Traced) and value.kind == "bool")):
+            trace = next(each.trace for each in values if isinstance(each, Traced))
+            raise TraceError(f"{trace.name}: {sign} was given {shown(value)}; it takes truth values, as comparisons give them")
+    return apply(operation, *values)
+
+
+def pow(x: Any, y: Any) -> Any:
+    """Return x to the power of y; a square is a product."""
+    return apply("multiply", x, x) if isinstance(y, (int, float)) and y == 2 else apply("pow", x, y)
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """Return x where a condition holds or is not 0, else y."""
+    return apply("where", condition, x, y)
+
+
+def clip(x: Any, min: Any = None, max: Any = None) -> Any:
+    """Return x between two bounds; the upper one counts where they cross."""
+    least = x if min is None else apply("maximum", x, min)
+    return least if max is None else apply("minimum", least, max)
+
+
+def positive(x: Any) -> Any:
+    """Return x."""
+    return x
+
+
+def square(x: Any) -> Any:
+    """Return x times x."""
+    return apply("multiply", x, x)
+
+
+def reciprocal(x: Any) -> Any:
+    """Return 1 / x."""
+    return apply("divide", 1.0, x)
+
+
+def isnan(x: Any) -> Any:
+    """Return where x is no number."""
+    return apply("not_equal", x, x)
+
+
+def isinf(x: Any) -> Any:
+    """Return where x is infinite."""
+    return apply("equal", apply("abs", x), float("inf"))
+
+
+def isfinite(x: Any) -> Any:
+    """Return where x is a finite number."""
+    return apply("less", apply("abs", x), float("inf"))
+
+
+def relu(x: Any) -> Any:
+    """Return max(x, 0)."""
+    return apply("maximum", x, 0.0)
+
+
+def sigmoid(x: Any) -> Any:
+    """Return 1 / (1 + exp(-x))."""
+    return apply("divide", 1.0, apply("add", 1.0, apply("exp", apply("negative", x))))
+
+
+def silu(x: Any) -> Any:
+    """Return x / (1 + exp(-x))."""
+    return apply("divide", x, apply("add", 1.0, apply("exp", apply("negative", x))))
+
+
+def hardsigmoid(x: Any) -> Any:
+    """Return x / 6 + 1 / 2 between 0 and 1."""
+    return apply("multiply", clip(apply("add", x, 3.0), 0.0, 6.0), 1 / 6)
+
+
+def hardswish(x: Any) -> Any:
+    """Return x hardsigmoid(x)."""
+    return apply("multiply", x, hardsigmoid(x))
+
+
+_SAME = [name for name in OPERATIONS if name not in ("constant", "as_number", "as_float16", "as_bfloat16", "pow", "where")]
+VOCABULARY: Mapping[str, Callable[..., Any]] = {
+    **{name: partial(apply, name) for name in _SAME},
+    "pow": pow,
+    "where": where,
+    "clip": clip,
+    "positive": positive,
+    "square": square,
+    "reciprocal": reciprocal,
+    "isnan": isnan,
+    "isinf": isinf,
+    "isfinite": isfinite,
+    "relu": relu,
+    "sigmoid": sigmoid,
+    "silu": silu,
+    "hardsigmoid": hardsigmoid,
+    "hardswish": hardswish,
+}
+"""Functions over elements, by name."""
+OTHER_NAMES = {"absolute": "abs", "fabs": "abs", "true_divide": "divide", "power": "pow", "rint": "round", "expit": "sigmoid"}
+OTHER_NAMES |= {
+    "clamp": "clip",
+    "eq": "equal",
+    "ne": "not_equal",
+    "lt": "less",
+    "le": "less_equal",
+    "gt": "greater",
+    "ge": "greater_equal",
+}
+"""Functions of the vocabulary by other names of NumPy, SciPy and torch."""
+_OPTION_NAMES = {"a_min": "min", "a_max": "max"}

@@ -1,0 +1,266 @@
+"""Kernels over elements of broadcasting arrays, made from Python functions."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial, reduce, update_wrapper
+from typing import Any, cast
+
+import numpy as np
+
+from handlepool._util.names import shown
+from handlepool._util.protocols import holds_values
+from handlepool.drivers.expression import Elementwise, bits_of
+from handlepool.errors import ArgumentError, TraceError
+from handlepool.graphs.annotations import ArrayT
+from handlepool.graphs.expression import Traced, as_number, trace
+from handlepool.graphs.kernels import Described, KernelFunction, check_strides, dense
+from handlepool.graphs.launch import hit_branch, prepare_branch
+from handlepool.pool.context import launchers
+from handlepool.pool.pool import HandlePool
+from handlepool.tensors.inference import axis_order
+from handlepool.tensors.layout import Layout
+
+NUMBERS = (int, float, complex, np.generic)
+"""Types of numbers, as opposed to arrays."""
+_RESERVED = ("out", "pool")
+
+
+class Arguments:
+    """The arguments of a call except its arrays; part of a key.
+
+    Attributes
+    ----------
+    numbers : tuple of int or None
+        The bits of each positional number, and None for an array.
+    options : dict
+        The keywords.
+    """
+
+    __slots__ = ("_hash", "_key", "numbers", "options")
+
+    def __init__(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.numbers = tuple([_bits(name, place, arg) if isinstance(arg, NUMBERS) else None for place, arg in enumerate(args)])
+        self.options = options
+        self._key = self.numbers, tuple([(option, _exact(value)) for option, value in sorted(options.items())])
+        try:
+            self._hash = hash(self._key)
+        except TypeError:
+            raise _unhashable(name, options) from None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Arguments and other._key == self._key
+
+
+def _bits(name: str, place: int, number: Any) -> int:
+    return bits_of(as_number(f"{name}: argument {place}", number))
+
+
+def _exact(value: Any) -> Any:
+    """Return a key that tells equal values apart, as 0.0 and -0.0."""
+    if isinstance(value, (float, np.floating)):
+        return type(value), float(value).hex()
+    return (type(value), tuple(map(_exact, value))) if isinstance(value, tuple) else (type(value), value)
+
+
+def _unhashable(name: str, options: dict[str, Any]) -> ArgumentError:
+    for option, value in options.items():
+        if holds_values(value):
+            return ArgumentError(
+                f"{name} was given {option}={shown(value)} by keyword: arrays are positional; keywords are constants"
+            )
+    return ArgumentError(
+        f"{name} was given {', '.join(f'{option}={shown(value)}' for option, value in options.items())}, of which one cannot be "
+        f"hashed; keywords are constants of the kernel, so pass a tuple for a list"
+    )
+
+
+_ARRAYS = [Arguments("", (None,) * count, {}) for count in range(9)]
+"""Arguments of calls with arrays alone, by the count of arrays."""
+
+
+class ElementwiseFunction:
+    """Call a function over elements as a kernel over arrays; see `elementwise`.
+
+    Parameters
+    ----------
+    function : callable
+    name : str, optional
+        For messages; the function's own by default.
+    module : str, optional
+        Where a function of this name is this object; the function's own place by default.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, name: str | None = None, module: str | None = None) -> None:
+        if not callable(function):
+            raise ArgumentError(f"{shown(function)} is no function; decorate one of arrays, as def scaled(x, y): return x * y")
+        update_wrapper(self, function)
+        self.__name__ = name or str(getattr(function, "__name__", "elementwise"))
+        self.__qualname__ = str(getattr(function, "__qualname__", self.__name__))
+        if module is not None:
+            self.__module__, self.__qualname__ = module, self.__name__
+        if isinstance(function, partial):
+            self.__doc__ = f"Apply {self.__name__} to each element."
+        taken = [name for name in _RESERVED if name in inspect.signature(function).parameters]
+        if taken:
+            raise ArgumentError(f"{self.__name__} has the parameter {taken[0]}, which every call has already; rename it")
+        self._kernel = KernelFunction(partial(describe, function, self.__name__), self.__name__, _as_option)
+        self._function = function
+
+    def __call__(self, *args: Any, out: Any = None, pool: HandlePool | None = None, **options: Any) -> Any:
+        """Launch on the current stream, or become part of another elementwise function."""
+        plain = not options
+        for arg in args:
+            if type(arg) is Traced:
+                return self._inline(args, out, options)
+            if isinstance(arg, NUMBERS):
+                plain = False
+        if plain and len(args) < len(_ARRAYS):
+            return self._kernel.call(args, out, pool, (_ARRAYS[len(args)],))
+        if any(type(value) is Traced for value in options.values()):
+            return self._inline(args, out, options)
+        arrays = tuple([arg for arg in args if not isinstance(arg, NUMBERS)])
+        return self._kernel.call(arrays, out, pool, (Arguments(self.__name__, args, options),))
+
+    def _inline(self, args: tuple[Any, ...], out: Any, options: dict[str, Any]) -> Any:
+        if out is not None:
+            raise TraceError(f"{self.__name__} was given out= inside of an elementwise function; use what it returns")
+        return self._function(*args, **options)
+
+    def __repr__(self) -> str:
+        return f"<ElementwiseFunction {self.__name__}>"
+
+    def __reduce__(self) -> Any:
+        """Go by name, as functions do."""
+        name = str(getattr(self, "__qualname__", self.__name__))
+        try:
+            found: Any = reduce(getattr, name.split("."), sys.modules.get(self.__module__))
+        except AttributeError:
+            found = None
+        if found is self:
+            return name
+        raise ArgumentError(
+            f"elementwise function {self.__name__} cannot be pickled: another process finds it by its name, and "
+            f"{self.__module__}.{name} does not lead to it. Define it at the level of a module, under its own name"
+        )
+
+    def __copy__(self) -> ElementwiseFunction:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> ElementwiseFunction:
+        return self
+
+
+launchers[ElementwiseFunction] = hit_branch, prepare_branch
+
+
+def elementwise(function: Callable[..., Any]) -> ElementwiseFunction:
+    """Make one kernel of a Python function over elements.
+
+    The function is called once with traced values for each geometry of its arrays. Its operations become a kernel, which a call
+    launches over arrays that broadcast.
+
+    Parameters
+    ----------
+    function : callable
+        Returns one value that it computes from its arguments. It may use Python's arithmetic and comparisons, ``&``, ``|`` and
+        ``~`` of truth values, ``x.astype``, ``x.clip``, the functions of `handlepool.math`, and functions of NumPy and torch with
+        these names. Other elementwise functions become a part of it. Globals and closures are read when it is traced, and not
+        at later calls.
+
+    Returns
+    -------
+    ElementwiseFunction
+        Called as ``f(*args, out=None, pool=None, **options)``. Arrays and numbers are positional, with at most 63 arrays. A
+        number is a parameter of the kernel: another value costs a plan, and no compilation. A number that changes with every call
+        is better an array without axes. Keywords are constants: each value is compiled, and ``if`` may ask for it. ``out`` takes
+        the result. It may be an input with the result's layout, and overlaps no other input.
+
+    Raises
+    ------
+    ArgumentError
+        For an object that cannot be called, and a parameter named ``out`` or ``pool``.
+
+    Notes
+    -----
+    Arrays are float16, bfloat16, float32, int8, uint8, int16, uint16, int32 or bool, of any rank and any strides that are not
+    negative, and begin at a multiple of 16 bytes. All numbers are float32 inside: integers do not wrap around, those beyond 2**24
+    are rounded, and nothing is rounded to the type of an array before the result is.
+
+    An operation's result has the floating type of its operands, float32 where float16 meets bfloat16, and float32 of integers or
+    truth values alone. Python's numbers, and integers beside a floating type, do not count. Comparisons give bool. ``x.astype``
+    rounds to another type, so ``return y.astype("float16")`` gives that. A new result has the layout of the first input of its
+    shape, contiguous or channels-last, without gaps.
+
+    NaN and infinities are as in torch: ``maximum``, ``minimum``, ``clip`` and ``relu`` pass NaN on, and ``x / 0`` is infinite.
+    On a GPU numbers below 1.2e-38 may count as zero.
+
+    A call raises `TraceError` where the function does more than a kernel over elements can, as ``if x > 0``, ``x.sum()`` or an
+    unknown function. It raises `ArgumentError` for shapes that do not broadcast, other types, and an ``out`` that does not fit.
+
+    Examples
+    --------
+    >>> @handlepool.elementwise                                                                          # doctest: +SKIP
+    ... def gate(x, s):
+    ...     return x * handlepool.math.hardsigmoid(s)
+    >>> y = gate(x, s)  # s of shape (N, C, 1, 1)                                                        # doctest: +SKIP
+    """
+    return ElementwiseFunction(function)
+
+
+def _as_option(arguments: Arguments) -> dict[str, Any]:
+    return {"arguments": arguments}
+
+
+def describe(function: Callable[..., Any], name: str, layouts: tuple[Layout, ...], *, arguments: Arguments) -> Described:
+    """Return the kernel of a function over elements, and its result's layout."""
+    for place, layout in enumerate(layouts):
+        check_strides(f"argument {place} of {name}", layout)
+    left = iter(layouts)
+    given = [next(left) if bits is None else None for bits in arguments.numbers]
+    expression, output = trace(name, function, given, arguments.options)
+    full = next((layout for layout in layouts if layout.shape == output.shape), None)
+    order = None if full is None else axis_order(full.shape, full.strides)
+    numbers = tuple([bits for bits in arguments.numbers if bits is not None])
+    return Elementwise(expression, numbers), dense(output.shape, output.dtype, order)
+
+
+def multiply(x: ArrayT, *others: Any, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+    """Multiply arrays and numbers that broadcast, on the current stream.
+
+    Parameters
+    ----------
+    x, *others : array or number
+        At most 63 arrays, of the types of `handlepool.elementwise`. A gate of shape (N, C, 1, 1) scales images (N, C, H, W).
+    out : array, optional
+        Takes the result. It may be an input with the result's shape and layout.
+    pool : HandlePool, optional
+        The default pool, or a branch's own, where none is given.
+
+    Returns
+    -------
+    array
+        ``out``, or a new array of the kind of the first array. The product is made in float32, from left to right, and
+        rounded once to the type that `handlepool.elementwise` says.
+
+    Raises
+    ------
+    ArgumentError
+        For shapes that do not broadcast, types and strides that cannot be taken, and an ``out`` that does not fit.
+    """
+    return cast("ArrayT", _product(x, *others, out=out, pool=pool))
+
+
+def _multiplied(x: Any, *others: Any) -> Any:
+    for other in others:
+        x = x * other
+    return x
+
+
+_product = ElementwiseFunction(_multiplied, name="multiply")
+launchers[multiply] = hit_branch, prepare_branch
