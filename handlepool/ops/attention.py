@@ -60,7 +60,7 @@ def scaled_dot_product_attention(
     Returns
     -------
     array, shape (N, H, L, D)
-        ``out``, or a new array of the kind and type of q, with axes in the order in which those of q lie.
+        ``out``, or a new array of the kind and type of q, whose axes lie in the order of the axes of q.
 
     Raises
     ------
@@ -81,10 +81,12 @@ def scaled_dot_product_attention(
     begin = None
     if pool is None:
         chosen = current_pool()
-    elif type(pool) is FromFork:  # type: ignore[comparison-overlap]  # from a fork: see `hit_branch`
+    elif type(pool) is FromFork:  # type: ignore[comparison-overlap]
+        # A fork calls: see `hit_branch`.
         chosen, begin = pool
         if begin is None:
-            return _prepare(chosen, arrays, out, values, key)  # what the fork launches
+            # The fork launches this call.
+            return _prepare(chosen, arrays, out, values, key)
     else:
         chosen = chosen_pool("scaled_dot_product_attention", pool)
     result = hit(_attention, chosen, begin, arrays, out, key)

@@ -69,7 +69,8 @@ class Filtering:
         elif type(pool) is FromFork:
             chosen, begin = pool
             if begin is None:
-                return self._prepare(chosen, arrays, activation, out, values, limits, key)  # what the fork launches
+                # The fork launches this call.
+                return self._prepare(chosen, arrays, activation, out, values, limits, key)
         else:
             chosen = chosen_pool(self.name, pool)
         for function in (self.plain, self.copying):

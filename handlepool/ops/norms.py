@@ -206,7 +206,7 @@ def batch_norm(
 ) -> ArrayT:
     """Normalise channels by given means and variances, and apply an activation, on the current stream.
 
-    This is batch norm as in inference, where the means and variances are those of training.
+    This is batch norm as in inference, which takes the means and variances of the training.
 
     Parameters
     ----------

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Never
 
 from handlepool._util.arguments import as_integer
+from handlepool._util.names import shown
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
@@ -86,7 +87,7 @@ def _options(arrays: tuple[Any, ...], values: tuple[Any, ...]) -> dict[str, Any]
         except (TypeError, ValueError):
             before = behind = -1
         if min(before, behind) < 0:
-            raise ArgumentError(f"conv1d: padding={padding!r}; the pair in it must be of two integers, each 0 or more")
+            raise ArgumentError(f"conv1d: padding={shown(padding)}; the pair in it must be of two integers, each 0 or more")
         return options | {"padding": ((before, behind),)}
     (each,) = steps("conv1d", "padding", padding, 1, 0)
     return options | {"padding": ((each, each),)}
