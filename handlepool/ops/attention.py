@@ -18,8 +18,11 @@ from handlepool.tensors.layout import Layout
 
 TYPES = ("float16", "bfloat16")
 HEAD_STEP, MOST_HEAD = 8, 128
-"""Of which head sizes are multiples, and the largest one. cuDNN's documentation of the node says so for all GPUs from Ampere on,
-whether many queries or few are given; larger heads depend on GPU and version."""
+"""Step between head sizes, and the largest head.
+
+cuDNN's documentation of the node has these for every GPU from Ampere on, for many queries and for few. Larger heads depend on the
+GPU and the version.
+"""
 
 
 @by_keyword
@@ -34,7 +37,7 @@ def scaled_dot_product_attention(
     out: Any = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Compute softmax(q kᵀ scale + attn_mask) v for each head, on the current stream.
+    """Compute softmax(q kᵀ scale + attn_mask) v, on the current stream.
 
     Parameters
     ----------

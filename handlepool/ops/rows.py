@@ -41,7 +41,9 @@ def conv1d(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Convolve rows with filters, add a bias and apply an activation, on the current stream.
+    """Convolve rows with filters, on the current stream.
+
+    A bias is added and an activation is applied where they are given.
 
     Parameters
     ----------
@@ -105,7 +107,7 @@ def _build(g: Any, /, x: Any, w: Any, bias: Any = None, *, groups: int, activati
 
 
 def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, groups: int, activation: str | None, **how: Any) -> None:
-    """Raise for arrays that no convolution takes; asked once for each geometry, before the plan is built."""
+    """Raise for arrays that no convolution takes, before a plan is built."""
     x, w, *rest = layouts
     like = ("x", x.dtype)
     for title, layout in [("x", x), ("w", w), *(("out", out) for out in outs)]:

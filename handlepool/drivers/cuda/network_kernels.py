@@ -1,6 +1,6 @@
-"""Launch the kernels of normalisations and of copies: choose their variant, geometry and grid. Needs no CUDA.
+"""Choose variant, geometry and grid for the kernels of networks.
 
-The source is ``network.cu``, which follows ``kernels.cu``.
+This needs no CUDA. The source is ``network.cu``, which follows ``kernels.cu``.
 """
 
 import math
@@ -23,7 +23,7 @@ WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigne
 
 
 def plan(kernel: NetworkKernel, operands: Sequence[Layout]) -> Launch:
-    """Return the launch of a kernel for operands that lie so: inputs, then the output."""
+    """Return the launch of a kernel for inputs and an output."""
     if isinstance(kernel, Normalise):
         return _normalise(kernel, operands)
     if isinstance(kernel, Affine):
@@ -51,7 +51,7 @@ def _single(x: Layout, parameters: Sequence[Layout]) -> Macros:
 
 
 def _pack(axes: Axes, others: Axes, itemsize: int) -> int:
-    """Return how many elements of the first of these axes x and y allow to be read at a time."""
+    """Return the elements of a pack along the first axis."""
     (extent, inner), *outer = axes
     if inner[0] != 1 or inner[-1] != 1:
         return 1
@@ -60,7 +60,7 @@ def _pack(axes: Axes, others: Axes, itemsize: int) -> int:
 
 
 def _ways(axes: Axes, others: Axes, pack: int) -> list[int]:
-    """Return how each parameter is loaded for a pack along the first of these axes; see ``load`` in the source."""
+    """Return how each parameter is loaded: see ``load`` in the source."""
     (_, inner), *outer = axes
     found = []
     for place in range(1, len(inner) - 1):
@@ -70,9 +70,9 @@ def _ways(axes: Axes, others: Axes, pack: int) -> list[int]:
 
 
 def _counted(axes: Axes, pack: int, rank: int, packed: bool = True) -> list[int]:
-    """Return extents, then the steps of each operand: of x and y in packs, of parameters in elements.
+    """Return extents, then the steps of each operand.
 
-    ``packed`` says that packs lie along the first axis.
+    Steps of x and y are in packs, steps of parameters in elements. ``packed`` says that packs lie along the first axis.
     """
     extents, steps = [], []
     for place, (extent, (x, *rest, y)) in enumerate(axes):
@@ -85,7 +85,7 @@ def _counted(axes: Axes, pack: int, rank: int, packed: bool = True) -> list[int]
 
 
 def _threads(rows: int, count: int, across: bool) -> tuple[int, int]:
-    """Return how many rows a block has, and how many threads a row; both are powers of two."""
+    """Return rows of a block and threads of a row."""
     if across:
         lanes, shares = min(kernels.LANES, _power(rows)), kernels.SHARES
         while count > shares * kernels.MOST_PIXELS and 2 * lanes * shares <= kernels.LARGEST_BLOCK:
@@ -99,7 +99,10 @@ def _threads(rows: int, count: int, across: bool) -> tuple[int, int]:
 
 
 def _rows(kernel: Normalise, operands: Sequence[Layout]) -> tuple[list[int], list[list[int]], set[int]]:
-    """Return extents, the steps of x, weight, bias and y along each, and the axes of a row. A group has an axis of its own."""
+    """Return extents, steps of each operand, and the axes of a row.
+
+    A group has an axis of its own.
+    """
     x, *parameters, y = operands
     extents, ends = [*x.shape], [kernels.steps_of(x), kernels.steps_of(y)]
     reduced = set(kernel.axes)
@@ -193,7 +196,7 @@ def _affine(kernel: Affine, operands: Sequence[Layout]) -> Launch:
 
 
 def _optional(kernel: Normalise | Affine) -> list[tuple[bool, int]]:
-    """Return whether there are a weight and a bias, and the places of these among the parameters behind the first ones."""
+    """Return presence and place of the weight and the bias."""
     first = 2 if isinstance(kernel, Affine) else 0
     return [(kernel.weighted, first), (kernel.biased, first + kernel.weighted)]
 
@@ -208,7 +211,10 @@ def _gather(
     mode: str,
     bits: int,
 ) -> Launch:
-    """Return the launch of a copy; ``within`` is 0 along axes that are not padded."""
+    """Return the launch of a copy.
+
+    ``within`` is 0 along axes that are not padded.
+    """
     itemsize = y.dtype.itemsize
     padded = sorted((axis for axis, inside in enumerate(within) if inside), key=lambda axis: steps[1][axis])
     plain = [axis for axis in range(len(extents)) if axis not in padded]
