@@ -92,7 +92,7 @@ MOST_TAPS = 49
 
 @dataclass(frozen=True, slots=True)
 class Normalise:
-    """Rows of an array brought to mean 0 and variance 1, to a mean square of 1, or to a sum of 1, in float32.
+    """Normalise rows of an array, in float32.
 
     Operands are x, then a weight and a bias where there are such, then the result. A weight has the extents of ``axes``, or, with
     ``groups``, one element for each channel.
@@ -121,9 +121,10 @@ class Normalise:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Channels of images less a mean, by the root of a variance, times a weight, plus a bias, in float32; then an activation.
+    """Normalise channels by given means and variances, in float32.
 
-    Operands are x, the means and variances (C,), then a weight and a bias where there are such, then the result.
+    Then come a weight, a bias and an activation, as far as there are such. Operands are x, the means and variances (C,), the
+    weight and the bias, then the result.
 
     Attributes
     ----------
@@ -142,7 +143,7 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """An array of any type with more elements around it.
+    """Put elements around an array of any type.
 
     Attributes
     ----------
@@ -161,14 +162,17 @@ class Pad:
 
 @dataclass(frozen=True, slots=True)
 class Shuffle:
-    """Channels, axis 1 of an array of any type, dealt out: the first one of each group, then the second one of each group."""
+    """Deal out the channels of an array of any type, axis 1.
+
+    The first channel of each group comes first, then the second channel of each group.
+    """
 
     groups: int
 
 
 @dataclass(frozen=True, slots=True)
 class Resample:
-    """Images (N, C, H, W) of another size, in float32.
+    """Bring images (N, C, H, W) to another size, in float32.
 
     Attributes
     ----------

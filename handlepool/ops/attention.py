@@ -18,8 +18,11 @@ from handlepool.tensors.layout import Layout
 
 TYPES = ("float16", "bfloat16")
 HEAD_STEP, MOST_HEAD = 8, 128
-"""Of which head sizes are multiples, and the largest one. cuDNN's documentation of the node says so for all GPUs from Ampere on,
-whether many queries or few are given; larger heads depend on GPU and version."""
+"""Step between head sizes, and the largest head.
+
+cuDNN's documentation of the node has these for every GPU from Ampere on, for many queries and for few. Larger heads depend on the
+GPU and the version.
+"""
 
 
 @by_keyword
@@ -34,7 +37,7 @@ def scaled_dot_product_attention(
     out: Any = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Compute softmax(q kᵀ scale + attn_mask) v for each head, on the current stream.
+    """Compute softmax(q kᵀ scale + attn_mask) v, on the current stream.
 
     Parameters
     ----------
@@ -60,7 +63,7 @@ def scaled_dot_product_attention(
     Returns
     -------
     array, shape (N, H, L, D)
-        ``out``, or a new array of the kind and type of q, with axes in the order in which those of q lie.
+        ``out``, or a new array of the kind and type of q, whose axes lie in the order of the axes of q.
 
     Raises
     ------
@@ -81,10 +84,12 @@ def scaled_dot_product_attention(
     begin = None
     if pool is None:
         chosen = current_pool()
-    elif type(pool) is FromFork:  # type: ignore[comparison-overlap]  # from a fork: see `hit_branch`
+    elif type(pool) is FromFork:  # type: ignore[comparison-overlap]
+        # A fork calls: see `hit_branch`.
         chosen, begin = pool
         if begin is None:
-            return _prepare(chosen, arrays, out, values, key)  # what the fork launches
+            # The fork launches this call.
+            return _prepare(chosen, arrays, out, values, key)
     else:
         chosen = chosen_pool("scaled_dot_product_attention", pool)
     result = hit(_attention, chosen, begin, arrays, out, key)

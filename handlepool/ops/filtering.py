@@ -1,4 +1,4 @@
-"""Operations of images and filters with a bias and an activation, for one and for two spatial axes."""
+"""Prepare operations of images and filters with a bias and an activation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Filtering:
         build: Callable[..., Any],
         check: Callable[..., None],
     ) -> "Filtering":
-        """Make an operation of a function that builds a graph and of a check."""
+        """Make an operation of a graph's builder and a check."""
         plain, copying = (GraphFunction(build, check=check, name=name, copies=copies) for copies in (False, True))
         return cls(name, options, plain, copying, finisher(name, axis=1))
 
@@ -69,7 +69,8 @@ class Filtering:
         elif type(pool) is FromFork:
             chosen, begin = pool
             if begin is None:
-                return self._prepare(chosen, arrays, activation, out, values, limits, key)  # what the fork launches
+                # The fork launches this call.
+                return self._prepare(chosen, arrays, activation, out, values, limits, key)
         else:
             chosen = chosen_pool(self.name, pool)
         for function in (self.plain, self.copying):
@@ -120,7 +121,7 @@ def steps(function: str, name: str, value: Any, axes: int, least: int = 1) -> Sh
 
 
 def windows(function: str, values: Mapping[str, Any], axes: int) -> dict[str, Any]:
-    """Return stride, padding on both sides, dilation and groups, as they key a plan."""
+    """Return stride, padding, dilation and groups as they key a plan."""
     padding = steps(function, "padding", values["padding"], axes, 0)
     return {
         "stride": steps(function, "stride", values["stride"], axes),

@@ -1,4 +1,4 @@
-"""Copies of elements to other places: padding, dealt-out channels, other layouts, by kernels of our own."""
+"""Copy elements to other places: padding, shuffled channels, other layouts."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -72,7 +72,9 @@ def pad(
 
 @by_keyword
 def channel_shuffle(x: ArrayT, groups: int, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
-    """Deal channels out: the first one of each group, then the second one of each group, on the current stream.
+    """Interleave the channels of groups, on the current stream.
+
+    The first channel of each group comes first, then the second channel of each group, as torch has it.
 
     Parameters
     ----------
@@ -104,7 +106,7 @@ def channel_shuffle(x: ArrayT, groups: int, *extra: Never, out: Any = None, pool
 
 @by_keyword
 def to_channels_last(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
-    """Copy an array so that its channels are innermost in memory, on the current stream.
+    """Copy an array to the channels-last layout, on the current stream.
 
     Parameters
     ----------
@@ -136,7 +138,7 @@ def to_channels_last(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool
 
 @by_keyword
 def to_contiguous(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
-    """Copy an array so that its last axis is innermost in memory, without gaps, on the current stream.
+    """Copy an array to the contiguous layout, on the current stream.
 
     Parameters
     ----------
@@ -200,7 +202,13 @@ def _check_bytes(name: str, x: Layout) -> None:
 
 
 def _bits(dtype: np.dtype[Any], text: str) -> int:
-    """Return a constant's bytes as an integer; raise for a number that the type does not have."""
+    """Return a constant's bytes as an integer.
+
+    Raises
+    ------
+    ArgumentError
+        For a number that the type does not have.
+    """
     if dtype.kind in "iu":
         number: Any = float(text) if set(text) & set(".en") else int(text.replace("True", "1").replace("False", "0"))
         limits = np.iinfo(dtype)

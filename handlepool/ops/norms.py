@@ -1,4 +1,4 @@
-"""Normalisations of rows, groups of channels and channels, and softmax, by kernels of our own."""
+"""Normalise rows, groups and channels, and apply softmax, by own kernels."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,9 @@ def layer_norm(
     out: Any = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Bring each row to mean 0 and variance 1, then scale and shift, on the current stream.
+    """Normalise each row by mean and variance, on the current stream.
+
+    Then each element is multiplied by the weight, and the bias is added.
 
     Parameters
     ----------
@@ -80,7 +82,7 @@ def rms_norm(
     out: Any = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Divide each row by the root of its mean square, then scale, on the current stream.
+    """Divide each row by its root mean square, on the current stream.
 
     Parameters
     ----------
@@ -119,7 +121,9 @@ def group_norm(
     out: Any = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Bring each group of channels to mean 0 and variance 1, then scale and shift, on the current stream.
+    """Normalise each group of channels, on the current stream.
+
+    A group has mean 0 and variance 1, before the weight and the bias of each channel are applied.
 
     Parameters
     ----------
@@ -161,7 +165,9 @@ def instance_norm(
     out: Any = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Bring each channel of each image to mean 0 and variance 1, then scale and shift, on the current stream.
+    """Normalise each channel of each image, on the current stream.
+
+    A channel has mean 0 and variance 1, before its weight and its bias are applied.
 
     Parameters
     ----------
@@ -204,9 +210,9 @@ def batch_norm(
     out: Any = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Normalise channels by given means and variances, and apply an activation, on the current stream.
+    """Normalise channels by given means and variances, on the current stream.
 
-    This is batch norm as in inference, where the means and variances are those of training.
+    This is batch norm as in inference, which takes the means and variances of the training.
 
     Parameters
     ----------
@@ -243,7 +249,7 @@ def batch_norm(
 
 @by_keyword
 def softmax(x: ArrayT, *extra: Never, axis: Axes = -1, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
-    """Apply exp(x) and divide by the sum over a row, on the current stream.
+    """Divide exp(x) by its row's sum, on the current stream.
 
     Parameters
     ----------
@@ -333,7 +339,10 @@ def _options_of_softmax(axis: Any) -> dict[str, Any]:
 
 
 def _check(name: str, layouts: Sequence[Layout], titles: Sequence[str]) -> None:
-    """Raise for types and strides that no kernel takes. Parameters are of the type of x, or all float32."""
+    """Raise for types and strides that no kernel takes.
+
+    Parameters are of the type of x, or all float32.
+    """
     x, *parameters = layouts
     if x.dtype.name not in FLOATING_TYPES:
         raise ArgumentError(f"{name}: x is {x.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
@@ -381,7 +390,7 @@ def _describe_rows(
 
 
 def _check_channels(name: str, layouts: Sequence[Layout], titles: Sequence[str]) -> None:
-    """Raise for images without channels, and for parameters that are not one number for each channel."""
+    """Raise for x without channels, or parameters not of shape (C,)."""
     x, *parameters = layouts
     _check(name, layouts, titles)
     if x.ndim < 2:

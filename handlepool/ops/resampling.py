@@ -22,7 +22,10 @@ from handlepool.tensors.layout import Layout
 
 MODES = ("nearest", "bilinear")
 MOST_SIDE = 1 << 24
-"""Pixels along an axis: float32, in which torch computes places, has no more integers without gaps."""
+"""Pixels along an axis.
+
+Torch computes places in float32, which has every integer up to this.
+"""
 
 
 @by_keyword
@@ -36,7 +39,9 @@ def interpolate2d(
     out: Any = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Bring images to another size, on the current stream, with the values of torch's ``interpolate``.
+    """Bring images to another size, on the current stream.
+
+    The values are equal to the values that torch's ``interpolate`` computes.
 
     Parameters
     ----------
@@ -128,7 +133,7 @@ def _describe(
 
 
 def _scale(extent: int, count: int, factor: float | None, corners: bool) -> float:
-    """Return how many pixels of the input one of the output is, rounded as torch does."""
+    """Return input pixels for an output pixel, rounded as in torch."""
     if corners:
         return float(np.float32(extent - 1) / np.float32(count - 1)) if count > 1 else 0.0
     return float(np.float32(extent) / np.float32(count)) if factor is None else float(np.float32(1 / factor))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Never
 
 from handlepool._util.arguments import as_integer
+from handlepool._util.names import shown
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
@@ -40,7 +41,9 @@ def conv1d(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Convolve rows with filters, add a bias and apply an activation, on the current stream.
+    """Convolve rows with filters, on the current stream.
+
+    A bias is added and an activation is applied where they are given.
 
     Parameters
     ----------
@@ -86,7 +89,7 @@ def _options(arrays: tuple[Any, ...], values: tuple[Any, ...]) -> dict[str, Any]
         except (TypeError, ValueError):
             before = behind = -1
         if min(before, behind) < 0:
-            raise ArgumentError(f"conv1d: padding={padding!r}; the pair in it must be of two integers, each 0 or more")
+            raise ArgumentError(f"conv1d: padding={shown(padding)}; the pair in it must be of two integers, each 0 or more")
         return options | {"padding": ((before, behind),)}
     (each,) = steps("conv1d", "padding", padding, 1, 0)
     return options | {"padding": ((each, each),)}
@@ -104,7 +107,7 @@ def _build(g: Any, /, x: Any, w: Any, bias: Any = None, *, groups: int, activati
 
 
 def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, groups: int, activation: str | None, **how: Any) -> None:
-    """Raise for arrays that no convolution takes; asked once for each geometry, before the plan is built."""
+    """Raise for arrays that no convolution takes, before a plan is built."""
     x, w, *rest = layouts
     like = ("x", x.dtype)
     for title, layout in [("x", x), ("w", w), *(("out", out) for out in outs)]:

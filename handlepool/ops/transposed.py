@@ -1,4 +1,4 @@
-"""Transposed convolutions, of images and of rows, with a bias and an activation."""
+"""Convolve images and rows transposed, with a bias and an activation."""
 
 from functools import partial
 from typing import Any, Never
@@ -33,9 +33,10 @@ def conv_transpose2d(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Convolve transposed, add a bias and apply an activation, on the current stream.
+    """Convolve images transposed, on the current stream.
 
-    This is the gradient of `handlepool.conv2d` with respect to its images, with torch's arguments.
+    This is the gradient of `handlepool.conv2d` with respect to its images, with torch's arguments. A bias is added and an
+    activation is applied where they are given.
 
     Parameters
     ----------
@@ -103,7 +104,9 @@ def conv_transpose1d(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Convolve rows transposed, add a bias and apply an activation, on the current stream.
+    """Convolve rows transposed, on the current stream.
+
+    A bias is added and an activation is applied where they are given.
 
     Parameters
     ----------
@@ -180,7 +183,7 @@ def _check(
     output_padding: Shape,
     **how: Any,
 ) -> None:
-    """Raise for arrays that no transposed convolution takes; asked once for each geometry, before the plan is built."""
+    """Raise for arrays that no transposed convolution takes."""
     x, w, *rest = layouts
     like = ("x", x.dtype)
     for title, layout in [("x", x), ("w", w), *(("out", out) for out in outs)]:

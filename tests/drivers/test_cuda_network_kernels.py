@@ -3,10 +3,10 @@
 import pytest
 from harness.kernel_cases import check, lying
 from harness.kernels_on_cpu import COMPILER, Compiled
-from harness.network_cases import CASES, expects, random_case, rows
+from harness.network_cases import CASES, expects, groups, random_case, rows
 
 from handlepool.drivers.cuda import kernels
-from handlepool.drivers.kernel import Resample
+from handlepool.drivers.kernel import Normalise, Resample
 
 pytest.importorskip("ml_dtypes")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no g++ to compile the kernels with")
@@ -53,7 +53,19 @@ def test_each_variant_computes_the_reference_and_writes_nothing_else(tmp_path):
 def test_rows_of_more_than_a_warp_are_summed_as_a_whole(tmp_path):
     cases = [rows(kind, (1,), lying((3, 640), "float32", "NCHW")) for kind in ("mean", "square", "softmax")]
     launches = [kernels.plan(*case) for case in cases]
-    assert {dict(launch.macros)["SHARES"] for launch in launches} == {"1024"}
+    assert {dict(launch.macros)["SHARES"] for launch in launches} == {"256"}
+    check_all(cases, launches, tmp_path)
+
+
+@needs_compiler
+def test_few_rows_side_by_side_are_summed_as_a_whole(tmp_path):
+    cases = [
+        rows("mean", (1,), lying((1, 40, 3, 8), "float16", "NCHW"), weighted=True, biased=True),
+        groups(16, lying((1, 16, 9, 8), "float32"), biased=True),
+        rows("softmax", (2, 3), lying((1, 8, 40, 9), "bfloat16")),
+    ]
+    launches = [kernels.plan(*case) for case in cases]
+    assert {dict(launch.macros)["ACROSS"] for launch in launches} == {"1"}
     check_all(cases, launches, tmp_path)
 
 
@@ -70,9 +82,20 @@ def test_few_rows_have_many_threads_each_and_many_rows_few():
         macros = dict(launch.macros)
         return int(macros["LANES"]), int(macros["SHARES"]), int(macros["EACH"])
 
-    assert threads(197, 768)[1:] == (256, 1)
+    assert threads(197, 768) == (1, 128, 1)
     assert threads(64 * 197, 768) == (4, 32, 3)
     assert threads(56 * 56 * 8, 96) == (32, 4, 3)
+
+
+def test_few_rows_side_by_side_are_spread_over_blocks():
+    def launch(images, channels, side):
+        x = lying((images, channels, side, side), "float16")
+        found = kernels.plan(Normalise("mean", (2, 3), channels, 1e-5), [x, x])
+        macros = dict(found.macros)
+        return found.grid[0], *(int(macros[name]) for name in ("PACK", "LANES", "SHARES"))
+
+    assert launch(8, 64, 112) == (32, 2, 8, 128)
+    assert launch(512, 512, 7) == (1024, 8, 32, 8)
 
 
 def test_offsets_have_64_bits_where_32_are_too_few():

@@ -18,7 +18,8 @@ HELPER void walk(count_t number, const offset_t* extents, const offset_t (*steps
 #endif
 
 #if NORMALISE || AFFINE
-#if SINGLE  // parameters are float32, whatever the array is
+// Parameters may be float32 where the array is not.
+#if SINGLE
 typedef float PARAMETER;
 HELPER float of_parameter(PARAMETER x) { return x; }
 #else
@@ -46,8 +47,8 @@ HELPER void load(const void* parameters, offset_t first, offset_t step, float (&
 #endif
 
 #if NORMALISE
-// Extents and steps of the axes that tell rows apart, then of those in a row. Steps are of x, the weight, the bias and y. x and y are
-// counted in packs, parameters in elements. A pack lies in a row, or, with ACROSS, has an element of each of PACK rows.
+// Extents and steps of the axes that tell rows apart, then of the axes in a row. Steps are of x, the weight, the bias and y. x and y
+// are counted in packs, parameters in elements. A pack lies in a row, or, with ACROSS, has an element of each of PACK rows.
 struct Normalise {
     offset_t rows, count, elements, eps, leap[2];
     offset_t outer[OUTER], outer_steps[4][OUTER], inner[INNER], inner_steps[4][INNER];
@@ -55,7 +56,8 @@ struct Normalise {
 
 HELPER float merged(bool largest, float a, float b) { return !largest ? a + b : b > a ? b : a; }
 
-// Joins the numbers of all threads of a row. All threads of a block call it together. Behind it, all have read what came before.
+// Joins the numbers of all threads of a row. All threads of a block call it together. Each thread returns after every thread of its
+// row has read its part of the row, so that a row may be overwritten from then on.
 template <int COUNT>
 HELPER void join(bool largest, int lane, int share, float* parts, float (&values)[COUNT]) {
 #if ACROSS
@@ -74,7 +76,8 @@ HELPER void join(bool largest, int lane, int share, float* parts, float (&values
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < COUNT; ++e) values[e] = parts[lane * COUNT + e];
-    __syncthreads();  // before the next ones overwrite what others still read
+    // The next sums may overwrite these parts only after every thread has read them.
+    __syncthreads();
 #else
     constexpr int together = SHARES < 32 ? SHARES : 32, warps = SHARES / together;
 #pragma unroll
@@ -103,7 +106,7 @@ HELPER void join(bool largest, int lane, int share, float* parts, float (&values
 #endif
 
 // LANES rows a block, or packs of rows, each by SHARES threads. Up to EACH packs of a thread stay in registers; with 0 they are read
-// again. Threads behind the last row do that once more and write nothing, so that all take part in what threads do together.
+// again. Threads behind the last row compute the last row once more and write nothing, because sums take all threads of a block.
 ENTRY void __launch_bounds__(LANES * SHARES) normalise(BY_VALUE Pointers operands, BY_VALUE Normalise g) {
     constexpr int together = ACROSS ? PACK : 1;
     __shared__ float parts[ACROSS ? LANES * SHARES * PACK : LANES * SHARES];
@@ -247,8 +250,10 @@ ENTRY void affine(BY_VALUE Pointers operands, BY_VALUE Affine g) {
 // Axes of the output, the innermost first. An axis that was padded has its place in x clipped, mirrored or refused. ELEMENT has the
 // bits of an element, so that one variant serves all types of one size.
 struct Gather {
-    offset_t count, low, high, extents[RANK], steps[2][RANK];  // of x and y, in packs
-    offset_t before[RANK], within[RANK];  // elements of the output before those of x, and how many these are; none: an axis as it is
+    // Steps are of x and y, in packs.
+    offset_t count, low, high, extents[RANK], steps[2][RANK];
+    // Elements of the output before the first one of x, and elements of x; no elements stand for an axis that is not padded.
+    offset_t before[RANK], within[RANK];
 };
 
 ENTRY void gather(BY_VALUE Pointers operands, BY_VALUE Gather g) {
@@ -298,8 +303,9 @@ ENTRY void gather(BY_VALUE Pointers operands, BY_VALUE Gather g) {
 
 #if RESAMPLE
 struct Resample {
+    // As `Images` of `kernels.cu`.
     struct {
-        offset_t channels, height, width, from[4], to[4];  // as in `kernels.cu`
+        offset_t channels, height, width, from[4], to[4];
     } images;
     offset_t count, rows, columns, scale[2];
 };

@@ -1,6 +1,6 @@
-"""Launch the kernels of normalisations and of copies: choose their variant, geometry and grid. Needs no CUDA.
+"""Choose variant, geometry and grid for the kernels of networks.
 
-The source is ``network.cu``, which follows ``kernels.cu``.
+This needs no CUDA. The source is ``network.cu``, which follows ``kernels.cu``.
 """
 
 import math
@@ -12,9 +12,12 @@ from handlepool.drivers.cuda.kernels import Axes, Launch, Macros, merged
 from handlepool.drivers.kernel import Affine, NetworkKernel, Normalise, Pad, Resample, Shuffle
 from handlepool.tensors.layout import Layout
 
-WARP = 32
-MOST_KEPT = 32
-"""Elements of a row that a thread keeps in registers."""
+MOST_KEPT, MOST_EACH = 32, 8
+"""Elements of a row, and packs of it, that a thread keeps in registers."""
+LEAST_PACKS = 64
+"""Packs of a row below which packs become smaller where a GPU has too few threads to do."""
+SECTOR, FEW_LANES = 32, 8
+"""Bytes that memory is read by, and packs of rows below which packs become smaller rather than fewer."""
 PACKS_EACH = 4
 """Packs of a row for each thread, where there are rows enough."""
 ROW_RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
@@ -23,7 +26,7 @@ WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigne
 
 
 def plan(kernel: NetworkKernel, operands: Sequence[Layout]) -> Launch:
-    """Return the launch of a kernel for operands that lie so: inputs, then the output."""
+    """Return the launch of a kernel for inputs and an output."""
     if isinstance(kernel, Normalise):
         return _normalise(kernel, operands)
     if isinstance(kernel, Affine):
@@ -51,7 +54,7 @@ def _single(x: Layout, parameters: Sequence[Layout]) -> Macros:
 
 
 def _pack(axes: Axes, others: Axes, itemsize: int) -> int:
-    """Return how many elements of the first of these axes x and y allow to be read at a time."""
+    """Return the elements of a pack along the first axis."""
     (extent, inner), *outer = axes
     if inner[0] != 1 or inner[-1] != 1:
         return 1
@@ -60,7 +63,7 @@ def _pack(axes: Axes, others: Axes, itemsize: int) -> int:
 
 
 def _ways(axes: Axes, others: Axes, pack: int) -> list[int]:
-    """Return how each parameter is loaded for a pack along the first of these axes; see ``load`` in the source."""
+    """Return how each parameter is loaded: see ``load`` in the source."""
     (_, inner), *outer = axes
     found = []
     for place in range(1, len(inner) - 1):
@@ -70,9 +73,9 @@ def _ways(axes: Axes, others: Axes, pack: int) -> list[int]:
 
 
 def _counted(axes: Axes, pack: int, rank: int, packed: bool = True) -> list[int]:
-    """Return extents, then the steps of each operand: of x and y in packs, of parameters in elements.
+    """Return extents, then the steps of each operand.
 
-    ``packed`` says that packs lie along the first axis.
+    Steps of x and y are in packs, steps of parameters in elements. ``packed`` says that packs lie along the first axis.
     """
     extents, steps = [], []
     for place, (extent, (x, *rest, y)) in enumerate(axes):
@@ -84,13 +87,8 @@ def _counted(axes: Axes, pack: int, rank: int, packed: bool = True) -> list[int]
     return [*extents, *[1] * more, *(step for each in zip(*steps, strict=True) for step in each)]
 
 
-def _threads(rows: int, count: int, across: bool) -> tuple[int, int]:
-    """Return how many rows a block has, and how many threads a row; both are powers of two."""
-    if across:
-        lanes, shares = min(kernels.LANES, _power(rows)), kernels.SHARES
-        while count > shares * kernels.MOST_PIXELS and 2 * lanes * shares <= kernels.LARGEST_BLOCK:
-            shares *= 2
-        return lanes, shares
+def _threads(rows: int, count: int) -> tuple[int, int]:
+    """Return rows of a block and threads of a row, where packs lie in rows."""
     most = min(_power(count), kernels.LARGEST_BLOCK)
     shares = min(_power(-(-count // PACKS_EACH)), most)
     while shares < most and rows * shares < kernels.PLENTY:
@@ -98,8 +96,30 @@ def _threads(rows: int, count: int, across: bool) -> tuple[int, int]:
     return max(1, kernels.THREADS // shares), shares
 
 
+def _threads_across(rows: int, count: int, pack: int, itemsize: int) -> tuple[int, int, int]:
+    """Return the pack, packs of rows of a block, and threads of a row, where packs lie across rows.
+
+    With few rows both become smaller, as long as neighbours read a whole sector of memory.
+    """
+    lanes = min(kernels.LANES, _power(rows // pack))
+    while rows // (pack * lanes) * kernels.THREADS < kernels.PLENTY and lanes * pack * itemsize > SECTOR:
+        if pack > 1 and lanes <= FEW_LANES:
+            pack //= 2
+        else:
+            lanes //= 2
+    shares = kernels.SHARES
+    while lanes * shares < 2 * kernels.THREADS and shares * PACKS_EACH < count:
+        shares *= 2
+    while count > shares * kernels.MOST_PIXELS and 2 * lanes * shares <= kernels.LARGEST_BLOCK:
+        shares *= 2
+    return pack, lanes, shares
+
+
 def _rows(kernel: Normalise, operands: Sequence[Layout]) -> tuple[list[int], list[list[int]], set[int]]:
-    """Return extents, the steps of x, weight, bias and y along each, and the axes of a row. A group has an axis of its own."""
+    """Return extents, steps of each operand, and the axes of a row.
+
+    A group has an axis of its own.
+    """
     x, *parameters, y = operands
     extents, ends = [*x.shape], [kernels.steps_of(x), kernels.steps_of(y)]
     reduced = set(kernel.axes)
@@ -134,14 +154,19 @@ def _normalise(kernel: Normalise, operands: Sequence[Layout]) -> Launch:
     along, beside = _pack(inner, outer, itemsize), _pack(outer, inner, itemsize)
     nearer = outer[0][0] > 1 and (inner[0][0] == 1 or outer[0][1][-1] < inner[0][1][-1])
     across = beside > along or (along == beside == 1 and nearer)
-    pack = kernels.thinned(beside if across else along, y.size)
+    rows, elements = (math.prod(extent for extent, _ in axes) for axes in (outer, inner))
+    if across:
+        pack, lanes, shares = _threads_across(rows, elements, beside, itemsize)
+        rows, count = rows // pack, elements
+    else:
+        pack = along
+        while pack > 1 and y.size // pack < kernels.PLENTY and elements // pack < LEAST_PACKS:
+            pack //= 2
+        count = elements // pack
+        lanes, shares = _threads(rows, count)
     first, other = (outer, inner) if across else (inner, outer)
     weight, bias = _ways(first, other, pack)
     down, within = (kernels.fitting(len(axes), ROW_RANKS) for axes in (outer, inner))
-    rows, count = (math.prod(extent for extent, _ in axes) for axes in (outer, inner))
-    elements = count
-    rows, count = (rows // pack, count) if across else (rows, count // pack)
-    lanes, shares = _threads(rows, count, across)
     each = -(-count // shares)
     macros: Macros = {
         **kernels.type_of(x),
@@ -150,7 +175,7 @@ def _normalise(kernel: Normalise, operands: Sequence[Layout]) -> Launch:
         "ACROSS": int(across),
         "LANES": lanes,
         "SHARES": shares,
-        "EACH": each if each * pack <= MOST_KEPT else 0,
+        "EACH": each if each <= MOST_EACH and each * pack <= MOST_KEPT else 0,
         "OUTER": down,
         "INNER": within,
         "OPERANDS": len(operands),
@@ -193,7 +218,7 @@ def _affine(kernel: Affine, operands: Sequence[Layout]) -> Launch:
 
 
 def _optional(kernel: Normalise | Affine) -> list[tuple[bool, int]]:
-    """Return whether there are a weight and a bias, and the places of these among the parameters behind the first ones."""
+    """Return presence and place of the weight and the bias."""
     first = 2 if isinstance(kernel, Affine) else 0
     return [(kernel.weighted, first), (kernel.biased, first + kernel.weighted)]
 
@@ -208,7 +233,10 @@ def _gather(
     mode: str,
     bits: int,
 ) -> Launch:
-    """Return the launch of a copy; ``within`` is 0 along axes that are not padded."""
+    """Return the launch of a copy.
+
+    ``within`` is 0 along axes that are not padded.
+    """
     itemsize = y.dtype.itemsize
     padded = sorted((axis for axis, inside in enumerate(within) if inside), key=lambda axis: steps[1][axis])
     plain = [axis for axis in range(len(extents)) if axis not in padded]

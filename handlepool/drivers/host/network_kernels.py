@@ -13,7 +13,7 @@ Compute = Callable[[Sequence[Array], Array], None]
 
 
 def computation(kernel: NetworkKernel) -> Compute:
-    """Return the function that computes a kernel's output in place, given the inputs and the output."""
+    """Return the function that computes a kernel's output from its inputs."""
     if isinstance(kernel, Normalise):
         return _normalise(kernel)
     if isinstance(kernel, Affine):
@@ -51,7 +51,7 @@ def _normalise(kernel: Normalise) -> Compute:
 
 
 def _scaled(values: Array, parameters: Sequence[Array], weighted: bool) -> Array:
-    """Multiply by the first parameter, if it is a weight, and add the other one."""
+    """Multiply by the weight and add the bias, as far as given."""
     for place, parameter in enumerate(parameters):
         values = values * parameter if weighted and not place else values + parameter
     return values
@@ -100,7 +100,7 @@ def _shuffle(kernel: Shuffle) -> Compute:
 
 def _resample(kernel: Resample) -> Compute:
     def places(count: int, extent: int, scale: float) -> tuple[Any, Any]:
-        """Return the pixel before each place, and how far behind it the place is."""
+        """Return the pixel before each place, and the distance behind it."""
         step, half = np.float32(scale), np.float32(0.5)
         place = np.arange(count, dtype=np.float32)
         found = step * place if kernel.mode == "nearest" or kernel.corners else np.maximum(step * (place + half) - half, 0)
