@@ -51,7 +51,7 @@ def nothing_deferred():
         deferred.settle(most=1000)
         deferred._abandoned.clear()
     # An interrupt as a branch begins, or as a recording ends, leaves it there, where it costs others time and no more.
-    context.elsewhere.clear()
+    context.branch_pools.clear()
     context.recordings.clear()
     deferred.ending.clear()
 
@@ -165,5 +165,5 @@ def pool(make_driver, monkeypatch):
 def no_books_stay_open():
     """Close the books of forks that a test left for good, as where a context was lost: later tests would ask them."""
     yield
-    books.opened.clear()
+    context.active.clear()
     books._thread.orders.clear()

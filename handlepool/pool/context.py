@@ -23,9 +23,10 @@ class BranchRegion(Protocol):
     keep: Callable[[object], None]
     allocated: list[Any]
 
-    @property
-    def allocator(self) -> Any:
-        """What branches allocate with."""
+    allocator: Any
+
+    def prepare(self) -> Any:
+        """Return what branches allocate with, made where ``allocator`` is None."""
 
     @property
     def over(self) -> bool:
@@ -116,6 +117,26 @@ class UnderWay(Protocol):
         """Be told of a fork that has fewer states than it wanted, since no more side slots are free."""
 
 
+Begin = Callable[[tuple[Any, ...], Any, tuple[int, ...], tuple[object, ...]], Any]
+"""Starts the launch of a known plan: told the operands, what launches them, their addresses and blocks, it returns the slot to
+launch on."""
+
+
+class BranchPlace(Protocol):
+    """A fork as the place of the call that is its next branch, as far as what stands below regions knows it."""
+
+    @property
+    def pool(self) -> Any:
+        """The internals of the fork's pool."""
+
+    @property
+    def begin(self) -> Begin | None:
+        """What starts the launch of a known plan as a branch; None where no known plan may be launched at once."""
+
+    def run(self, call: Any, kept: object) -> Any:
+        """Run a call as the branch, and keep what it was given; its value."""
+
+
 class RunningPool(Protocol):
     """The pool of a branch or a task, as far as what stands below pools knows it: its internals."""
 
@@ -168,28 +189,46 @@ class _Thread(threading.local):
     region: BranchRegion | None = None  # of the branch or task that this thread runs
     recording: UnderWay | None = None  # of `handlepool.record`, while it captures what this thread does
     rehearsal: NodesByData | None = None  # of the first call of a function that is recorded with lanes
+    branch: BranchPlace | None = None  # of the fork that calls a function of ours just now
     launched: Callable[[Any, Any, Any], None] | None = None  # told plans and new arrays in the first call
     states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
 
 
 thread = _Thread()
 
-elsewhere: list[RunningPool] = []
-"""The pools of the branches and tasks under way, in whatever thread, that are not the default pool: where there is none, the
-default pool is the one to use, and nobody needs to ask `thread`, which costs as much as a hit's half."""
+branch_pools: list[RunningPool] = []
+"""The pools of the branches and tasks under way, in whatever thread, that are not the default pool. Where there is none, a call
+takes the default pool and does not ask `thread`, which costs half as much as a hit."""
+
+active: list[object] = []
+"""Regions and recordings under way, and watchers of a first call, in whatever thread. Where there is none, a call looks for no
+place."""
 
 recordings: list[object] = []
-"""The recordings under way, and who watches a call before, in whatever thread: where there is one, launches ask `thread`."""
+"""Of these, the recordings and the watchers: launches tell them what is launched."""
 
 NOT_CACHED: Any = object()
 """What a look at the cache returns where nothing was launched."""
 
-Launcher = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
-launchers: dict[Any, Launcher] = {}
-"""How a fork launches what is no Python to it, by type, or by itself where it is a plain function. The first, tried before the
-other, is ``hit(function, pool, begin, args, kwargs)``, and may be None; the second ``prepare(function, pool, args, kwargs)``. Not
-attributes: proxies answer to any name, and `functools.wraps` gives a function's to what is around it."""
-NO_LAUNCHER: Launcher = (None, None)
+LAUNCHES = "__handlepool_launches__"
+"""The attribute of a function of ours that launches a plan for its arguments, and runs no Python of the user's.
+
+Its value is the function itself, since `functools.wraps` copies attributes. Of a type, the value is a function by which a fork has
+an object launch."""
+
+
+def enter_recording(watcher: object) -> None:
+    """Let launches, in whatever thread, ask `thread` for the recording or the watcher that they belong to."""
+    recordings.append(watcher)
+    active.append(watcher)
+
+
+def leave_recording(watcher: object) -> None:
+    """End `enter_recording`, also where an interrupt came before its end."""
+    for known in (active, recordings):
+        if watcher in known:
+            known.remove(watcher)
+
 
 LIBRARIES = ("handlepool", "numpy", "cupy", "cupy_backends", "torch")
 """Whose frames are nobody's own code."""
@@ -227,10 +266,10 @@ def run_on(
     pushed = False
     other = not pool.is_default
     if other:
-        elsewhere.append(pool)
+        branch_pools.append(pool)
     try:
         if region is not None:
-            allocator = driver.swap_allocator(region.allocator)
+            allocator = driver.swap_allocator(region.allocator or region.prepare())
         thread.region, thread.pool = region, pool
         driver.push_stream(stream)
         pushed = True
@@ -238,7 +277,7 @@ def run_on(
     finally:
         thread.region, thread.pool = outer, outer_pool
         if other:
-            elsewhere.remove(pool)
+            branch_pools.remove(pool)
         if allocator is not _UNCHANGED:
             driver.swap_allocator(allocator)
         try:
@@ -277,8 +316,9 @@ def _after_fork() -> None:
     """Let a forked child be in the middle of nothing that its parent recorded (guarantee 13)."""
     global _forks
     _forks += 1
-    thread.recording = thread.rehearsal = thread.launched = None
+    thread.recording = thread.rehearsal = thread.launched = thread.branch = None
     recordings.clear()
+    active.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from handlepool._util.names import shown
 from handlepool.errors import ArgumentError, OwnershipError
-from handlepool.pool.context import elsewhere, thread
+from handlepool.pool.context import branch_pools, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.slot import GetHandle, Slot, hits, nobodys
@@ -105,27 +105,29 @@ def standing_in(pool: HandlePool) -> Iterator[None]:
     with _default_lock:
         if not _standing_in:
             _standing_in.append(default.internals)
-            elsewhere.append(default.internals)  # `current_pool` asks the thread from now on: a branch goes on with its own pool
+            branch_pools.append(
+                default.internals
+            )  # `current_pool` asks the thread from now on: a branch goes on with its own pool
         _standing_in.append(mine)
         mine.everybodys = True
-        _let_last_stand_in(default)
+        _activate_last(default)
     try:
         yield
     finally:
         with _default_lock:
             _standing_in.remove(mine)
             mine.everybodys = False
-            _let_last_stand_in(default)
+            _activate_last(default)
             if len(_standing_in) == 1:
-                elsewhere.remove(_standing_in.pop())
+                branch_pools.remove(_standing_in.pop())
 
 
-def _let_last_stand_in(default: HandlePool) -> None:
+def _activate_last(default: HandlePool) -> None:
     default.internals = _standing_in[-1]
     _unbind()  # after that, so that a miss which binds it in between sees the change
 
 
-def of_pool_to_come(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable[[], None]]:
+def lazy_get_handle(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable[[], None]]:
     """Make the `HandlePool.get_handle` of a pool that the first call asks for; from then on it costs what the pool's own does.
 
     The other function has the next call ask again.
@@ -143,7 +145,7 @@ def of_pool_to_come(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable
     return made, lambda: use(None, nobodys, None)
 
 
-get_handle, _unbind = of_pool_to_come(default_pool)
+get_handle, _unbind = lazy_get_handle(default_pool)
 
 
 def get_workspace(nbytes: int, stream: Any = None) -> Any:
@@ -183,12 +185,6 @@ def close() -> None:
         pool.internals.trim_if_usable()
 
 
-class FromFork(tuple[PoolInternals, Any]):
-    """What a fork gives to a function in the place of its ``pool``; see `handlepool.graphs.launch.hit_branch`."""
-
-    __slots__ = ()
-
-
 def check_pool(who: str, pool: object) -> None:
     """Raise `ArgumentError` for what was passed as a pool and is none."""
     if not isinstance(pool, HandlePool):
@@ -197,14 +193,14 @@ def check_pool(who: str, pool: object) -> None:
 
 def current_pool() -> PoolInternals:
     """Return the pool of the branch or task that this thread runs, and the default pool outside of any."""
-    if elsewhere and thread.pool is not None:
+    if branch_pools and thread.pool is not None:
         return cast(PoolInternals, thread.pool)  # of no other class: see `RunningPool`
     return (default_pool() if _default is None else _default).internals
 
 
 def pool_so_far() -> PoolInternals | None:
     """Return what `current_pool` does; None where that would make the default pool."""
-    if elsewhere and thread.pool is not None:
+    if branch_pools and thread.pool is not None:
         return cast(PoolInternals, thread.pool)
     return None if _default is None else _default.internals
 

@@ -14,9 +14,19 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph, abort_capture
 from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
 from handlepool.order.accesses import Memory
-from handlepool.order.plain_calls import piece_of, pieces_of
+from handlepool.order.reached import piece_of, pieces_of
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
-from handlepool.pool.context import LIBRARIES, on_device, place_of_call, recordings, run_on, thread, unchecked
+from handlepool.pool.context import (
+    LIBRARIES,
+    enter_recording,
+    leave_recording,
+    on_device,
+    place_of_call,
+    recordings,
+    run_on,
+    thread,
+    unchecked,
+)
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import SideSlots
@@ -388,7 +398,7 @@ class Recording:
         self._memory.tell(self._allocated)
         try:
             thread.recording = self
-            recordings.append(self)  # after: a launch that sees it asks the thread
+            enter_recording(self)  # after: a launch that sees it asks the thread
             if tensors is not None:
                 tensors.begin()
             value = run_on(self.pool, slot.side_stream, self.device, None, function, args, kwargs)
@@ -399,9 +409,7 @@ class Recording:
         finally:
             thread.recording = None
             try:
-                recordings.remove(self)
-            except ValueError:  # an interrupt came before it was there
-                pass
+                leave_recording(self)
             finally:
                 driver.swap_allocator(allocator)
                 self._memory.tell(None)

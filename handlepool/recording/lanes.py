@@ -24,7 +24,7 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import RecordingMemory
 from handlepool.errors import CaptureError
 from handlepool.order.books import in_the_middle
-from handlepool.order.plain_calls import piece_of
+from handlepool.order.reached import piece_of
 from handlepool.order.track import NOTHING, Needs, Track
 from handlepool.order.uses import Use, Uses, needs_of, write_down
 from handlepool.pool.context import place_of_call, thread
@@ -270,7 +270,7 @@ class Lanes:
         if start in self._free:
             needs = self._free[start][1]
         else:
-            needs = needs_of((), self._uses.meeting((start, stop, None)))
+            needs = needs_of((), self._uses.overlapping((start, stop, None)))
             self._free[start] = stop, needs
             self._asked.append(start)
         if not needs:
@@ -475,7 +475,7 @@ class Lanes:
         The books forget them for the call, which was not ordered for that: whoever follows it has to follow them, too.
         """
         others = [piece for piece in written if isinstance(piece, Token) or not self._is_new(piece)]
-        needs = needs_of((), [use for piece in others for use in self._uses.meeting(piece)])
+        needs = needs_of((), [use for piece in others for use in self._uses.overlapping(piece)])
         return [self._of[track].nodes[call - 1] for track, call in needs.items() if node.known.get(track, 0) < call]
 
     def _is_new(self, piece: Piece) -> bool:

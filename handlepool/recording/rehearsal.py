@@ -13,7 +13,7 @@ from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.trace import Request
-from handlepool.pool.context import NOT_CACHED, place_of_call, recordings, thread
+from handlepool.pool.context import NOT_CACHED, enter_recording, leave_recording, place_of_call, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 from handlepool.recording.update import PLAIN, piece_of
@@ -147,12 +147,11 @@ def _told(watcher: object, name: str, told: object, function: Callable[..., T], 
     outer = getattr(thread, name)
     try:
         setattr(thread, name, told)
-        recordings.append(watcher)  # after: a launch that sees it asks the thread
+        enter_recording(watcher)  # after: a launch that sees it asks the thread
         return function(*args)
     finally:
         setattr(thread, name, outer)
-        if watcher in recordings:  # or an interrupt came before it was
-            recordings.remove(watcher)
+        leave_recording(watcher)
 
 
 class New:

@@ -32,7 +32,7 @@ from handlepool._util.names import shown
 from handlepool._util.reachable import CACHE, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
-from handlepool.order import plain_calls
+from handlepool.order import reached
 from handlepool.order.operation import Operation
 from handlepool.recording.outside import Ranges
 from handlepool.recording.state_kinds import (
@@ -306,7 +306,7 @@ class _Walk:
 
     def __init__(self, driver: Driver, given: Iterable[Any], inputs: Iterable[Any]) -> None:
         self._driver = driver
-        pieces = [plain_calls.piece_of(driver, each) for each in inputs]
+        pieces = [reached.piece_of(driver, each) for each in inputs]
         self._inputs = Ranges([each[:2] for each in pieces if each is not None])
         self.aliases: dict[str, None] = {}
         self._given = frozenset(map(id, given))
@@ -343,7 +343,7 @@ class _Walk:
             return
         if isinstance(value, self._driver.array_types) or is_tensor(value):
             # Before the test that follows, since several paths may lead to one array.
-            memory = plain_calls.piece_of(self._driver, value)
+            memory = reached.piece_of(self._driver, value)
             if memory is not None and self._inputs.meet(memory):
                 self.aliases[path] = None
         if id(value) not in self.entered:

@@ -32,9 +32,9 @@ from handlepool._util.names import kind_of
 from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, Stream
 from handlepool.errors import ArgumentError, CaptureError
-from handlepool.order.books import before, opened
-from handlepool.order.plain_calls import pieces_of
-from handlepool.pool.context import on_device, run_on
+from handlepool.order.places import before
+from handlepool.order.reached import pieces_of
+from handlepool.pool.context import active, on_device, run_on
 from handlepool.pool.pool import HandlePool
 from handlepool.recording.outputs import Results, new_like, steps_without_gaps
 from handlepool.recording.program import Program
@@ -221,7 +221,7 @@ class Station:
                 raise
             near = arrays is not None and key in self._ways and self._near(arrays, self._ways[key])
         way = self._ways.get(key)
-        if way is None or arrays is None or not near or opened or self._eager.always:
+        if way is None or arrays is None or not near or active or self._eager.always:
             flight = self._give(index, item, arrays, key)
         else:
             flight = self._give_by(way, index, arrays)
@@ -524,7 +524,7 @@ class Station:
         with on_device(driver, source):
             if source != self.device:
                 caller = self._caller()
-            if opened:  # the caller's stream waits for branches of its forks that make the array
+            if active:  # the caller's stream waits for branches of its forks that make the array
                 before(self._internals, pieces_of(driver, [array]), (), array, caller.ptr)
         self._wait(source, caller.ptr, self.device, brings)
         if shared and source == self.device:

@@ -91,7 +91,7 @@ def test_a_branch_that_is_under_way_goes_on_with_its_own_pool(unused, other):
         go_on.set()
         assert thread.finish() is internals
     assert default.internals is internals
-    assert not context.elsewhere
+    assert not context.branch_pools
 
 
 def test_a_library_that_closes_the_default_pool_ends_nobodys(unused, other):
@@ -116,7 +116,7 @@ def test_of_several_the_last_one_counts_in_whatever_order_they_end(unused, make_
     assert handlepool.get_handle() is second.get_handle()
     two.__exit__(None, None, None)
     assert handlepool.default_pool().internals is default
-    assert not context.elsewhere
+    assert not context.branch_pools
 
 
 def test_a_pool_that_was_set_is_stood_in_for_as_well(unused, other):

@@ -48,9 +48,10 @@ def interrupted(k):
             found.append("the thread records")
         context.thread.recording = None
         context.recordings.clear()
+        context.active.clear()
         driver.swap_allocator(None)
         scene.stream.use()
-        context.elsewhere.clear()
+        context.branch_pools.clear()
         for program in made:
             program.close()
         made.clear()

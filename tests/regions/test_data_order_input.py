@@ -22,6 +22,7 @@ from handlepool import (
 )
 from handlepool.order import books as books_module
 from handlepool.order import recent, track, uses
+from handlepool.pool.context import active
 
 SHAPE = 1, 4, 2, 4
 
@@ -42,7 +43,7 @@ class World:
         """Whether a chain is right, no books are open, and no side slot is leased."""
         with self.states.fork() as fork:
             y = fork.run(plus, fork.run(double, self.array(3)), self.array(1))
-        return (y.get() == 7).all() and not books_module.opened and self.pool.stats()["handles_leased"] == 0
+        return (y.get() == 7).all() and not active and self.pool.stats()["handles_leased"] == 0
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ def test_g17_a_pool_that_is_closed_inside_a_region_refuses(make_driver, after):
             fork.map(plus, [y], [x])
         else:
             fork.wait(y)
-    assert not books_module.opened
+    assert not active
 
 
 def test_g17_arguments_that_are_refused_are_in_no_books(world):
@@ -337,7 +338,7 @@ def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(mak
     early, late = costs(world, BRANCHES[name], COUNT)
     assert late[0] < early[0] * 1.05 + 10
     assert late[1] < early[1] * 1.05 + 1
-    assert not books_module.opened
+    assert not active
     assert books() == before
     assert world.driver.alive()["events"] - events < 400  # 64 for each stream, at most, kept for the next
     assert world.usable()
@@ -398,17 +399,17 @@ def test_g17_a_finaliser_that_finds_its_thread_in_the_middle_of_the_books_is_ref
             uses[use]()
         refused.append(use)
 
-    meet = books_module.DataOrder.meet_any
+    meet = books_module.DataOrder.look_up
 
     with world.states.fork() as fork:
         fork.run(lambda a: a * 2, x)
 
         def interrupted(order, memory):
-            monkeypatch.setattr(books_module.DataOrder, "meet_any", meet)
+            monkeypatch.setattr(books_module.DataOrder, "look_up", meet)
             finaliser(fork)
             return meet(order, memory)
 
-        monkeypatch.setattr(books_module.DataOrder, "meet_any", interrupted)
+        monkeypatch.setattr(books_module.DataOrder, "look_up", interrupted)
         z = fork.run(lambda a: a + 1, x)
         w = fork.run(double, z)
     assert refused == [use]

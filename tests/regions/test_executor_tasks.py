@@ -230,7 +230,7 @@ def test_g9_a_result_does_not_ask_for_the_side_stream_that_its_submitter_was_len
     executor = ParallelStateExecutor(1, pool=scene.pool)
     if torch:
         monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
-        monkeypatch.setattr("handlepool.regions.executor.torch_among", lambda *_: Torch(scene.driver))
+        monkeypatch.setattr("handlepool.regions.executor.torch_of", lambda *_: Torch(scene.driver))
     if submitter == "branch":
         future = scene.states.map(executor.submit, [scene.plus], [x], [1])[0]
     else:

@@ -27,7 +27,7 @@ from handlepool.order.plain_calls import PlainCall
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
     """What is known of functions: nothing at first."""
-    monkeypatch.setattr(plain_calls, "_warned", set())
+    monkeypatch.setattr("handlepool.order.assumed._warned", set())
     monkeypatch.setattr(plain_calls, "_may_write", {})
     return plain_calls._may_write
 
@@ -98,7 +98,7 @@ def test_a_lambda_is_known_again_by_its_code_and_by_the_functions_that_it_was_gi
 
     def is_guessed(function, *args):
         with scene.states.fork() as fork:
-            guessed = bool(PlainCall(scene.driver, function, (scene, x, *args), {}).guessed)
+            guessed = bool(PlainCall(scene.driver, function, (scene, x, *args), {}).assumed_writes)
             fork.run(function, scene, x, *args)
         return guessed
 
@@ -296,7 +296,7 @@ def test_g17_whatever_kind_of_object_it_is(kind):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_g17_control_where_objects_are_not_looked_into(way, monkeypatch):
-    monkeypatch.setattr(plain_calls, "attributes", lambda *_: [])
+    monkeypatch.setattr("handlepool.order.reached.attributes", lambda *_: [])
     assert {*over_seeds(lambda scene: reads_an_attribute(scene, way), control=True)} != {11}
 
 

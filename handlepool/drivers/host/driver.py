@@ -40,7 +40,7 @@ from handlepool.drivers.protocol import (
 )
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError, GraphNotSupportedError
 from handlepool.tensors import frontend
-from handlepool.tensors.layout import HOST, Layout, View, bytes_at, one_run, span
+from handlepool.tensors.layout import HOST, Layout, Piece, View, bytes_at, one_run, piece, span
 
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
 
@@ -486,6 +486,10 @@ class HostDriver(Controls):
     def array_pointer(self, array: Array) -> int:
         self._note("array_pointer")
         return address_of(array)
+
+    def memory_of(self, array: Array) -> Piece:
+        self._note("memory_of")
+        return piece(address_of(array), array.shape, array.strides, array.dtype.itemsize)
 
     def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
         return [self.array_pointer(array) for array in arrays]
