@@ -9,7 +9,7 @@ from sys import modules
 from typing import Any, Concatenate, TypeVar, Unpack, cast, overload
 
 from handlepool._util.names import shown
-from handlepool.drivers.protocol import operand_name
+from handlepool.drivers.operands import operand_name
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayCall, Graph, P, R_co
 from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of, layout_of_spec

@@ -9,7 +9,8 @@ from time import monotonic
 from typing import Any, Protocol, runtime_checkable
 
 from handlepool._util.cleanup import do_all
-from handlepool.drivers.protocol import RecordedGraph, abort_capture
+from handlepool.drivers.captures import RecordedGraph
+from handlepool.drivers.protocol import abort_capture
 from handlepool.errors import GraphNotSupportedError, HandlePoolError, OutOfMemoryError, StateBusyError
 from handlepool.graphs.compile import shorten
 from handlepool.graphs.plan import Plan

@@ -16,7 +16,8 @@ import numpy as np
 
 from handlepool._util.arguments import at_least
 from handlepool._util.names import shown
-from handlepool.drivers.protocol import LEGACY_STREAM, Driver
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import (
     ArgumentError,
     CaptureError,
