@@ -71,7 +71,7 @@ class PythonCall(Call):
 
     runs_python = True
 
-    def ended(self, order: Any, track: Any, allocated: Sequence[Any], value: object) -> tuple[list[Piece], list[Piece]]:
+    def ended(self, order: Any, track: Any, allocated: Sequence[Any] | None, value: object) -> tuple[list[Piece], list[Piece]]:
         """Be told of the value; new memory that was written, and other memory that the call was not ordered for."""
         raise NotImplementedError
 

@@ -217,7 +217,9 @@ class Fork:
         try:
             ended = (run_on(pool, stream, ordinal, inside, *run),)
         finally:
-            order.end_branch(outer, call, region.allocated[known:], ended)
+            # Where no state was left, the region's allocator was not in place.
+            seen = bool(leases.slots) or self._inherited
+            order.end_branch(outer, call, region.allocated[known:] if seen or ended is None else None, ended)
         return ended[0]
 
     def _on_caller(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
