@@ -91,7 +91,7 @@ def main() -> int:
         statements = {
             events: bare_events(driver, stream, count, names),
             "fork without branches": "with fork() as f: pass",
-            started: f"with fork() as f: f._start({count})",
+            started: f"with fork() as f: f._leases.start_together({count})",
             few: "map(empty, few)",
             empty: around_run("run(empty)", count),
             function: around_run("run(nothing)", count),

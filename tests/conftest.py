@@ -165,5 +165,5 @@ def pool(make_driver, monkeypatch):
 def no_books_stay_open():
     """Close the books of forks that a test left for good, as where a context was lost: later tests would ask them."""
     yield
-    books.opened.clear()
+    context.active.clear()
     books._thread.orders.clear()

@@ -28,7 +28,11 @@ FOREIGN = {
         "tensor.dim": "the frontend's method would count as the user's own assignment",
         "tensor.stride": "the frontend's method would count as the user's own assignment",
     },
-    "graphs/launch.py": {"function.__signature__": "Python reads the signature of a function there"},
+    "graphs/launch.py": {
+        "function.__signature__": "Python reads the signature of a function there",
+        "setattr(function, LAUNCHES, function)": "a function keeps a mark nowhere else",
+    },
+    "order/plain_calls.py": {"setattr(function, ORDERS_ITSELF, function)": "a function keeps a mark nowhere else"},
     "recording/state_kinds.py": {
         "owner.__class__": "a user's object gets its class back",
         "cell.cell_contents": "a user's variable gets its value back",

@@ -14,7 +14,7 @@ import numpy as np
 from handlepool._util.names import kind_of, name_of, shown
 from handlepool.errors import ArgumentError
 
-_TO_RUN = frozenset([GeneratorType, CoroutineType, AsyncGeneratorType, map, filter])
+TO_RUN = frozenset([GeneratorType, CoroutineType, AsyncGeneratorType, map, filter])
 
 
 def check_ran(function: object, value: object) -> None:
@@ -24,7 +24,7 @@ def check_ran(function: object, value: object) -> None:
     ------
     ArgumentError
     """
-    if type(value) in _TO_RUN and not getattr(value, "gi_suspended", False):  # one that has begun is of a use of its own
+    if type(value) in TO_RUN and not getattr(value, "gi_suspended", False):  # one that has begun is of a use of its own
         if isinstance(value, (GeneratorType, CoroutineType)):
             value.close()  # or Python warns that nobody awaited it
         raise ArgumentError(

@@ -34,24 +34,24 @@ class ForeignCall(GraphCall):
         self.plan, self.operands, self.result = call.plan, call.operands, result
         self.stream, self.callers = converted.stream, converted.callers
 
-    def launch(self, slot: Slot) -> Any:
-        """Enqueue on the slot's stream, in order with the callers and with branches, and return the outputs."""
+    def submit(self, slot: Slot) -> Any:
+        """Launch where the call is made, in order with the callers and with branches; the outputs."""
         converted = self._converted
         pointer = slot.pointer
         for caller in converted.callers:
             order(converted.pool, converted.device, caller, pointer)
-        self._call.launch(slot)
+        self._call.submit(slot)
         for caller in converted.callers:
             order(converted.pool, converted.device, pointer, caller)
         return self._finish(slot)
 
-    def enqueue(self, slot: Slot) -> Any:
-        """Enqueue a branch: the fork has seen to the order."""
-        self._call.enqueue(slot)
+    def launch(self, slot: Slot) -> Any:
+        """Enqueue on the slot's stream, which is in order; the outputs."""
+        self._call.launch(slot)
         return self._finish(slot)
 
     def pieces(self) -> tuple[list[Piece], list[Piece]]:
-        """As `GraphCall.pieces`."""
+        """Return the memory that is read, and that is written."""
         return self._call.pieces()
 
     def _finish(self, slot: Slot) -> Any:

@@ -16,25 +16,25 @@ from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of, lay
 from handlepool.graphs.comparison import compare
 from handlepool.graphs.compile import UNKEPT, OnDevice, build, save
 from handlepool.graphs.launch import (
-    Begin,
     GraphCall,
     check_arrays,
     hit,
+    launch_new,
     misaligned_vectors,
     new_outputs,
     of_integers,
     option_key,
     pieces_of_arrays,
     shortcut,
-    told_apart,
+    typed_key,
 )
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
 from handlepool.graphs.timing import SideStates
 from handlepool.graphs.trace import Request
 from handlepool.graphs.tuning import Tuning, tune_plan
-from handlepool.order.books import lanes_for
-from handlepool.pool.context import NOT_CACHED, launchers, on_device, recordings
+from handlepool.order.places import lanes_for
+from handlepool.pool.context import LAUNCHES, NOT_CACHED, BranchPlace, on_device, recordings
 from handlepool.pool.default import current_pool
 from handlepool.pool.deferred import settle_all
 from handlepool.pool.internals import PoolInternals
@@ -87,7 +87,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             if result is not NOT_CACHED:
                 return result
             prepared = self.prepare(pool, arrays, out, options, key=key)
-            return prepared.launch(pool.slot(prepared.stream))
+            return launch_new(pool, prepared)
 
         self: GraphFunction[P, R_co] = super().__new__(cls, call)
         return self
@@ -167,7 +167,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         call: GraphCall = GraphCall(pool, plan, operands + outs, made, True)
         if converted is not None:
             call = converted.call(call, [place for place in places[inputs:] if place >= 0])
-        made = call.launch(pool.slot(call.stream))
+        made = launch_new(pool, call)
         arrays.update(zip([key for key, place in zip(plan.keys, places[inputs:], strict=True) if place < 0], made, strict=True))
         return arrays
 
@@ -483,7 +483,7 @@ class GraphFunction(ArrayCall[P, R_co]):
 def _kind(value: Any) -> Any:
     """Return what tells an option from those that are equal and of other types."""
     kind = type(value)
-    return (kind, told_apart(value)) if isinstance(value, tuple) and not of_integers(value) else kind
+    return (kind, typed_key(value)) if isinstance(value, tuple) and not of_integers(value) else kind
 
 
 def _tells(key: tuple[Any, ...], options: dict[str, Any]) -> bool:
@@ -495,25 +495,20 @@ def _tells(key: tuple[Any, ...], options: dict[str, Any]) -> bool:
     return not any(isinstance(value, tuple) and type(value) is not tuple for value in options.values())
 
 
-def _hit_branch(
-    function: GraphFunction[..., Any], pool: PoolInternals, begin: Begin, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if not kwargs:
-        return hit(function, pool, begin, args, None, ())
-    if len(kwargs) == 1 and "out" in kwargs:
-        return hit(function, pool, begin, args, kwargs["out"], ())
-    options = dict(kwargs)
-    out = options.pop("out", None)
-    return hit(function, pool, begin, args, out, option_key(options))
+def _as_branch(function: GraphFunction[..., Any], branch: BranchPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Launch a call as the branch of a fork."""
+    options, out, key = kwargs, None, ()
+    if kwargs:
+        options = dict(kwargs)
+        out = options.pop("out", None)
+        key = option_key(options) if options else ()
+    result = hit(function, branch.pool, branch.begin, args, out, key)
+    if result is NOT_CACHED:
+        return branch.run(function.prepare(branch.pool, args, out, options, key=key), (args, kwargs))
+    return result
 
 
-def _prepare_branch(function: GraphFunction[..., Any], pool: PoolInternals, args: Any, kwargs: dict[str, Any]) -> GraphCall:
-    options = dict(kwargs)
-    out = options.pop("out", None)
-    return function.prepare(pool, args, out, options, key=option_key(options))
-
-
-launchers[GraphFunction] = _hit_branch, _prepare_branch
+setattr(GraphFunction, LAUNCHES, _as_branch)
 
 
 def _variant(function: GraphFunction[..., Any], settings: Settings) -> GraphFunction[..., Any]:

@@ -12,11 +12,9 @@ from handlepool.drivers.operands import operand_name
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.empty import WithoutEmpty
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import GraphCall, check_arrays, hit, launch_new, told_apart
+from handlepool.graphs.launch import GraphCall, check_arrays, run_known, typed_key
 from handlepool.graphs.plan import Plan, at_their_places
 from handlepool.graphs.trace import check_out
-from handlepool.pool.context import NOT_CACHED
-from handlepool.pool.default import FromFork, chosen_pool, current_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.inference import axis_order, dense_strides
@@ -47,24 +45,14 @@ class KernelFunction(GraphFunction[..., Any]):
         self._options = options
 
     def call(self, arrays: tuple[Any, ...], out: object, pool: HandlePool | None, values: tuple[Any, ...]) -> Any:
-        """Launch for the public function that these are the arguments of; ``values`` are what ``options`` takes.
+        """Launch for the public function that these are the arguments of; ``values`` are what ``options`` takes."""
+        types = tuple(map(type, values))
+        key = typed_key(values) if tuple in types or list in types else (values, types)
 
-        In a fork, ``pool`` is as `hit_branch` says.
-        """
-        types, begin = tuple(map(type, values)), None
-        key = told_apart(values) if tuple in types or list in types else (values, types)
-        if pool is None:
-            chosen = current_pool()
-        elif type(pool) is FromFork:  # type: ignore[comparison-overlap]
-            chosen, begin = pool
-            if begin is None:
-                return self._prepared(chosen, arrays, out, values, key)  # what the fork launches
-        else:
-            chosen = chosen_pool(self._name, pool)
-        result = hit(self, chosen, begin, arrays, out, key)
-        if result is NOT_CACHED and begin is None:
-            return launch_new(chosen, self._prepared(chosen, arrays, out, values, key))
-        return result
+        def prepare(chosen: PoolInternals) -> GraphCall:
+            return self._prepared(chosen, arrays, out, values, key)
+
+        return run_known(self._name, pool, (self,), arrays, out, key, prepare)
 
     def _prepared(self, pool: PoolInternals, arrays: tuple[Any, ...], out: Any, values: tuple[Any, ...], key: Any) -> GraphCall:
         told = all(type(value) is tuple or not isinstance(value, tuple) for value in values)  # else the key may be another one's

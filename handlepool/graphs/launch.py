@@ -13,11 +13,13 @@ from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, HandlePoolError, OwnershipError, SignatureError
 from handlepool.graphs.plan import Plan
 from handlepool.order.accesses import Operands
-from handlepool.order.books import before, lanes_for, opened
-from handlepool.pool.context import NOT_CACHED, recordings, thread
-from handlepool.pool.default import FromFork, chosen_pool
+from handlepool.order.call import Call
+from handlepool.order.places import begin_for, lanes_for, run
+from handlepool.pool.context import LAUNCHES, NOT_CACHED, Begin, active, recordings, thread
+from handlepool.pool.default import chosen_pool, current_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_cache import Entry, Shortcut
+from handlepool.pool.pool import HandlePool
 from handlepool.pool.slot import Slot
 from handlepool.tensors.layout import Layout, Piece
 
@@ -25,11 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _log = logging.getLogger("handlepool")
 
 
-_SINGLE = (int, bool, str, type(None))
+_PLAIN_OPTIONS = (int, bool, str, type(None))
 """The types of most options."""
-Begin = Callable[[tuple[Any, ...], Shortcut, tuple[int, ...], tuple[object, ...]], Slot]
-"""What a fork gives to a `hit`: told the operands, what launches them, their addresses and blocks, it returns the slot to launch
-on."""
 
 
 def hit(
@@ -53,8 +52,11 @@ def hit(
         attempts = pool.plans.shortcuts[function, key, arrays[0].shape]
     except (AttributeError, IndexError, KeyError, TypeError):  # the first time so; or no arrays, or nothing that has a hash
         return NOT_CACHED
-    if recordings and (thread.recording or thread.rehearsal or thread.launched):  # or another thread records
-        return NOT_CACHED if begin is not None else _hit_node(pool, attempts, arrays, out)
+    if active:
+        if recordings and (thread.recording or thread.rehearsal or thread.launched):  # or another thread records
+            return NOT_CACHED if begin is not None else _hit_node(pool, attempts, arrays, out)
+        if begin is None:
+            begin = begin_for(pool)
     for attempt in attempts:
         result = attempt(begin, arrays, out)
         if result is not NOT_CACHED:
@@ -81,36 +83,99 @@ def _hit_node(pool: PoolInternals, attempts: Sequence[Shortcut], arrays: tuple[A
             lanes.expect(None)
 
 
-def hit_branch(
-    function: Callable[..., Any], pool: PoolInternals, begin: Begin | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+def run_known(
+    name: str,
+    pool: HandlePool | None,
+    functions: Sequence[Hashable],
+    arrays: tuple[Any, ...],
+    out: Any,
+    key: tuple[Any, ...],
+    prepare: "Callable[[PoolInternals], GraphCall]",
 ) -> Any:
-    """Serve as the first launcher of an operation, in `handlepool.pool.context.launchers`.
+    """Launch the plan that an operation's arguments lead to, at the place where the operation is called.
 
-    The operation's own function binds the arguments. In the place of its ``pool`` it is given the pool that is meant and the
-    ``begin`` of a `hit`, and tries that alone; where there is no ``begin``, it returns a call that is ready to be launched.
+    Parameters
+    ----------
+    name : str
+        The operation's, for messages.
+    pool : HandlePool, optional
+        The operation's own argument.
+    functions : sequence of GraphFunction
+        Whose plan it may be, for a `hit`; empty where the arguments do not say so quickly.
+    arrays, out, key
+        As for `hit`.
+    prepare : callable
+        Returns the call where there was no hit.
     """
-    if "pool" in kwargs:
-        kwargs = dict(kwargs)
-        given = kwargs.pop("pool")
-        pool = pool if given is None else chosen_pool(function.__name__, given)
-    return function(*args, pool=FromFork((pool, begin)), **kwargs)
+    branch, begin = None, None
+    branches = thread.branches
+    if not branches:
+        chosen = current_pool() if pool is None else chosen_pool(name, pool)
+    else:  # a fork called the operation, and is its place
+        branch = branches.pop()
+        chosen = branch.pool if pool is None else chosen_pool(name, pool)
+        begin = branch.begin
+        if begin is None:
+            return branch.run(prepare(chosen), (arrays, out))
+    shortcuts = chosen.plans.shortcuts
+    for function in functions:  # as `hit` does, whose call would take as long as the look-up
+        try:
+            attempts = shortcuts[function, key, arrays[0].shape]
+        except (AttributeError, IndexError, KeyError, TypeError):
+            continue
+        if active and (begin is None or recordings):
+            result = hit(function, chosen, begin, arrays, out, key)
+            if result is not NOT_CACHED:
+                return result
+            continue
+        for attempt in attempts:
+            result = attempt(begin, arrays, out)
+            if result is not NOT_CACHED:
+                return result
+    call = prepare(chosen)
+    return launch_new(chosen, call) if branch is None else branch.run(call, (arrays, out))
 
 
-def prepare_branch(function: Callable[..., Any], pool: PoolInternals, args: Any, kwargs: dict[str, Any]) -> "GraphCall":
-    """Serve as the second one."""
-    call: GraphCall = hit_branch(function, pool, None, args, kwargs)
+def launches(function: F) -> F:
+    """Decorate a function that ends in `run_known` and runs no Python of the user's before: a fork calls it as it is."""
+    setattr(function, LAUNCHES, function)
+    return function
+
+
+class _Prepared:
+    """Takes the place of a fork where a call is to be prepared, and not launched."""
+
+    begin = None
+
+    def __init__(self, pool: PoolInternals) -> None:
+        self.pool = pool
+
+    def run(self, call: "GraphCall", kept: object) -> "GraphCall":
+        """Return the call."""
+        return call
+
+
+def prepared(function: Callable[..., Any], pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "GraphCall":
+    """Return the call that an operation would launch."""
+    branches = thread.branches
+    outer = len(branches)
+    try:
+        branches.append(_Prepared(pool))
+        call: GraphCall = function(*args, **kwargs)
+    finally:
+        del branches[outer:]
     return call
 
 
 def launch_new(pool: PoolInternals, call: "GraphCall") -> Any:
-    """Launch a call on the current stream, or on its own."""
-    return call.launch(pool.slot(call.stream))
+    """Launch a call where it is made: on the current stream, or on its own."""
+    return call.submit(pool.slot(call.stream))
 
 
 def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
     """Return what tells options from others."""
     types = tuple(map(type, options.values()))
-    return (*options.items(), *types) if tuple not in types else (*options, *told_apart((*options.values(),)))
+    return (*options.items(), *types) if tuple not in types else (*options, *typed_key((*options.values(),)))
 
 
 def of_integers(values: tuple[Any, ...]) -> bool:
@@ -123,14 +188,14 @@ def of_integers(values: tuple[Any, ...]) -> bool:
     return True
 
 
-def told_apart(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def typed_key(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a key that differs for equal values of other types: 1, True and 1.0 are equal, and may mean different things.
 
     Sequences are taken apart; a list, which has no hash, becomes a tuple.
     """
     types = tuple(map(type, values))
     return types, *[
-        told_apart(tuple(value)) if kind not in _SINGLE and isinstance(value, (list, tuple)) else value
+        typed_key(tuple(value)) if kind not in _PLAIN_OPTIONS and isinstance(value, (list, tuple)) else value
         for kind, value in zip(types, values, strict=True)
     ]
 
@@ -150,8 +215,6 @@ def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...]
         "tick": pool.plans.tick,
         "status": pool.status,
         "diagnose": pool.status.diagnose,
-        "opened": opened,
-        "before": partial(_before, pool),
     }
     made = plan.executable.shortcut(inputs, outputs, plan.alias_pairs if outs else None, plan.single, names)
     launch: Any = made or _shortcut(pool, entry, inputs + outputs if outs else inputs, bool(outs))
@@ -160,18 +223,13 @@ def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...]
     return cast("Shortcut", launch)
 
 
-def _before(pool: PoolInternals, arrays: tuple[Any, ...], launch: Any, addresses: tuple[int, ...]) -> None:
-    """Let the current stream wait for the branches that a launch conflicts with."""
-    pieces = launch.operands.pieces(addresses)
-    inputs = launch.operands.inputs
-    before(pool, pieces[:inputs], pieces[inputs:], arrays)
-
-
 def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], given: bool) -> Shortcut:
     """Return what `Executable.shortcut` describes, for any driver."""
     plan, natives, empty = entry.plan, pool.driver.array_types, pool.driver.empty
     copied = [copy.operand for copy in plan.copies]
     vectors = [place for place, layout in enumerate(plan.inputs) if layout.ndim == 1 and place not in copied]
+    geometry = [(layout.shape, layout.strides, layout.dtype) for layout in layouts]
+    pointer, block = pool.driver.array_pointer, pool.driver.array_block
 
     def at_once(begin: Begin | None, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
         if (out is not None) is not given or pool.current_device() != plan.device:
@@ -179,23 +237,22 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
         if given and not plan.single and not isinstance(out, (tuple, list)):
             return NOT_CACHED
         outs = () if not given else (out,) if plan.single else tuple(out)
-        if any(type(array) not in natives for array in arrays + outs) or [Layout.of(array) for array in arrays + outs] != layouts:
+        try:
+            for array, known in zip(arrays + outs, geometry, strict=True):
+                if type(array) not in natives or (array.shape, array.strides, array.dtype) != known:
+                    return NOT_CACHED
+        except ValueError:  # another number of arrays
             return NOT_CACHED
-        if vectors and any(pool.driver.array_pointer(arrays[place]) % TENSOR_ALIGNMENT for place in vectors):
+        if vectors and any(pointer(arrays[place]) % TENSOR_ALIGNMENT for place in vectors):
             return NOT_CACHED  # which another plan copies
         made = outs or fresh or new_outputs(pool, plan.outputs, empty)
+        operands = arrays + made
         entry.used, pool.plans.recent = pool.plans.tick(), entry
-        if begin is None and not opened:
+        if begin is None:
             slot = pool.slot()
         else:
-            addresses = tuple(map(pool.driver.array_pointer, arrays + made))
-            if begin is None:
-                _before(pool, arrays + made, at_once, addresses)
-            if begin is None:
-                slot = pool.slot()
-            else:
-                slot = begin(arrays + made, at_once, addresses, tuple(map(pool.driver.array_block, arrays + made)))
-        launch(pool, plan, slot, arrays + made, given, told=begin is not None)
+            slot = begin(operands, at_once, tuple(map(pointer, operands)), tuple(map(block, operands)))
+        launch(pool, plan, slot, operands, given, told=begin is not None)
         return out if given else made[0] if plan.single else made
 
     at_once.allocate = lambda count: [new_outputs(pool, plan.outputs, empty) for _ in range(count)]  # type: ignore[attr-defined]
@@ -265,7 +322,7 @@ def new_outputs(pool: PoolInternals, layouts: Sequence[Layout], empty: Callable[
         raise
 
 
-class GraphCall:
+class GraphCall(Call):
     """A call of a graph function with its outputs allocated, to be launched on a slot.
 
     Attributes
@@ -282,7 +339,7 @@ class GraphCall:
         Streams to be in order with; see `handlepool.graphs.arrays`.
     """
 
-    __slots__ = ("_given", "_more", "_own", "_pool", "operands", "plan", "result")
+    __slots__ = ("_given", "_more", "_own", "_pieces", "_pool", "operands", "plan", "result")
 
     stream: int | None = None
     callers: Sequence[int] = ()
@@ -291,55 +348,74 @@ class GraphCall:
         self._pool = pool
         self._given = given
         self._more: tuple[GraphCall, ...] = ()
+        self._pieces: tuple[list[Piece], list[Piece]] | None = None
         self.plan = plan
         self.operands = self._own = operands
         self.result = result
 
-    def launch(self, slot: Slot) -> Any:
-        """Enqueue on the slot's stream, in order with the callers and with branches, and return the outputs."""
-        if not self.plan.launches:
-            return self._nothing()
-        if recordings and (lanes := lanes_for(self._pool, slot.pointer)) is not None:
-            what = self.plan, *[call.plan for call in self._more]
-            reads, writes = self.pieces()
-            result = lanes.run(self.plan.name, reads, writes, self.operands, lambda lane: self.enqueue(lane or slot), what=what)
-            if not self._given:
-                lanes.made(result)
-            return result
-        if opened:
-            before(self._pool, *self.pieces(), self.operands, slot.pointer)
-        return self.enqueue(slot)
+    def submit(self, slot: Slot) -> Any:
+        """Launch where the call is made, in order with the callers and with branches; the outputs."""
+        return run(self._pool, self, slot) if self.plan.launches else self.launch(slot)
 
-    def enqueue(self, slot: Slot) -> Any:
-        """Enqueue on a side slot's stream, for which a fork sees to the order."""
+    def launch(self, slot: Slot) -> Any:
+        """Enqueue on the slot's stream, which is in order; the outputs. Nothing is launched for a result without elements."""
         if not self.plan.launches:
-            return self._nothing()
+            if thread.recording is not None:
+                thread.recording.launches_nothing = True
+            return self.result
         launch(self._pool, self.plan, slot, self._own, self._given)
         for call in self._more:
-            call.enqueue(slot)
+            call.launch(slot)
         return self.result
 
-    def _nothing(self) -> Any:
-        """Launch nothing for a result without elements."""
-        if thread.recording is not None:
-            thread.recording.launches_nothing = True
-        return self.result
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The plan's."""
+        return self.plan.name
+
+    @property
+    def reads(self) -> list[Piece]:  # type: ignore[override]
+        """The memory of the inputs, of all that is launched."""
+        return self.pieces()[0]
+
+    @property
+    def writes(self) -> list[Piece]:  # type: ignore[override]
+        """The memory of the outputs."""
+        return self.pieces()[1]
+
+    @property
+    def keep(self) -> object:  # type: ignore[override]
+        """The operands."""
+        return self.operands
+
+    @property
+    def what(self) -> tuple[object, ...]:
+        """The plans."""
+        return (self.plan, *[call.plan for call in self._more])
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the outputs are new."""
+        return not self._given
 
     def pieces(self) -> tuple[list[Piece], list[Piece]]:
         """Return the memory that is read, and that is written."""
-        inputs = len(self.plan.inputs)
-        found = pieces_of_operands(self._pool.driver, self.plan, self._own)
-        reads, writes = found[:inputs], found[inputs:]
-        for call in self._more:
-            more, changed = call.pieces()
-            reads += more
-            writes += changed
-        return reads, writes
+        pieces = self._pieces
+        if pieces is None:
+            inputs = len(self.plan.inputs)
+            found = pieces_of_operands(self._pool.driver, self.plan, self._own)
+            reads, writes = found[:inputs], found[inputs:]
+            for call in self._more:
+                reads += call.reads
+                writes += call.writes
+            pieces = self._pieces = reads, writes
+        return pieces
 
     def then(self, make: "Callable[[Any], GraphCall]") -> "GraphCall":
         """Add a call that writes this one's result in place; ``make`` is given the result in the driver's form."""
         call = make(self.result)
         self._more += (call,)
+        self._pieces = None
         self.operands += call.operands
         return self
 

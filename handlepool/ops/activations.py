@@ -7,9 +7,7 @@ from handlepool._util.names import shown
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import GraphCall, by_keyword, launch_new, misplaced, prepare_branch
-from handlepool.pool.context import launchers
-from handlepool.pool.default import FromFork, chosen_pool
+from handlepool.graphs.launch import GraphCall, by_keyword, launches, misplaced, run_known
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
@@ -42,6 +40,7 @@ def activation_call(pool: PoolInternals, kind: str, x: Any, out: Any = None) -> 
     return _functions[kind].prepare(pool, (x,), out, {})
 
 
+@launches
 @by_keyword
 def relu(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply max(x, 0), on the current stream.
@@ -68,24 +67,28 @@ def relu(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = No
     return _apply(relu, x, extra, out, pool)
 
 
+@launches
 @by_keyword
 def sigmoid(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply 1 / (1 + exp(-x)), on the current stream."""
     return _apply(sigmoid, x, extra, out, pool)
 
 
+@launches
 @by_keyword
 def tanh(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply tanh(x), on the current stream."""
     return _apply(tanh, x, extra, out, pool)
 
 
+@launches
 @by_keyword
 def gelu(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply x (1 + erf(x / sqrt(2))) / 2, on the current stream."""
     return _apply(gelu, x, extra, out, pool)
 
 
+@launches
 @by_keyword
 def swish(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply x / (1 + exp(-x)), also called SiLU, on the current stream."""
@@ -95,10 +98,8 @@ def swish(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = N
 def _apply(function: Callable[..., Any], x: Any, extra: tuple[Any, ...], out: Any, pool: HandlePool | None) -> Any:
     if extra:
         raise misplaced(function, extra)
-    if isinstance(pool, FromFork):  # from a fork: see `hit_branch`
-        return activation_call(pool[0], function.__name__, x, out)
-    chosen = chosen_pool(function.__name__, pool)
-    return launch_new(chosen, activation_call(chosen, function.__name__, x, out))
+    kind = function.__name__
+    return run_known(kind, pool, (), (x,), out, (), lambda chosen: activation_call(chosen, kind, x, out))
 
 
 def _builder(kind: str) -> Callable[[Any, Any], Any]:
@@ -115,7 +116,5 @@ def _checker(kind: str) -> Callable[[tuple[Layout, ...], tuple[Layout, ...]], No
 
 
 _functions = {kind: GraphFunction(_builder(kind), check=_checker(kind), name=kind) for kind in ACTIVATIONS}
-# In a fork the output is allocated before the branch starts, as for any graph function.
-launchers |= dict.fromkeys((relu, sigmoid, tanh, gelu, swish), (None, prepare_branch))
 for _function in (sigmoid, tanh, gelu, swish):
     _function.__doc__ = f"{_function.__doc__}{(relu.__doc__ or '').partition('.')[2]}"  # parameters and errors are the same

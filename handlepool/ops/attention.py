@@ -9,9 +9,7 @@ from handlepool._util.protocols import holds_values
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch, told_apart
-from handlepool.pool.context import NOT_CACHED, launchers
-from handlepool.pool.default import FromFork, chosen_pool, current_pool
+from handlepool.graphs.launch import GraphCall, by_keyword, launches, misplaced, run_known, typed_key
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
@@ -25,6 +23,7 @@ GPU and the version.
 """
 
 
+@launches
 @by_keyword
 def scaled_dot_product_attention(
     q: ArrayT,
@@ -80,25 +79,15 @@ def scaled_dot_product_attention(
         raise misplaced(scaled_dot_product_attention, extra)
     arrays = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
     values = (is_causal, scale)
-    key = told_apart(values)
-    begin = None
-    if pool is None:
-        chosen = current_pool()
-    elif type(pool) is FromFork:  # type: ignore[comparison-overlap]
-        # A fork calls: see `hit_branch`.
-        chosen, begin = pool
-        if begin is None:
-            # The fork launches this call.
-            return _prepare(chosen, arrays, out, values, key)
-    else:
-        chosen = chosen_pool("scaled_dot_product_attention", pool)
-    result = hit(_attention, chosen, begin, arrays, out, key)
-    if result is not NOT_CACHED or begin is not None:
-        return result
-    return launch_new(chosen, _prepare(chosen, arrays, out, values, key))
+    key = typed_key(values)
+
+    def prepare(chosen: PoolInternals) -> GraphCall:
+        return _prepare(chosen, arrays, out, values, key)
+
+    return run_known("scaled_dot_product_attention", pool, (_attention,), arrays, out, key, prepare)
 
 
-def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], out: Any, values: tuple[Any, ...], key: tuple[Any, ...]) -> Any:
+def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], out: Any, values: tuple[Any, ...], key: tuple[Any, ...]) -> GraphCall:
     name = "scaled_dot_product_attention"
     is_causal, scale = values
     causal = flag(f"{name}: is_causal", is_causal)
@@ -169,4 +158,3 @@ def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, is_causal: 
 
 _attention = GraphFunction(_build, check=_check, name="scaled_dot_product_attention")
 # In a fork the output is allocated before the branch starts, as for any graph function.
-launchers[scaled_dot_product_attention] = hit_branch, prepare_branch

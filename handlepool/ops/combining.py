@@ -13,10 +13,9 @@ from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.expression import VOCABULARY, Traced
 from handlepool.graphs.kernels import Described, KernelFunction, check_strides, lying_as
-from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
+from handlepool.graphs.launch import by_keyword, launches, misplaced
 from handlepool.ops.activations import FLOATING_TYPES, check_activation
 from handlepool.ops.elementwise import NUMBERS, Arguments, ElementwiseFunction, describe
-from handlepool.pool.context import launchers
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
@@ -53,6 +52,7 @@ def add(x: ArrayT, *others: Any, activation: str | None = None, out: Any = None,
     return _add.call((x, *others), out, pool, (activation,))
 
 
+@launches
 @by_keyword
 def concat(arrays: Sequence[ArrayT], axis: int, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Lay arrays one behind the other along an axis, on the current stream.
@@ -169,5 +169,3 @@ def _options_of_concat(axis: Any) -> dict[str, Any]:
 _sum = ElementwiseFunction(_summed, name="add")
 _add = KernelFunction(_describe_add, "add", _options_of_add)
 _concat = KernelFunction(_describe_concat, "concat", _options_of_concat)
-# In a fork the output is allocated before the branch starts, as for any graph function.
-launchers |= dict.fromkeys((add, concat), (hit_branch, prepare_branch))

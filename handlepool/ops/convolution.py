@@ -18,21 +18,19 @@ from handlepool.graphs.kernels import Described, KernelFunction, dense, lying_as
 from handlepool.graphs.launch import (
     GraphCall,
     by_keyword,
-    hit,
-    hit_branch,
-    launch_new,
+    launches,
     misplaced,
     of_integers,
-    prepare_branch,
-    told_apart,
+    prepared,
+    run_known,
+    typed_key,
 )
 from handlepool.graphs.operand_forms import stepped_channels_last
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Settings, normalise
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, check_activation
 from handlepool.ops.epilogue import Stages, along, finisher, parts_of
-from handlepool.pool.context import NOT_CACHED, launchers
-from handlepool.pool.default import FromFork, chosen_pool, current_pool
+from handlepool.pool.default import chosen_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors import frontend
@@ -245,6 +243,7 @@ SATURATED = 30.0
 """Beyond this, tanh is 1 in float32."""
 
 
+@launches
 @by_keyword
 def conv2d(
     x: ArrayT,
@@ -339,24 +338,13 @@ def conv2d(
         and workspace_limit is None
         and type(allow_tf32) is type(deterministic) is bool
     ):
-        key = told_apart(values)
-    begin = None
-    if pool is None:
-        chosen = current_pool()
-    elif type(pool) is FromFork:  # type: ignore[comparison-overlap]  # from a fork: see `hit_branch`
-        chosen, begin = pool
-        if begin is None:
-            return _prepare(chosen, arrays, parts_of(bias, add, activation), out, values, key)  # what the fork launches
-    else:
-        chosen = chosen_pool("conv2d", pool)
-    result = hit(_depthwise if deep else function, chosen, begin, arrays, out, key)
-    if result is NOT_CACHED and deep:
-        result = hit(function, chosen, begin, arrays, out, key)
-    if result is NOT_CACHED:
-        result = hit(copying, chosen, begin, arrays, out, key)
-    if result is not NOT_CACHED or begin is not None:
-        return result
-    return launch_new(chosen, _prepare(chosen, arrays, parts_of(bias, add, activation), out, values, key))
+        key = typed_key(values)
+
+    def prepare(chosen: PoolInternals) -> GraphCall:
+        return _prepare(chosen, arrays, parts_of(bias, add, activation), out, values, key)
+
+    functions = (_depthwise, function, copying) if deep else (function, copying)
+    return run_known("conv2d", pool, functions, arrays, out, key, prepare)
 
 
 @by_keyword
@@ -383,7 +371,7 @@ def conv2d_plan(x: Any, w: Any, *extra: Never, pool: HandlePool | None = None, *
     ArgumentError, GraphNotSupportedError
         As in `conv2d`.
     """
-    return prepare_branch(conv2d, chosen_pool("conv2d_plan", pool), (x, w, *extra), options).plan
+    return prepared(conv2d, chosen_pool("conv2d_plan", pool), (x, w, *extra), options).plan
 
 
 def _prepare(
@@ -425,10 +413,6 @@ def _prepare(
             pass
     uneven = any(one != other for one, other in options["padding"])
     return Stages("conv2d", pool, parts, activation, fused, _finish, key, uneven).call(arrays, out)
-
-
-# In a fork the output is allocated before the branch starts, as for any graph function.
-launchers[conv2d] = hit_branch, prepare_branch
 
 
 def _convolution(

@@ -17,8 +17,8 @@ from handlepool.errors import ArgumentError, TraceError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.expression import Traced, as_number, trace
 from handlepool.graphs.kernels import Described, KernelFunction, check_strides, dense
-from handlepool.graphs.launch import hit_branch, prepare_branch
-from handlepool.pool.context import launchers
+from handlepool.graphs.launch import launches
+from handlepool.pool.context import LAUNCHES, BranchPlace, thread
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.inference import axis_order
 from handlepool.tensors.layout import Layout
@@ -156,7 +156,18 @@ class ElementwiseFunction:
         return self
 
 
-launchers[ElementwiseFunction] = hit_branch, prepare_branch
+def _as_branch(function: ElementwiseFunction, branch: BranchPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Launch a call as the branch of a fork."""
+    branches = thread.branches
+    outer = len(branches)
+    try:
+        branches.append(branch)
+        return function(*args, **kwargs)
+    finally:
+        del branches[outer:]
+
+
+setattr(ElementwiseFunction, LAUNCHES, _as_branch)
 
 
 def elementwise(function: Callable[..., Any]) -> ElementwiseFunction:
@@ -230,6 +241,7 @@ def describe(function: Callable[..., Any], name: str, layouts: tuple[Layout, ...
     return Elementwise(expression, numbers), dense(output.shape, output.dtype, order)
 
 
+@launches
 def multiply(x: ArrayT, *others: Any, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Multiply arrays and numbers that broadcast, on the current stream.
 
@@ -263,4 +275,3 @@ def _multiplied(x: Any, *others: Any) -> Any:
 
 
 _product = ElementwiseFunction(_multiplied, name="multiply")
-launchers[multiply] = hit_branch, prepare_branch

@@ -9,12 +9,10 @@ from handlepool._util.names import shown
 from handlepool.errors import ArgumentError
 from handlepool.graphs.arrays import ConvertedArguments
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import GraphCall, hit, launch_new, told_apart
+from handlepool.graphs.launch import GraphCall, run_known, typed_key
 from handlepool.ops.activations import check_activation
 from handlepool.ops.convolution import settings_of
 from handlepool.ops.epilogue import Stages, finisher, parts_of
-from handlepool.pool.context import NOT_CACHED
-from handlepool.pool.default import FromFork, chosen_pool, current_pool
 from handlepool.pool.internals import PoolInternals
 
 Shape = tuple[int, ...]
@@ -59,27 +57,15 @@ class Filtering:
     ) -> Any:
         """Launch for the public function that these are the arguments of.
 
-        ``values`` are for ``options``, and ``limits`` for `settings_of`. In a fork, ``pool`` is as `hit_branch` says.
+        ``values`` are for ``options``, and ``limits`` for `settings_of`.
         """
         arrays = arrays if arrays[-1] is not None else arrays[:-1]
-        key = told_apart((activation, *values, *limits))
-        begin = None
-        if pool is None:
-            chosen = current_pool()
-        elif type(pool) is FromFork:
-            chosen, begin = pool
-            if begin is None:
-                # The fork launches this call.
-                return self._prepare(chosen, arrays, activation, out, values, limits, key)
-        else:
-            chosen = chosen_pool(self.name, pool)
-        for function in (self.plain, self.copying):
-            result = hit(function, chosen, begin, arrays, out, key)
-            if result is not NOT_CACHED:
-                return result
-        if begin is not None:
-            return NOT_CACHED
-        return launch_new(chosen, self._prepare(chosen, arrays, activation, out, values, limits, key))
+        key = typed_key((activation, *values, *limits))
+
+        def prepare(chosen: PoolInternals) -> GraphCall:
+            return self._prepare(chosen, arrays, activation, out, values, limits, key)
+
+        return run_known(self.name, pool, (self.plain, self.copying), arrays, out, key, prepare)
 
     def _prepare(
         self,

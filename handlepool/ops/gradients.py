@@ -5,7 +5,7 @@ from typing import Any, Never
 
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import by_keyword, launch_new, misplaced, prepare_branch
+from handlepool.graphs.launch import GraphCall, by_keyword, launches, misplaced, run_known
 from handlepool.graphs.signature import Settings
 from handlepool.ops.convolution import (
     Padding,
@@ -19,12 +19,12 @@ from handlepool.ops.convolution import (
     parameters,
     settings_of,
 )
-from handlepool.pool.context import launchers
-from handlepool.pool.default import FromFork, chosen_pool
+from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
 
+@launches
 @by_keyword
 def conv2d_input_grad(
     dy: ArrayT,
@@ -73,6 +73,7 @@ def conv2d_input_grad(
     return _run(conv2d_input_grad, _input_grad, extra, pool, (dy, w), out, shape, options, settings)
 
 
+@launches
 @by_keyword
 def conv2d_weight_grad(
     x: ArrayT,
@@ -134,14 +135,11 @@ def _run(
     if extra:
         raise misplaced(function, extra)
     options = {"shape": as_shape(function.__name__, shape), **geometry(function.__name__, options)}
-    if isinstance(pool, FromFork):  # from a fork: see `hit_branch`
-        return graph.prepare(pool[0], arrays, out, options, settings)
-    chosen = chosen_pool(function.__name__, pool)
-    return launch_new(chosen, graph.prepare(chosen, arrays, out, options, settings))
 
+    def prepare(chosen: PoolInternals) -> GraphCall:
+        return graph.prepare(chosen, arrays, out, options, settings)
 
-# In a fork the output is allocated before the branch starts, as for any graph function.
-launchers[conv2d_input_grad] = launchers[conv2d_weight_grad] = None, prepare_branch
+    return run_known(function.__name__, pool, (), arrays, out, (), prepare)
 
 
 def _build_input(g: Any, /, dy: Any, w: Any, *, shape: Shape, groups: int, **how: Any) -> Any:

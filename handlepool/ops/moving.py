@@ -13,8 +13,7 @@ from handlepool.drivers.kernel import Concat, Pad, Shuffle
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.kernels import Described, KernelFunction, check_strides, dense, lying_as
-from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
-from handlepool.pool.context import launchers
+from handlepool.graphs.launch import by_keyword, launches, misplaced
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
@@ -23,6 +22,7 @@ MOST_BYTES = 8
 """Of an element."""
 
 
+@launches
 @by_keyword
 def pad(
     x: ArrayT,
@@ -70,6 +70,7 @@ def pad(
     return _pad.call((x,), out, pool, (widths, mode, value))
 
 
+@launches
 @by_keyword
 def channel_shuffle(x: ArrayT, groups: int, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Interleave the channels of groups, on the current stream.
@@ -104,6 +105,7 @@ def channel_shuffle(x: ArrayT, groups: int, *extra: Never, out: Any = None, pool
     return _shuffle.call((x,), out, pool, (groups,))
 
 
+@launches
 @by_keyword
 def to_channels_last(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Copy an array to the channels-last layout, on the current stream.
@@ -136,6 +138,7 @@ def to_channels_last(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool
     return _to_channels_last.call((x,), out, pool, ())
 
 
+@launches
 @by_keyword
 def to_contiguous(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Copy an array to the contiguous layout, on the current stream.
@@ -268,5 +271,3 @@ _pad = KernelFunction(_describe_pad, "pad", _options_of_pad)
 _shuffle = KernelFunction(_describe_shuffle, "channel_shuffle", _options_of_shuffle)
 _to_channels_last = KernelFunction(partial(_describe_layout, "to_channels_last", True), "to_channels_last")
 _to_contiguous = KernelFunction(partial(_describe_layout, "to_contiguous", False), "to_contiguous")
-# In a fork the output is allocated before the branch starts, as for any graph function.
-launchers |= dict.fromkeys((pad, channel_shuffle, to_channels_last, to_contiguous), (hit_branch, prepare_branch))

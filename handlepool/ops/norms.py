@@ -12,15 +12,15 @@ from handlepool.drivers.kernel import Affine, Normalise
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.kernels import Described, KernelFunction, check_strides, lying_as
-from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
+from handlepool.graphs.launch import by_keyword, launches, misplaced
 from handlepool.ops.activations import FLOATING_TYPES, check_activation
-from handlepool.pool.context import launchers
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
 Axes = int | Sequence[int]
 
 
+@launches
 @by_keyword
 def layer_norm(
     x: ArrayT,
@@ -72,6 +72,7 @@ def layer_norm(
     return _call(_layer_norm, x, weight, bias, out, pool, (axis, eps))
 
 
+@launches
 @by_keyword
 def rms_norm(
     x: ArrayT,
@@ -110,6 +111,7 @@ def rms_norm(
     return _call(_rms_norm, x, weight, None, out, pool, (axis, eps))
 
 
+@launches
 @by_keyword
 def group_norm(
     x: ArrayT,
@@ -155,6 +157,7 @@ def group_norm(
     return _call(_group_norm, x, weight, bias, out, pool, (groups, eps))
 
 
+@launches
 @by_keyword
 def instance_norm(
     x: ArrayT,
@@ -197,6 +200,7 @@ def instance_norm(
     return _call(_instance_norm, x, weight, bias, out, pool, (eps,))
 
 
+@launches
 @by_keyword
 def batch_norm(
     x: ArrayT,
@@ -247,6 +251,7 @@ def batch_norm(
     return _batch_norm.call(arrays, out, pool, (eps, activation, weight is not None, bias is not None))
 
 
+@launches
 @by_keyword
 def softmax(x: ArrayT, *extra: Never, axis: Axes = -1, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Divide exp(x) by its row's sum, on the current stream.
@@ -432,5 +437,3 @@ _group_norm = KernelFunction(_describe_groups, "group_norm", _options_of_groups)
 _instance_norm = KernelFunction(partial(_describe_groups, name="instance_norm"), "instance_norm", _options_of_instances)
 _batch_norm = KernelFunction(_describe_batches, "batch_norm", _options_of_batches)
 _softmax = KernelFunction(partial(_describe_rows, "softmax", "softmax"), "softmax", _options_of_softmax)
-# In a fork the output is allocated before the branch starts, as for any graph function.
-launchers |= dict.fromkeys((layer_norm, rms_norm, group_norm, instance_norm, batch_norm, softmax), (hit_branch, prepare_branch))

@@ -9,14 +9,14 @@ from handlepool.drivers.kernel import Windows
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.kernels import Described, KernelFunction, check_strides, dense, lying_as
-from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
+from handlepool.graphs.launch import by_keyword, launches, misplaced
 from handlepool.ops.activations import FLOATING_TYPES
 from handlepool.ops.convolution import Pair, pair
-from handlepool.pool.context import launchers
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
 
+@launches
 @by_keyword
 def max_pool2d(
     x: ArrayT,
@@ -66,6 +66,7 @@ def max_pool2d(
     return _max.call((x,), out, pool, (window, stride, padding, ceil_mode))
 
 
+@launches
 @by_keyword
 def avg_pool2d(
     x: ArrayT,
@@ -106,6 +107,7 @@ def avg_pool2d(
     return _mean_of_windows.call((x,), out, pool, (window, stride, padding, ceil_mode, count_include_pad))
 
 
+@launches
 @by_keyword
 def mean2d(x: ArrayT, *extra: Never, keepdims: bool = False, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Take the mean of each channel of each image, on the current stream; it is computed in float32.
@@ -217,5 +219,3 @@ def _options_of_whole(keepdims: Any) -> dict[str, Any]:
 _max = KernelFunction(_describe_max, "max_pool2d", partial(_options, "max_pool2d"))
 _mean_of_windows = KernelFunction(_describe_mean, "avg_pool2d", _options_of_mean)
 _mean = KernelFunction(_describe_whole, "mean2d", _options_of_whole)
-# In a fork the output is allocated before the branch starts, as for any graph function.
-launchers |= dict.fromkeys((max_pool2d, avg_pool2d, mean2d), (hit_branch, prepare_branch))

@@ -9,17 +9,16 @@ from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.arrays import ConvertedArguments
 from handlepool.graphs.forms import BEHIND_A_PRODUCT
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import GraphCall, by_keyword, hit, hit_branch, launch_new, misplaced, prepare_branch, told_apart
+from handlepool.graphs.launch import GraphCall, by_keyword, launches, misplaced, run_known, typed_key
 from handlepool.ops.activations import ACTIVATIONS, activate, check_activation
 from handlepool.ops.convolution import check_type, check_vector, settings_of
 from handlepool.ops.epilogue import Stages, along, finisher, parts_of
-from handlepool.pool.context import NOT_CACHED, launchers
-from handlepool.pool.default import FromFork, chosen_pool, current_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
 
+@launches
 @by_keyword
 def matmul(
     a: ArrayT,
@@ -74,6 +73,7 @@ def matmul(
     return _matmul(a, b, bias, out, (activation, workspace_limit, allow_tf32, deterministic), pool)
 
 
+@launches
 @by_keyword
 def linear(
     x: ArrayT,
@@ -116,10 +116,6 @@ def linear(
     return _linear(x, w, bias, out, (activation, workspace_limit, allow_tf32, deterministic), pool)
 
 
-# In a fork the output is allocated before the branch starts, as for any graph function.
-launchers[matmul] = launchers[linear] = hit_branch, prepare_branch
-
-
 @dataclass(frozen=True, slots=True)
 class _Product:
     """One of the two functions."""
@@ -139,20 +135,12 @@ class _Product:
         arrays = (a, b) if bias is None else (a, b, bias)
         _, workspace_limit, allow_tf32, deterministic = values
         plain = workspace_limit is None and type(allow_tf32) is type(deterministic) is bool  # which tell themselves
-        key = values if plain else told_apart(values)
-        begin = None
-        if pool is None:
-            chosen = current_pool()
-        elif type(pool) is FromFork:  # from a fork: see `hit_branch`
-            chosen, begin = pool
-            if begin is None:
-                return self.prepare(chosen, arrays, out, values, key)  # what the fork launches
-        else:
-            chosen = chosen_pool(self.name, pool)
-        result = hit(self.plain, chosen, begin, arrays, out, key)
-        if result is not NOT_CACHED or begin is not None:
-            return result
-        return launch_new(chosen, self.prepare(chosen, arrays, out, values, key))
+        key = values if plain else typed_key(values)
+
+        def prepare(chosen: PoolInternals) -> GraphCall:
+            return self.prepare(chosen, arrays, out, values, key)
+
+        return run_known(self.name, pool, (self.plain,), arrays, out, key, prepare)
 
     def prepare(
         self, pool: PoolInternals, arrays: tuple[Any, ...], out: Any, values: tuple[Any, ...], key: tuple[Any, ...]

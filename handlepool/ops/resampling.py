@@ -13,10 +13,9 @@ from handlepool.drivers.kernel import Resample
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.kernels import Described, KernelFunction, check_strides, lying_as
-from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
+from handlepool.graphs.launch import by_keyword, launches, misplaced
 from handlepool.ops.activations import FLOATING_TYPES
 from handlepool.ops.convolution import Pair, pair
-from handlepool.pool.context import launchers
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
@@ -28,6 +27,7 @@ Torch computes places in float32, which has every integer up to this.
 """
 
 
+@launches
 @by_keyword
 def interpolate2d(
     x: ArrayT,
@@ -140,5 +140,3 @@ def _scale(extent: int, count: int, factor: float | None, corners: bool) -> floa
 
 
 _interpolate = KernelFunction(_describe, "interpolate2d", _options)
-# In a fork the output is allocated before the branch starts, as for any graph function.
-launchers[interpolate2d] = hit_branch, prepare_branch

@@ -7,7 +7,7 @@ from handlepool._util.arguments import as_integer
 from handlepool._util.names import shown
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
-from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
+from handlepool.graphs.launch import by_keyword, launches, misplaced
 from handlepool.ops.activations import activate
 from handlepool.ops.convolution import (
     SATURATED,
@@ -19,11 +19,11 @@ from handlepool.ops.convolution import (
 )
 from handlepool.ops.epilogue import along
 from handlepool.ops.filtering import Filtering, steps, windows
-from handlepool.pool.context import launchers
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
 
+@launches
 @by_keyword
 def conv1d(
     x: ArrayT,
@@ -118,5 +118,3 @@ def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, groups: int
 
 
 _rows = Filtering.of("conv1d", _options, _build, _check)
-# In a fork the output is allocated before the branch starts, as for any graph function.
-launchers[conv1d] = hit_branch, prepare_branch

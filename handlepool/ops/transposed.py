@@ -5,16 +5,16 @@ from typing import Any, Never
 
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
-from handlepool.graphs.launch import by_keyword, hit_branch, misplaced, prepare_branch
+from handlepool.graphs.launch import by_keyword, launches, misplaced
 from handlepool.ops.activations import activate
 from handlepool.ops.convolution import Pair, check_array, check_vector, parameters
 from handlepool.ops.epilogue import along
 from handlepool.ops.filtering import Filtering, Shape, steps, windows
-from handlepool.pool.context import launchers
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
 
+@launches
 @by_keyword
 def conv_transpose2d(
     x: ArrayT,
@@ -86,6 +86,7 @@ def conv_transpose2d(
     return _two_axes.call((x, w, bias), activation, out, values, limits, pool)
 
 
+@launches
 @by_keyword
 def conv_transpose1d(
     x: ArrayT,
@@ -216,5 +217,3 @@ _two_axes, _one_axis = (
     Filtering.of(name, partial(_options, name, axes), _build, partial(_check, name, axes))
     for name, axes in (("conv_transpose2d", 2), ("conv_transpose1d", 1))
 )
-# In a fork the output is allocated before the branch starts, as for any graph function.
-launchers |= dict.fromkeys((conv_transpose2d, conv_transpose1d), (hit_branch, prepare_branch))

@@ -1,9 +1,10 @@
-"""What calls read and overwrite: of the launches of one plan by their addresses, and of any call by the memory that it names."""
+"""Tell what the launches of one plan read and overwrite, by the addresses of their arrays."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import repeat
 from operator import add, sub
+from typing import NamedTuple
 
 from handlepool.tensors.layout import Layout, Piece, Token
 
@@ -88,31 +89,13 @@ class Operands:
         return tuple([layout.piece(address) for layout, address in zip(self.layouts, addresses, strict=True)])
 
 
-class Memory:
-    """What a call reads and overwrites, where that is known before it starts.
+class Memory(NamedTuple):
+    """The memory that a program reads and overwrites.
 
     Attributes
     ----------
     reads, writes : sequence of Piece or Token
-    guessed : sequence of Piece
-        What it may write besides: it waits as if it did, and who it is says afterwards whether it has.
-    name : str
-        The function's, for messages.
-    waited : bool
-        Whether it waits for something for what it may write alone.
     """
 
-    __slots__ = ("guessed", "name", "reads", "waited", "writes")
-
-    def __init__(
-        self,
-        reads: Sequence[Piece | Token],
-        writes: Sequence[Piece | Token],
-        guessed: Sequence[Piece] = (),
-        name: str = "",
-    ) -> None:
-        self.reads = reads
-        self.writes = writes
-        self.guessed = guessed
-        self.name = name
-        self.waited = False
+    reads: Sequence[Piece | Token]
+    writes: Sequence[Piece | Token]

@@ -14,24 +14,44 @@ finaliser, which Python runs wherever it likes, may find its own thread in the m
 
 import os
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import OwnershipError
-from handlepool.order.accesses import Memory, Operands
+from handlepool.order.accesses import Operands
+from handlepool.order.assumed import AssumedWriter, warn_of_assumed_write
+from handlepool.order.call import Call, PythonCall
 from handlepool.order.recent import Recent
-from handlepool.order.track import Needs, Track, last
+from handlepool.order.track import Needs, Track, end_tracks, last
 from handlepool.order.uses import Use, Uses, needs_of, write_down
-from handlepool.pool.context import NodesByData, UnderWay, thread, unchecked
+from handlepool.pool.context import ActiveRecording, active, thread
+from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token
 
 MOST_MARKS = 64
 """Events that are kept for one stream. Whoever follows an older call waits for the first that is left."""
 
-Orders = dict[tuple[Driver, int, UnderWay | None], "DataOrder"]
+Orders = dict[tuple[Driver, int, ActiveRecording | None], "DataOrder"]
 """Of one thread, by driver and device; and by recording, since what is captured waits for nothing outside of that."""
+
+
+Accesses = tuple[Sequence[Piece | Token], Sequence[Piece | Token]]
+"""What a call reads, and what it writes."""
+Outer = tuple[Track | None, list[Accesses]]
+"""The track of the branch around a branch, and what that one read and wrote on streams of its own choice."""
+
+
+class Starts(Protocol):
+    """The slots of a fork, as far as the books know them."""
+
+    def start(self, order: "DataOrder", needs: Needs, *, owned: bool = False) -> Track:
+        """Start the next branch on a track of the fork, or of its caller. ``owned`` binds the slot to this thread."""
+
+    def undo_start(self) -> None:
+        """Release what `start` leased just now: the branch did not come to run."""
 
 
 class DataOrder:
@@ -48,23 +68,25 @@ class DataOrder:
     root : Track
         Of the outermost caller's stream. What is given to that comes before every branch that starts later, so its calls wait,
         and are not written down.
+    fork : object
+        What stands for the fork that opens the books.
 
     Attributes
     ----------
     busy : bool
         Whether somebody is in the middle of the books, or they are closed.
-    forks : int
-        How many use them; the last that is left closes them.
+    forks : set
+        What stands for the forks that use the books. The last fork that is left closes them.
     running : Track or None
         Of the branch that runs Python just now, the innermost.
-    elsewhere : list
-        What that branch gave to streams of its own choice.
+    foreign_writes : list
+        What that branch read and wrote on streams of its own choice.
     recent : Recent or None
         The first launches, as long as nothing has to be looked up.
     tracks : dict
         By pointer, the streams.
-    guesses : dict
-        Calls that may have written what they were given: their functions' names and codes.
+    assumed_writers : dict
+        Calls that may have written the memory they were given: their functions' names and codes.
     kept : list
         Whatever has memory in the books: what is freed could be given out as something else.
     """
@@ -77,13 +99,13 @@ class DataOrder:
         "_orders",
         "_record",
         "_uses",
+        "assumed_writers",
         "busy",
         "closed",
         "device",
         "driver",
-        "elsewhere",
+        "foreign_writes",
         "forks",
-        "guesses",
         "kept",
         "pool",
         "recent",
@@ -92,31 +114,31 @@ class DataOrder:
         "tracks",
     )
 
-    def __init__(self, pool: PoolInternals, device: int, root: Track) -> None:
+    def __init__(self, pool: PoolInternals, device: int, root: Track, fork: object = None) -> None:
         self.pool = pool
         self.driver = pool.driver
         self.device = device
         self.root = root
-        self.forks = 1
+        self.forks = {fork}
         self.busy = self.closed = False
         self.running: Track | None = None
-        self.elsewhere: list[tuple[Sequence[Piece | Token], Sequence[Piece | Token]]] = []
+        self.foreign_writes: list[Accesses] = []
         self.tracks: dict[int, Track] = {root.pointer: root}
-        self.guesses: dict[tuple[Track, int], tuple[str, Hashable]] = {}
+        self.assumed_writers: dict[tuple[Track, int], AssumedWriter] = {}
         self.kept: list[object] = []
-        self._events = pool.device(device).edges
+        self._events = (pool.devices.get(device) or pool.device(device)).edges
         self._free = self._events.free
         self._record = self.driver.record_event
-        self.recent: Recent | None = Recent(self.driver.block_type)
-        self._uses = Uses()
+        self.recent: Recent | None = None
+        self._uses = _NO_USES
         self._known = self._uses.known
         self._orders = _thread.orders
-        self._key = unchecked(self.driver), device, thread.recording
+        self._key = getattr(self.driver, "checked_driver", self.driver), device, thread.recording
 
     def open(self) -> None:
         """Be this thread's books."""
         self._orders[self._key] = self
-        opened.append(self)  # after: a launch that sees it asks the thread
+        active.append(self)  # after: a launch that sees it asks the thread
         self.driver.order_plain(partial(_before_plain, self.driver))
 
     def __enter__(self) -> None:
@@ -127,12 +149,168 @@ class DataOrder:
     def __exit__(self, *_: object) -> None:
         self.busy = False
 
-    # What a call meets
+    # Branches
 
-    def meet(self, addresses: Sequence[int], operands: Operands) -> tuple[list[Use], list[Use], Needs]:
+    def start_launch(self, fork: Starts, launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Track:
+        """Start a branch that launches one known plan, in the order of its data; the track that it runs on."""
+        if self.busy:
+            raise in_the_middle()
+        try:
+            self.busy = True
+            recent, operands = self.recent, launch.operands
+            if recent is None and self._uses is _NO_USES:
+                recent = self.recent = Recent(self.driver.block_type)
+            needs = None if recent is None else recent.look_up(addresses, operands, blocks)
+            if needs is None:
+                recent = None
+                reads, writes, needs = self.look_up_launch(addresses, operands)
+            if needs and self.assumed_writers:
+                self._warn(needs)
+            track = fork.start(self, needs)
+            if needs and (len(needs) > 1 or track not in needs):
+                self.follow(track, needs)
+            call = track.next_call()
+            if recent is not None:
+                recent.note(addresses, operands, blocks, track, call)
+            else:
+                self.note_launch(track, call, reads, writes, addresses, operands)
+        except BaseException:
+            fork.undo_start()
+            raise
+        finally:
+            self.busy = False
+        return track
+
+    def start_call(self, fork: Starts, call: Call) -> Track:
+        """Start a branch that makes any call, in the order of its data, on a slot of this thread's; its track."""
+        if self.busy:
+            raise in_the_middle()
+        try:
+            self.busy = True
+            reads, writes, needs = self.look_up(call)
+            if needs and self.assumed_writers:
+                self._warn(needs)
+            track = fork.start(self, needs, owned=True)
+            if needs and (len(needs) > 1 or track not in needs):
+                self.follow(track, needs)
+            write_down(track, track.next_call(), reads, writes)
+        except BaseException:
+            fork.undo_start()
+            raise
+        finally:
+            self.busy = False
+        return track
+
+    def _warn(self, needs: Needs) -> None:
+        """Warn where a branch waits for a call that may have written the memory it was given."""
+        for each in needs.items():
+            if each in self.assumed_writers:
+                warn_of_assumed_write(self.assumed_writers[each])
+
+    def enter_branch(self, track: Track) -> Outer:
+        """Let a branch run Python on a track; what `end_branch` is to be given."""
+        outer = self.running, self.foreign_writes
+        self.running, self.foreign_writes = track, []
+        return outer
+
+    def end_branch(self, outer: Outer, call: PythonCall, allocated: Sequence[Any] | None, ended: tuple[object] | None) -> None:
+        """Write down what a branch that ran Python turned out to read and write.
+
+        Parameters
+        ----------
+        outer : Outer
+            From `enter_branch`.
+        call : PythonCall
+        allocated : sequence of block or None
+            What the branch allocated, in order; None where that was not seen.
+        ended : (object,) or None
+            Its value; None where it raised an error.
+        """
+        track, given = self.running, self.foreign_writes
+        self.running, self.foreign_writes = outer
+        if self.running is track:  # no state was left for a fork in a branch
+            self.foreign_writes += given
+        if self.closed or track is None:
+            return
+        if self.busy:
+            raise in_the_middle()
+        try:
+            self.busy = True
+            uses = self._uses if self._uses is not _NO_USES else self._entered()
+            for reads, writes in given:
+                self.note(track, self.entries(reads), self.entries(writes))
+            if ended is None:
+                made, others = call.failed(self, track, allocated or ())
+            else:
+                self.kept.append(ended[0])  # it is in the books, also where its memory is another library's
+                made, others = call.ended(self, track, allocated, ended[0])
+            # What the branch was given is written down again: an event may stand behind less than all of it. Memory that it was
+            # not ordered for the books forget with its other users, so the branch's stream waits for these now, and whoever
+            # follows the branch comes after them.
+            try:
+                if others:
+                    self.follow(track, self.conflicts((), others))
+            finally:
+                number = track.next_call()
+                write_down(track, number, uses.pieces(call.reads), uses.pieces([*call.writes, *made, *others]))
+        finally:
+            self.busy = self.closed
+
+    def enter_fork(self, fork: object, *, counted: bool) -> None:
+        """Let another fork use the books. A fork in a branch is not counted: it is over with its branch."""
+        if self.busy:
+            raise in_the_middle()
+        if counted:
+            self.forks.add(fork)
+
+    def leave_fork(self, fork: object, tracks: Sequence[Track], home: Track, kept: list[object] | None, stream: object) -> None:
+        """Let a fork go that was joined: its caller's stream comes after all its branches. The last fork closes the books.
+
+        ``kept`` is what the branches read and made, where that is not an outer fork's.
+        """
+        self.busy = True  # it may be so already, after an interrupt
+        self.forks.discard(fork)
+        if not self.forks:
+            self.close()
+        elif not self.closed:
+            self.joined(tracks, home, stream)
+            if kept is not None:
+                self.kept.append(kept)
+        self.busy = self.closed
+
+    def abandon_fork(self, fork: object, tracks: Sequence[Track], home: Track, kept: list[object] | None, stream: object) -> None:
+        """Let a fork go whose branches may still use all that is kept."""
+        abandon(self.kept[:])
+        self.leave_fork(fork, tracks, home, kept, stream)
+
+    def recover(self) -> None:
+        """Be usable again after an interrupt that came in the middle of the books."""
+        self.busy = self.closed
+
+    def admit(self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], keep: object, pointer: int) -> None:
+        """Let a stream wait for the branches that a call on it conflicts with, and write the call down.
+
+        Calls on the outermost caller's stream are not written down: whatever starts later comes after them.
+        """
+        with self:
+            track = self.tracks.get(pointer) or Track(pointer)  # or one of the caller's own choice, who orders it with its own
+            noted = track if pointer in self.tracks else self.running
+            if noted is None or noted is self.root:
+                self.follow(track, self.conflicts(reads, writes))
+                return
+            self.kept.append(keep)
+            read, written = self.entries(reads), self.entries(writes)
+            self.follow(track, needs_of(read, written))
+            self.note(noted, read, written)
+            if noted is not track:
+                self.foreign_writes.append((reads, writes))
+
+    # Look-ups
+
+    def look_up_launch(self, addresses: Sequence[int], operands: Operands) -> tuple[list[Use], list[Use], Needs]:
         """Look up what a launch reads, and what it overwrites that may be known already; and what it waits for."""
-        if self.recent is not None:
-            self._look_up()
+        if self._uses is _NO_USES:
+            self._enter_recent()
         reads: list[Use] = []
         writes: list[Use] = []
         needs: Needs = {}
@@ -170,74 +348,67 @@ class DataOrder:
             reads, writes = self.entries(pieces[: operands.inputs]), self.entries(pieces[operands.inputs :])
         return reads, writes, needs_of(reads, writes)
 
-    def meet_any(self, memory: Memory) -> tuple[list[Use], list[Use], Needs]:
+    def look_up(self, call: Call) -> tuple[list[Use], list[Use], Needs]:
         """Look up what any call reads and what it writes; and what it waits for."""
-        reads, writes = self.entries(memory.reads), self.entries(memory.writes)
-        needs = needs_of(reads, [*writes, *self.entries(memory.guessed)])
-        if memory.guessed:
-            memory.waited = needs != needs_of(reads, writes)
+        if self._uses is _NO_USES:
+            self._enter_recent()
+        uses = self._uses
+        reads, writes = uses.pieces(call.reads), uses.pieces(call.writes)
+        if not call.assumed_writes:
+            return reads, writes, needs_of(reads, writes)
+        assumed = reads if call.assumed_writes is call.reads else uses.pieces(call.assumed_writes)
+        needs = needs_of(reads, [*writes, *assumed])
+        if needs:
+            call.compare_needs(needs_of(reads, writes), needs)
         return reads, writes, needs
 
-    def _look_up(self) -> None:
+    def _entered(self) -> Uses:
+        """Return the entries of all memory, which the first launches have none of until they are asked for."""
+        if self._uses is _NO_USES:
+            self._enter_recent()
+        return self._uses
+
+    def _enter_recent(self) -> None:
         """Make entries of all that the first launches were given; after an interrupt there are none, and it is done again."""
         recent = self.recent
         try:
             self.recent = None
+            self._uses = Uses()
+            self._known = self._uses.known
             for addresses, operands, track, call in recent or ():
-                reads, writes, _ = self.meet(addresses, operands)
+                reads, writes, _ = self.look_up_launch(addresses, operands)
                 write_down(track, call, reads, writes)
                 self._write_down_new(track, call, addresses, operands)
         except BaseException:
             self._uses.close()
-            self._uses, self.recent = Uses(), recent
-            self._known = self._uses.known
+            self._uses, self.recent = _NO_USES, recent
+            self._known = _NO_USES.known
             raise
 
     def entries(self, pieces: Iterable[Piece | Token]) -> list[Use]:
         """Return the books' entries of any arrays, and tokens."""
-        if self.recent is not None:
-            self._look_up()
-        return [self._uses.piece(piece) for piece in pieces]
+        return self._entered().pieces(pieces)
 
     def conflicts(self, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token]) -> Needs:
         """Return what a call waits for that is not written down itself."""
-        if self.recent is not None:
-            self._look_up()
-        meeting = self._uses.meeting
-        return needs_of(*[[use for piece in pieces for use in meeting(piece)] for pieces in (reads, writes)])
+        overlapping = self._entered().overlapping
+        return needs_of(*[[use for piece in pieces for use in overlapping(piece)] for pieces in (reads, writes)])
 
     def note_launch(
-        self, track: Track, reads: Sequence[Use], writes: Sequence[Use], addresses: Sequence[int], operands: Operands
+        self, track: Track, call: int, reads: Sequence[Use], writes: Sequence[Use], addresses: Sequence[int], operands: Operands
     ) -> None:
-        """Write down a launch that was looked up, as the next call of a stream."""
-        call = track.count = track.count + 1
+        """Write down a launch that was looked up, as a call of a stream."""
         write_down(track, call, reads, writes)
         if operands.made:
             self._write_down_new(track, call, addresses, operands)
 
     def note(self, track: Track, reads: Sequence[Use], writes: Sequence[Use]) -> None:
         """Write down the next call of a stream."""
-        track.count += 1
-        write_down(track, track.count, reads, writes)
+        write_down(track, track.next_call(), reads, writes)
 
     def _write_down_new(self, track: Track, call: int, addresses: Sequence[int], operands: Operands) -> None:
         for address, reach in zip(addresses[operands.inputs :], operands.made, strict=False):
             self._uses.new(address, reach, track, call)
-
-    def note_again(self, track: Track, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token]) -> None:
-        """Write down, at the end of a branch, what it was given before: an event may stand behind less than all of it."""
-        self.note(track, self.entries(reads), self.entries(writes))
-
-    def note_found(self, track: Track, made: Iterable[Piece | Token], others: Sequence[Piece | Token]) -> None:
-        """Write down what a call turned out to write: memory that it allocated, and other memory, which it was not ordered for.
-
-        Its stream waits now for who used that: the books forget them, so whoever follows the call has to follow them with it.
-        """
-        try:
-            if others:
-                self.follow(track, self.conflicts((), others))
-        finally:
-            self.note(track, (), self.entries([*made, *others]))
 
     # Waits
 
@@ -258,8 +429,7 @@ class DataOrder:
         except BaseException:
             self._events.put(event)
             raise
-        marks.append((track.count, event, track.known))
-        track.marked = track.count  # after: an interrupt may come between the two
+        track.mark(event)
 
     def follow(self, track: Track, needs: Needs) -> None:
         """Let a stream wait for calls, where it does not yet."""
@@ -272,41 +442,39 @@ class DataOrder:
                 self.driver.wait_event(track.pointer, event)
                 track.learn({**known, other: reached})
 
-    def joined(self, tracks: Iterable[Track], home: Track) -> None:
-        """Note that a stream waits for all that others were given, which are nobody's from now on."""
-        home.count += 1
+    def joined(self, tracks: Sequence[Track], home: Track, stream: object = None) -> None:
+        """Note that a stream waits for all calls of other tracks, which no fork has from now on."""
+        home.absorb(tracks, stream)
         for track in tracks:
-            track.into = (home, home.count)
-            home.learn(track.known)
             self.tracks.pop(track.pointer, None)
-            self._end_track(track)
+        end_tracks(tracks, self._give_back)
 
     def close(self) -> None:
         """Forget everything: the join was made, or never will be. By any thread, where their own has ended."""
         self.closed = self.busy = True
         if self._orders.get(self._key) is self:
             self._orders.pop(self._key, None)
-        if self in opened:  # or an interrupt came before it was
-            opened.remove(self)
-        for track in self.tracks.values():
-            self._end_track(track)
-            track.home = None
-        self._uses.close()
+        if self in active:  # or an interrupt came before it was
+            active.remove(self)
+        end_tracks(self.tracks.values(), self._give_back, closed=True)
+        if self._uses is not _NO_USES:
+            self._uses.close()
         self.kept.clear()
 
     def forget(self, pointer: int) -> None:
         """Forget a stream that no call was given to."""
         track = self.tracks.pop(pointer, None)
         if track is not None:
-            self._end_track(track)
+            end_tracks((track,), self._give_back)
 
-    def _end_track(self, track: Track) -> None:
-        """Give the events back, and let go of what leads from track to track."""
-        if track.marks:
-            self._events.free.extend([event for _, event, _ in track.marks])
-            self._events.returned()
-            track.marks.clear()
-        track.end()
+    def _give_back(self, events: list[Any]) -> None:
+        """Give events back that no stream is to wait for any more."""
+        self._events.free.extend(events)
+        self._events.returned()
+
+
+_NO_USES = Uses()
+"""Stands for the entries of books that have looked nothing up yet. It is shared, so nothing is ever entered there."""
 
 
 class _Thread(threading.local):
@@ -315,9 +483,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-opened: list[DataOrder] = []
-"""The books that are open, in whatever thread: where there are none, launches need not ask for their thread's."""
 
 
 def in_the_middle() -> OwnershipError:
@@ -330,66 +495,14 @@ def in_the_middle() -> OwnershipError:
 
 def open_order(driver: Driver, device: int) -> DataOrder | None:
     """Return this thread's books of a device, where an ordered fork is open."""
-    order = _thread.orders.get((unchecked(driver), device, thread.recording)) if opened else None
+    order = _thread.orders.get((getattr(driver, "checked_driver", driver), device, thread.recording)) if active else None
     return None if order is None or order.closed else order
 
 
-def lanes_for(pool: PoolInternals, pointer: int) -> NodesByData | None:
-    """Return the lanes of this thread's recording where a call on a stream is to be a node: outside of regions and nodes.
-
-    Or what takes note of such calls, in the first call of a function that is recorded.
-    """
-    lanes = thread.rehearsal if thread.recording is None else thread.recording.lanes
-    if lanes is None or thread.region is not None or not lanes.takes(pool, pointer):
-        return None
-    return lanes if not opened or open_order(pool.driver, pool.current_device()) is None else None
-
-
-def ordering_pool() -> PoolInternals | None:
-    """Return the pool of this thread's fork that orders calls on the current device; None outside of any."""
-    for (_, _, recording), order in _thread.orders.items():
-        if recording is thread.recording and not order.closed and order.pool.current_device() == order.device:
-            return order.pool
-    return None
-
-
-def before(
-    pool: PoolInternals,
-    reads: Sequence[Piece | Token],
-    writes: Sequence[Piece | Token],
-    keep: object,
-    pointer: int | None = None,
-) -> None:
-    """Let a stream wait for the branches that a call conflicts with which is about to be given to it, and write the call down.
-
-    Parameters
-    ----------
-    pool : PoolInternals
-    reads, writes : sequence of Piece or Token
-        What the call reads, and what it overwrites.
-    keep : object
-        Whose memory that is.
-    pointer : int, optional
-        The stream; the current one by default.
-    """
-    device = pool.current_device()
-    order = open_order(pool.driver, device)
-    if order is None:
-        return
-    with order:
-        if pointer is None:
-            pointer = pool.driver.current_stream(device).ptr
-        track = order.tracks.get(pointer) or Track(pointer)  # or one of the caller's own choice, who orders it with its own
-        noted = track if pointer in order.tracks else order.running
-        if noted is None or noted is order.root:
-            order.follow(track, order.conflicts(reads, writes))
-            return
-        order.kept.append(keep)
-        met, changed = order.entries(reads), order.entries(writes)
-        order.follow(track, needs_of(met, changed))
-        order.note(noted, met, changed)
-        if noted is not track:
-            order.elsewhere.append((reads, writes))
+def orders_of_thread() -> list[DataOrder]:
+    """Return this thread's books that are open, of all devices."""
+    recording = thread.recording
+    return [order for (_, _, known), order in _thread.orders.items() if known is recording and not order.closed]
 
 
 def _before_plain(driver: Driver, pointer: int, reads: Sequence[Piece], writes: Sequence[Piece]) -> None:
@@ -430,7 +543,6 @@ def written_since(pool: PoolInternals, memory: Piece, since: Needs) -> bool:
 
 def _after_fork() -> None:
     """Let a forked child be in no region of its parent's (guarantee 13)."""
-    opened.clear()
     _thread.orders.clear()
 
 

@@ -7,137 +7,154 @@ arguments and the same flags on.
 """
 
 import sys
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from gc import get_referents
 from operator import methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ReferenceType
 
-import numpy as np
-
-from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of
-from handlepool._util.protocols import has
 from handlepool._util.reachable import CACHE, attributes, bound_call, content, leaves
 from handlepool.drivers.protocol import Driver
-from handlepool.order.accesses import Memory
+from handlepool.order.assumed import warn_of_assumed_write, warn_of_change
 from handlepool.order.books import DataOrder
+from handlepool.order.call import PythonCall
+from handlepool.order.reached import Reached, arrays_in, piece_of, pieces_of
 from handlepool.order.track import Track
-from handlepool.tensors.layout import Piece, Token, piece, share
-
-Guess = tuple[str, Hashable]
-"""A function that may have written what it was given: its name, and its code."""
+from handlepool.pool.slot import Slot
+from handlepool.tensors.layout import Piece, Token, share
 
 _may_write: dict[tuple[Hashable, ...], bool] = {}
 """By code, since a lambda is another function each time: the function's own, and that of the functions that it was given; and by
 how many arguments and arrays it was given, since one more may be what it writes; and by its flags."""
 _MOST_KNOWN = 10_000
-_warned: set[Hashable] = set()
 
 
-def piece_of(driver: Driver, value: Any) -> Piece | None:
-    """Return the memory of an array of any library; None for what has none that is known."""
-    if isinstance(value, driver.array_types):  # outside of the below: an error here must not hide an array
-        array: Any = value
-        return piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)
-    try:
-        tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-        if tensor is not None and isinstance(value, tensor):
-            size = value.element_size()
-            return piece(value.data_ptr(), value.shape, [step * size for step in value.stride()], size)
-        for protocol in ("__cuda_array_interface__", "__array_interface__"):
-            if has(value, protocol) and not isinstance(value, (type, np.generic)):
-                known = getattr(value, protocol)
-                kind = np.dtype(known["typestr"])
-                shape, strides = tuple(known["shape"]), known.get("strides")
-                if strides is None:
-                    strides = np.empty(0, kind).itemsize * np.cumprod([1, *shape[:0:-1]])[::-1]
-                return piece(known["data"][0], shape, [int(step) for step in strides], kind.itemsize)
-    except Exception:  # sparse, without memory, or a proxy
-        return None
-    return None
+ORDERS_ITSELF = "__handlepool_orders_itself__"
+"""The attribute of a function that orders itself when it is called. It is the function itself, since `functools.wraps` copies
+attributes."""
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def arrays_in(driver: Driver, *values: object, calls: bool = False, owners: list[Any] | None = None) -> list[tuple[Any, Piece]]:
-    """Return the arrays that are reached from values, each with its memory; ``owners`` as in `leaves`."""
-    found = [(value, piece_of(driver, value)) for value in leaves(*values, calls=calls, owners=owners)]
-    return [(value, memory) for value, memory in found if memory is not None]
+def orders_itself(function: F) -> F:
+    """Decorate a method that orders itself, when it is called, by what it reads and writes."""
+    setattr(function, ORDERS_ITSELF, function)
+    return function
 
 
-def pieces_of(driver: Driver, *values: object, calls: bool = False) -> list[Piece]:
-    """Return the memory of the arrays that are reached from values and have elements."""
-    return [memory for _, memory in arrays_in(driver, *values, calls=calls) if memory[1] > memory[0]]
+def does_order_itself(function: object) -> bool:
+    """Whether a function, or an object that is called, orders itself."""
+    method = getattr(bound_call(function), "__func__", None)
+    return type(method) is FunctionType and method.__dict__.get(ORDERS_ITSELF) is method
 
 
-exact: set[Any] = set()
-"""Functions that order themselves, when they are called, by what they read and write: nothing has to be guessed of them."""
-
-
-class PlainCall(Memory):
+class PlainCall(PythonCall):
     """A call of a plain function: what it reads and writes, and, until it has ended, what it may write.
 
     Attributes
     ----------
-    held : list of array
-        What it reads. A list may be emptied meanwhile, and an attribute or a closure's name be given anew.
+    reached : Reached or None
+        What it is given; None for a function that orders itself.
+    caused_wait : bool
+        Whether it waits for another call because of its assumed writes alone.
     """
 
-    __slots__ = ("_call", "_driver", "_exact", "_form", "_given", "_guess", "_out", "held")
+    __slots__ = (
+        "_call",
+        "_driver",
+        "_exact",
+        "_form",
+        "_given",
+        "_out",
+        "_writer",
+        "assumed_writes",
+        "caused_wait",
+        "keep",
+        "name",
+        "reached",
+        "reads",
+        "writes",
+    )
 
     def __init__(self, driver: Driver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name = getattr(function, "__qualname__", None) or kind_of(function)
-        function = bound_call(function)
-        self._call = function, args, kwargs
+        self.name = getattr(function, "__qualname__", None) or kind_of(function)
+        plain = type(function) is FunctionType
+        bound = function if plain else bound_call(function)
+        self._call = bound, args, kwargs
         self._driver = driver
-        codes = tuple(_codes((function, args, kwargs)))
-        self._guess = name, codes[:1]
-        self._exact = getattr(function, "__func__", None) in exact
-        given: list[tuple[Any, Piece]] = []
-        found: list[tuple[Any, Piece]] = []
-        if not self._exact:
-            owners: list[Any] = []
-            given = arrays_in(driver, args, kwargs, calls=True, owners=owners)
-            found = [*given, *arrays_in(driver, function, calls=True, owners=owners)]
-            if owners:
-                found += arrays_in(driver, *attributes(*owners), calls=True, owners=[])
-        self.held = [array for array, _ in found]
-        self._given = [memory for _, memory in found if memory[1] > memory[0]]
-        self._out = pieces_of(driver, kwargs.get("out"))
-        self._form = (*codes, len(args), len(given), *kwargs)
-        guessed = [] if _may_write.get(self._form) is False else self._given
-        super().__init__(self._given, self._out, guessed, name)
+        self._exact = not plain and does_order_itself(bound)
+        # What a call reads is kept: a list may be emptied meanwhile, and an attribute or a closure's name be given anew.
+        self.reached = reached = None if self._exact else Reached(driver, bound, args, kwargs)
+        codes: tuple[Hashable, ...]
+        if reached is not None and reached.flat:  # as below, without a look at each value
+            codes = (function.__code__, *reached.flags)
+        else:
+            codes = tuple(_codes((bound, args, kwargs)))
+        self._writer = self.name, codes[:1]
+        self._given: list[Piece] = [] if reached is None else reached.pieces
+        self._out = pieces_of(driver, kwargs["out"]) if "out" in kwargs else []
+        self._form = (*codes, len(args), 0 if reached is None else reached.given, *kwargs)
+        self.reads = self._given
+        self.writes = self._out
+        self.assumed_writes = [] if _may_write.get(self._form) is False else self._given
+        self.caused_wait = False
+        self.keep = self._call, reached and reached.values
 
-    def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, result: object) -> None:
-        """Write down what the function wrote, now that it has returned; None where nobody saw what it allocated."""
-        new = [self._driver.block_range(block) for block in allocated or ()]
-        found = arrays_in(self._driver, result)
-        made: list[Piece] = [(start, stop, None) for start, stop in new]
+    def launch(self, slot: Slot) -> Any:
+        """Call the function; the slot's stream is current."""
+        function, args, kwargs = self._call
+        return function(*args, **kwargs)
+
+    def compare_needs(self, known: object, assumed: object) -> None:
+        """Note whether the assumed writes add to the calls that this one waits for."""
+        self.caused_wait = assumed != known
+
+    def ended(
+        self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, value: object
+    ) -> tuple[list[Piece], list[Piece]]:
+        """Be told of the value; new memory that was written, and other memory that the call was not ordered for."""
+        driver = self._driver
+        new = list(map(driver.block_range, allocated or ()))
+        found = [(value, driver.memory_of(value))] if type(value) is driver.array_types[0] else arrays_in(driver, value)
+        made: list[Piece] = []
+        for start, stop in new:
+            made.append((start, stop, None))
         others: list[Piece] = []
-        for _, memory in found:
-            inside = any(start <= memory[0] and memory[1] <= stop for start, stop in new)
-            (made if inside else others).append(memory)
+        pure = bool(found)
+        for array, memory in found:
+            if not _lies_in(memory, new):
+                others.append(memory)
+                pure = pure and self._is_new(array, memory)
+            elif memory not in made:
+                made.append(memory)
         if "torch" in sys.modules and not self._exact:
-            others += self._made_unseen(result)
-        pure = self._exact or self._are_new(found, new)
-        if not pure:
-            in_place = not found or any(share(memory, known) for _, memory in found for known in self._given)
-            if in_place and not self.guessed and not order.waits_for_all(track, self._given):
-                warn_of_change(self._guess)
+            others += self._made_unseen(value)
+        if pure or self._exact:
+            if allocated is not None and self._form not in _may_write:
+                self._learn(False)
+            return made, others
+        in_place = not found or any(share(memory, known) for _, memory in found for known in self._given)
+        if in_place and not self.assumed_writes and not order.waits_for_all(track, self._given):
+            warn_of_change(self._writer)
         if allocated is not None:
-            if not _may_write.get(self._form):
-                if len(_may_write) >= _MOST_KNOWN:
-                    _may_write.clear()
-                _may_write[self._form] = not pure
-            if not pure:
-                self._tell(order, track)
-        order.note_found(track, made, others if pure else others + self._given)
+            self._learn(True)
+            self._tell(order, track)
+        return made, others + self._given
+
+    def _learn(self, writes: bool) -> None:
+        """Remember whether calls of this form may write what they are given; a form that once did may do so again."""
+        if not _may_write.get(self._form):
+            if len(_may_write) >= _MOST_KNOWN:
+                _may_write.clear()
+            _may_write[self._form] = writes
 
     def _made_unseen(self, result: object) -> list[Piece]:
         """Return the memory of what the call may have made with torch's allocator, which nobody sees, wherever it put that."""
-        known, kind, found = {*map(id, self.held)}, self._driver.array_types, []
+        reached = self.reached
+        known = set() if reached is None else {id(array) for array, _ in reached.arrays}
+        kind, found = self._driver.array_types, []
         for value in leaves(result, *self._call, calls=True):
             if id(value) not in known and not isinstance(value, kind):
                 memory = piece_of(self._driver, value)
@@ -145,32 +162,40 @@ class PlainCall(Memory):
                     found.append(memory)
         return found
 
-    def failed(self, order: DataOrder, track: Track, allocated: Sequence[Any]) -> None:
-        """Write down what the function may have written before it raised an error."""
-        if self.guessed:
+    def failed(self, order: DataOrder, track: Track, allocated: Sequence[Any]) -> tuple[list[Piece], list[Piece]]:
+        """Be told that the function raised an error; what it may have written before."""
+        if self.assumed_writes:
             self._tell(order, track)
-        order.note_found(track, [(*self._driver.block_range(block), None) for block in allocated], self._given)
+        return [(*self._driver.block_range(block), None) for block in allocated], self._given
 
     def is_new(self, allocated: Sequence[Any], result: object) -> bool:
         """Whether a result is new arrays alone, of those that the call allocated and those of other libraries."""
-        return self._are_new(arrays_in(self._driver, result), [self._driver.block_range(block) for block in allocated])
+        new = list(map(self._driver.block_range, allocated))
+        found = arrays_in(self._driver, result)
+        return bool(found) and all(_lies_in(memory, new) or self._is_new(value, memory) for value, memory in found)
 
-    def _are_new(self, found: Sequence[tuple[Any, Piece]], new: Sequence[tuple[int, int]]) -> bool:
-        return bool(found) and all(self._is_new(value, memory, new) for value, memory in found)
-
-    def _is_new(self, value: Any, memory: Piece, new: Sequence[tuple[int, int]]) -> bool:
-        start, stop, _ = memory
-        if any(first <= start and stop <= last for first, last in (*new, *(known[:2] for known in self._out))):
+    def _is_new(self, value: Any, memory: Piece) -> bool:
+        """Whether an array outside of what the call allocated is its ``out``, or another library's new array."""
+        if _lies_in(memory, [known[:2] for known in self._out]):
             return True
         # Another library's allocator is not ours to see.
         return type(value) is not self._driver.array_types[0] and not any(share(memory, known) for known in self._given)
 
     def _tell(self, order: DataOrder, track: Track) -> None:
         """Warn where a guess made this call wait, and let whoever waits for the call warn, too."""
-        if self.waited:
-            warn_of_guess(self._guess)
+        if self.caused_wait:
+            warn_of_assumed_write(self._writer)
         if not self._out:
-            order.guesses[track, track.count + 1] = self._guess
+            order.assumed_writers[track, track.count + 1] = self._writer
+
+
+def _lies_in(memory: Piece, blocks: Sequence[tuple[int, int]]) -> bool:
+    """Whether memory lies in one of some blocks."""
+    start, stop, _ = memory
+    for first, last in blocks:  # noqa: SIM110 - a generator takes longer, and mostly there is one block
+        if first <= start and stop <= last:
+            return True
+    return False
 
 
 def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Iterator[Hashable]:
@@ -242,26 +267,3 @@ def _codes_of_owner(owner: object, depth: int) -> Iterator[Hashable]:
         own: Any = getattr(owner, "__dict__", None)
         wraps = isinstance(own, dict) and "__wrapped__" in own
         yield from _codes([own["__wrapped__"]] if wraps else attributes(owner), min(depth - 1, 1), grows=True)
-
-
-def warn_of_guess(guess: Guess) -> None:
-    """Warn, once for each function, that a branch waits for what the function may have written."""
-    if guess not in _warned:
-        _warned.add(guess)
-        warnings.warn(
-            f"a branch waits since {guess[0]}, which does not return new arrays alone, may have written any array that it was "
-            f"given: say what it writes with @handlepool.operation(mutates=...), and nothing else waits for it",
-            stacklevel=frames_inside(),
-        )
-
-
-def warn_of_change(guess: Guess) -> None:
-    """Warn, once for each function, that it may have written what another branch reads, which nobody could tell before."""
-    if (guess, "changed") not in _warned:
-        _warned.add((guess, "changed"))
-        warnings.warn(
-            f"{guess[0]} returned new arrays before, and this call did not. If it wrote an array that it was given, nothing "
-            f"orders that with another branch that was given the array: say what it writes with "
-            f"@handlepool.operation(mutates=...), or mutates=() where it writes nothing",
-            stacklevel=frames_inside(),
-        )

@@ -35,7 +35,7 @@ class Recent:
         """Give the launches in the order in which they were given to streams."""
         return iter(self._launches)
 
-    def meet(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object]) -> Needs | None:
+    def look_up(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object]) -> Needs | None:
         """Return what a launch waits for; None for one that has to be looked up, and so all of these."""
         needs, written, index = NOTHING, self._written, 0
         for reach in operands.read:  # counted by hand: a `zip` takes as long as two look-ups
@@ -64,9 +64,8 @@ class Recent:
                 return None
         return needs if operands.dense else None
 
-    def note(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object], track: Track) -> None:
-        """Write down a launch that was met, as the next call of a stream."""
-        call = track.count = track.count + 1
+    def note(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object], track: Track, call: int) -> None:
+        """Write down a launch that was looked up, as a call of a stream."""
         self._launches.append((addresses, operands, track, call))
         if operands.simple:
             self._outputs[addresses[-1]] = track, call, operands.outputs[0]

@@ -1,6 +1,7 @@
 """Streams of a region, as its books know them: what each was given, and which calls of the others it waits for."""
 
 from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from handlepool.pool.slot import Slot
@@ -53,6 +54,33 @@ class Track:
         self.marks: list[tuple[int, Any, Needs]] = []
         self.into: tuple[Track, int] | None = None
 
+    def next_call(self) -> int:
+        """Count one more call of this stream; its number."""
+        self.count = call = self.count + 1
+        return call
+
+    def mark(self, event: Any) -> None:
+        """Let an event, which was recorded just now, stand for all calls of this stream."""
+        self.marks.append((self.count, event, self.known))
+        # After that: an interrupt may come between the two.
+        self.marked = self.count
+
+    def follow_home(self) -> None:
+        """Know all that ``home`` knows, which this stream came after when its branch started."""
+        home = self.home
+        if home is not None and home.known is not self.seen:
+            self.learn(home.known)
+            self.seen = home.known
+
+    def absorb(self, tracks: "Iterable[Track]", stream: object = None) -> None:
+        """Come after all calls of joined tracks. ``stream`` is kept: recording on a destroyed stream fails."""
+        call = self.next_call()
+        for track in tracks:
+            track.into = (self, call)
+            self.learn(track.known)
+        if stream is not None:
+            self.stream = stream
+
     def passed(self, call: int) -> tuple[int, Any, Needs]:
         """Return the first mark behind a call."""
         return self.marks[bisect_left(self.marks, (call,))]
@@ -82,10 +110,17 @@ class Track:
             home = home.home
         return False
 
-    def end(self) -> None:
-        """Let go of what leads from track to track."""
-        self.known = self.seen = NOTHING
-        self.slot = self.fork = self.stream = None
+
+def end_tracks(tracks: Iterable[Track], give_back: Callable[[list[Any]], None], *, closed: bool = False) -> None:
+    """Drop the references of tracks to other tracks, to their homes too where the books are closed, and give events back."""
+    for track in tracks:
+        if track.marks:
+            give_back([event for _, event, _ in track.marks])
+            track.marks.clear()
+        track.known = track.seen = NOTHING
+        track.slot = track.fork = track.stream = None
+        if closed:
+            track.home = None
 
 
 def last(track: Track, call: int) -> tuple[Track, int]:
@@ -95,5 +130,5 @@ def last(track: Track, call: int) -> tuple[Track, int]:
     return track, call
 
 
-NOBODYS = Track(0)
-"""Stands for the track of a fork that has no branches."""
+NO_TRACK = Track(0)
+"""Stands for the caller's track of a fork that has no branches."""

@@ -129,8 +129,11 @@ class Uses:
         """Return the entries of some pieces."""
         known, found = self.known, []
         for piece in pieces:
-            use = known.get(piece[0]) if type(piece) is tuple and piece[2] is None else None
-            found.append(use if use is not None and use.stop == piece[1] else self.piece(piece))
+            if type(piece) is not tuple or piece[2] is not None:
+                found.append(self.piece(piece))
+                continue
+            use = known.get(piece[0])
+            found.append(use if use is not None and use.stop == piece[1] else self.dense(piece[0], piece[1] - piece[0]))
         return found
 
     def new(self, address: int, reach: int, writer: Track, call: int) -> None:
@@ -140,13 +143,13 @@ class Uses:
         if use.stop > self._end:
             self._end = use.stop
 
-    def meeting(self, piece: Any) -> Iterable[Use]:
+    def overlapping(self, piece: Any) -> Iterable[Use]:
         """Return the entries that share elements with a piece, or a token, which gets none itself."""
         if type(piece) is Token:
             use = self.known.get(piece)
             return () if use is None else (use,)
         self._place_all()
-        return [use for at in self._between(*piece[:2]) for use in self._at(at) if _meet(use, piece)]
+        return [use for at in self._between(*piece[:2]) for use in self._at(at) if _overlap(use, piece)]
 
     def close(self) -> None:
         """Let go of what leads from entry to entry."""
@@ -180,7 +183,7 @@ class Uses:
                 return self._coarsen(at, merged)
             piece = (start, stop, use.piece)
             for each in known:
-                if _meet(each, piece):
+                if _overlap(each, piece):
                     self._link(each, use)
             merged.uses.append(use)
         dense = use.piece is None and start not in self.known
@@ -270,7 +273,7 @@ def write_down(track: Track, call: int, reads: Iterable[Use], writes: Iterable[U
             use.overwritten()
 
 
-def _meet(use: Use, piece: Piece) -> bool:
+def _overlap(use: Use, piece: Piece) -> bool:
     """Whether two pieces share an element, as far as that can be told quickly."""
     start, stop, strided = piece
     if use.stop <= start or stop <= use.start:

@@ -22,9 +22,10 @@ class BranchRegion(Protocol):
     keep: Callable[[object], None]
     allocated: list[Any]
 
-    @property
-    def allocator(self) -> Any:
-        """What branches allocate with."""
+    allocator: Any
+
+    def prepare(self) -> Any:
+        """Return what branches allocate with, made where ``allocator`` is None."""
 
     @property
     def over(self) -> bool:
@@ -113,6 +114,26 @@ class ActiveRecording(Protocol):
         """Be told of a fork that has fewer states than it wanted, since no more side slots are free."""
 
 
+Begin = Callable[[tuple[Any, ...], Any, tuple[int, ...], tuple[object, ...]], Any]
+"""Starts the launch of a known plan: told the operands, what launches them, their addresses and blocks, it returns the slot to
+launch on."""
+
+
+class BranchPlace(Protocol):
+    """A fork as the place of the call that is its next branch, as far as what stands below regions knows it."""
+
+    @property
+    def pool(self) -> Any:
+        """The internals of the fork's pool."""
+
+    @property
+    def begin(self) -> Begin | None:
+        """What starts the launch of a known plan as a branch; None where no known plan may be launched at once."""
+
+    def run(self, call: Any, kept: object) -> Any:
+        """Run a call as the branch, and keep what it was given; its value."""
+
+
 class RunningPool(Protocol):
     """The pool of a branch or a task, as far as what stands below pools knows it: its internals."""
 
@@ -160,6 +181,8 @@ class _Thread(threading.local):
         self._life = _Life()
         self.token = ThreadToken(self._life)
         """The calling thread's identity."""
+        self.branches: list[BranchPlace] = []
+        """The forks that call a function of ours just now, which takes the last of them as its place."""
 
     pool: RunningPool | None = None  # of the branch or task that this thread runs
     region: BranchRegion | None = None  # of the branch or task that this thread runs
@@ -197,34 +220,40 @@ class Recordings(list[object]):
             setattr(thread, name, told)
             # Afterwards, since a launch that sees the watcher asks the thread.
             self.append(watcher)
+            active.append(watcher)
             return function(*args)
         finally:
             # An interrupt comes when a call has returned. One that comes before the watcher is there, or once it is gone, finds
             # the attribute put back.
             try:
-                self.remove(watcher)
-            except ValueError:
-                pass
+                for known in (active, self):
+                    if watcher in known:
+                        known.remove(watcher)
             finally:
                 setattr(thread, name, outer)
 
 
+class Active(list[object]):
+    """Regions and recordings under way, and watchers of a first call, in any thread.
+
+    Where there is none, a call looks for no place. No lock: a thread appends its region before its first call, so its calls see
+    the region, and an append and a removal are one atomic step each.
+    """
+
+
 branch_pools = BranchPools()
 recordings = Recordings()
-
-# The names that `order` imports.
-NodesByData = CallRecorder
-UnderWay = ActiveRecording
+active = Active()
 
 NOT_CACHED: Any = object()
 """What a look at the cache returns where nothing was launched."""
 
-Launcher = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
-launchers: dict[Any, Launcher] = {}
-"""How a fork launches what is no Python to it, by type, or by itself where it is a plain function. The first, tried before the
-other, is ``hit(function, pool, begin, args, kwargs)``, and may be None; the second ``prepare(function, pool, args, kwargs)``. Not
-attributes: proxies answer to any name, and `functools.wraps` gives a function's to what is around it."""
-NO_LAUNCHER: Launcher = (None, None)
+LAUNCHES = "__handlepool_launches__"
+"""The attribute of a function of ours that launches a plan for its arguments, and runs no Python of the user's.
+
+Its value is the function itself, since `functools.wraps` copies attributes. Of a type, the value is a function that has an object
+launch for a fork."""
+
 
 _UNCHANGED = object()
 
@@ -262,7 +291,7 @@ def run_on(
         branch_pools.append(pool)
     try:
         if region is not None:
-            allocator = driver.swap_allocator(region.allocator)
+            allocator = driver.swap_allocator(region.allocator or region.prepare())
         thread.region, thread.pool = region, pool
         driver.push_stream(stream)
         pushed = True
@@ -294,7 +323,9 @@ def _after_fork() -> None:
     global _forks
     _forks += 1
     thread.recording = thread.rehearsal = thread.launched = None
+    thread.branches.clear()
     recordings.clear()
+    active.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

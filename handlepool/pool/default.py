@@ -203,12 +203,6 @@ def close() -> None:
         pool.internals.trim_if_usable()
 
 
-class FromFork(tuple[PoolInternals, Any]):
-    """What a fork gives to a function in the place of its ``pool``; see `handlepool.graphs.launch.hit_branch`."""
-
-    __slots__ = ()
-
-
 def check_pool(who: str, pool: object) -> None:
     """Raise `ArgumentError` for what was passed as a pool and is none."""
     if not isinstance(pool, HandlePool):

@@ -482,7 +482,7 @@ class Lanes:
         The books forget these nodes for the call, which was not ordered after them. So a later call has to follow them too.
         """
         others = [piece for piece in written if isinstance(piece, Token) or not self.memory.is_new(piece)]
-        needs = needs_of((), [use for piece in others for use in self._uses.meeting(piece)])
+        needs = needs_of((), [use for piece in others for use in self._uses.overlapping(piece)])
         return self.leased.nodes({track: call for track, call in needs.items() if node.known.get(track, 0) < call})
 
     def _end(self, lane: Lane, node: Node, place: str, users: Sequence[Node] = (), *, alone: bool = False) -> bool:

@@ -69,7 +69,7 @@ class NodeMemory:
         known = self._freed.get(start)
         if known is not None:
             return known[1]
-        needs = needs_of((), uses.meeting((start, stop, None)))
+        needs = needs_of((), uses.overlapping((start, stop, None)))
         self._freed[start] = stop, needs
         self.reuse_queries.append(start)
         return needs

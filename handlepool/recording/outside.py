@@ -7,7 +7,7 @@ import numpy as np
 
 from handlepool._util.names import kind_of
 from handlepool.errors import ArgumentError
-from handlepool.order.plain_calls import piece_of
+from handlepool.order.reached import piece_of
 from handlepool.recording import tensors
 from handlepool.recording.update import Inputs, is_foreign
 from handlepool.tensors.inference import dense_strides

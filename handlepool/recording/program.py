@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
-from operator import attrgetter
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -14,10 +13,11 @@ from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Record
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.graphs.tuning import Tuning
 from handlepool.order.accesses import Memory
-from handlepool.order.books import before, opened
-from handlepool.order.plain_calls import exact, pieces_of
+from handlepool.order.places import before
+from handlepool.order.plain_calls import orders_itself
+from handlepool.order.reached import pieces_of
 from handlepool.pool import deferred as leftovers
-from handlepool.pool.context import on_device, recordings, thread
+from handlepool.pool.context import active, on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording import timing
@@ -26,7 +26,6 @@ from handlepool.recording.owner import OWNERS, Owned
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
 from handlepool.recording.update import Copy, Inputs, copy_all
-from handlepool.regions.fork import waited_for
 from handlepool.regions.memory import branch_regions
 from handlepool.tensors.layout import Piece, Token
 
@@ -133,7 +132,7 @@ class Program(Owned):
             self._refuse()
         if self._user is not thread.token:
             self._use("read", self._claim)
-        if opened and thread.region is not None:
+        if active and thread.region is not None:
             self._after_branches(pieces_of(self._driver, self._outputs), (), None)
         return self._outputs
 
@@ -155,6 +154,7 @@ class Program(Owned):
 
     # Use
 
+    @orders_itself
     def replay(self, stream: Any = None) -> None:
         """Enqueue the recorded work on a stream, with one launch. Does not wait for the GPU.
 
@@ -176,7 +176,7 @@ class Program(Owned):
         """
         if self._status.unusable:
             self._status.check()
-        if opened:
+        if active:
             self._after_branches(self._memory.reads, self._memory.writes, stream)
         lock = self._lock
         try:
@@ -214,6 +214,7 @@ class Program(Owned):
             self._explain(error)
             raise
 
+    @orders_itself
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Copy new values into the recorded inputs, on the current stream; replays see them from then on.
 
@@ -245,13 +246,14 @@ class Program(Owned):
     def _update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._claim()
         copies = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
-        if opened:
+        if active:
             sources, targets = ([getattr(copy, name) for copy in copies] for name in ("source", "target"))
             self._after_branches(pieces_of(self._driver, sources), pieces_of(self._driver, targets), None, copies)
         self._follow(None)
         self._inputs.copied(self._driver, copies)
         self._enqueue(self._beside_torch(copies, partial(copy_all, self._driver, copies)))
 
+    @orders_itself
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Update the inputs, replay, and copy the outputs, in one turn: of the uses of other threads none comes in between.
 
@@ -303,7 +305,7 @@ class Program(Owned):
             self._launch()
             copy_all(driver, results.copies)
 
-        if opened:
+        if active:
             read = pieces_of(driver, [copy.source for copy in given])
             changed = [*pieces_of(driver, [copy.target for copy in given]), *results.pieces]
             keep = self, given, results
@@ -339,8 +341,7 @@ class Program(Owned):
                     raise
 
     def _replayed(self, act: Callable[[int], T]) -> T:
-        """Do what replays the recording on the current stream, given that stream, and return its value."""
-        if opened:
+        if active:
             self._after_branches(self._memory.reads, self._memory.writes, None)
         self._follow(None)
         found: list[T] = []
@@ -565,6 +566,10 @@ class Program(Owned):
         if self._recording is not None:
             _defer(self._settle)
 
+    def __handlepool_arrays__(self) -> Any:
+        """Return the outputs: what `Fork.wait` waits for."""
+        return self._outputs
+
     def __reduce__(self) -> Any:
         """Refuse to be copied, also by `copy.copy`: two would end one graph."""
         raise TypeError(f"the program {self._name} owns a graph and memory and cannot be copied or pickled; record it again")
@@ -576,9 +581,6 @@ class Program(Owned):
         self.close()
 
 
-exact.update((Program.replay, Program.update, Program.__call__))
-
-
 def capturing(pointer: int) -> CaptureError:
     """Return the error for a stream that is being captured."""
     if thread.recording is not None:
@@ -587,6 +589,3 @@ def capturing(pointer: int) -> CaptureError:
         f"stream {pointer:#x} is being captured: a program can be neither used in a capture, nor be ordered after the last use "
         f"there. Use it before the capture, or after"
     )
-
-
-waited_for[Program] = attrgetter("_outputs")

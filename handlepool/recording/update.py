@@ -14,7 +14,7 @@ from handlepool.drivers.operands import ASARRAY, taken
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import MASKED, is_array
-from handlepool.order import plain_calls
+from handlepool.order import reached
 from handlepool.order.stream_order import integration
 from handlepool.recording import tensors
 from handlepool.tensors.inference import dense_strides
@@ -356,4 +356,4 @@ def piece_of(driver: Driver, array: Any) -> Piece:
 
 def memory_of(driver: Driver, value: Any) -> Piece | None:
     """Return the memory of an array of any library; None for a value without memory that is known."""
-    return piece_of(driver, value) if type(value) is driver.array_types[0] else plain_calls.piece_of(driver, value)
+    return piece_of(driver, value) if type(value) is driver.array_types[0] else reached.piece_of(driver, value)

@@ -22,10 +22,10 @@ from handlepool._util.names import shown
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, ForkedProcessError
-from handlepool.order.books import opened
 from handlepool.order.operation import follow_branches
-from handlepool.order.stream_order import in_torch, order, torch_among
-from handlepool.pool.context import on_device, process, run_on, thread
+from handlepool.order.reached import Reached
+from handlepool.order.stream_order import in_torch, order, torch_of
+from handlepool.pool.context import active, on_device, process, run_on, thread
 from handlepool.pool.default import check_pool, default_pool
 from handlepool.pool.deferred import abandon, defer, deferred, settle
 from handlepool.pool.device import DeviceSlots
@@ -122,14 +122,15 @@ class ParallelStateExecutor(Executor):
                 )
             self._began = process()
         try:
-            if opened:
-                follow_branches(pool, fn, args, kwargs)
-            task = self._task(pool, torch_among(fn, args, kwargs) if "torch" in modules else None)
+            reached = Reached(pool.driver, fn, args, kwargs)
+            if active:
+                follow_branches(pool, fn, args, kwargs, reached)
+            task = self._task(pool, torch_of(fn, reached.values) if "torch" in modules else None)
         except Exception as error:
             pool.status.diagnose(error)
             raise
         try:
-            task.region.keep_call(fn, args, kwargs)
+            task.region.keep((fn, args, kwargs, reached.values))
             future: StreamFuture[T] = StreamFuture(task)
             # A list that the worker empties, since the frames of an error's traceback lead to the thread pool's own, which keeps
             # what it was given: the error would keep itself, through the future, and the arguments.

@@ -9,7 +9,6 @@ the join.
 import os
 from typing import Any, cast
 
-from handlepool._util.reachable import bound_call, leaves
 from handlepool.drivers.protocol import Driver, Stream
 from handlepool.pool.context import thread, unchecked
 from handlepool.pool.deferred import abandon
@@ -34,13 +33,13 @@ class Region:
         What is kept already.
     """
 
-    __slots__ = ("_allocator", "_inner", "_outer", "allocated", "device", "driver", "ended", "keep", "kept", "stream")
+    __slots__ = ("_inner", "_outer", "allocated", "allocator", "device", "driver", "ended", "keep", "kept", "stream")
 
     def __init__(
         self, driver: Driver, stream: Stream, device: int, outer: "Region | None" = None, kept: list[object] | None = None
     ) -> None:
         self._outer = outer
-        self._allocator: Any = None
+        self.allocator: Any = None  # made when the first branch needs it
         self.kept: list[object] = [] if kept is None else kept
         self._inner: dict[int, list[Slot]] = {}  # by identity, what forks inside branches lease, until they are joined
         self.ended = False  # whether the outermost caller has gone on
@@ -50,10 +49,9 @@ class Region:
         self.keep = self.kept.append  # atomic: a task's region may be kept to by another thread
         self.allocated: list[Any] = []  # what its branches allocated, in that order
 
-    @property
-    def allocator(self) -> Any:
-        """What branches allocate with; made when the first branch needs it."""
-        allocator = self._allocator
+    def prepare(self) -> Any:
+        """Make the allocator of branches, where there is none yet; the allocator."""
+        allocator = self.allocator
         if allocator is None:
             keep, allocated = self.keep, self.allocated
 
@@ -61,12 +59,8 @@ class Region:
                 keep(block)
                 allocated.append(block)
 
-            allocator = self._allocator = self.driver.region_allocator(self.stream, keep_block, _allocator_of)
+            allocator = self.allocator = self.driver.region_allocator(self.stream, keep_block, _allocator_of)
         return allocator
-
-    def keep_call(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Keep a call's function, its arguments, and the arrays that are reached from these at this moment."""
-        self.keep((function, arguments, keywords, held_by(function, arguments, keywords)))
 
     def enter(self, leased: list[Slot]) -> None:
         """Know what an inner fork leases, to its join."""
@@ -100,12 +94,7 @@ class Region:
         kept = self.kept[:]
         abandon(kept)
         del self.kept[: len(kept)]  # another thread may have kept more meanwhile
-        self._allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
-
-
-def held_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
-    """Return what a call reaches at this moment: a list may be emptied, and an attribute or a closure's name be given anew."""
-    return [*leaves(bound_call(function), args, kwargs, calls=True)]
+        self.allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
 
 
 branch_regions: dict[int, Region] = {}
@@ -116,7 +105,7 @@ pointer, since one stream may have several objects, and they need not be ours.""
 def _allocator_of(pointer: int) -> Any:
     """Return the allocator of the region that a stream's branch is in."""
     region = branch_regions.get(pointer)
-    return None if region is None or region.ended else region.allocator
+    return None if region is None or region.ended else region.prepare()
 
 
 def inherited(driver: Driver, device: int, pointer: int) -> "Region | None":

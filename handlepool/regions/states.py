@@ -78,7 +78,9 @@ class ParallelStates:
         Fork
             To be entered once, by the thread that runs its branches.
         """
-        return Fork(self.pool.internals, self.count, stream, ordered=flag("ordered", ordered))
+        if type(ordered) is not bool:
+            ordered = flag("ordered", ordered)
+        return Fork(self.pool.internals, self.count, stream, ordered=ordered)
 
     def map(
         self, function: Callable[..., T], /, *iterables: Iterable[Any], out: Iterable[Any] | None = None, **kwargs: Any

@@ -32,9 +32,9 @@ from handlepool._util.names import kind_of
 from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Stream
 from handlepool.errors import ArgumentError, CaptureError
-from handlepool.order.books import before, opened
-from handlepool.order.plain_calls import pieces_of
-from handlepool.pool.context import on_device, run_on
+from handlepool.order.places import before
+from handlepool.order.reached import pieces_of
+from handlepool.pool.context import active, on_device, run_on
 from handlepool.pool.pool import HandlePool
 from handlepool.recording.outputs import Results, new_like
 from handlepool.recording.program import Program
@@ -186,7 +186,7 @@ class DeviceWorker:
                 raise
             near = arrays is not None and key in self._copy_plans and self._near(arrays, self._copy_plans[key])
         copy_plan = self._copy_plans.get(key)
-        if copy_plan is None or arrays is None or not near or opened or self._eager.always:
+        if copy_plan is None or arrays is None or not near or active or self._eager.always:
             flight = self._give(index, item, arrays, key)
         else:
             flight = self._give_by(copy_plan, index, arrays)
@@ -489,7 +489,7 @@ class DeviceWorker:
         with on_device(driver, source):
             if source != self.device:
                 caller = self._caller()
-            if opened:  # the caller's stream waits for branches of its forks that make the array
+            if active:  # the caller's stream waits for branches of its forks that make the array
                 before(self._internals, pieces_of(driver, [array]), (), array, caller.ptr)
         self._wait(source, caller.ptr, self.device, brings)
         if shared and source == self.device:

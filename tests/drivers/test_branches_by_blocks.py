@@ -66,7 +66,7 @@ class Program:
         with self.world.states.fork() as fork:
             for _ in range(self.rng.randrange(3, 14)):
                 self.step(fork, self.rng.choice(list(INPUTS)))
-            order = fork._order
+            order = fork._leases.order
             self.quick = order is not None and order.recent is not None
 
     def step(self, fork, function):

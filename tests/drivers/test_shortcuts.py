@@ -577,9 +577,10 @@ def test_the_plan_that_goes_is_the_one_used_longest_ago_also_where_the_uses_were
         world.driver.raw = entries == "raw" or (entries == "mixed" and number % 2 == 0)
         before = world.driver.compiled
         if uses.random() < 0.2:  # so that it is no hit
-            context.recordings.append(object())
+            context.enter_recording(object())
         launch = world.launched(double, arrays[number], out=outs[number] if given else None)
         context.recordings.clear()
+        context.active.clear()
         assert world.driver.compiled == before + built
         assert launch.addresses[0] == arrays[number].data.ptr
     assert consistent(world)
@@ -654,13 +655,14 @@ def test_while_another_thread_records_calls_are_known(world):
     index = known(world, double, x, out=y)
     known(world, double, x)
     before = world.prepared
-    context.recordings.append(object())
+    context.enter_recording(object())
     try:
         assert world.launched(double, x, out=y).index == index
         world.launched(double, x)
         assert world.prepared == before
     finally:
         context.recordings.clear()
+        context.active.clear()
     assert again(world, double, x, out=y).index == index
 
 
@@ -823,11 +825,12 @@ def nested(world, moment, recording=False):
 
     setattr(world.driver, moment, launch)
     if recording:
-        context.recordings.append(object())
+        context.enter_recording(object())
     try:
         plus(*outer[:2], out=outer[2])
     finally:
         context.recordings.clear()
+        context.active.clear()
     right = world.driver.launches[-1].addresses == addresses(*outer)
     assert again(world, plus, *inner[:2], out=inner[2]).addresses == addresses(*inner)
     return right and len(caught) == 1

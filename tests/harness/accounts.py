@@ -5,9 +5,9 @@ from collections import Counter
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.order import books
 from handlepool.pool import deferred
-from handlepool.pool.context import unchecked
-from handlepool.regions.fork import Fork
+from handlepool.pool.context import active, unchecked
 from handlepool.regions.future import Task
+from handlepool.regions.join import Join
 
 RESTORES = {"set_device", "swap_allocator", "use_stream", "pop_stream"}
 """Calls that make current what was current before; they fail in no context that lives, and nothing could be done then."""
@@ -40,14 +40,14 @@ class CostlyDriver:
 
 
 def forgotten(pool):
-    """Forks of a pool that nobody left, and that nobody has settled yet."""
-    forks = [fork for step in list(deferred.deferred) if isinstance(fork := step.__self__, Fork)]
-    return [fork for fork in forks if fork._pool is pool.internals]
+    """Joins of a pool's forks that nobody left, and that nobody has settled yet."""
+    joins = [join for step in list(deferred.deferred) if isinstance(join := step.__self__, Join)]
+    return [join for join in joins if join.pool is pool.internals]
 
 
 def books_of(driver):
     """The books of a driver's forks that are open, in whatever thread."""
-    return [order for order in books.opened if unchecked(order.driver) is unchecked(driver)]
+    return [order for order in active if isinstance(order, books.DataOrder) and unchecked(order.driver) is unchecked(driver)]
 
 
 def left_tasks():
@@ -68,7 +68,7 @@ def streams_of_books(driver):
 def waiting(pool):
     """Side slots that a closed pool still has: they, or the stream that waits for them, take part in a capture under way."""
     held = [slot for device in pool.internals.devices.values() for slot in device.sides.capturing]
-    return held + [slot for fork in forgotten(pool) for slot in fork._leased]
+    return held + [slot for join in forgotten(pool) for slot in join.leases.slots]
 
 
 def blocks_of(slot):
@@ -91,7 +91,8 @@ class Accounts:
         self.pool = pool
         self.live = list(pool.internals._live._slots)
         self.devices = list(pool.internals.devices.values())
-        self.leased = [slot for fork in (*forks, *forgotten(pool)) if fork._pool is pool.internals for slot in fork._leased]
+        leases = [*(fork._leases for fork in forks), *(join.leases for join in forgotten(pool))]
+        self.leased = [slot for each in leases if each.pool is pool.internals for slot in each.slots]
         self.idle = [slot for device in self.devices for slot in device.idle]
         self.free = [slot for device in self.devices for slot in device.sides.free]
         self.held = [slot for device in self.devices for slot in device.sides.capturing]

@@ -16,6 +16,7 @@ from handlepool.drivers.host.driver import HostDriver
 from handlepool.order import books, uses
 from handlepool.pool import default as defaults
 from handlepool.pool import deferred
+from handlepool.pool.context import active
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 
 
@@ -69,8 +70,8 @@ class World:
     def left_behind(self) -> str:
         """Say what is not as it was before the last case, or nothing."""
         leased = self.pool.stats()["handles_leased"] - len(self._hoard)
-        if leased or books.opened:
-            return f"{leased} side slots are still leased, and books are {'open' if books.opened else 'closed'}"
+        if leased or active:
+            return f"{leased} side slots are still leased, and books are {'open' if active else 'closed'}"
         return ""
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ class InPlace(torch.nn.Module):
 @pytest.fixture
 def pool(make_driver, monkeypatch):
     monkeypatch.setattr("handlepool.order.plain_calls._may_write", {})
-    monkeypatch.setattr("handlepool.order.plain_calls._warned", set())
+    monkeypatch.setattr("handlepool.order.assumed._warned", set())
     with HandlePool(driver=make_driver()) as pool:
         yield pool
 
@@ -32,7 +32,7 @@ def test_what_one_module_does_says_nothing_of_another_kind(pool):
     modules = [Twice(), torch.nn.Identity(), torch.nn.Sequential(Twice()), torch.nn.Sequential(Twice(), torch.nn.Identity())]
 
     def is_taken_to_write(module):
-        return bool(PlainCall(pool.driver, module, (x,), {}).guessed)
+        return bool(PlainCall(pool.driver, module, (x,), {}).assumed_writes)
 
     assert all(map(is_taken_to_write, modules))
     for module in modules:
@@ -76,8 +76,8 @@ def test_flags_of_a_module_tell_its_calls_apart(pool):
     for module in (torch.nn.ReLU(), Cell()):
         with ParallelStates(2, pool=pool).fork() as fork:
             fork.run(module, x)
-        assert not PlainCall(pool.driver, type(module)(), (x,), {}).guessed
-        assert PlainCall(pool.driver, type(module)(True), (x,), {}).guessed
+        assert not PlainCall(pool.driver, type(module)(), (x,), {}).assumed_writes
+        assert PlainCall(pool.driver, type(module)(True), (x,), {}).assumed_writes
 
 
 def test_tensors_without_memory_of_their_own_are_no_error(pool):

@@ -20,8 +20,8 @@ from handlepool import (
     ParallelStates,
 )
 from handlepool.drivers.host.driver import HostDriver
+from handlepool.graphs.launch import prepared
 from handlepool.pool.checks import CheckedSlot
-from handlepool.pool.context import launchers
 from handlepool.pool.slot import Slot
 from handlepool.pool.thread_slots import MOST_FOREIGN_STREAMS
 
@@ -93,8 +93,7 @@ def test_a_check_that_is_neither_on_nor_off_is_refused(check):
 def test_a_launch_with_a_slot_of_another_thread_is_refused(pool, in_thread):
     slot = pool.internals.slot()
     x, w, y = np.ones((1, 8, 8, 8), np.float32), np.ones((8, 8, 3, 3), np.float32), np.empty((1, 8, 6, 6), np.float32)
-    _, prepare = launchers[handlepool.conv2d]
-    call = prepare(handlepool.conv2d, pool.internals, (x, w), {"out": y})
+    call = prepared(handlepool.conv2d, pool.internals, (x, w), {"out": y})
     with pytest.raises(OwnershipError):
         in_thread(call.launch, slot)
     call.launch(slot)

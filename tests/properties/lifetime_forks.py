@@ -128,13 +128,13 @@ class Body:
         known = self.usable(written=written)
         value = known[-1 - i % len(known)] if known and i < 7 else self.fresh(i)
         value.streams.add(self.key)
-        value.forks.add(self.fork._mark)
+        value.forks.add(self.fork._leases.mark)
         return value
 
     def add(self, array, expected):
         value = Value(array, expected)
         value.streams.add(self.key)
-        value.forks.add(self.fork._mark)
+        value.forks.add(self.fork._leases.mark)
         self.made.append(value)
         if self.ordered:
             self.values.append(value)
@@ -239,7 +239,7 @@ class Body:
 
     def own(self, made):
         for value in made:
-            value.forks = {self.fork._mark}
+            value.forks = {self.fork._leases.mark}
         self.made += made
         if self.ordered:
             self.values += made
@@ -386,7 +386,7 @@ class Forks(RuleBasedStateMachine):
         if fork._ordered:
             values += body.made
         else:  # they are nobody's before the join
-            actor.later.setdefault(fork._mark, []).extend(body.made)
+            actor.later.setdefault(fork._leases.mark, []).extend(body.made)
 
     def forget(self, values, gone):
         """Have no more to do with values. What several streams had is theirs who made it to let go of."""
@@ -400,14 +400,14 @@ class Forks(RuleBasedStateMachine):
     def a_fork_is_left(self, f):
         actor, fork = self.open_fork(f)
         device, key = fork._ordinal, fork._pointer
-        order = fork._order
+        order = fork._leases.order
         values = actor.values.setdefault(device, [])
-        later = actor.later.pop(fork._mark, [])
+        later = actor.later.pop(fork._leases.mark, [])
         actor.forks.remove(fork)
         _, done = self.do(actor, lambda: fork.__exit__(None, None, None))
-        mine = [value for value in values if fork._mark in value.forks]
+        mine = [value for value in values if fork._leases.mark in value.forks]
         for value in [*mine, *later]:
-            value.forks.discard(fork._mark)
+            value.forks.discard(fork._leases.mark)
         if not done:  # branches may be under way for which nobody waits
             self.forget(values, mine)
             return

@@ -21,9 +21,9 @@ from lifetime_forks import INDEX, SIZES, TIMEOUT, Forks, Oops
 
 from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order import books, plain_calls
+from handlepool.order import plain_calls
+from handlepool.pool import context, deferred, side_streams
 from handlepool.pool import default as defaults
-from handlepool.pool import deferred, side_streams
 from handlepool.regions.memory import branch_regions
 
 DEVICES = 2
@@ -107,7 +107,7 @@ class Lifetimes(Forks):
     def begin(self, schedule, idle, limit, sides=32):
         self.former = defaults._default, side_streams.MOST_SIDE_SLOTS
         side_streams.MOST_SIDE_SLOTS = sides
-        for left in (books.opened, deferred.deferred, deferred.abandoned, branch_regions):  # by an example that failed
+        for left in (context.active, deferred.deferred, deferred.abandoned, branch_regions):  # by an example that failed
             left.clear()
         plain_calls._may_write.clear()  # of a function's first call more is ordered
         self.driver = Driver(devices=DEVICES, scheduler="adversarial", seed=schedule, memory=MEMORY, check_order=True)
@@ -507,7 +507,7 @@ class Lifetimes(Forks):
         deferred.deferred.run(1000)
         self.closed(self.pool)
         assert self.driver.alive()["handles"] == 0
-        assert not books.opened
+        assert not context.active
         streams = self.driver._streams
         for work in [work for work in streams._queues.values() if work.alive and not work.tail.done]:
             streams.wait_on_host(work.tail, "the end of an example")

@@ -49,6 +49,7 @@ def interrupted(k):
             found.append("the thread records")
         now.recording = now.rehearsal = now.launched = None
         context.recordings.clear()
+        context.active.clear()
         driver.swap_allocator(None)
         scene.stream.use()
         context.branch_pools.clear()

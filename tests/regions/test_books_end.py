@@ -6,8 +6,7 @@ from harness.graphs import double
 
 from handlepool import HandlePool, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order import books
-from handlepool.pool import deferred
+from handlepool.pool import context, deferred
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 
 
@@ -71,7 +70,7 @@ def test_g8_a_fork_without_a_state_whose_end_fails_closes_its_books_later(pool):
         driver.fail_at(1, None, Oops())
     del fork
     deferred.settle(most=100)
-    assert not books.opened
+    assert not context.active
     for slot in hoard:
         sides.release(slot, captured=False)
 
@@ -88,7 +87,7 @@ def test_a_fork_without_a_state_that_nobody_leaves_closes_its_books_though_a_cal
     for _ in range(2):
         deferred.settle(most=100)
     driver.fail_at(0)
-    assert not books.opened
+    assert not context.active
     for slot in hoard:
         sides.release(slot, captured=False)
 

@@ -22,6 +22,7 @@ from handlepool import (
 )
 from handlepool.order import books as books_module
 from handlepool.order import recent, track, uses
+from handlepool.pool.context import active
 
 SHAPE = 1, 4, 2, 4
 
@@ -42,7 +43,7 @@ class World:
         """Whether a chain is right, no books are open, and no side slot is leased."""
         with self.states.fork() as fork:
             y = fork.run(plus, fork.run(double, self.array(3)), self.array(1))
-        return (y.get() == 7).all() and not books_module.opened and self.pool.stats()["handles_leased"] == 0
+        return (y.get() == 7).all() and not active and self.pool.stats()["handles_leased"] == 0
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ def test_g17_a_pool_that_is_closed_inside_a_region_refuses(make_driver, after):
             fork.map(plus, [y], [x])
         else:
             fork.wait(y)
-    assert not books_module.opened
+    assert not active
 
 
 def test_g17_arguments_that_are_refused_are_in_no_books(world):
@@ -337,7 +338,7 @@ def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(mak
     early, late = costs(world, BRANCHES[name], COUNT)
     assert late[0] < early[0] * 1.05 + 10
     assert late[1] < early[1] * 1.05 + 1
-    assert not books_module.opened
+    assert not active
     assert books() == before
     assert world.driver.alive()["events"] - events < 400  # 64 for each stream, at most, kept for the next
     assert world.usable()
@@ -345,14 +346,14 @@ def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(mak
 
 
 def test_g17_control_a_step_for_each_branch_so_far_is_seen(make_driver, monkeypatch):
-    note = books_module.DataOrder.note
+    next_call = track.Track.next_call
 
-    def slow(order, branchs, reads, writes):
+    def slow(branchs):
         for _ in range(branchs.count):
             track.last(branchs, 0)
-        note(order, branchs, reads, writes)
+        return next_call(branchs)
 
-    monkeypatch.setattr(books_module.DataOrder, "note", slow)
+    monkeypatch.setattr(track.Track, "next_call", slow)
     world = World(make_driver, check_order=False, scheduler="threads")
     monkeypatch.setattr("handlepool.pool.default._default", world.pool)
     early, late = costs(world, BRANCHES["operations"], 10 * FEW)
@@ -398,17 +399,17 @@ def test_g17_a_finaliser_that_finds_its_thread_in_the_middle_of_the_books_is_ref
             uses[use]()
         refused.append(use)
 
-    meet = books_module.DataOrder.meet_any
+    meet = books_module.DataOrder.look_up
 
     with world.states.fork() as fork:
         fork.run(lambda a: a * 2, x)
 
         def interrupted(order, memory):
-            monkeypatch.setattr(books_module.DataOrder, "meet_any", meet)
+            monkeypatch.setattr(books_module.DataOrder, "look_up", meet)
             finaliser(fork)
             return meet(order, memory)
 
-        monkeypatch.setattr(books_module.DataOrder, "meet_any", interrupted)
+        monkeypatch.setattr(books_module.DataOrder, "look_up", interrupted)
         z = fork.run(lambda a: a + 1, x)
         w = fork.run(double, z)
     assert refused == [use]
@@ -421,7 +422,7 @@ def test_g17_a_finaliser_that_finds_its_thread_in_the_middle_of_the_books_is_ref
 def test_g17_an_array_that_does_not_say_where_it_lies_is_an_error_and_not_left_out(world):
     with world.states.fork() as fork:
         y = fork.run(double, world.array(2))
-        world.driver.fail_at(1, "array_pointer", RuntimeError("no address"))
+        world.driver.fail_at(1, "memory_of", RuntimeError("no address"))
         with pytest.raises(RuntimeError, match="no address"):
             fork.run(lambda y: y + 1, y)
         z = fork.run(lambda y: y + 1, y)

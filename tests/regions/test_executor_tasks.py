@@ -199,7 +199,7 @@ def outlives_its_branch(scene, executor):
 def test_g8_control_a_task_on_the_side_stream_of_a_branch_that_is_over(monkeypatch):
     def on_the_submitters(driver, stream, device, outer=None):
         region = handlepool.regions.memory.Region(driver, stream, device, outer)
-        assert region.allocator is not None  # made for the outermost stream
+        assert region.prepare() is not None  # made for the outermost stream
         region.stream = driver.current_stream()
         return region
 
@@ -230,7 +230,7 @@ def test_g9_a_result_does_not_ask_for_the_side_stream_that_its_submitter_was_len
     executor = ParallelStateExecutor(1, pool=scene.pool)
     if torch:
         monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
-        monkeypatch.setattr("handlepool.regions.executor.torch_among", lambda *_: Torch(scene.driver))
+        monkeypatch.setattr("handlepool.regions.executor.torch_of", lambda *_: Torch(scene.driver))
     if submitter == "branch":
         future = scene.states.map(executor.submit, [scene.plus], [x], [1])[0]
     else:

@@ -27,7 +27,7 @@ from handlepool.order import plain_calls
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
     """The functions that the package has seen: none at first."""
-    monkeypatch.setattr(plain_calls, "_warned", set())
+    monkeypatch.setattr("handlepool.order.assumed._warned", set())
     monkeypatch.setattr(plain_calls, "_may_write", {})
 
 
@@ -156,7 +156,7 @@ def test_g17_control_where_that_is_not_looked_into(form, monkeypatch):
             first = tuple([each for each in first if type(each) is not kind])
         return leaves(first, *values, **options)
 
-    monkeypatch.setattr(plain_calls, "leaves", leaves_of_others)
+    monkeypatch.setattr("handlepool.order.reached.leaves", leaves_of_others)
     assert {*over_seeds(lambda scene: reads(scene, form, "argument"), control=True)} != {11}
 
 

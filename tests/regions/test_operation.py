@@ -12,7 +12,7 @@ from harness.hidden import hidden as unseen
 import handlepool
 from handlepool import ArgumentError, ContractError
 from handlepool.order.operation import operation_of
-from handlepool.order.plain_calls import piece_of
+from handlepool.order.reached import piece_of
 from handlepool.tensors.layout import Token
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)

@@ -41,9 +41,9 @@ def blocks(addresses):
 
 
 def given(recent, track, addresses, spec):
-    needs = recent.meet(addresses, spec, blocks(addresses))
+    needs = recent.look_up(addresses, spec, blocks(addresses))
     assert needs is not None
-    recent.note(addresses, spec, blocks(addresses), track)
+    recent.note(addresses, spec, blocks(addresses), track, track.next_call())
     return needs
 
 
@@ -76,7 +76,7 @@ def test_g17_what_comes_near_others_is_looked_up(addresses, spec, why):
     recent = Recent(Block)
     given(recent, Track(1), at(0, 5), operands(1))
     given(recent, Track(1), at(2, 7), operands(1))
-    assert recent.meet(addresses, spec, blocks(addresses)) is None
+    assert recent.look_up(addresses, spec, blocks(addresses)) is None
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -85,9 +85,9 @@ def test_g17_memory_that_is_no_block_of_the_pool_is_looked_up(place):
     given(recent, Track(1), at(0, 5), operands(1))
     addresses = at(8, 10, 12)
     mixed = [*blocks(addresses)]
-    assert recent.meet(addresses, operands(2), mixed) == {}
+    assert recent.look_up(addresses, operands(2), mixed) == {}
     mixed[place] = object()
-    assert Recent(Block).meet(addresses, operands(2), mixed) is None
+    assert Recent(Block).look_up(addresses, operands(2), mixed) is None
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -95,9 +95,9 @@ def test_g17_memory_that_is_no_block_of_the_pool_is_looked_up(place):
 def test_g17_memory_that_is_no_block_of_the_pool_is_looked_up_also_among_several_outputs(place, fresh):
     addresses, spec = at(8, 10, 12), operands(1, outputs=2, fresh=fresh)
     mixed = [*blocks(addresses)]
-    assert Recent(Block).meet(addresses, spec, mixed) == {}
+    assert Recent(Block).look_up(addresses, spec, mixed) == {}
     mixed[place] = object()
-    assert Recent(Block).meet(addresses, spec, mixed) is None
+    assert Recent(Block).look_up(addresses, spec, mixed) is None
 
 
 def dense(*sizes):
@@ -112,10 +112,10 @@ def test_g17_each_output_is_known_by_its_own_bytes_and_looked_up_by_any_other(nu
         given(recent, track, at(2, 8), Operands(dense(SIZE, 2 * SIZE), 1, False))
         given(recent, track, at(10, 12), Operands(dense(2 * SIZE, SIZE), 1, False))
         addresses, spec = at(number, 20), Operands(dense(read, SIZE), 1, True)
-        needs = recent.meet(addresses, spec, blocks(addresses))
+        needs = recent.look_up(addresses, spec, blocks(addresses))
         assert needs == ({track: 1 + (number == 8)} if read == size else None)
         addresses = at(12, 20)
-        assert recent.meet(addresses, spec, blocks(addresses)) == ({track: 3} if read == SIZE else None)
+        assert recent.look_up(addresses, spec, blocks(addresses)) == ({track: 3} if read == SIZE else None)
 
 
 def test_g17_new_outputs_may_lie_anywhere():
@@ -151,13 +151,13 @@ def test_g17_what_is_not_looked_up_needs_what_each_pair_of_calls_says(seed):
             near = [(reads, written), (writes, written), (writes, read)]
             if any(meets(one, other) for mine, theirs in near for one in mine for other in theirs):
                 expected[track] = max(call, expected.get(track, 0))
-        needs = recent.meet(tuple(addresses), spec, blocks(addresses))
+        needs = recent.look_up(tuple(addresses), spec, blocks(addresses))
         if needs is None:  # of such a region everything is looked up from now on; here it goes on without that launch
             continue
         taken += 1
         assert needs == expected
         track = rng.choice(tracks)
-        recent.note(tuple(addresses), spec, blocks(addresses), track)
+        recent.note(tuple(addresses), spec, blocks(addresses), track, track.next_call())
         calls.append((track, track.count, reads, writes))
     assert taken > 10
 
@@ -231,13 +231,13 @@ class Side:
         """Give a launch to a stream, as a fork does; by stream, the call that it waits for."""
         order, track = self.order, self.tracks[track]
         recent = order.recent
-        needs = None if recent is None else recent.meet(addresses, spec, blocks(addresses))
+        needs = None if recent is None else recent.look_up(addresses, spec, blocks(addresses))
         if needs is None:
-            reads, writes, needs = order.meet(addresses, spec)
-            order.note_launch(track, reads, writes, addresses, spec)
+            reads, writes, needs = order.look_up_launch(addresses, spec)
+            order.note_launch(track, track.next_call(), reads, writes, addresses, spec)
         else:
             self.quick += 1
-            recent.note(addresses, spec, blocks(addresses), track)
+            recent.note(addresses, spec, blocks(addresses), track, track.next_call())
         return {each.pointer: call for each, call in needs.items()}
 
 

@@ -27,6 +27,7 @@ from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context
 from handlepool.pool.default import standing_in
 from handlepool.regions import fork as forks
+from handlepool.regions.leases import Leases
 
 
 @pytest.fixture
@@ -39,15 +40,8 @@ def scene(make_driver, scheduler):
 def together(monkeypatch):
     """How many branches each map started together."""
     counts = []
-    run = forks.Fork._map_known
-
-    def count(fork, function, calls, *how):
-        results = run(fork, function, calls, *how)
-        if results is not None:
-            counts.append(len(calls))
-        return results
-
-    monkeypatch.setattr(forks.Fork, "_map_known", count)
+    start = Leases.start_together
+    monkeypatch.setattr(Leases, "start_together", lambda leases, branches: (counts.append(branches), start(leases, branches)))
     return counts
 
 
@@ -462,7 +456,8 @@ def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, mo
         def late(event, pointer):
             driver.record_event = record
 
-        fork._start(6)
+        fork._leases.start_together(6)
+        fork._leases.end_together()
         driver.record_event = late
         return run(fork, *args)
 
@@ -573,12 +568,13 @@ def test_g6_a_map_after_other_branches_of_its_fork_starts_every_state_that_it_us
 
 @pytest.mark.parametrize("before", [1, 2, 3, 9])
 def test_g6_control_a_map_after_other_branches_that_starts_only_the_states_of_those(monkeypatch, before):
-    def leased_before(fork, most, start=forks.Fork._start):
-        start(fork, 1)
-        while len(fork._leased) < min(most, fork._count):
-            fork._lease()
+    def leased_before(leases, branches, start=Leases.start_together):
+        most = min(leases._next + branches, leases.count)
+        start(leases, 1 - leases._next)
+        while len(leases.slots) < most:
+            leases._lease()
 
-    monkeypatch.setattr(forks.Fork, "_start", leased_before)
+    monkeypatch.setattr(Leases, "start_together", leased_before)
     results = over_seeds(lambda scene: inputs_come_late(scene, before, 7), seeds=range(20), count=16, control=True)
     assert any(found[before:] != tuple(range(0, 14, 2)) for found in results)
 
@@ -589,7 +585,7 @@ def arguments_are_dropped(scene, keeps=True):
     scene.states.map(double, arrays(scene, range(6)), out=outs)
     with scene.states.fork(ordered=keeps) as fork:
         if not keeps:
-            fork._keep = lambda _: None
+            fork._leases.keep = lambda _: None
         fork.map(double, arrays(scene, range(6)), out=outs)
         arrays(scene, [100] * 6)
     return tuple(read(scene, outs))
@@ -660,7 +656,7 @@ def test_a_map_with_a_wrong_item_loses_nothing(scene, place, given):
                 fork.map(plus, xs, ys, out=outs)
             y = fork.run(double, xs[1])
         assert scene.read(y) == 2
-        assert not fork._kept
+        assert not fork._leases.kept
         assert in_order(scene)
 
 
@@ -802,8 +798,8 @@ def test_a_fork_maps_in_its_own_thread_and_while_it_is_open(scene):
         with pytest.raises(OwnershipError, match="belongs to the thread"):
             Thread(fork.map, double, xs).finish()
         assert len(fork.map(double, xs)) == len(xs)
-        assert fork._kept
-    assert not fork._kept
+        assert fork._leases.kept
+    assert not fork._leases.kept
     with pytest.raises(PoolClosedError, match="was left"):
         fork.map(double, xs)
     assert in_order(scene)

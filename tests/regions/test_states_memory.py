@@ -10,7 +10,7 @@ from harness.scenes import Scene, Thread, over_seeds
 
 import handlepool
 from handlepool.pool import context
-from handlepool.regions.fork import Fork
+from handlepool.regions.leases import Leases
 
 # What a branch reads
 
@@ -267,8 +267,9 @@ def test_g8_control_without_that_care(name, monkeypatch):
 
     def make(scene):
         if care == "forgets":
-            begin = Fork._begin
-            monkeypatch.setattr(Fork, "_begin", lambda fork, _, *memory, **how: begin(fork, None, *memory, **how))
+            for name in ("begin", "begin_call"):
+                begin = getattr(Leases, name)
+                monkeypatch.setattr(Leases, name, lambda leases, _, *how, begin=begin: begin(leases, None, *how))
         else:
             setattr(scene.driver, care, False)
 

@@ -37,7 +37,7 @@ from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Handle,
 from handlepool.errors import ArrayTypeError, CaptureError, DriverNotAvailableError
 from handlepool.tensors import frontend
 from handlepool.tensors.graph_types import DeviceArray
-from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, one_run, span
+from handlepool.tensors.layout import HOST, UNKNOWN, Layout, Piece, View, one_run, piece, span
 
 # CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator  # noqa: SLF001
@@ -430,6 +430,9 @@ class CudaDriver:
 
     def array_pointer(self, array: cupy.ndarray) -> int:
         return int(array.data.ptr)
+
+    def memory_of(self, array: cupy.ndarray) -> Piece:
+        return piece(array.data.ptr, array.shape, array.strides, array.itemsize)
 
     def part(self, array: cupy.ndarray, address: int, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
         return cupy.ndarray(shape, dtype, array.data + (address - array.data.ptr), strides)

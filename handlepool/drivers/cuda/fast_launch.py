@@ -36,8 +36,6 @@ def launch(begin, arrays, out, fresh=None):
     try:
         {made}
         if begin is None:
-            if opened:
-                before(({operands},), launch, ({pointers},))
             try:
                 slot = current_stream({device}).handlepool.slot
                 handle = slot.handle

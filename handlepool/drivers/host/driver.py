@@ -34,7 +34,7 @@ from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError, GraphNotSupportedError
 from handlepool.tensors import frontend
 from handlepool.tensors.graph_types import DeviceArray
-from handlepool.tensors.layout import HOST, Layout, View, bytes_at, one_run, span
+from handlepool.tensors.layout import HOST, Layout, Piece, View, bytes_at, one_run, piece, span
 
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
 
@@ -480,6 +480,10 @@ class HostDriver(Controls):
     def array_pointer(self, array: Array) -> int:
         self._note("array_pointer")
         return address_of(array)
+
+    def memory_of(self, array: Array) -> Piece:
+        self._note("memory_of")
+        return piece(address_of(array), array.shape, array.strides, array.dtype.itemsize)
 
     def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
         return [self.array_pointer(array) for array in arrays]

@@ -1,0 +1,34 @@
+"""Warnings for undeclared functions that are assumed to write the arrays they are given."""
+
+import warnings
+from collections.abc import Hashable
+
+from handlepool._util.frames import frames_inside
+
+AssumedWriter = tuple[str, Hashable]
+"""A function that may have written the arrays it was given: its name, and its code."""
+
+_warned: set[Hashable] = set()
+
+
+def warn_of_assumed_write(writer: AssumedWriter) -> None:
+    """Warn, once for each function, that a branch waits for a write that the function may have made."""
+    if writer not in _warned:
+        _warned.add(writer)
+        warnings.warn(
+            f"a branch waits since {writer[0]}, which does not return new arrays alone, may have written any array that it was "
+            f"given: say what it writes with @handlepool.operation(mutates=...), and nothing else waits for it",
+            stacklevel=frames_inside(),
+        )
+
+
+def warn_of_change(writer: AssumedWriter) -> None:
+    """Warn, once for each function, that it may have written an array that another branch reads."""
+    if (writer, "changed") not in _warned:
+        _warned.add((writer, "changed"))
+        warnings.warn(
+            f"{writer[0]} returned new arrays before, and this call did not. If it wrote an array that it was given, nothing "
+            f"orders that with another branch that was given the array: say what it writes with "
+            f"@handlepool.operation(mutates=...), or mutates=() where it writes nothing",
+            stacklevel=frames_inside(),
+        )

@@ -1,0 +1,105 @@
+"""Places: where a call runs, and what puts it in order there.
+
+A call outside of regions and recordings runs at once, on its slot's stream. Inside of a region the books of its thread order the
+call, and inside of a recording it becomes a node. A fork is the place of the call that it is given as a branch.
+
+One count, `active`, is zero where no region and no recording is open in any thread. So a call elsewhere looks for no place.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from handlepool.order.books import open_order, orders_of_thread
+from handlepool.order.call import Call
+from handlepool.order.stream_order import in_torch, torch_in_use
+from handlepool.pool.context import Begin, CallRecorder, active, run_on, thread
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.slot import Slot
+
+T = TypeVar("T")
+
+
+def run(pool: PoolInternals, call: Call, slot: Slot) -> Any:
+    """Put a call in order where it is made, and launch it there; its value.
+
+    Parameters
+    ----------
+    pool : PoolInternals
+    call : Call
+    slot : Slot
+        Of the stream that the call is for, outside of nodes.
+    """
+    if active:
+        lanes = lanes_for(pool, slot.pointer)
+        if lanes is not None:
+            return run_as_node(lanes, pool, call, slot)
+        order = open_order(pool.driver, pool.current_device())
+        if order is not None:
+            order.admit(call.reads, call.writes, call.keep, slot.pointer)
+    return call.launch(slot)
+
+
+def begin_for(pool: PoolInternals) -> Begin | None:
+    """Return what starts the launch of a known plan in the books of this thread; None outside of regions.
+
+    The launch runs on the current stream, behind the branches that it conflicts with.
+    """
+    order = open_order(pool.driver, pool.current_device())
+    if order is None:
+        return None
+
+    def begin(operands: tuple[Any, ...], launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Slot:
+        pieces = launch.operands.pieces(addresses)
+        inputs = launch.operands.inputs
+        slot = pool.slot()
+        order.admit(pieces[:inputs], pieces[inputs:], operands, slot.pointer)
+        return slot
+
+    return begin
+
+
+def lanes_for(pool: PoolInternals, pointer: int) -> CallRecorder | None:
+    """Return the lanes of this thread's recording where a call on a stream is to be a node: outside of regions and nodes.
+
+    Or the rehearsal, which takes note of such calls in the first call of a function that is recorded.
+    """
+    lanes = thread.rehearsal if thread.recording is None else thread.recording.lanes
+    if lanes is None or thread.region is not None or not lanes.takes(pool, pointer):
+        return None
+    return lanes if open_order(pool.driver, pool.current_device()) is None else None
+
+
+def run_as_node(lanes: CallRecorder, pool: PoolInternals, call: Call, slot: Slot | None) -> Any:
+    """Record a call as a node; one that runs Python has its lane's stream current, for torch too."""
+    device = pool.current_device()
+
+    def launch(lane: Slot | None) -> Any:
+        if lane is None or not call.runs_python:
+            return call.launch(lane or slot)
+        torch = torch_in_use(pool.driver)
+        rest: tuple[Any, Any, Any] = call.launch, (lane,), {}
+        if torch is not None:
+            rest = in_torch(torch, lane.pointer, lane.pointer, device, *rest)
+        return run_on(pool, lane.side_stream, device, None, *rest)
+
+    new = call.new if call.runs_python else None
+    result = lanes.run(call.name, call.reads, call.writes, call.keep, launch, new, what=call.what)
+    if call.allocated:
+        lanes.made(result)
+    return result
+
+
+def ordering_pool() -> PoolInternals | None:
+    """Return the pool of this thread's fork that orders calls on the current device; None outside of any."""
+    for order in orders_of_thread():
+        if order.pool.current_device() == order.device:
+            return order.pool
+    return None
+
+
+def before(pool: PoolInternals, reads: Sequence[Any], writes: Sequence[Any], keep: object, pointer: int | None = None) -> None:
+    """Let a stream, the current one by default, wait for the branches that a call conflicts with, and write the call down."""
+    device = pool.current_device()
+    order = open_order(pool.driver, device)
+    if order is not None:
+        order.admit(reads, writes, keep, pool.driver.current_stream(device).ptr if pointer is None else pointer)

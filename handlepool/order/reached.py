@@ -1,0 +1,137 @@
+"""What a call reaches: its arguments are walked once, for its order, for what is kept, for torch and for its first calls."""
+
+from collections.abc import Callable, Iterable
+from sys import modules
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+from handlepool._util.protocols import has
+from handlepool._util.reachable import attributes, bound_call, leaves
+from handlepool.drivers.protocol import Driver
+from handlepool.tensors.layout import Piece, piece
+
+_PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None)))
+"""Types of values that are no arrays, as most options are."""
+
+
+class Reached:
+    """The values that a call of a function reaches at this moment, and the arrays among them.
+
+    Parameters
+    ----------
+    driver : Driver
+    function : callable
+        A bound method leads to its object; an object that can be called, to itself.
+    args, kwargs : tuple, dict
+
+    Attributes
+    ----------
+    values : list
+        Those of the arguments come first, then those of the function, then those in attributes of objects among these.
+    arrays : list of (array, Piece)
+        In that order.
+    given : int
+        How many of the arrays are reached from the arguments without an attribute.
+    direct : int
+        How many of the values are reached without an attribute.
+    pieces : list of Piece
+        The memory of the arrays that have elements.
+    flat : bool
+        Whether the arguments are the driver's arrays and plain values, of a function that is bound to nothing: then there is
+        nothing to walk.
+    flags : list
+        Then, those of the values that are True, False or None.
+    """
+
+    __slots__ = ("arrays", "direct", "flags", "flat", "given", "pieces", "values")
+
+    def __init__(self, driver: Driver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        native = driver.array_types[0]
+        values = [*args, *kwargs.values()] if kwargs else [*args]
+        self.flat = type(function) is FunctionType and not (
+            function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__
+        )
+        arrays: list[tuple[Any, Piece]] = []
+        self.flags: list[bool | None] = []
+        self.pieces: list[Piece] = []
+        if self.flat:
+            for value in values:
+                if type(value) is native:
+                    memory = driver.memory_of(value)
+                    arrays.append((value, memory))
+                    if memory[1] > memory[0]:
+                        self.pieces.append(memory)
+                elif value is None or value is True or value is False:
+                    self.flags.append(value)
+                elif type(value) not in _PLAIN:
+                    self.flat = False
+                    break
+            self.given, self.direct = len(arrays), len(values)
+        if not self.flat:
+            owners: list[Any] = []
+            values = [*leaves(args, kwargs, calls=True, owners=owners)]
+            own = [*leaves(bound_call(function), calls=True, owners=owners)]
+            deeper = [*leaves(*attributes(*owners), calls=True, owners=[])] if owners else []
+            arrays = arrays_among(driver, values)
+            self.given, self.direct = len(arrays), len(values) + len(own)
+            own += deeper
+            arrays += arrays_among(driver, own)
+            values += own
+            self.pieces = [memory for _, memory in arrays if memory[1] > memory[0]]
+        self.arrays = arrays
+        self.values = values
+
+
+def arrays_among(driver: Driver, values: Iterable[Any]) -> list[tuple[Any, Piece]]:
+    """Return the arrays of any library among values, each with its memory."""
+    natives, memory_of, found = driver.array_types, driver.memory_of, []
+    for value in values:
+        if isinstance(value, natives):
+            found.append((value, memory_of(value)))
+        elif type(value) not in _PLAIN and (memory := _foreign_piece(value)) is not None:
+            found.append((value, memory))
+    return found
+
+
+def arrays_in(driver: Driver, *values: object, calls: bool = False) -> list[tuple[Any, Piece]]:
+    """Return the arrays that are reached from values, each with its memory."""
+    if len(values) == 1 and type(values[0]) is driver.array_types[0]:
+        return [(values[0], driver.memory_of(values[0]))]
+    return arrays_among(driver, leaves(*values, calls=calls))
+
+
+def pieces_of(driver: Driver, *values: object, calls: bool = False) -> list[Piece]:
+    """Return the memory of the arrays that are reached from values and have elements."""
+    return [memory for _, memory in arrays_in(driver, *values, calls=calls) if memory[1] > memory[0]]
+
+
+def piece_of(driver: Driver, value: Any) -> Piece | None:
+    """Return the memory of an array of any library; None for what has none that is known."""
+    # Outside of the below: an error here must not hide an array.
+    return driver.memory_of(value) if isinstance(value, driver.array_types) else _foreign_piece(value)
+
+
+def _foreign_piece(value: Any) -> Piece | None:
+    """Return the memory of another library's array; None for what has none that is known."""
+    try:
+        if is_tensor(value):
+            size = value.element_size()
+            return piece(value.data_ptr(), value.shape, [step * size for step in value.stride()], size)
+        for protocol in ("__cuda_array_interface__", "__array_interface__"):
+            if has(value, protocol) and not isinstance(value, (type, np.generic)):
+                known = getattr(value, protocol)
+                kind = np.dtype(known["typestr"])
+                shape, strides = tuple(known["shape"]), known.get("strides")
+                if strides is None:
+                    strides = np.empty(0, kind).itemsize * np.cumprod([1, *shape[:0:-1]])[::-1]
+                return piece(known["data"][0], shape, [int(step) for step in strides], kind.itemsize)
+    except Exception:  # sparse, without memory, or a proxy
+        return None
+    return None
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value is torch's."""
+    return "torch" in modules and isinstance(value, getattr(modules["torch"], "Tensor", ()))

@@ -1,0 +1,207 @@
+"""Join of a fork: its caller's stream waits for every branch, and what was leased and kept for them is released."""
+
+import gc
+from typing import Any
+
+from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.errors import CaptureError
+from handlepool.order.stream_order import order as order_streams
+from handlepool.pool.context import on_device, thread
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.slot import unbind
+from handlepool.regions.leases import Leases
+from handlepool.regions.memory import branch_regions
+
+
+class Join:
+    """The end of a fork, which its caller makes once; or, where the fork was lost, any thread that settles.
+
+    Parameters
+    ----------
+    pool : PoolInternals
+    leases : Leases
+    stream : Stream
+        The caller's.
+    device : int
+    """
+
+    __slots__ = ("_device", "_driver", "_leases", "_pointer", "_pool", "_sides", "_status", "_stream")
+
+    def __init__(self, pool: PoolInternals, leases: Leases, stream: Any, device: int) -> None:
+        self._pool = pool
+        self._driver = pool.driver
+        self._status = pool.status
+        self._leases = leases
+        self._stream = stream
+        self._pointer: int = stream.ptr
+        self._device = device
+        self._sides = leases.sides
+
+    @property
+    def pool(self) -> PoolInternals:
+        """The pool of the fork."""
+        return self._pool
+
+    @property
+    def leases(self) -> Leases:
+        """What the join releases."""
+        return self._leases
+
+    def make(self) -> None:
+        """Let the caller's stream wait for every branch, then release the side slots and let go of what was kept."""
+        driver, leases, pointer = self._driver, self._leases, self._pointer
+        leased = leases.slots
+        captured = False
+        failure: BaseException | None = None
+        try:
+            captured = pointer != LEGACY_STREAM and driver.is_capturing(pointer)
+            if not captured:
+                record, wait = driver.record_event, driver.wait_event
+                for slot in leased:
+                    event = slot.end_event
+                    if slot.pointer in branch_regions and driver.is_capturing(slot.pointer):  # Python ran there
+                        raise _left_capturing(slot.pointer)
+                    record(event, slot.pointer)
+                    wait(pointer, event)
+                    if slot.owner is not None:
+                        unbind(slot)
+        except BaseException as trouble:
+            failure = trouble
+        if captured or failure is not None:
+            failure = self._join_each(captured, failure)
+        else:
+            leases.give_back()
+        try:
+            late = self._finish(failure) if failure is not None or leases.callers or self._status.unusable else None
+        finally:
+            if leases.order is not None:
+                leases.leave_order(joined=failure is None)
+            del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
+        region = leases.region
+        if region is None:
+            leases.kept.clear()
+        elif leases.inherited:
+            region.leave(leased)
+        else:
+            region.release()
+        try:
+            if late is not None:
+                raise late
+        finally:
+            del late
+
+    def _finish(self, failure: BaseException | None) -> BaseException | None:
+        """End a join of which there is more to say; what went wrong too late to matter to it is returned."""
+        late: BaseException | None = None
+        if self._status.closed:  # in this order: `close` says so first and destroys the free ones then, so that one of us sees it
+            try:
+                self._sides.destroy_free()
+            except BaseException as trouble:  # something could not be destroyed yet
+                late = trouble
+                self._pool.device(self._device).settle_later()
+        if failure is None:
+            try:
+                for caller in self._leases.callers:
+                    order_streams(self._pool, self._device, self._pointer, caller)
+            except BaseException as trouble:
+                failure = trouble
+        try:
+            if failure is not None:
+                self._leases.own_region().abandon()
+                self._status.diagnose(failure)
+                raise failure
+            return late
+        finally:
+            del failure, late
+
+    def _join_each(self, captured: bool, failure: BaseException | None) -> BaseException | None:
+        """Join under a capture, or where something failed: every branch that can be is joined all the same."""
+        driver, leases, abandoned = self._driver, self._leases, False
+        leased = leases.slots
+        while leased:  # an interrupt may come between any two of these steps: what is left is joined later
+            slot = leased[0]
+            try:
+                if captured and not driver.capture_id(slot.pointer):
+                    raise CaptureError(
+                        f"stream {self._pointer:#x} began to be captured inside a fork, after a branch was run: the capture "
+                        f"cannot wait for the branch. Begin it before the fork, or after"
+                    )
+                if not captured and slot.pointer in branch_regions and driver.is_capturing(slot.pointer):
+                    raise _left_capturing(slot.pointer)
+                driver.record_event(slot.end_event, slot.pointer)
+                driver.wait_event(self._pointer, slot.end_event)
+            except BaseException as trouble:
+                failure = trouble
+                if not abandoned:
+                    abandoned = True
+                    leases.own_region().abandon()
+            if slot.owner is not None:
+                unbind(slot)
+            branch_regions.pop(slot.pointer, None)
+            leased.pop(0)
+            if not captured or thread.recording is None or not thread.recording.take(self._sides, slot):
+                self._sides.release(slot, captured=True)
+        if captured and thread.recording is not None and not leases.inherited:
+            thread.recording.kept.add(leases.kept if leases.region is None else leases.region.kept)
+        try:
+            return failure
+        finally:
+            del failure
+
+    # Forks that were not left
+
+    def fail(self) -> None:
+        """Be told that the fork did not come to the join, or not to its end: `settle` is to follow."""
+        leases = self._leases
+        if leases.inherited:
+            region = leases.own_region()
+            region.abandon()  # or the outer fork would let go of it
+            region.leave(leases.slots)
+
+    def given_up(self) -> bool:
+        """Touch nothing in the child of a process that forked in here (guarantee 13), nor after a lost context."""
+        if not self._status.untouchable:
+            return False
+        leases = self._leases
+        leases.abandon_all()
+        leases.own_region().abandon()
+        leases.leave_order(joined=False)
+        return True
+
+    def settle(self) -> bool:
+        """Join a fork that was not left; called later, by any thread."""
+        leases = self._leases
+        if leases.order is not None and leases.order.busy and not leases.order.closed:
+            return False  # in a finaliser that found its thread in the middle of the books, or by another thread
+        if self.given_up():
+            return True
+        try:
+            with on_device(self._driver, self._device):
+                capturing = self._driver.capture_id
+                # Here the first means another stream; the other was destroyed by the collector in one go with the fork.
+                if self._pointer == PER_THREAD_STREAM or gc.is_finalized(self._stream):
+                    leases.own_region().abandon()
+                    while leases.slots:
+                        captured = capturing(leases.slots[-1].pointer) != 0
+                        slot = leases.slots.pop()
+                        if slot.owner is not None:
+                            unbind(slot)
+                        branch_regions.pop(slot.pointer, None)
+                        self._sides.release(slot, captured=captured)
+                    leases.leave_order(joined=False)
+                    return True
+                pointers = [slot.pointer for slot in leases.slots]
+                if any(pointer and capturing(pointer) for pointer in (self._pointer, *pointers)):
+                    return False
+                self.make()
+        except Exception:
+            leases.own_region().abandon()
+        return (not leases.slots and leases.order is None) or self.given_up()
+
+
+def _left_capturing(pointer: int) -> CaptureError:
+    """Return the error for a branch that left its stream capturing: the join would draw the caller's stream into that capture."""
+    return CaptureError(
+        f"a branch began to capture its stream {pointer:#x} and did not end that: nothing can wait for the branch. End a "
+        f"capture where it was begun, also where something raises in between"
+    )

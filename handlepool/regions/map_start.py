@@ -1,0 +1,73 @@
+"""Start of a map: branches that launch one known plan each, with one event for each state that they take."""
+
+from collections.abc import Callable
+from typing import Any
+
+from handlepool.order.accesses import Operands
+from handlepool.pool.context import Begin
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.slot import Slot
+from handlepool.regions.leases import Leases
+
+
+class MapStart:
+    """The place of the first call of a map: it allocates the outputs of all calls, and then starts all states together.
+
+    Parameters
+    ----------
+    leases : Leases
+    others : list of tuple
+        The arguments of the further calls.
+    out : array or None
+        The output that the first call is given.
+    given : bool
+        Whether calls are given outputs, the last of their arguments.
+    apart : callable
+        Whether the branches of a plan's operands need no order between them.
+
+    Attributes
+    ----------
+    attempt : callable or None
+        Launches the plan of the first call; None where none was known.
+    fresh : list
+        For each further call its new outputs, or None.
+    begin_next : callable
+        Starts each further branch.
+    """
+
+    def __init__(
+        self, leases: Leases, others: list[tuple[Any, ...]], out: Any, given: bool, apart: Callable[[Operands], bool]
+    ) -> None:
+        self._leases = leases
+        self._others = others
+        self._out = out
+        self._given = given
+        self._apart = apart
+        self.attempt: Any = None
+        self.fresh: list[Any] = []
+        self.begin_next: Begin = leases.begin
+
+    @property
+    def pool(self) -> PoolInternals:
+        """The fork's."""
+        return self._leases.pool
+
+    def begin(self, operands: tuple[Any, ...], launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Slot:
+        """Start the first branch, now that its operands and its plan are known."""
+        leases, others = self._leases, self._others
+        if self._apart(launch.operands):
+            self.begin_next = leases.begin_unordered
+        if not self._given:
+            self.fresh.extend(launch.allocate(len(others)))
+        elif self._out is None:  # the plan is one that allocates
+            self.fresh.extend([None if call[-1] is not None else launch.allocate(1)[0] for call in others])
+        else:
+            self.fresh.extend([None] * len(others))
+        leases.start_together(len(others) + 1)
+        self.attempt = launch
+        slot: Slot = self.begin_next(operands, launch, addresses, blocks)
+        return slot
+
+    def run(self, call: Any, kept: object) -> Any:
+        """Run the first call as a branch of its own: no known plan launched it."""
+        return self._leases.run(call, kept)
