@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from handlepool._util.names import kind_of
+from handlepool.drivers.checksum import Sums
 from handlepool.drivers.kernel import Kernel
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.tensors.layout import Layout, Piece, View
@@ -562,6 +563,13 @@ class Driver(Protocol):
         """Return an array of the host's that a stream copies one without gaps into; called inside `relaxed`.
 
         It is in page-locked memory where there is such a thing. Both are to be kept until the stream has come so far.
+        """
+
+    def checksums(self, arrays: Sequence[Any], pointer: int) -> Sums:
+        """Compute checksums of arrays' bits on a stream that is not being captured; called inside `relaxed`.
+
+        The arrays are the driver's own, on the current device, as the stream. They may have gaps and any type. They are to be
+        kept until the stream has come so far, and so are the sums.
         """
 
     def page_locked(self, values: np.ndarray[Any, Any]) -> bool:

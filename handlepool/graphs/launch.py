@@ -305,7 +305,8 @@ class GraphCall:
             if not self._given:
                 lanes.made(result)
             return result
-        if opened:
+        # In a recording, for the sake of a call around this one that is measured.
+        if opened or recordings:
             before(self._pool, *self.pieces(), self.operands, slot.pointer)
         return self.enqueue(slot)
 

@@ -98,11 +98,13 @@ class Memory:
         What it may write besides: it waits as if it did, and who it is says afterwards whether it has.
     name : str
         The function's, for messages.
+    opaque : bool
+        Whether it may use any memory besides: it waits for all calls before it, and all calls after it wait for it.
     waited : bool
         Whether it waits for something for what it may write alone.
     """
 
-    __slots__ = ("guessed", "name", "reads", "waited", "writes")
+    __slots__ = ("guessed", "name", "opaque", "reads", "waited", "writes")
 
     def __init__(
         self,
@@ -110,7 +112,10 @@ class Memory:
         writes: Sequence[Piece | Token],
         guessed: Sequence[Piece] = (),
         name: str = "",
+        *,
+        opaque: bool = False,
     ) -> None:
+        self.opaque = opaque
         self.reads = reads
         self.writes = writes
         self.guessed = guessed

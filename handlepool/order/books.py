@@ -51,6 +51,8 @@ class DataOrder:
 
     Attributes
     ----------
+    barrier : (Track, int) or None
+        The last call that may have used any memory. Every later call waits for it.
     busy : bool
         Whether somebody is in the middle of the books, or they are closed.
     forks : int
@@ -82,6 +84,7 @@ class DataOrder:
         "_orders",
         "_record",
         "_uses",
+        "barrier",
         "busy",
         "closed",
         "device",
@@ -107,6 +110,7 @@ class DataOrder:
         self.forks = 1
         self.busy = self.closed = self.stayed = False
         self.stays = True
+        self.barrier: tuple[Track, int] | None = None
         self.running: Track | None = None
         self.elsewhere: list[tuple[Sequence[Piece | Token], Sequence[Piece | Token]]] = []
         self.tracks: dict[int, Track] = {root.pointer: root}
@@ -171,12 +175,12 @@ class DataOrder:
                     if reader not in needs or needs[reader] < call:
                         needs[reader] = call
             writes.append(use)
-        if alone:
-            return reads, writes, needs
-        if not operands.dense:
-            pieces = operands.pieces(addresses)
-            reads, writes = self.entries(pieces[: operands.inputs]), self.entries(pieces[operands.inputs :])
-        return reads, writes, needs_of(reads, writes)
+        if not alone:
+            if not operands.dense:
+                pieces = operands.pieces(addresses)
+                reads, writes = self.entries(pieces[: operands.inputs]), self.entries(pieces[operands.inputs :])
+            needs = needs_of(reads, writes)
+        return reads, writes, needs if self.barrier is None else self.behind_barrier(needs)
 
     def meet_any(self, memory: Memory) -> tuple[list[Use], list[Use], Needs]:
         """Look up what any call reads and what it writes; and what it waits for."""
@@ -184,7 +188,19 @@ class DataOrder:
         needs = needs_of(reads, [*writes, *self.entries(memory.guessed)])
         if memory.guessed:
             memory.waited = needs != needs_of(reads, writes)
-        return reads, writes, needs
+        if memory.opaque:
+            needs = self.all_calls()
+        return reads, writes, needs if self.barrier is None else self.behind_barrier(needs)
+
+    def all_calls(self) -> Needs:
+        """Return the last call of each stream."""
+        return {track: track.count for track in self.tracks.values() if track.count}
+
+    def behind_barrier(self, needs: Needs) -> Needs:
+        """Add the last call that may have used any memory to what a call waits for."""
+        assert self.barrier is not None
+        track, call = self.barrier
+        return {**needs, track: max(call, needs.get(track, 0))}
 
     def _look_up(self) -> None:
         """Make entries of all that the first launches were given; after an interrupt there are none, and it is done again."""
@@ -212,7 +228,8 @@ class DataOrder:
         if self.recent is not None:
             self._look_up()
         meeting = self._uses.meeting
-        return needs_of(*[[use for piece in pieces for use in meeting(piece)] for pieces in (reads, writes)])
+        needs = needs_of(*[[use for piece in pieces for use in meeting(piece)] for pieces in (reads, writes)])
+        return needs if self.barrier is None else self.behind_barrier(needs)
 
     def note_launch(
         self, track: Track, reads: Sequence[Use], writes: Sequence[Use], addresses: Sequence[int], operands: Operands
@@ -227,6 +244,13 @@ class DataOrder:
         """Write down the next call of a stream."""
         track.count += 1
         write_down(track, track.count, reads, writes)
+
+    def note_opaque(self, track: Track) -> None:
+        """Write down that the next call of a stream may use any memory, so that whatever comes later waits for it."""
+        if self.recent is not None:
+            self._look_up()
+        track.count += 1
+        self.barrier = track, track.count
 
     def _write_down_new(self, track: Track, call: int, addresses: Sequence[int], operands: Operands) -> None:
         for address, reach in zip(addresses[operands.inputs :], operands.made, strict=False):
@@ -372,6 +396,8 @@ def before(
     writes: Sequence[Piece | Token],
     keep: object,
     pointer: int | None = None,
+    *,
+    opaque: bool = False,
 ) -> None:
     """Let a stream wait for the branches that a call conflicts with which is about to be given to it, and write the call down.
 
@@ -384,7 +410,11 @@ def before(
         Whose memory that is.
     pointer : int, optional
         The stream; the current one by default.
+    opaque : bool
+        Whether the call may use any memory besides.
     """
+    if thread.told is not None:
+        thread.told += writes
     device = pool.current_device()
     order = open_order(pool.driver, device)
     if order is None:
@@ -395,13 +425,18 @@ def before(
         order.after_stayed(pointer)
         track = order.tracks.get(pointer) or Track(pointer)  # or one of the caller's own choice, who orders it with its own
         noted = track if pointer in order.tracks else order.running
+        if opaque:
+            order.follow(track, order.all_calls())
         if noted is None or noted is order.root:
             order.follow(track, order.conflicts(reads, writes))
             return
         order.kept.append(keep)
         met, changed = order.entries(reads), order.entries(writes)
-        order.follow(track, needs_of(met, changed))
+        needs = needs_of(met, changed)
+        order.follow(track, needs if order.barrier is None else order.behind_barrier(needs))
         order.note(noted, met, changed)
+        if opaque:
+            order.note_opaque(noted)
         if noted is not track:
             order.elsewhere.append((reads, writes))
 

@@ -21,11 +21,14 @@ import numpy as np
 from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of
 from handlepool._util.protocols import has
-from handlepool._util.reachable import CACHE, attributes, bound_call, content, leaves
+from handlepool._util.reachable import CACHE, Opaque, attribute_leaves, attributes, bound_call, content, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.order.accesses import Memory
+from handlepool.order.argument_names import UNNAMED, named_values
 from handlepool.order.books import DataOrder
+from handlepool.order.measured import Measurement, begin, unsure, writes_of
 from handlepool.order.track import Track
+from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token, piece, share
 
 Guess = tuple[str, Hashable]
@@ -61,9 +64,9 @@ def piece_of(driver: Driver, value: Any) -> Piece | None:
     return None
 
 
-def arrays_in(driver: Driver, *values: object, calls: bool = False, owners: list[Any] | None = None) -> list[tuple[Any, Piece]]:
-    """Return the arrays that are reached from values, each with its memory; ``owners`` as in `leaves`."""
-    found = [(value, piece_of(driver, value)) for value in leaves(*values, calls=calls, owners=owners)]
+def arrays_in(driver: Driver, *values: object, calls: bool = False) -> list[tuple[Any, Piece]]:
+    """Return the arrays that are reached from values, each with its memory."""
+    found = [(value, piece_of(driver, value)) for value in leaves(*values, calls=calls)]
     return [(value, memory) for value, memory in found if memory is not None]
 
 
@@ -85,30 +88,85 @@ class PlainCall(Memory):
         What it reads. A list may be emptied meanwhile, and an attribute or a closure's name be given anew.
     """
 
-    __slots__ = ("_call", "_driver", "_exact", "_form", "_given", "_guess", "_out", "held")
+    __slots__ = (
+        "_call",
+        "_driver",
+        "_exact",
+        "_form",
+        "_found",
+        "_given",
+        "_guess",
+        "_known",
+        "_measurement",
+        "_out",
+        "_written",
+        "held",
+    )
 
     def __init__(self, driver: Driver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = getattr(function, "__qualname__", None) or kind_of(function)
         function = bound_call(function)
         self._call = function, args, kwargs
         self._driver = driver
+        self._measurement: Measurement | None = None
         codes = tuple(_codes((function, args, kwargs)))
         self._guess = name, codes[:1]
         self._exact = getattr(function, "__func__", None) in exact
-        given: list[tuple[Any, Piece]] = []
-        found: list[tuple[Any, Piece]] = []
+        reached: list[Any] = []
+        given = 0
         if not self._exact:
             owners: list[Any] = []
-            given = arrays_in(driver, args, kwargs, calls=True, owners=owners)
-            found = [*given, *arrays_in(driver, function, calls=True, owners=owners)]
+            reached = [*leaves(args, kwargs, calls=True, owners=owners)]
+            given = sum(piece_of(driver, each) is not None for each in reached)
+            reached += leaves(function, calls=True, owners=owners)
             if owners:
-                found += arrays_in(driver, *attributes(*owners), calls=True, owners=[])
-        self.held = [array for array, _ in found]
-        self._given = [memory for _, memory in found if memory[1] > memory[0]]
+                reached += attribute_leaves(owners)
+        pairs = [(value, piece_of(driver, value)) for value in reached]
+        self._found = [(value, memory) for value, memory in pairs if memory is not None]
+        opaque = [value for value, memory in pairs if memory is None and type(value) is Opaque]
+        self.held = [*[array for array, _ in self._found], *opaque]
+        self._given = [memory for _, memory in self._found if memory[1] > memory[0]]
         self._out = pieces_of(driver, kwargs.get("out"))
-        self._form = (*codes, len(args), len(given), *kwargs)
-        guessed = [] if _may_write.get(self._form) is False else self._given
-        super().__init__(self._given, self._out, guessed, name)
+        self._form = (*codes, len(args), given, *kwargs)
+        self._written = written = writes_of(self._form, name)
+        if written.pending:
+            written.read()
+        self._known = self._exact or (written.known and _may_write.get(self._form) is False)
+        guessed = [] if self._known else self._given
+        if guessed:
+            unsure()
+        super().__init__(self._given, [*self._out, *self._changed()], guessed, name, opaque=bool(opaque))
+
+    def _changed(self) -> list[Piece]:
+        """Return the memory of the arguments that earlier calls were found to write."""
+        places = self._written.places
+        if not places:
+            return []
+        if UNNAMED in places:
+            return self._given
+        values = named_values(self._call)
+        return pieces_of(self._driver, *[values.get(place) for place in places], calls=True)
+
+    def begin(self, pool: PoolInternals, pointer: int) -> None:
+        """Begin to measure the call, which waits on its stream for all that it has to."""
+        if not self._exact:
+            self._measurement = begin(pool, pointer, self._written, self._found, self.writes)
+
+    def returned(self, result: object, allocated: Sequence[Any]) -> None:
+        """End the measurement, where the call is one whose writes nothing else tells."""
+        measurement, self._measurement = self._measurement, None
+        if measurement is None:
+            return
+        if self.is_new(allocated, result):
+            measurement.end(self._written, self._call)
+        else:
+            measurement.drop()
+
+    def raised(self) -> None:
+        """Drop the measurement of a call that has raised an error."""
+        if self._measurement is not None:
+            self._measurement.drop()
+            self._measurement = None
 
     def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, result: object) -> None:
         """Write down what the function wrote, now that it has returned; None where nobody saw what it allocated."""
@@ -133,7 +191,7 @@ class PlainCall(Memory):
                 _may_write[self._form] = not pure
             if not pure:
                 self._tell(order, track)
-        order.note_found(track, made, others if pure else others + self._given)
+        order.note_found(track, made, others if pure and self._known else others + self._given)
 
     def _made_unseen(self, result: object) -> list[Piece]:
         """Return the memory of what the call may have made with torch's allocator, which nobody sees, wherever it put that."""

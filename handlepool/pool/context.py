@@ -169,6 +169,7 @@ class _Thread(threading.local):
     recording: UnderWay | None = None  # of `handlepool.record`, while it captures what this thread does
     rehearsal: NodesByData | None = None  # of the first call of a function that is recorded with lanes
     launched: Callable[[Any, Any, Any], None] | None = None  # told plans and new arrays in the first call
+    told: list[Any] | None = None  # of a call that is measured: the memory that calls inside it write, and `UNSURE`
     states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
 
 
@@ -180,6 +181,9 @@ default pool is the one to use, and nobody needs to ask `thread`, which costs as
 
 recordings: list[object] = []
 """The recordings under way, and who watches a call before, in whatever thread: where there is one, launches ask `thread`."""
+
+UNSURE: Any = object()
+"""Stands among the memory that is told of for a call that is not known to write it, and is ordered as if it did."""
 
 NOT_CACHED: Any = object()
 """What a look at the cache returns where nothing was launched."""

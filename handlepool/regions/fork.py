@@ -19,6 +19,7 @@ from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, OwnershipError, PoolClosedError
 from handlepool.order.accesses import Memory, Operands
 from handlepool.order.books import DataOrder, in_the_middle, open_order, opened
+from handlepool.order.measured import are_awaited, read_answers
 from handlepool.order.operation import OperationCall, operation_of
 from handlepool.order.plain_calls import PlainCall, pieces_of, warn_of_guess
 from handlepool.order.recent import Recent
@@ -277,9 +278,15 @@ class Fork:
         order.running, order.elsewhere = track, []
         ended = None
         try:
+            if isinstance(call, PlainCall) and self._leased:
+                call.begin(pool, slot.pointer)
             result = self._call(slot, region, function, args, kwargs)
+            if isinstance(call, PlainCall):
+                call.returned(result, region.allocated[known:])
             ended = region.allocated[known:] if self._leased or self._inherited else None, result
         finally:
+            if ended is None and isinstance(call, PlainCall):
+                call.raised()
             given, order.running, order.elsewhere = order.elsewhere, former, elsewhere
             if former is track:  # no state was left for a fork in a branch
                 elsewhere += given
@@ -287,6 +294,8 @@ class Fork:
                 with order:
                     for reads, writes in ((call.reads, call.writes), *given):
                         order.note_again(track, reads, writes)
+                    if call.opaque:
+                        order.note_opaque(track)
                     if ended is None:
                         call.failed(order, track, region.allocated[known:])
                     else:
@@ -596,6 +605,8 @@ class Fork:
                 order.note_launch(track, reads, writes, addresses, operands)
             else:
                 order.note(track, reads, writes)
+                if memory.opaque:
+                    order.note_opaque(track)
         except BaseException:
             if known >= 0:
                 self._release_from(known)
@@ -779,8 +790,11 @@ class Fork:
                     region.leave(self._leased)
                 defer(self._settle)
             raise
-        if self._inherited and error is None:
-            self._check_in_time()
+        if error is None:
+            if self._inherited:
+                self._check_in_time()
+            if are_awaited():
+                read_answers()
 
     def _given_up(self) -> bool:
         """Touch nothing in the child of a process that forked in here (guarantee 13), nor after a lost context."""
