@@ -64,10 +64,14 @@ class Writes:
         """Whether an answer has not been read."""
         return bool(self._pending)
 
+    @property
     def due(self) -> bool:
-        """Count a call, and say whether to measure it."""
+        """Whether to measure the next call."""
+        return (not self.known and not self._pending) or self._calls + 1 in AGAIN
+
+    def count(self) -> None:
+        """Count a call that could be measured."""
         self._calls += 1
-        return (not self.known and not self._pending) or self._calls in AGAIN
 
     def expect(self, answer: "_Answer") -> None:
         """Await an answer."""
@@ -168,7 +172,8 @@ class Measurement:
         self._arrays = arrays
         self._before = before
         self._since = calls_so_far(pool)
-        self._outer, self._told = thread.told, []
+        self._outer = thread.told
+        self._told: list[Any] = []
         thread.told = self._told
 
     def end(self, writes: Writes, call: Call) -> None:
@@ -177,7 +182,10 @@ class Measurement:
         driver = self._pool.driver
         told = [piece for piece in self._told if piece is not UNSURE and not isinstance(piece, Token)]
         try:
-            names = [None if self._is_known(memory, told) else name for (_, memory), name in zip(self._arrays, self._names(call))]
+            names = [
+                None if self._is_known(memory, told) else name
+                for (_, memory), name in zip(self._arrays, self._names(call), strict=True)
+            ]
             with driver.relaxed():
                 after = driver.checksums([array for array, _ in self._arrays], self._pointer)
         except Exception:
@@ -208,7 +216,7 @@ class Measurement:
 def begin(
     pool: PoolInternals, pointer: int, writes: Writes, arrays: Iterable[tuple[Any, Piece]], written: Sequence[Piece | Token]
 ) -> Measurement | None:
-    """Begin to measure a call on a stream, if that is due; None where it is not, or cannot be done.
+    """Begin to measure a call on a stream; None where that is not due, cannot be done, or there is nothing to measure.
 
     Parameters
     ----------
@@ -222,12 +230,16 @@ def begin(
     written : sequence of Piece or Token
         What it is known to write.
     """
-    if not writes.due() or thread.recording is not None:
+    if thread.recording is not None:
+        return None
+    if not writes.due:
+        writes.count()
         return None
     driver = pool.driver
     try:
         if pointer != LEGACY_STREAM and driver.is_capturing(pointer):
             return None
+        writes.count()
         chosen = [*_measurable(pool, arrays, [piece for piece in written if not isinstance(piece, Token)])]
         if not chosen:
             writes.known = True
@@ -243,7 +255,7 @@ def begin(
 def _measurable(
     pool: PoolInternals, arrays: Iterable[tuple[Any, Piece]], written: Sequence[Piece]
 ) -> Iterator[tuple[Any, Piece]]:
-    """Yield the driver's own arrays, each piece of memory once, that lie on the current device and are not known to be written."""
+    """Yield the driver's arrays of the current device that are not known to be written, each piece of memory once."""
     driver, device = pool.driver, pool.current_device()
     seen: set[Piece] = set()
     for array, memory in arrays:

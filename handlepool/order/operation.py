@@ -8,15 +8,17 @@ from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from handlepool._util.names import name_of, shown
-from handlepool._util.reachable import bound_call, leaves
+from handlepool._util.reachable import Opaque, bound_call, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ContractError
 from handlepool.order.accesses import Memory
+from handlepool.order.argument_names import Call
 from handlepool.order.books import DataOrder, before, lanes_for, open_order, opened, ordering_pool
+from handlepool.order.measured import Measurement, Writes, begin, unsure
 from handlepool.order.plain_calls import exact, piece_of, pieces_of
 from handlepool.order.stream_order import in_torch, order, refuse_derived, torch_among, torch_in_use
 from handlepool.order.track import Track
-from handlepool.order.undeclared import Call, Watch
+from handlepool.order.undeclared import Watch
 from handlepool.pool.context import recordings, run_on, thread
 from handlepool.pool.default import pool_so_far
 from handlepool.pool.internals import PoolInternals
@@ -67,6 +69,8 @@ class Operation(Generic[P, R_co]):
         self._mutates = _finds(name, parameters, "mutates", mutates)
         self._reads = _finds(name, parameters, "reads", reads)
         self._method = next(iter(parameters), "") == "self"  # also inside a property, of which nobody tells it
+        # `dict.setdefault` is atomic, so two threads that call the operation at once have one entry.
+        self._measured: dict[tuple[object, ...], Writes] = {}
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._method = True
@@ -96,13 +100,15 @@ class Operation(Generic[P, R_co]):
         driver = pool.driver
         if "torch" in modules:
             refuse_derived(self.function, args, kwargs)
-        reads, writes = self.accesses(driver, args, kwargs)
+        reached = self.leaves(args, kwargs)
+        reads, writes = self.accesses(driver, args, kwargs, reached)
+        guessed, opaque = self.guessed(args, kwargs, reads), any(type(leaf) is Opaque for leaf in reached)
         device = pool.current_device()
-        lanes = lanes_for(pool, driver.current_stream(device).ptr) if recordings else None
+        lanes = lanes_for(pool, driver.current_stream(device).ptr) if recordings and not opaque else None
         if lanes is not None:
             call = pool, args, kwargs, writes
             # Held until nobody reads it who is not waited for: torch would give it to others before.
-            given = (args, kwargs) if torch_in_use(driver) is None else self.reached(args, kwargs)
+            given = (args, kwargs) if torch_in_use(driver) is None else self.reached(args, kwargs, reached)
 
             def run(slot: Slot | None) -> R_co:
                 if slot is None:
@@ -118,8 +124,10 @@ class Operation(Generic[P, R_co]):
             new = partial(_new_beside, driver, (*reads, *writes))
             values = (*args, *kwargs.values())
             what = (self, *[value for value in values if type(value) in _OPTIONS and value == value])
-            return lanes.run(self._name, reads, writes, given, run, new, what=what)
-        before(pool, reads, writes, self.reached(args, kwargs))
+            return lanes.run(self._name, reads, writes, given, run, new, what=what, guessed=guessed)
+        if guessed:
+            unsure()
+        before(pool, reads, [*writes, *guessed], self.reached(args, kwargs, reached), opaque=opaque)
         if thread.recording is not None and thread.recording.lanes is not None:
             thread.recording.lanes.accessed(reads, ())
         torch = None if thread.recording is not None else torch_among(self.function, args, kwargs)
@@ -147,15 +155,51 @@ class Operation(Generic[P, R_co]):
         """
         if thread.recording is not None:
             thread.recording.accessed((), writes)
-        watch = Watch(pool, self._call(args, kwargs), writes)
-        result = self.function(*args, **kwargs)
+        call = self._call(args, kwargs)
+        watch = Watch(pool, call, writes)
+        measured, driver = self._writes_of(args, kwargs), pool.driver
+        arrays = ((leaf, memory) for leaf in leaves(call, calls=True) if (memory := piece_of(driver, leaf)) is not None)
+        measurement = begin(pool, driver.current_stream(pool.current_device()).ptr, measured, arrays, writes)
+        try:
+            result = self.function(*args, **kwargs)
+        except BaseException:
+            if measurement is not None:
+                measurement.drop()
+            raise
+        if measurement is not None:
+            measurement.end(measured, call)
         if result is None and not self._says:
-            before(pool, (), pieces_of(pool.driver, self._call(args, kwargs), calls=True), (args, kwargs))  # whatever it wrote
+            before(pool, (), pieces_of(pool.driver, call, calls=True), (args, kwargs))  # whatever it wrote
             self._check_says(args, kwargs)
         watch.ended()
         return result
 
-    def accesses(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Pieces, Pieces]:
+    def _writes_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Writes:
+        """Return what measured calls have shown, with as many arguments and the same flags on."""
+        flags = [value for value in (*args, *kwargs.values()) if value is None or value is True or value is False]
+        form = (len(args), *kwargs, *flags)
+        known = self._measured.get(form)
+        if known is None:
+            known = self._measured.setdefault(form, Writes(self._name, declared=True))
+        return known
+
+    def guessed(self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Pieces) -> list[Piece]:
+        """Return the memory that a call is ordered as a writer of, since it is not known yet to write only as declared.
+
+        Raises
+        ------
+        ContractError
+            Where an earlier call was found to write more.
+        """
+        measured = self._writes_of(args, kwargs)
+        if measured.pending:
+            measured.read()
+        measured.check()
+        return [] if measured.known else [memory for memory in reads if not isinstance(memory, Token)]
+
+    def accesses(
+        self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any], reached: Sequence[Any] | None = None
+    ) -> tuple[Pieces, Pieces]:
         """Return what a call reads, and what it writes of what was there before it.
 
         Parameters
@@ -163,6 +207,8 @@ class Operation(Generic[P, R_co]):
         driver : Driver
         args, kwargs : tuple, dict
             The call's arguments; of a bound method, its object is the first.
+        reached : sequence, optional
+            The leaves of the call, where they are known.
 
         Returns
         -------
@@ -173,17 +219,23 @@ class Operation(Generic[P, R_co]):
         ArgumentError
             For an entry that these arguments do not have.
         """
-        reads = pieces_of(driver, self._call(args, kwargs), calls=True)
+        if reached is None:
+            reached = self.leaves(args, kwargs)
+        found = [piece_of(driver, leaf) for leaf in reached]
+        reads: Pieces = [memory for memory in found if memory is not None and memory[1] > memory[0]]
         return reads + pieces_or_tokens(driver, [find(args, kwargs) for find in self._reads]), self._writes(driver, args, kwargs)
 
     def _writes(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pieces:
         found = pieces_or_tokens(driver, [find(args, kwargs) for find in self._mutates])
         return found + pieces_of(driver, self._out(args, kwargs))
 
-    def reached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
-        """Return all that a call reads and overwrites, at this moment."""
-        found = [find(args, kwargs) for find in (*self._reads, *self._mutates, self._out)]
-        return [*leaves(self._call(args, kwargs), calls=True), *leaves(found, keys=True)]
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return what a call can reach, at this moment."""
+        return [*leaves(self._call(args, kwargs), calls=True)]
+
+    def reached(self, args: tuple[Any, ...], kwargs: dict[str, Any], reached: Sequence[Any]) -> list[object]:
+        """Return all that a call reads and overwrites; ``reached`` are its leaves."""
+        return [*reached, *leaves([find(args, kwargs) for find in (*self._reads, *self._mutates, self._out)], keys=True)]
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call as that of a method which is bound, so that its object's attributes are seen."""
@@ -239,8 +291,13 @@ class OperationCall(Memory):
     def __init__(self, driver: Driver, operation: Operation[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._driver = driver
         self.operation, self.args, self.kwargs = operation, args, kwargs
-        self.held = operation.reached(args, kwargs)
-        super().__init__(*operation.accesses(driver, args, kwargs), name=name_of(operation))
+        reached = operation.leaves(args, kwargs)
+        self.held = operation.reached(args, kwargs, reached)
+        reads, writes = operation.accesses(driver, args, kwargs, reached)
+        guessed = operation.guessed(args, kwargs, reads)
+        if guessed:
+            unsure()
+        super().__init__(reads, writes, guessed, name_of(operation), opaque=any(type(each) is Opaque for each in reached))
 
     def run(self, pool: PoolInternals) -> Any:
         """Call it, in its branch."""
@@ -249,13 +306,13 @@ class OperationCall(Memory):
     def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, result: object) -> None:
         """Write down what is new, now that the operation has returned."""
         made: Pieces = [(*self._driver.block_range(block), None) for block in allocated or ()]
-        others = new_among(self._driver, result, (*self.reads, *self.writes, *made))
+        others = [*new_among(self._driver, result, (*self.reads, *self.writes, *made)), *self.guessed]
         if made or others:
             order.note_found(track, made, others)
 
     def failed(self, order: DataOrder, track: Track, allocated: Sequence[Any]) -> None:
         """Write down what is new, though the operation raised an error."""
-        order.note_found(track, [(*self._driver.block_range(block), None) for block in allocated], ())
+        order.note_found(track, [(*self._driver.block_range(block), None) for block in allocated], self.guessed)
 
 
 def operation_of(function: Any, args: tuple[Any, ...]) -> tuple[Operation[..., Any], tuple[Any, ...]] | None:
@@ -443,5 +500,6 @@ def follow_branches(pool: PoolInternals, function: Callable[..., Any], args: tup
         writes = reads
     else:
         reads, writes = declared[0].accesses(driver, declared[1], kwargs)
+        writes = [*writes, *declared[0].guessed(declared[1], kwargs, reads)]
     with books:
         books.follow(track, books.conflicts(reads, writes))

@@ -119,8 +119,8 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
             before(pool, (), (memory,), tensor)
     if late is not None:
         raise ContractError(
-            f"{name_of(call[0])} wrote {name_of_array(late, call)}, which it did not declare and which a branch that nothing orders "
-            f"before it was given, too: say what it writes, {ADVICE}"
+            f"{name_of(call[0])} wrote {name_of_array(late, call)}, which it did not declare and which a branch that nothing "
+            f"orders before it was given, too: say what it writes, {ADVICE}"
         )
 
 

@@ -55,6 +55,7 @@ class NodesByData(Protocol):
         new: Callable[[T], Iterable[Any]] | None = None,
         *,
         what: tuple[object, ...] = (),
+        guessed: Sequence[Any] = (),
     ) -> T:
         """Record ``call(slot)`` as a node that reads and writes this memory, and what ``new`` says of its value; the value.
 

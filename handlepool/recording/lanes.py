@@ -316,6 +316,7 @@ class Lanes:
         new: Callable[[T], Iterable[Piece | Token]] | None = None,
         *,
         what: tuple[object, ...] = (),
+        guessed: Pieces = (),
     ) -> T:
         """Record a call as a node; its value.
 
@@ -332,6 +333,8 @@ class Lanes:
             Returns, of the value, what it wrote besides. What the call allocated is known.
         what : tuple
             See `Made`.
+        guessed : sequence of Piece
+            What it may overwrite besides.
 
         Raises
         ------
@@ -340,7 +343,7 @@ class Lanes:
         OwnershipError
             In a finaliser that found its thread in the middle of the books.
         """
-        opened = self._begin(Made.of(name, writes, what), reads, writes, keep)
+        opened = self._begin(Made.of(name, writes, what), reads, (*writes, *guessed), keep)
         opened[1].shown = True
         try:
             result = call(opened[1].slot)

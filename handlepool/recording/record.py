@@ -16,6 +16,7 @@ from handlepool.drivers.protocol import LEGACY_STREAM, Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
 from handlepool.order.books import open_order
+from handlepool.order.measured import wait_for_answers
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
 from handlepool.pool.context import run_on, thread
 from handlepool.pool.default import chosen_pool
@@ -146,6 +147,7 @@ def record(
     if returned is None:
         raise _nothing(name)
     check_ran(function, returned)
+    wait_for_answers()
     given.check(name)
     before.check(name)
     shapes = _shapes(returned)

@@ -129,6 +129,7 @@ class Rehearsal:
         new: Callable[[T], Iterable[Piece | Token]] | None = None,
         *,
         what: tuple[object, ...] = (),
+        guessed: Pieces = (),
     ) -> T:
         """Make a call where it would be made without lanes."""
         self.calls.append(Made.of(name, writes, what))
