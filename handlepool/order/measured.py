@@ -1,14 +1,14 @@
 """What calls really write, measured (guarantee 17).
 
-A function may write arrays that it does not declare. So the bits of the arrays that its first call is given are compared: a checksum
-of each is computed on the call's stream before the call and after it, without copies, and without a wait of the host. Until the
-host sees that the stream has come so far, further calls of the function count as writing what they are given. Calls three and ten
-are measured again, since a first call may be special. A write of equal values is not seen.
+A function may write arrays that it does not declare. So the bits of the arrays that its first call is given are compared: a
+checksum of each is computed on the call's stream before the call and after it, without copies, and without a wait of the host.
+Until the host sees that the stream has come so far, further calls of the function count as writing what they are given. Calls
+three and ten are measured again, since a first call may be special. A write of equal values is not seen.
 
 - A measurement that fails tells nothing, and the next call is measured.
 - Under a capture nothing is measured.
-- Arrays of other libraries, NumPy's, and arrays of other devices are not measured. For torch's tensors `handlepool.order.undeclared`
-  compares versions.
+- Arrays of other libraries, NumPy's, and arrays of other devices are not measured. For torch's tensors
+  `handlepool.order.undeclared` compares versions.
 - Calls inside a call, of graph functions, operations and branches, order their writes on their own. These are left out.
 """
 
@@ -60,6 +60,11 @@ class Writes:
         self._pending: deque[_Answer] = deque()
 
     @property
+    def settled(self) -> bool:
+        """Whether calls count as writing `places` alone, from now on."""
+        return self.known
+
+    @property
     def pending(self) -> bool:
         """Whether an answer has not been read."""
         return bool(self._pending)
@@ -76,11 +81,11 @@ class Writes:
     def expect(self, answer: "_Answer") -> None:
         """Await an answer."""
         self._pending.append(answer)
-        if self not in _thread.waiting:
-            _thread.waiting.append(self)
+        _thread.asked += 1
+        _thread.waiting.append((_thread.asked, self, answer))
 
-    def read(self, *, wait: bool = False) -> None:
-        """Read the answers that there are; with ``wait`` wait for all."""
+    def read(self) -> None:
+        """Read the answers that there are."""
         found: set[str] = set()
         while self._pending:
             try:
@@ -91,10 +96,12 @@ class Writes:
             if answer.inherited:
                 # A forked child touches nothing of its parent's (guarantee 13).
                 abandon(answer)
+                answer.read = True
                 continue
-            if not answer.ready(wait):
+            if not answer.ready():
                 self._pending.appendleft(answer)
                 break
+            answer.read = True
             changed = answer.changed()
             if changed is not None:
                 found.update(changed)
@@ -129,9 +136,11 @@ class _Answer:
     ----------
     sure : bool
         Whether the measurement saw all that the call may have written.
+    read : bool
+        Whether the function's `Writes` have taken the answer in.
     """
 
-    __slots__ = ("_after", "_before", "_driver", "_names", "_process", "sure")
+    __slots__ = ("_after", "_before", "_driver", "_names", "_process", "read", "sure")
 
     def __init__(self, driver: Driver, before: Sums, after: Sums, names: Sequence[str | None], sure: bool) -> None:
         self._driver = driver
@@ -140,6 +149,7 @@ class _Answer:
         # None for an array whose writes are ordered in another way.
         self._names = names
         self._process = process()
+        self.read = False
         self.sure = sure
 
     @property
@@ -147,11 +157,16 @@ class _Answer:
         """Whether it is of the process that this one was forked in."""
         return self._process != process()
 
-    def ready(self, wait: bool) -> bool:
+    def ready(self) -> bool:
+        """Whether the stream has come so far."""
         with self._driver.relaxed():
-            if wait:
-                self._after.wait()
             return self._after.ready()
+
+    def wait(self) -> None:
+        """Wait on the host until the stream has come so far."""
+        if not self.inherited:
+            with self._driver.relaxed():
+                self._after.wait()
 
     def changed(self) -> list[str] | None:
         """Return the names of the arrays that have changed; None where the checksums could not be computed."""
@@ -266,26 +281,34 @@ def _measurable(
             yield array, memory
 
 
-def wait_for_answers() -> None:
-    """Wait on the host for the answers of this thread's measurements, and read them.
+def asked() -> int:
+    """Return how many answers this thread has asked for so far."""
+    return _thread.asked
+
+
+def wait_for_answers(since: int = 0) -> None:
+    """Wait on the host for the answers that this thread has asked for since then, and read them.
 
     Raises
     ------
     ContractError
         For an operation that was found to write more than it declares.
     """
-    read_answers(wait=True)
+    for number, _, answer in _thread.waiting:
+        if number > since:
+            answer.wait()
+    read_answers()
 
 
-def read_answers(*, wait: bool = False) -> None:
+def read_answers() -> None:
     """Read the answers of this thread's measurements that there are; raises as `wait_for_answers`."""
     waiting, _thread.waiting = _thread.waiting, []
     try:
-        for writes in waiting:
-            writes.read(wait=wait)
+        for _, writes, _ in waiting:
+            writes.read()
     finally:
-        _thread.waiting += [writes for writes in waiting if writes.pending]
-    for writes in waiting:
+        _thread.waiting += [each for each in waiting if not each[2].read]
+    for _, writes, _ in waiting:
         writes.check()
 
 
@@ -317,7 +340,8 @@ def writes_of(form: Hashable, name: str) -> Writes:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.waiting: list[Writes] = []
+        self.asked = 0
+        self.waiting: list[tuple[int, Writes, _Answer]] = []
 
 
 _thread = _Thread()

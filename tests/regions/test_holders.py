@@ -178,6 +178,7 @@ def test_g17_an_operation_that_mutates_a_dictionary_writes_the_arrays_of_its_key
     assert {*over_seeds(mutates_keys)} == {11}
 
 
+@pytest.mark.unmeasured
 def test_g17_control_where_keys_are_left_out(monkeypatch):
     monkeypatch.setattr(operation_module, "leaves", lambda *values, keys=False, **options: leaves(*values, **options))
     assert {*over_seeds(mutates_keys, control=True)} != {11}

@@ -1,8 +1,8 @@
 """The driver for NVIDIA GPUs: CuPy, nvidia-cudnn-frontend and, for what CuPy lacks, ``cuda.bindings.driver``.
 
-With `executable`, `kernel_executable`, `sums`, `fast_launch`, `early`, `capture` and `shared`, the only module that imports CuPy or
-launches with cuDNN's binding. The runtime half of cuda-bindings is never used: it needs a driver as new as itself. cuDNN's rule
-for threads is that a handle is used by one thread at a time; who keeps it is the pool.
+With `executable`, `kernel_executable`, `sums`, `fast_launch`, `early`, `capture` and `shared`, the only module that imports CuPy
+or launches with cuDNN's binding. The runtime half of cuda-bindings is never used: it needs a driver as new as itself. cuDNN's
+rule for threads is that a handle is used by one thread at a time; who keeps it is the pool.
 """
 
 import inspect
@@ -491,6 +491,9 @@ class CudaDriver:
 
     def array_pointer(self, array: Any) -> int:
         return int(array.data.ptr)
+
+    def memory_of(self, array: Any) -> Piece:
+        return piece(array.data.ptr, array.shape, array.strides, array.itemsize)
 
     def part(self, array: Any, address: int, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
         return cupy.ndarray(shape, dtype, array.data + (address - array.data.ptr), strides)

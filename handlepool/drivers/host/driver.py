@@ -23,7 +23,8 @@ from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
 from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.host.graphs import RecordedGraph, RecordingMemory
 from handlepool.drivers.host.limit import ADVICE, limit
-from handlepool.drivers.host.memory import Memory, Owner, RegionAllocator, accesses
+from handlepool.drivers.host.memory import Memory, Owner, RegionAllocator
+from handlepool.drivers.host.race_checker import Access
 from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable
 from handlepool.drivers.host.sums import HostSums
 from handlepool.drivers.host.testing import Controls
@@ -481,7 +482,9 @@ class HostDriver(Controls):
         views = [raw_view(array) for array in arrays]
         sums = HostSums(partial(self._streams.wait_on_host, purpose="checksums"))
         raw = [view for view, _ in views]
-        self._streams.give(queue, lambda: sums.compute(*raw), accesses(views, writes=False), "checksums")
+        # Memory that is freed waits for these reads, and their order is not checked.
+        reads = [Access(block, view, False, checked=False) for view, block in views if block is not None]
+        self._streams.give(queue, lambda: sums.compute(*raw), reads, "checksums")
         sums.queued(queue.tail)
         return sums
 
@@ -506,6 +509,10 @@ class HostDriver(Controls):
     def array_pointer(self, array: Array) -> int:
         self._note("array_pointer")
         return address_of(array)
+
+    def memory_of(self, array: Array) -> Piece:
+        self._note("array_pointer")
+        return piece(address_of(array), array.shape, array.strides, array.dtype.itemsize)
 
     def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
         return [self.array_pointer(array) for array in arrays]
