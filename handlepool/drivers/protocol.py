@@ -581,9 +581,6 @@ class Driver(Protocol):
     def array_pointer(self, array: Any) -> int:
         """Return the address of an array's first element."""
 
-    def memory_of(self, array: Any) -> Piece:
-        """Return the memory that an array of the driver's lies in."""
-
     def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
         """Return the addresses of many arrays; raises AttributeError or TypeError for what is none of the driver's."""
 

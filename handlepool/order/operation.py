@@ -19,7 +19,7 @@ from handlepool.order.plain_calls import exact, piece_of, pieces_of
 from handlepool.order.stream_order import in_torch, order, refuse_derived, torch_among, torch_in_use
 from handlepool.order.track import Track
 from handlepool.order.undeclared import Watch
-from handlepool.pool.context import active, recordings, thread
+from handlepool.pool.context import recordings, run_on, thread
 from handlepool.pool.default import pool_so_far
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
@@ -85,12 +85,12 @@ class Operation(Generic[P, R_co]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call the function, in the order of the region that this thread is in."""
-        pool = (thread.pool or ordering_pool()) if active else None
+        pool = (thread.pool or ordering_pool()) if opened or recordings else None
         if pool is not None:
             return self._in_order(cast(PoolInternals, pool), args, kwargs)  # of no other class: see `RunningPool`
         pool = pool_so_far()
         if pool is not None and pool.checked:
-            return self.run(pool, args, kwargs, self._writes(pool.driver, args, kwargs), self.reach(pool.driver, args, kwargs))
+            return self.run(pool, args, kwargs, self._writes(pool.driver, args, kwargs))
         result = self.function(*args, **kwargs)
         if result is None and not self._says:
             self._check_says(args, kwargs)
@@ -98,35 +98,54 @@ class Operation(Generic[P, R_co]):
 
     def _in_order(self, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R_co:
         driver = pool.driver
-        call = OperationCall(pool, self, args, kwargs)
         if "torch" in modules:
-            refuse_derived(self.function, call.reached.values)
+            refuse_derived(self.function, args, kwargs)
+        reached = self.leaves(args, kwargs)
+        reads, writes = self.accesses(driver, args, kwargs, reached)
+        guessed, opaque = self.guessed(args, kwargs, reads), any(type(leaf) is Opaque for leaf in reached)
         device = pool.current_device()
-        here = driver.current_stream(device).ptr
-        lanes = lanes_for(pool, here) if recordings else None
+        lanes = lanes_for(pool, driver.current_stream(device).ptr) if recordings and not opaque else None
         if lanes is not None:
-            return cast(R_co, run_as_node(lanes, pool, call, None))
-        before(pool, call.reads, call.writes, call.keep, here)
+            call = pool, args, kwargs, writes
+            # Held until nobody reads it who is not waited for: torch would give it to others before.
+            given = (args, kwargs) if torch_in_use(driver) is None else self.reached(args, kwargs, reached)
+
+            def run(slot: Slot | None) -> R_co:
+                if slot is None:
+                    return self.run(*call)
+                torch = torch_in_use(driver)
+                rest = (
+                    (self.run, call, {})
+                    if torch is None
+                    else in_torch(torch, slot.pointer, slot.pointer, device, self.run, call, {})
+                )
+                return run_on(pool, slot.side_stream, device, None, *rest)
+
+            new = partial(_new_beside, driver, (*reads, *writes))
+            values = (*args, *kwargs.values())
+            what = (self, *[value for value in values if type(value) in _OPTIONS and value == value])
+            return lanes.run(self._name, reads, writes, given, run, new, what=what, guessed=guessed)
+        if guessed:
+            unsure()
+        before(pool, reads, [*writes, *guessed], self.reached(args, kwargs, reached), opaque=opaque)
         if thread.recording is not None and thread.recording.lanes is not None:
-            thread.recording.lanes.accessed(call.reads, ())
-        torch = None if thread.recording is not None else torch_of(self.function, call.reached.values)
+            thread.recording.lanes.accessed(reads, ())
+        torch = None if thread.recording is not None else torch_among(self.function, args, kwargs)
         if torch is None:
-            result = call.launch(None)
+            result = self.run(pool, args, kwargs, writes)
         else:  # in a fork's body it may have another current stream than CuPy, and the operation may launch on both
-            theirs = torch.current_stream(device)
+            here, theirs = driver.current_stream(device).ptr, torch.current_stream(device)
             order(pool, device, here, theirs)
             try:
-                result = call.launch(None)
+                result = self.run(pool, args, kwargs, writes)
             finally:
                 order(pool, device, theirs, here)
-        made = call.new(result)
+        made = new_among(driver, result, (*reads, *writes))
         if made:
             before(pool, (), made, result)
-        return cast(R_co, result)
+        return result
 
-    def run(
-        self, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any], writes: Pieces, reached: Reached
-    ) -> R_co:
+    def run(self, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any], writes: Pieces) -> R_co:
         """Call the function, which was ordered by its `accesses`, and see that it writes nothing else.
 
         Raises
@@ -214,15 +233,11 @@ class Operation(Generic[P, R_co]):
         """Return what a call can reach, at this moment."""
         return [*leaves(self._call(args, kwargs), calls=True)]
 
-    def reach(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reached:
-        """Return what the arguments of a call lead to at this moment, and what the function is bound to."""
-        return Reached(driver, *self._call(args, kwargs))
+    def reached(self, args: tuple[Any, ...], kwargs: dict[str, Any], reached: Sequence[Any]) -> list[object]:
+        """Return all that a call reads and overwrites; ``reached`` are its leaves."""
+        return [*reached, *leaves([find(args, kwargs) for find in (*self._reads, *self._mutates, self._out)], keys=True)]
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
-        """Return what the entries of a call lead to at this moment."""
-        return [*leaves([find(args, kwargs) for find in (*self._reads, *self._mutates, self._out)], keys=True)]
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call as that of a method which is bound, so that its object's attributes are seen."""
         if self._method and args:
             return MethodType(self.function, args[0]), args[1:], kwargs
@@ -259,44 +274,34 @@ class Operation(Generic[P, R_co]):
         return f"<Operation {self._name}>"
 
 
-class OperationCall(Call):
-    """A call of an operation: what it reads and writes.
+class OperationCall(Memory):
+    """A call of an operation as a branch: what it reads and writes.
 
     Attributes
     ----------
     operation : Operation
     args, kwargs : tuple, dict
         Its arguments, the object of a bound method first.
-    reached : Reached
-        What these lead to.
+    held : list
+        What it reads and writes.
     """
 
-    __slots__ = ("_driver", "_pool", "args", "keep", "kwargs", "name", "operation", "reached", "reads", "writes")
+    __slots__ = ("_driver", "args", "held", "kwargs", "operation")
 
-    runs_python = True
-
-    def __init__(self, pool: PoolInternals, operation: Operation[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        driver = pool.driver
-        self._pool, self._driver = pool, driver
+    def __init__(self, driver: Driver, operation: Operation[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._driver = driver
         self.operation, self.args, self.kwargs = operation, args, kwargs
-        self.name = name_of(operation)
-        self.reached = operation.reach(driver, args, kwargs)
-        self.reads, self.writes = operation.accesses(driver, args, kwargs, self.reached)
-        self.keep = self.reached.values, operation.named(args, kwargs), args, kwargs
+        reached = operation.leaves(args, kwargs)
+        self.held = operation.reached(args, kwargs, reached)
+        reads, writes = operation.accesses(driver, args, kwargs, reached)
+        guessed = operation.guessed(args, kwargs, reads)
+        if guessed:
+            unsure()
+        super().__init__(reads, writes, guessed, name_of(operation), opaque=any(type(each) is Opaque for each in reached))
 
-    @property
-    def what(self) -> tuple[object, ...]:
-        """The operation, and the arguments that are numbers or text."""
-        values = (*self.args, *self.kwargs.values())
-        return (self.operation, *[value for value in values if type(value) in _OPTIONS and value == value])
-
-    def launch(self, slot: Slot | None) -> Any:
-        """Call the operation; the stream that it is for is current."""
-        return self.operation.run(self._pool, self.args, self.kwargs, [*self.writes], self.reached)
-
-    def new(self, value: Any) -> list[Piece]:
-        """Return the memory of arrays in the value that the call was not known to use."""
-        return new_among(self._driver, value, (*self.reads, *self.writes))
+    def run(self, pool: PoolInternals) -> Any:
+        """Call it, in its branch."""
+        return self.operation.run(pool, self.args, self.kwargs, [*self.writes])
 
     def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, result: object) -> None:
         """Write down what is new, now that the operation has returned."""
@@ -324,6 +329,10 @@ def new_among(driver: Driver, result: object, known: Sequence[Piece | Token]) ->
     """Return the memory of the arrays in a result that is none of what is known."""
     there = [memory for memory in known if not isinstance(memory, Token)]
     return [memory for memory in pieces_of(driver, result) if not any(share(memory, each) for each in there)]
+
+
+def _new_beside(driver: Driver, known: Sequence[Piece | Token], result: object) -> list[Piece]:
+    return new_among(driver, result, known)
 
 
 def pieces_or_tokens(driver: Driver, value: object) -> Pieces:
@@ -472,26 +481,25 @@ def _computed(name: str, what: str, entry: Callable[..., Any], args: tuple[Any, 
         ) from error
 
 
-def follow_branches(
-    pool: PoolInternals, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reached: Reached
-) -> None:
+def follow_branches(pool: PoolInternals, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let the current stream wait for the branches that read or wrote what a task is given."""
     driver, device = pool.driver, pool.current_device()
     books = open_order(driver, device)
     if books is None:
         return
     pointer = driver.current_stream(device).ptr
+    books.after_stayed(pointer)
     track = books.tracks.get(pointer) or Track(pointer)
-    if does_order_itself(function):  # what it reads and writes is its own to know
+    if getattr(bound_call(function), "__func__", None) in exact:  # what it reads and writes is its own to know
         with books:
             books.follow(track, {each: each.count for each in books.tracks.values()})
         return
     declared = operation_of(function, args)
     if declared is None:
-        reads: Pieces = [*reached.pieces]
+        reads: Pieces = [*pieces_of(driver, bound_call(function), args, kwargs, calls=True)]
         writes = reads
     else:
-        operation, args = declared
-        reads, writes = operation.accesses(driver, args, kwargs, operation.reach(driver, args, kwargs))
+        reads, writes = declared[0].accesses(driver, declared[1], kwargs)
+        writes = [*writes, *declared[0].guessed(declared[1], kwargs, reads)]
     with books:
         books.follow(track, books.conflicts(reads, writes))

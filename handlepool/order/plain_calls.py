@@ -13,22 +13,23 @@ from functools import partial
 from gc import get_referents
 from operator import methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 from weakref import ReferenceType
+
+import numpy as np
 
 from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of
+from handlepool._util.protocols import has
 from handlepool._util.reachable import CACHE, Opaque, attribute_leaves, attributes, bound_call, content, leaves
 from handlepool.drivers.protocol import Driver
+from handlepool.order.accesses import Memory
 from handlepool.order.argument_names import UNNAMED, named_values
 from handlepool.order.books import DataOrder
-from handlepool.order.call import Call
-from handlepool.order.reached import Reached, arrays_in, piece_of, pieces_of
 from handlepool.order.measured import Measurement, begin, unsure, writes_of
 from handlepool.order.track import Track
-from handlepool.pool.slot import Slot
 from handlepool.pool.internals import PoolInternals
-from handlepool.tensors.layout import Piece, Token, share
+from handlepool.tensors.layout import Piece, Token, piece, share
 
 Guess = tuple[str, Hashable]
 """A function that may have written what it was given: its name, and its code."""
@@ -40,33 +41,51 @@ _MOST_KNOWN = 10_000
 _warned: set[Hashable] = set()
 
 
-ORDERS_ITSELF = "__handlepool_orders_itself__"
-"""The attribute of a function that orders itself when it is called: the function itself, since `functools.wraps` gives a function's
-attributes to what is around it."""
-F = TypeVar("F", bound=Callable[..., Any])
+def piece_of(driver: Driver, value: Any) -> Piece | None:
+    """Return the memory of an array of any library; None for what has none that is known."""
+    if isinstance(value, driver.array_types):  # outside of the below: an error here must not hide an array
+        array: Any = value
+        return piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)
+    try:
+        tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+        if tensor is not None and isinstance(value, tensor):
+            size = value.element_size()
+            return piece(value.data_ptr(), value.shape, [step * size for step in value.stride()], size)
+        for protocol in ("__cuda_array_interface__", "__array_interface__"):
+            if has(value, protocol) and not isinstance(value, (type, np.generic)):
+                known = getattr(value, protocol)
+                kind = np.dtype(known["typestr"])
+                shape, strides = tuple(known["shape"]), known.get("strides")
+                if strides is None:
+                    strides = np.empty(0, kind).itemsize * np.cumprod([1, *shape[:0:-1]])[::-1]
+                return piece(known["data"][0], shape, [int(step) for step in strides], kind.itemsize)
+    except Exception:  # sparse, without memory, or a proxy
+        return None
+    return None
 
 
-def orders_itself(function: F) -> F:
-    """Decorate a method that orders itself, when it is called, by what it reads and writes."""
-    setattr(function, ORDERS_ITSELF, function)
-    return function
+def arrays_in(driver: Driver, *values: object, calls: bool = False) -> list[tuple[Any, Piece]]:
+    """Return the arrays that are reached from values, each with its memory."""
+    found = [(value, piece_of(driver, value)) for value in leaves(*values, calls=calls)]
+    return [(value, memory) for value, memory in found if memory is not None]
 
 
-def does_order_itself(function: object) -> bool:
-    """Whether a function, or an object that is called, orders itself."""
-    method = getattr(bound_call(function), "__func__", None)
-    return type(method) is FunctionType and method.__dict__.get(ORDERS_ITSELF) is method
+def pieces_of(driver: Driver, *values: object, calls: bool = False) -> list[Piece]:
+    """Return the memory of the arrays that are reached from values and have elements."""
+    return [memory for _, memory in arrays_in(driver, *values, calls=calls) if memory[1] > memory[0]]
 
 
-class PlainCall(Call):
+exact: set[Any] = set()
+"""Functions that order themselves, when they are called, by what they read and write: nothing has to be guessed of them."""
+
+
+class PlainCall(Memory):
     """A call of a plain function: what it reads and writes, and, until it has ended, what it may write.
 
     Attributes
     ----------
-    reached : Reached or None
-        What it is given; None for a function that orders itself.
-    caused_wait : bool
-        Whether it waits for another call because of its assumed writes alone.
+    held : list of array
+        What it reads. A list may be emptied meanwhile, and an attribute or a closure's name be given anew.
     """
 
     __slots__ = (
@@ -74,50 +93,83 @@ class PlainCall(Call):
         "_driver",
         "_exact",
         "_form",
+        "_found",
         "_given",
+        "_guess",
+        "_measurement",
         "_out",
-        "_writer",
-        "assumed_writes",
-        "caused_wait",
-        "name",
-        "reached",
-        "reads",
-        "writes",
+        "_settled",
+        "_written",
+        "held",
     )
 
-    runs_python = True
-
     def __init__(self, driver: Driver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.name = getattr(function, "__qualname__", None) or kind_of(function)
-        bound = bound_call(function)
-        self._call = bound, args, kwargs
+        name = getattr(function, "__qualname__", None) or kind_of(function)
+        function = bound_call(function)
+        self._call = function, args, kwargs
         self._driver = driver
-        codes = tuple(_codes((bound, args, kwargs)))
-        self._writer = self.name, codes[:1]
-        self._exact = does_order_itself(bound)
-        # What a call reads is kept: a list may be emptied meanwhile, and an attribute or a closure's name be given anew.
-        self.reached = reached = None if self._exact else Reached(driver, bound, args, kwargs)
-        self._given: list[Piece] = [] if reached is None else reached.pieces
-        self._out = pieces_of(driver, kwargs["out"]) if "out" in kwargs else []
-        self._form = (*codes, len(args), 0 if reached is None else reached.given, *kwargs)
-        self.reads = self._given
-        self.writes = self._out
-        self.assumed_writes = [] if _may_write.get(self._form) is False else self._given
-        self.caused_wait = False
+        self._measurement: Measurement | None = None
+        codes = tuple(_codes((function, args, kwargs)))
+        self._guess = name, codes[:1]
+        self._exact = getattr(function, "__func__", None) in exact
+        reached: list[Any] = []
+        given = 0
+        if not self._exact:
+            owners: list[Any] = []
+            reached = [*leaves(args, kwargs, calls=True, owners=owners)]
+            given = sum(piece_of(driver, each) is not None for each in reached)
+            reached += leaves(function, calls=True, owners=owners)
+            if owners:
+                reached += attribute_leaves(owners)
+        pairs = [(value, piece_of(driver, value)) for value in reached]
+        self._found = [(value, memory) for value, memory in pairs if memory is not None]
+        opaque = [value for value, memory in pairs if memory is None and type(value) is Opaque]
+        self.held = [*[array for array, _ in self._found], *opaque]
+        self._given = [memory for _, memory in self._found if memory[1] > memory[0]]
+        self._out = pieces_of(driver, kwargs.get("out"))
+        self._form = (*codes, len(args), given, *kwargs)
+        self._written = written = writes_of(self._form, name)
+        if written.pending:
+            written.read()
+        # Two threads may call the function: an answer that another one reads meanwhile does not count for this call.
+        self._settled = self._exact or written.settled
+        guessed = [] if self._exact or (self._settled and _may_write.get(self._form) is False) else self._given
+        if guessed:
+            unsure()
+        super().__init__(self._given, [*self._out, *self._changed()], guessed, name, opaque=bool(opaque))
 
-    @property
-    def keep(self) -> object:
-        """What the call was given, and what it reaches."""
-        return self._call, self.reached and self.reached.values
+    def _changed(self) -> list[Piece]:
+        """Return the memory of the arguments that earlier calls were found to write."""
+        places = self._written.places
+        if not places:
+            return []
+        if UNNAMED in places:
+            return self._given
+        values = named_values(self._call)
+        return pieces_of(self._driver, *[values.get(place) for place in places], calls=True)
 
-    def launch(self, slot: Slot) -> Any:
-        """Call the function; the slot's stream is current."""
-        function, args, kwargs = self._call
-        return function(*args, **kwargs)
+    def begin(self, pool: PoolInternals, pointer: int) -> None:
+        """Begin to measure the call, which waits on its stream for all that it has to."""
+        if not self._exact:
+            self._measurement = begin(pool, pointer, self._written, self._found, self.writes)
+            # There may have been nothing to measure.
+            self._settled = self._settled or (self._written.settled and not self._written.places)
 
-    def compare_needs(self, known: object, assumed: object) -> None:
-        """Note whether the assumed writes add to the calls that this one waits for."""
-        self.caused_wait = assumed != known
+    def returned(self, result: object, allocated: Sequence[Any]) -> None:
+        """End the measurement, where the call is one whose writes nothing else tells."""
+        measurement, self._measurement = self._measurement, None
+        if measurement is None:
+            return
+        if self.is_new(allocated, result):
+            measurement.end(self._written, self._call)
+        else:
+            measurement.drop()
+
+    def raised(self) -> None:
+        """Drop the measurement of a call that has raised an error."""
+        if self._measurement is not None:
+            self._measurement.drop()
+            self._measurement = None
 
     def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, result: object) -> None:
         """Write down what the function wrote, now that it has returned; None where nobody saw what it allocated."""
@@ -146,9 +198,7 @@ class PlainCall(Call):
 
     def _made_unseen(self, result: object) -> list[Piece]:
         """Return the memory of what the call may have made with torch's allocator, which nobody sees, wherever it put that."""
-        reached = self.reached
-        known = set() if reached is None else {id(array) for array, _ in reached.arrays}
-        kind, found = self._driver.array_types, []
+        known, kind, found = {*map(id, self.held)}, self._driver.array_types, []
         for value in leaves(result, *self._call, calls=True):
             if id(value) not in known and not isinstance(value, kind):
                 memory = piece_of(self._driver, value)

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -41,26 +41,17 @@ def torch_among(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     ArgumentError
         As `refuse_derived`.
     """
-    return torch_of(function, leaves(args, kwargs, function, calls=True)) if "torch" in sys.modules else None
-
-
-def torch_of(function: Any, reached: Iterable[Any]) -> ModuleType | None:
-    """`handlepool.foreign.torch` where there are GPU tensors among the values that a call reaches, or None.
-
-    Raises
-    ------
-    ArgumentError
-        As `refuse_derived`.
-    """
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if tensor is None:  # not loaded, or being imported just now
+    if "torch" not in sys.modules:
         return None
-    values = [*reached]
-    refuse_derived(function, values)
-    return integration() if any(isinstance(value, tensor) and value.is_cuda for value in values) else None
+    tensor = getattr(sys.modules["torch"], "Tensor", None)
+    if tensor is None:  # being imported just now
+        return None
+    refuse_derived(function, args, kwargs)
+    reached = leaves(args, kwargs, function, calls=True)
+    return integration() if any(isinstance(value, tensor) and value.is_cuda for value in reached) else None
 
 
-def refuse_derived(function: Any, reached: Iterable[Any]) -> None:
+def refuse_derived(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a call with tensors of torch's forward mode or of `torch.func`, whose derivatives no region sees.
 
     Raises
@@ -69,7 +60,7 @@ def refuse_derived(function: Any, reached: Iterable[Any]) -> None:
     """
     # A torch that is being imported just now has no forward mode yet.
     if hasattr(getattr(sys.modules.get("torch"), "autograd", None), "forward_ad") and integration().derives():
-        integration().refuse_derived(name_of(function), reached)
+        integration().refuse_derived(name_of(function), leaves(args, kwargs, function, calls=True))
 
 
 def torch_in_use(driver: Driver) -> ModuleType | None:

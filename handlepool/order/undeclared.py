@@ -13,10 +13,8 @@ from handlepool._util.names import name_of
 from handlepool._util.reachable import attribute_leaves, leaves
 from handlepool.errors import ContractError
 from handlepool.order.argument_names import ADVICE, Call, name_of_array
-from handlepool.order.books import beside, calls_so_far, written_since
-from handlepool.order.places import before
-from handlepool.order.plain_calls import PlainCall
-from handlepool.order.reached import Reached, is_tensor, piece_of
+from handlepool.order.books import before, beside, calls_so_far, written_since
+from handlepool.order.plain_calls import PlainCall, piece_of
 from handlepool.order.stream_order import integration
 from handlepool.order.track import Needs
 from handlepool.pool.context import BranchRegion, thread
@@ -35,14 +33,12 @@ class Watch:
     call : tuple
     writes : iterable of Piece or Token
         What it is known to write.
-    reached : Reached or None
-        What it reaches; None for a call that is known.
     """
 
     __slots__ = ("_call", "_copies", "_pool", "_versions")
 
-    def __init__(self, pool: PoolInternals, call: Call, writes: Writes, reached: Reached | None) -> None:
-        given = _given(reached) if reached is not None and (pool.checked or "torch" in modules) else ()
+    def __init__(self, pool: PoolInternals, call: Call, writes: Writes) -> None:
+        given = _given(call) if pool.checked or "torch" in modules else ()
         self._pool, self._call = pool, call
         self._versions = versions_before(given, pool, writes)
         self._copies = copies_before(given, pool, writes) if pool.checked else []
@@ -66,7 +62,7 @@ class Watch:
 def run_watched(pool: PoolInternals, region: BranchRegion, memory: PlainCall, call: Call) -> Any:
     """Call a plain function in its branch, and see that it writes nothing else, where it returns new arrays alone."""
     function, args, kwargs = call
-    watch = Watch(pool, call, memory.writes, memory.reached)
+    watch = Watch(pool, call, memory.writes)
     since = calls_so_far(pool) if pool.checked else None
     known = len(region.allocated)
     result = function(*args, **kwargs)
@@ -162,10 +158,17 @@ def _told(pool: PoolInternals, array: Any, since: Needs | None) -> bool:
     return since is not None and memory is not None and written_since(pool, memory, since)
 
 
-def _given(reached: Reached) -> list[Any]:
+def is_tensor(value: object) -> bool:
+    """Whether a value is torch's."""
+    return "torch" in modules and isinstance(value, getattr(modules["torch"], "Tensor", ()))
+
+
+def _given(call: Call) -> list[Any]:
     """Return what a call reaches, but for NumPy's arrays in attributes: the host writes them at once, as counters."""
-    direct = reached.direct
-    return reached.values[:direct] + [value for value in reached.values[direct:] if type(value) is not np.ndarray]
+    owners: list[Any] = []
+    direct = [*leaves(call, calls=True, owners=owners)]
+    deeper = attribute_leaves(owners)
+    return direct + [value for value in deeper if type(value) is not np.ndarray]
 
 
 def _memory(writes: Writes) -> list[Piece]:

@@ -492,9 +492,6 @@ class CudaDriver:
     def array_pointer(self, array: Any) -> int:
         return int(array.data.ptr)
 
-    def memory_of(self, array: Any) -> Piece:
-        return piece(array.data.ptr, array.shape, array.strides, array.itemsize)
-
     def part(self, array: Any, address: int, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
         return cupy.ndarray(shape, dtype, array.data + (address - array.data.ptr), strides)
 

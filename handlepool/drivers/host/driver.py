@@ -510,10 +510,6 @@ class HostDriver(Controls):
         self._note("array_pointer")
         return address_of(array)
 
-    def memory_of(self, array: Array) -> Piece:
-        self._note("array_pointer")
-        return piece(address_of(array), array.shape, array.strides, array.dtype.itemsize)
-
     def array_pointers(self, arrays: Iterable[Any]) -> list[int]:
         return [self.array_pointer(array) for array in arrays]
 
