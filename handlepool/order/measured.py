@@ -302,14 +302,17 @@ def wait_for_answers(since: int = 0) -> None:
 
 def read_answers() -> None:
     """Read the answers of this thread's measurements that there are; raises as `wait_for_answers`."""
-    waiting, _thread.waiting = _thread.waiting, []
+    # An answer that a call of the function has read was reported there.
+    waiting = [each for each in _thread.waiting if not each[2].read]
+    _thread.waiting = []
     try:
         for _, writes, _ in waiting:
             writes.read()
     finally:
         _thread.waiting += [each for each in waiting if not each[2].read]
-    for _, writes, _ in waiting:
-        writes.check()
+    for _, writes, answer in waiting:
+        if answer.read:
+            writes.check()
 
 
 def are_awaited() -> bool:
