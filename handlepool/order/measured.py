@@ -206,7 +206,9 @@ class Measurement:
         except Exception:
             # The call has succeeded. Its next one is measured.
             return
-        writes.expect(_Answer(driver, self._before, after, names, UNSURE not in self._told))
+        # Books do not tell a write from one that is only assumed.
+        sure = self._since is None or UNSURE not in self._told
+        writes.expect(_Answer(driver, self._before, after, names, sure))
 
     def drop(self) -> None:
         """Compare nothing: the call has raised an error, or it counts as writing anyway."""
