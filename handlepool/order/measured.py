@@ -21,7 +21,8 @@ from typing import Any
 from handlepool._util.frames import frames_inside
 from handlepool._util.reachable import leaves
 from handlepool.drivers.checksum import Sums
-from handlepool.drivers.protocol import LEGACY_STREAM, Driver
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ContractError
 from handlepool.order.argument_names import ADVICE, UNNAMED, Call, named_values
 from handlepool.order.books import calls_so_far, written_since
