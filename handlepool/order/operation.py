@@ -359,9 +359,10 @@ def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | 
 
     It is for functions of CuPy kernels, torch operations or other launches. Within a region data orders such a function like a
     graph function, as a branch and in a fork's body, and elsewhere it is called as it is. It reads all arrays in its arguments,
-    defaults and closure, and in the attributes of a method's object one level deep. It writes what ``mutates`` says, its ``out``,
-    and the new arrays that it returns. A kernel that writes to its argument and returns nothing may have written all that it was
-    given, where nothing is declared: then branches that share an input wait for each other.
+    defaults and closure, and in the attributes of objects among these, two attributes deep. It writes what ``mutates`` says, its
+    ``out``, and the new arrays that it returns. Its first call is measured, and ordered as if it wrote all that it was given. So
+    are further calls, until the host sees the answer. A kernel that writes to its argument and returns nothing may have written
+    all that it was given, where nothing is declared: then branches that share an input wait for each other.
 
     Parameters
     ----------
@@ -385,9 +386,10 @@ def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | 
     ArgumentError
         For an entry that names no parameter; and for an attribute that is not there, at a call in a fork or a recording.
     ContractError
-        At the first call, where nothing is declared, nothing returned, and no ``out`` given. And for what was written and not
-        declared, as far as that is found: a torch tensor, by its version, where a branch that was given it may still read it; and
-        with ``HandlePool(check=True)``, which compares a call's arguments before and after it, any array.
+        At the first call, where nothing is declared, nothing returned, and no ``out`` given. And for an array that was written
+        and not declared: at the next call, at the join, or at `record`, where the first, third or tenth call wrote it. For a
+        torch tensor, by its version, where a branch that was given it may still read it. With ``HandlePool(check=True)`` at each
+        call, which compares its arguments before and after it.
 
     Examples
     --------

@@ -150,9 +150,9 @@ class Fork:
 
         The branch starts after everything that the caller's stream has been given by now, after the branches whose outputs it
         reads, and after those that read or write what it overwrites. Memory decides, so views count. A plain function reads the
-        arrays in its arguments, defaults and closure, and in the attributes of objects among these, ``self`` too; globals, deeper
-        attributes and raw pointers are not seen. What it writes in place is said by
-        `handlepool.operation`, or guessed from what it returns.
+        arrays in its arguments, defaults and closure, and in the attributes of objects among these, ``self`` too, two attributes
+        deep. Globals, deeper attributes and raw pointers are not seen. `handlepool.operation` declares writes in place. Those of
+        another function are measured at its first call, which is ordered as if it wrote all that it was given.
 
         A branch that follows the last one of a state runs there. The others take the states in turn, and two on one state run one
         after the other. Where every side slot of the device is out, the branch runs on the caller's stream, with the same result.
