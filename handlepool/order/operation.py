@@ -159,8 +159,9 @@ class Operation(Generic[P, R_co]):
         watch = Watch(pool, call, writes)
         measured, driver = self._writes_of(args, kwargs), pool.driver
         arrays = ((leaf, memory) for leaf in leaves(call, calls=True) if (memory := piece_of(driver, leaf)) is not None)
-        measurement = begin(pool, driver.current_stream(pool.current_device()).ptr, measured, arrays, writes)
+        measurement = None
         try:
+            measurement = begin(pool, driver.current_stream(pool.current_device()).ptr, measured, arrays, writes)
             result = self.function(*args, **kwargs)
             if result is None and not self._says:
                 before(pool, (), pieces_of(driver, call, calls=True), (args, kwargs))  # whatever it wrote
@@ -491,13 +492,15 @@ def follow_branches(pool: PoolInternals, function: Callable[..., Any], args: tup
         return
     pointer = driver.current_stream(device).ptr
     track = books.tracks.get(pointer) or Track(pointer)
-    if getattr(bound_call(function), "__func__", None) in exact:  # what it reads and writes is its own to know
+    reached = [*leaves(bound_call(function), args, kwargs, calls=True)]
+    itself = getattr(bound_call(function), "__func__", None) in exact  # what it reads and writes is its own to know
+    if itself or any(type(each) is Opaque for each in reached):
         with books:
-            books.follow(track, {each: each.count for each in books.tracks.values()})
+            books.follow(track, books.all_calls())
         return
     declared = operation_of(function, args)
     if declared is None:
-        reads: Pieces = [*pieces_of(driver, bound_call(function), args, kwargs, calls=True)]
+        reads: Pieces = [*pieces_of(driver, reached)]
         writes = reads
     else:
         reads, writes = declared[0].accesses(driver, declared[1], kwargs)

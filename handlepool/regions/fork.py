@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from handlepool._util.arguments import check_ran
 from handlepool._util.names import name_of
+from handlepool._util.reachable import Opaque, leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, OwnershipError, PoolClosedError
 from handlepool.order.accesses import Memory, Operands
@@ -323,9 +324,10 @@ class Fork:
         if order is not None:
             home = order.tracks.get(self._pointer) or Track(self._pointer)
             found = [waited_for[type(each)](each) if type(each) in waited_for else each for each in arrays]
-            pieces = pieces_of(driver, *found, calls=True)
+            reached = [*leaves(*found, calls=True)]
+            opaque = any(type(each) is Opaque for each in reached)
             with order:
-                order.follow(home, order.conflicts(pieces, ()))
+                order.follow(home, order.all_calls() if opaque else order.conflicts(pieces_of(driver, reached), ()))
             current = driver.current_stream(self._ordinal).ptr
             if current != self._pointer:
                 self._pool.device(self._ordinal).edges.order(self._pointer, current)

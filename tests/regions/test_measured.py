@@ -509,6 +509,26 @@ def test_g17_control_where_it_is_no_barrier(form, monkeypatch):
     assert {*over_seeds(lambda scene: reads_opaque(scene, form, "argument"), seeds=range(30), control=True)} != {(11, 100)}
 
 
+def waits_for_opaque(scene, form):
+    make, take = OPAQUE[form]
+    HIDDEN["h"] = h = scene.array(1)
+    given = make()
+    with scene.states.fork() as fork:
+        fork.run(tenfold, scene, h)
+        return scene.read(scene.plus(take(fork.wait(given)), 1))
+
+
+@pytest.mark.parametrize("form", ["items", "in a list"])
+def test_g17_wait_for_an_opaque_object_waits_for_all_branches(form):
+    assert {*over_seeds(lambda scene: waits_for_opaque(scene, form), seeds=range(30))} == {11}
+
+
+@pytest.mark.parametrize("form", ["items", "in a list"])
+def test_g17_control_where_wait_takes_it_for_empty(form, monkeypatch):
+    monkeypatch.setattr(DataOrder, "all_calls", lambda _: {})
+    assert {*over_seeds(lambda scene: waits_for_opaque(scene, form), seeds=range(30), control=True)} != {11}
+
+
 def test_g17_graph_functions_wait_for_a_branch_with_an_opaque_argument(make_pool):
     pool = make_pool(scheduler="adversarial")
     states = ParallelStates(4, pool=pool)
