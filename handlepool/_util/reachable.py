@@ -111,39 +111,42 @@ def leaves(*values: object, calls: bool = False, keys: bool = False, owners: lis
         return _walk(values, keys, None)
     if owners is not None:
         return _walk(values, keys, owners)
-    return _walk_with_attributes(values, keys)
+    # A list is quicker than generators one inside the other.
+    found: list[Any] = []
+    direct = [*_walk(values, keys, found)]
+    return iter(direct + attribute_leaves(found)) if found else iter(direct)
 
 
-def _walk_with_attributes(values: Iterable[object], keys: bool = False) -> Iterator[Any]:
-    owners: list[Any] = []
-    yield from _walk(values, keys, owners)
-    yield from attribute_leaves(owners)
-
-
-def attribute_leaves(owners: Iterable[Any]) -> Iterator[Any]:
-    """Yield the leaves of objects' attributes, `ATTRIBUTE_LEVELS` deep, and an `Opaque` for each object that computes.
+def attribute_leaves(owners: Iterable[Any]) -> list[Any]:
+    """Return the leaves of objects' attributes, `ATTRIBUTE_LEVELS` deep, and an `Opaque` for each object that computes.
 
     An object computes the values that it gives if its class has one of `_COMPUTING`, written in Python, and no array is found in
     the object.
     """
-    seen: dict[int, Any] = {}
     computing: list[Any] = []
-    yield from _attribute_leaves(owners, seen, computing)
+    found = _attribute_leaves(owners, computing)
     for owner in computing:
-        if not any(map(_is_array, _attribute_leaves([owner], {}, []))) and not any(map(_is_array, _walk((owner,), False, []))):
-            yield Opaque(owner)
+        if not any(map(_is_array, _attribute_leaves([owner], []))) and not any(map(_is_array, _walk((owner,), False, []))):
+            found.append(Opaque(owner))
+    return found
 
 
-def _attribute_leaves(owners: Iterable[Any], seen: dict[int, Any], computing: list[Any]) -> Iterator[Any]:
+def _attribute_leaves(owners: Iterable[Any], computing: list[Any]) -> list[Any]:
+    seen: dict[int, Any] = {}
+    found: list[Any] = []
     level = owners
     for _ in range(ATTRIBUTE_LEVELS):
-        new = [each for each in level if id(each) not in seen]
+        new = {id(each): each for each in level if id(each) not in seen}
         if not new:
-            return
-        seen.update((id(each), each) for each in new)
-        computing += [each for each in new if _computes(type(each))]
+            break
+        seen |= new
+        for each in new.values():
+            kind = type(each)
+            if known if (known := _computing.get(kind)) is not None else _computes(kind):
+                computing.append(each)
         level = []
-        yield from _walk(attributes(*new), False, level)
+        found += _walk(attributes(*new.values()), False, level)
+    return found
 
 
 def _is_array(value: object) -> bool:
@@ -152,15 +155,13 @@ def _is_array(value: object) -> bool:
 
 def _computes(kind: type) -> bool:
     """Whether a class has a method, written in Python, that may give arrays which no object holds."""
-    known = _computing.get(kind)
-    if known is None:
-        known = False
-        for each in kind.__mro__:
-            package = str(each.__module__).partition(".")[0]
-            written = package not in _LIBRARIES or (package == "builtins" and each.__flags__ & _HEAP_TYPE)
-            if written and any(isinstance(each.__dict__.get(name), FunctionType) for name in _COMPUTING):
-                known = True
-        _computing[kind] = known
+    known = False
+    for each in kind.__mro__:
+        package = str(each.__module__).partition(".")[0]
+        written = package not in _LIBRARIES or (package == "builtins" and each.__flags__ & _HEAP_TYPE)
+        if written and any(isinstance(each.__dict__.get(name), FunctionType) for name in _COMPUTING):
+            known = True
+    _computing[kind] = known
     return known
 
 
@@ -285,8 +286,9 @@ def _has_attributes(value: object) -> bool:
             _without_attributes.add(kind)
         return False
     # A user's own class of driver holds events and streams by the hundred, and no array that is an argument.
-    if any(str(base.__module__).startswith("handlepool.drivers") for base in kind.__mro__):
-        return False
+    for base in kind.__mro__:
+        if str(base.__module__).startswith("handlepool.drivers"):
+            return False
     return not issubclass(kind, (type, ModuleType))
 
 

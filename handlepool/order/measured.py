@@ -47,9 +47,11 @@ class Writes:
         Whether a measurement has succeeded, or there was nothing to measure.
     places : frozenset of str
         Arguments, attributes and names of the closure that calls were found to write, as `named_values` names them.
+    pending : deque
+        Answers that have not been read.
     """
 
-    __slots__ = ("_calls", "_declared", "_pending", "known", "name", "places")
+    __slots__ = ("_calls", "_declared", "known", "name", "pending", "places")
 
     def __init__(self, name: str, *, declared: bool) -> None:
         self.name = name
@@ -58,7 +60,7 @@ class Writes:
         self._declared = declared
         self._calls = 0
         # Appends and pops are atomic, so two threads that call the function at once take no answer twice.
-        self._pending: deque[_Answer] = deque()
+        self.pending: deque[_Answer] = deque()
 
     @property
     def settled(self) -> bool:
@@ -66,14 +68,9 @@ class Writes:
         return self.known
 
     @property
-    def pending(self) -> bool:
-        """Whether an answer has not been read."""
-        return bool(self._pending)
-
-    @property
     def due(self) -> bool:
         """Whether to measure the next call."""
-        return (not self.known and not self._pending) or self._calls + 1 in AGAIN
+        return (not self.known and not self.pending) or self._calls + 1 in AGAIN
 
     def count(self) -> None:
         """Count a call that could be measured."""
@@ -81,16 +78,16 @@ class Writes:
 
     def expect(self, answer: "_Answer") -> None:
         """Await an answer."""
-        self._pending.append(answer)
+        self.pending.append(answer)
         _thread.asked += 1
         _thread.waiting.append((_thread.asked, self, answer))
 
     def read(self) -> None:
         """Read the answers that there are."""
         found: set[str] = set()
-        while self._pending:
+        while self.pending:
             try:
-                answer = self._pending.popleft()
+                answer = self.pending.popleft()
             except IndexError:
                 # Another thread has just taken the last one.
                 break
@@ -100,7 +97,7 @@ class Writes:
                 answer.read = True
                 continue
             if not answer.ready():
-                self._pending.appendleft(answer)
+                self.pending.appendleft(answer)
                 break
             answer.read = True
             changed = answer.changed()

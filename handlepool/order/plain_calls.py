@@ -28,6 +28,7 @@ from handlepool.order.argument_names import UNNAMED, named_values
 from handlepool.order.books import DataOrder
 from handlepool.order.measured import Measurement, begin, unsure, writes_of
 from handlepool.order.track import Track
+from handlepool.pool.context import thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token, piece, share
 
@@ -86,6 +87,8 @@ class PlainCall(Memory):
     ----------
     held : list of array
         What it reads. A list may be emptied meanwhile, and an attribute or a closure's name be given anew.
+    measurement : Measurement or None
+        Of its writes, while it runs.
     """
 
     __slots__ = (
@@ -96,11 +99,11 @@ class PlainCall(Memory):
         "_found",
         "_given",
         "_guess",
-        "_measurement",
         "_out",
         "_settled",
         "_written",
         "held",
+        "measurement",
     )
 
     def __init__(self, driver: Driver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -108,7 +111,7 @@ class PlainCall(Memory):
         function = bound_call(function)
         self._call = function, args, kwargs
         self._driver = driver
-        self._measurement: Measurement | None = None
+        self.measurement: Measurement | None = None
         codes = tuple(_codes((function, args, kwargs)))
         self._guess = name, codes[:1]
         self._exact = getattr(function, "__func__", None) in exact
@@ -134,15 +137,15 @@ class PlainCall(Memory):
         # Two threads may call the function: an answer that another one reads meanwhile does not count for this call.
         self._settled = self._exact or written.settled
         guessed = [] if self._exact or (self._settled and _may_write.get(self._form) is False) else self._given
-        if guessed:
+        if guessed and thread.told is not None:
             unsure()
-        super().__init__(self._given, [*self._out, *self._changed()], guessed, name, opaque=bool(opaque))
+        super().__init__(
+            self._given, [*self._out, *self._changed()] if written.places else self._out, guessed, name, opaque=bool(opaque)
+        )
 
     def _changed(self) -> list[Piece]:
         """Return the memory of the arguments that earlier calls were found to write."""
         places = self._written.places
-        if not places:
-            return []
         if UNNAMED in places:
             return self._given
         values = named_values(self._call)
@@ -150,16 +153,16 @@ class PlainCall(Memory):
 
     def begin(self, pool: PoolInternals, pointer: int) -> None:
         """Begin to measure the call, which waits on its stream for all that it has to."""
-        if not self._exact:
-            self._measurement = begin(pool, pointer, self._written, self._found, self.writes)
+        # One that did not return new arrays alone counts as a writer of all, whatever it writes.
+        if not self._exact and not _may_write.get(self._form):
+            self.measurement = begin(pool, pointer, self._written, self._found, self.writes)
             # There may have been nothing to measure.
             self._settled = self._settled or (self._written.settled and not self._written.places)
 
     def returned(self, result: object, allocated: Sequence[Any]) -> None:
         """End the measurement, where the call is one whose writes nothing else tells."""
-        measurement, self._measurement = self._measurement, None
-        if measurement is None:
-            return
+        measurement, self.measurement = self.measurement, None
+        assert measurement is not None
         if self.is_new(allocated, result):
             measurement.end(self._written, self._call)
         else:
@@ -167,9 +170,9 @@ class PlainCall(Memory):
 
     def raised(self) -> None:
         """Drop the measurement of a call that has raised an error."""
-        if self._measurement is not None:
-            self._measurement.drop()
-            self._measurement = None
+        if self.measurement is not None:
+            self.measurement.drop()
+            self.measurement = None
 
     def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, result: object) -> None:
         """Write down what the function wrote, now that it has returned; None where nobody saw what it allocated."""

@@ -254,7 +254,7 @@ class Fork:
             if isinstance(call, PlainCall) and self._leased:
                 call.begin(pool, slot.pointer)
             result = self._call(slot, region, function, args, kwargs)
-            if isinstance(call, PlainCall):
+            if isinstance(call, PlainCall) and call.measurement is not None:
                 call.returned(result, region.allocated[known:])
             ended = region.allocated[known:] if self._leased or self._inherited else None, result
         finally:

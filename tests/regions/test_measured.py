@@ -209,6 +209,15 @@ def test_calls_three_and_ten_are_measured_again_and_no_other_one(scene):
     assert measured_calls == [1, 3, 10]
 
 
+def test_a_function_that_returns_nothing_is_measured_once(scene):
+    measuring.forget()
+    scene.driver.calls.clear()
+    for _ in range(4):
+        with scene.states.fork() as fork:
+            fork.run(tenfold, scene, scene.array(1))
+    assert scene.driver.calls["checksums"] == 1
+
+
 @pytest.mark.parametrize("late", [3, 10])
 def test_a_write_that_begins_later_is_found_at_the_next_measured_call(scene, late):
     measuring.forget()
@@ -399,7 +408,7 @@ def run_to_its_answer(scene, step):
     with scene.states.fork() as fork:
         fork.run(step, scene, h, x)
         for writes in step._measured.values():
-            for answer in writes._pending:
+            for answer in writes.pending:
                 answer.wait()
 
 
