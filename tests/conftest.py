@@ -166,7 +166,7 @@ def pool(make_driver, monkeypatch):
 def nothing_measured(request, monkeypatch):
     """Each test begins with nothing measured. One marked ``unmeasured`` takes all functions to write as declared."""
     measured.functions.clear()
-    measured._thread.waiting.clear()
+    measured.awaited.answers.clear()
     if request.node.get_closest_marker("unmeasured"):
         measuring.never(monkeypatch)
 

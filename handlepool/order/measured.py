@@ -79,8 +79,8 @@ class Writes:
     def expect(self, answer: "_Answer") -> None:
         """Await an answer."""
         self.pending.append(answer)
-        _thread.asked += 1
-        _thread.waiting.append((_thread.asked, self, answer))
+        awaited.asked += 1
+        awaited.answers.append((awaited.asked, self, answer))
 
     def read(self) -> None:
         """Read the answers that there are."""
@@ -283,7 +283,7 @@ def _measurable(
 
 def asked() -> int:
     """Return how many answers this thread has asked for so far."""
-    return _thread.asked
+    return awaited.asked
 
 
 def wait_for_answers(since: int = 0) -> None:
@@ -294,7 +294,7 @@ def wait_for_answers(since: int = 0) -> None:
     ContractError
         For an operation that was found to write more than it declares.
     """
-    for number, _, answer in _thread.waiting:
+    for number, _, answer in awaited.answers:
         if number > since:
             answer.wait()
     read_answers()
@@ -303,21 +303,16 @@ def wait_for_answers(since: int = 0) -> None:
 def read_answers() -> None:
     """Read the answers of this thread's measurements that there are; raises as `wait_for_answers`."""
     # An answer that a call of the function has read was reported there.
-    waiting = [each for each in _thread.waiting if not each[2].read]
-    _thread.waiting = []
+    waiting = [each for each in awaited.answers if not each[2].read]
+    awaited.answers = []
     try:
         for _, writes, _ in waiting:
             writes.read()
     finally:
-        _thread.waiting += [each for each in waiting if not each[2].read]
+        awaited.answers += [each for each in waiting if not each[2].read]
     for _, writes, answer in waiting:
         if answer.read:
             writes.check()
-
-
-def are_awaited() -> bool:
-    """Whether this thread awaits answers."""
-    return bool(_thread.waiting)
 
 
 def unsure() -> None:
@@ -344,7 +339,8 @@ def writes_of(form: Hashable, name: str) -> Writes:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.asked = 0
-        self.waiting: list[tuple[int, Writes, _Answer]] = []
+        self.answers: list[tuple[int, Writes, _Answer]] = []
 
 
-_thread = _Thread()
+awaited = _Thread()
+"""Of the calling thread: the answers that it awaits, and how many it has asked for."""

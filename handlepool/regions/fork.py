@@ -20,7 +20,7 @@ from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, OwnershipError, PoolClosedError
 from handlepool.order.accesses import Memory, Operands
 from handlepool.order.books import DataOrder, in_the_middle, open_order, opened
-from handlepool.order.measured import are_awaited, read_answers
+from handlepool.order.measured import awaited, read_answers
 from handlepool.order.operation import OperationCall, operation_of
 from handlepool.order.plain_calls import PlainCall, pieces_of, warn_of_guess
 from handlepool.order.recent import Recent
@@ -738,7 +738,7 @@ class Fork:
         if error is None:
             if self._inherited:
                 self._check_in_time()
-            if are_awaited():
+            if awaited.answers:
                 read_answers()
 
     def _given_up(self) -> bool:
