@@ -5,11 +5,12 @@ import gc
 import os
 
 import pytest
+from harness import measuring
 from harness.scenes import Scene, Thread
 
 from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order import books
+from handlepool.order import books, measured
 from handlepool.pool import context, deferred, process_end
 from handlepool.pool import default as defaults
 
@@ -159,6 +160,15 @@ def pool(make_driver, monkeypatch):
         monkeypatch.setattr("handlepool.pool.default._default", pool)
         yield pool
         pool.driver.synchronize_stream(stream.ptr)
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(request, monkeypatch):
+    """Each test begins with nothing measured. One marked ``unmeasured`` takes all functions to write as declared."""
+    measured.functions.clear()
+    measured.awaited.answers.clear()
+    if request.node.get_closest_marker("unmeasured"):
+        measuring.never(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from handlepool.drivers.protocol import LEGACY_STREAM, Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
 from handlepool.order.books import open_order
+from handlepool.order.measured import asked, wait_for_answers
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
 from handlepool.pool.context import run_on, thread
 from handlepool.pool.default import chosen_pool
@@ -148,12 +149,14 @@ def record(
         first = partial(_rehearsed, rehearsal, chosen, home, first)
     if launches is not None:
         first = partial(launches.around, first)
+    answers = asked()
     with copies.noted():
         returned = first(function, args, kwargs)
     if returned is None:
         raise _nothing(name)
     if type(returned) not in driver.array_types:
         check_ran(function, returned)
+    wait_for_answers(answers)
     given.check(name)
     before.check(name)
     shapes = _shapes(driver, returned)

@@ -5,6 +5,7 @@ import queue
 import threading
 import weakref
 
+from harness import measuring
 from harness.accounts import (
     RESTORES,
     Accounts,
@@ -21,7 +22,6 @@ from lifetime_forks import INDEX, SIZES, TIMEOUT, Forks, Oops
 
 from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order import plain_calls
 from handlepool.pool import context, deferred, side_streams
 from handlepool.pool import default as defaults
 from handlepool.regions.memory import branch_regions
@@ -109,7 +109,7 @@ class Lifetimes(Forks):
         side_streams.MOST_SIDE_SLOTS = sides
         for left in (context.active, deferred.deferred, deferred.abandoned, branch_regions):  # by an example that failed
             left.clear()
-        plain_calls._may_write.clear()  # of a function's first call more is ordered
+        measuring.forget()  # of a function's first call more is ordered
         self.driver = Driver(devices=DEVICES, scheduler="adversarial", seed=schedule, memory=MEMORY, check_order=True)
         self.options = {"idle_limit": idle, "scratch_limit": limit}
         self.actors = [Actor(), Actor()]
