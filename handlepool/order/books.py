@@ -38,8 +38,8 @@ Orders = dict[tuple[Driver, int, ActiveRecording | None], "DataOrder"]
 """Of one thread, by driver and device; and by recording, since what is captured waits for nothing outside of that."""
 
 
-Accesses = tuple[Sequence[Piece | Token], Sequence[Piece | Token]]
-"""What a call reads, and what it writes."""
+Accesses = tuple[Sequence[Piece | Token], Sequence[Piece | Token], bool]
+"""The memory that a call reads, the memory that it writes, and whether it may use any other memory."""
 Outer = tuple[Track | None, list[Accesses]]
 """The track of the branch around a branch, and what that one read and wrote on streams of its own choice."""
 
@@ -244,8 +244,10 @@ class DataOrder:
         try:
             self.busy = True
             uses = self._uses if self._uses is not _NO_USES else self._entered()
-            for reads, writes in given:
+            opaque = call.opaque
+            for reads, writes, uses_any in given:
                 self.note(track, self.entries(reads), self.entries(writes))
+                opaque = opaque or uses_any
             if ended is None:
                 made, others = call.failed(self, track, allocated or ())
             else:
@@ -260,8 +262,8 @@ class DataOrder:
             finally:
                 number = track.next_call()
                 write_down(track, number, uses.pieces(call.reads), uses.pieces([*call.writes, *made, *others]))
-                # The same holds for a barrier, of this branch or of a call that it made on a stream of its own choice.
-                if call.opaque or (self.barrier is not None and self.barrier[0] is track):
+                # The same holds for a barrier.
+                if opaque:
                     self.note_opaque(track, number)
         finally:
             self.busy = self.closed
@@ -327,7 +329,7 @@ class DataOrder:
             if opaque:
                 self.note_opaque(noted, noted.count)
             if noted is not track:
-                self.foreign_writes.append((reads, writes))
+                self.foreign_writes.append((reads, writes, opaque))
 
     # Look-ups
 

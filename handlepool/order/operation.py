@@ -301,6 +301,9 @@ class OperationCall(PythonCall):
         measurement = None
         try:
             measurement = begin(pool, pointer, measured, self.reached.arrays, writes)
+            if measured.known and not measured.places:
+                # There may have been nothing to measure.
+                self.assumed_writes = []
             value = run(pool, args, kwargs, writes, self.reached)
         except BaseException:
             if measurement is not None:
