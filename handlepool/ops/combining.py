@@ -20,6 +20,7 @@ from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
 
+@launches
 def add(x: ArrayT, *others: Any, activation: str | None = None, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Add arrays and numbers that broadcast, on the current stream.
 
