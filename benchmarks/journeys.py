@@ -1,7 +1,8 @@
 """Trace how far a call travels through the package: modules, rooms, Python calls, and switches between them.
 
 Each journey runs on the host driver, with everything warm. Each call of a Python function of the package counts, and so does each
-further step of a generator. The driver's functions do not count. Frames of comprehensions do not count either, since Python 3.12
+further step of a generator. The driver's functions do not count, nor do the calls that they make: a real driver, and its arrays,
+are not written in Python. Frames of comprehensions do not count either, since Python 3.12
 no longer makes them. A switch is a change of module, or of room, from one of these calls to the next. `compare.py` has the times.
 """
 
@@ -74,6 +75,15 @@ class Journey(NamedTuple):
         }
 
 
+def beneath_driver(frame: FrameType | None) -> bool:
+    """Whether a function of the driver's led to a call."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(UNCOUNTED):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def trace(function: Callable[[], object]) -> Journey:
     """Call a function, and follow its calls in this thread."""
     calls: list[Call] = []
@@ -82,7 +92,7 @@ def trace(function: Callable[[], object]) -> Journey:
         if event == "call":
             module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
             ours = module.partition(".")[0] == "handlepool" and not module.startswith(UNCOUNTED)
-            if ours and function not in UNSEEN:
+            if ours and function not in UNSEEN and not beneath_driver(frame):
                 calls.append(Call(module, function))
 
     with no_collector():

@@ -16,14 +16,11 @@ PACKAGE = Path(__file__).parents[1] / "handlepool"
 ROOMS = ("order", "regions", "recording", "graphs", "spreading")
 KNOWN: dict[str, int] = {
     "graphs/launch.py": 8,
-    "order/books.py": 7,
-    "order/recent.py": 1,
     "recording/capture.py": 2,
     "recording/lanes.py": 3,
     "recording/program.py": 3,
     "recording/rehearsal.py": 2,
     "recording/tuning.py": 3,
-    "regions/fork.py": 16,
     "regions/states.py": 2,
     "spreading/mapping.py": 1,
     "spreading/station.py": 1,
@@ -35,7 +32,11 @@ FOREIGN = {
         "tensor.dim": "the frontend's method would count as the user's own assignment",
         "tensor.stride": "the frontend's method would count as the user's own assignment",
     },
-    "graphs/launch.py": {"function.__signature__": "Python reads the signature of a function there"},
+    "graphs/launch.py": {
+        "function.__signature__": "Python reads the signature of a function there",
+        "setattr(function, LAUNCHES, function)": "a function keeps a mark nowhere else",
+    },
+    "order/plain_calls.py": {"setattr(function, ORDERS_ITSELF, function)": "a function keeps a mark nowhere else"},
     "recording/state_kinds.py": {
         "owner.__class__": "a user's object gets its class back",
         "cell.cell_contents": "a user's variable gets its value back",

@@ -107,12 +107,12 @@ def run_known(
     prepare : callable
         Returns the call where there was no hit.
     """
-    branch = thread.branch
-    if branch is None:
+    branch, begin = None, None
+    branches = thread.branches
+    if not branches:
         chosen = current_pool() if pool is None else chosen_pool(name, pool)
-        begin = None
     else:  # a fork called the operation, and is its place
-        thread.branch = None
+        branch = branches.pop()
         chosen = branch.pool if pool is None else chosen_pool(name, pool)
         begin = branch.begin
         if begin is None:
@@ -157,12 +157,13 @@ class _Prepared:
 
 def prepared(function: Callable[..., Any], pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "GraphCall":
     """Return the call that an operation would launch."""
-    outer = thread.branch
+    branches = thread.branches
+    outer = len(branches)
     try:
-        thread.branch = _Prepared(pool)
+        branches.append(_Prepared(pool))
         call: GraphCall = function(*args, **kwargs)
     finally:
-        thread.branch = outer
+        del branches[outer:]
     return call
 
 

@@ -213,7 +213,7 @@ class DataOrder:
         self.running, self.foreign_writes = track, []
         return outer
 
-    def end_branch(self, outer: Outer, call: PythonCall, allocated: Sequence[Any], ended: tuple[object] | None) -> None:
+    def end_branch(self, outer: Outer, call: PythonCall, allocated: Sequence[Any] | None, ended: tuple[object] | None) -> None:
         """Write down what a branch that ran Python turned out to read and write.
 
         Parameters
@@ -221,8 +221,8 @@ class DataOrder:
         outer : Outer
             From `enter_branch`.
         call : PythonCall
-        allocated : sequence of block
-            What the branch allocated, in order.
+        allocated : sequence of block or None
+            What the branch allocated, in order; None where that was not seen.
         ended : (object,) or None
             Its value; None where it raised an error.
         """
@@ -240,7 +240,7 @@ class DataOrder:
             for reads, writes in given:
                 self.note(track, self.entries(reads), self.entries(writes))
             if ended is None:
-                made, others = call.failed(self, track, allocated)
+                made, others = call.failed(self, track, allocated or ())
             else:
                 self.kept.append(ended[0])  # it is in the books, also where its memory is another library's
                 made, others = call.ended(self, track, allocated, ended[0])

@@ -1,7 +1,8 @@
 """Call: one unit of work that data orders, in a region, in a recording or outside of both.
 
-Graph functions, operations, plain functions and programs are its four kinds. A place (`handlepool.order.places`) puts a call in
-order by what it reads and writes, and launches it on the slot that it chose.
+Calls of graph functions, of operations and of plain functions are its kinds. A place (`handlepool.order.places`) puts a call in
+order by what it reads and writes, and launches it on the slot that it chose. A program has a stream and no slot: `places.before`
+puts it in order, and it launches itself.
 """
 
 from collections.abc import Iterable, Sequence
@@ -71,7 +72,7 @@ class PythonCall(Call):
 
     runs_python = True
 
-    def ended(self, order: Any, track: Any, allocated: Sequence[Any], value: object) -> tuple[list[Piece], list[Piece]]:
+    def ended(self, order: Any, track: Any, allocated: Sequence[Any] | None, value: object) -> tuple[list[Piece], list[Piece]]:
         """Be told of the value; new memory that was written, and other memory that the call was not ordered for."""
         raise NotImplementedError
 

@@ -255,9 +255,11 @@ class OperationCall(PythonCall):
         """Return the memory of arrays in the value that the call was not known to use."""
         return new_among(self._driver, value, (*self.reads, *self.writes))
 
-    def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any], value: object) -> tuple[list[Piece], list[Piece]]:
+    def ended(
+        self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, value: object
+    ) -> tuple[list[Piece], list[Piece]]:
         """Be told of the value; new memory that was written, and other memory that the call was not ordered for."""
-        made: list[Piece] = [(*self._driver.block_range(block), None) for block in allocated]
+        made: list[Piece] = [(*self._driver.block_range(block), None) for block in allocated or ()]
         return made, new_among(self._driver, value, (*self.reads, *self.writes, *made))
 
     def failed(self, order: DataOrder, track: Track, allocated: Sequence[Any]) -> tuple[list[Piece], list[Piece]]:

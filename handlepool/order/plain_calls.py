@@ -111,10 +111,12 @@ class PlainCall(PythonCall):
         """Note whether the assumed writes add to the calls that this one waits for."""
         self.caused_wait = assumed != known
 
-    def ended(self, order: DataOrder, track: Track, allocated: Sequence[Any], value: object) -> tuple[list[Piece], list[Piece]]:
+    def ended(
+        self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, value: object
+    ) -> tuple[list[Piece], list[Piece]]:
         """Be told of the value; new memory that was written, and other memory that the call was not ordered for."""
         driver = self._driver
-        new = list(map(driver.block_range, allocated))
+        new = list(map(driver.block_range, allocated or ()))
         found = [(value, driver.memory_of(value))] if type(value) is driver.array_types[0] else arrays_in(driver, value)
         made: list[Piece] = []
         for start, stop in new:
@@ -130,14 +132,15 @@ class PlainCall(PythonCall):
         if "torch" in sys.modules and not self._exact:
             others += self._made_unseen(value)
         if pure or self._exact:
-            if self._form not in _may_write:
+            if allocated is not None and self._form not in _may_write:
                 self._learn(False)
             return made, others
         in_place = not found or any(share(memory, known) for _, memory in found for known in self._given)
         if in_place and not self.assumed_writes and not order.waits_for_all(track, self._given):
             warn_of_change(self._writer)
-        self._learn(True)
-        self._tell(order, track)
+        if allocated is not None:
+            self._learn(True)
+            self._tell(order, track)
         return made, others + self._given
 
     def _learn(self, writes: bool) -> None:

@@ -183,12 +183,13 @@ class _Thread(threading.local):
         self._life = _Life()
         self.token = ThreadToken(self._life)
         """The calling thread's identity."""
+        self.branches: list[BranchPlace] = []
+        """The forks that call a function of ours just now, which takes the last of them as its place."""
 
     pool: RunningPool | None = None  # of the branch or task that this thread runs
     region: BranchRegion | None = None  # of the branch or task that this thread runs
     recording: UnderWay | None = None  # of `handlepool.record`, while it captures what this thread does
     rehearsal: NodesByData | None = None  # of the first call of a function that is recorded with lanes
-    branch: BranchPlace | None = None  # of the fork that calls a function of ours just now
     launched: Callable[[Any, Any, Any], None] | None = None  # told plans and new arrays in the first call
     states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
 
@@ -296,7 +297,8 @@ def _after_fork() -> None:
     """Let a forked child be in the middle of nothing that its parent recorded (guarantee 13)."""
     global _forks
     _forks += 1
-    thread.recording = thread.rehearsal = thread.launched = thread.branch = None
+    thread.recording = thread.rehearsal = thread.launched = None
+    thread.branches.clear()
     recordings.clear()
     active.clear()
 

@@ -158,12 +158,13 @@ class Fork:
             if driver.current_stream(ordinal) is self._stream:
                 if launcher is not function:
                     return launcher(function, self._leases, args, kwargs)
-                outer = thread.branch
-                thread.branch = self._leases
+                branches = thread.branches
+                outer = len(branches)
                 try:
+                    branches.append(self._leases)
                     return function(*args, **kwargs)
                 finally:
-                    thread.branch = outer
+                    del branches[outer:]
             # Inside `with other_stream:` in the fork's body, or inside a branch, where that is refused.
             self._leases.check_body(f"fork.run({name_of(function)})")
             return self._on_caller(_launch_at, (self._leases, launcher, function, args, kwargs), {})
@@ -216,7 +217,9 @@ class Fork:
         try:
             ended = (run_on(pool, stream, ordinal, inside, *run),)
         finally:
-            order.end_branch(outer, call, region.allocated[known:], ended)
+            # Where no state was left, the region's allocator was not in place.
+            seen = bool(leases.slots) or self._inherited
+            order.end_branch(outer, call, region.allocated[known:] if seen or ended is None else None, ended)
         return ended[0]
 
     def _on_caller(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
@@ -448,12 +451,13 @@ def _launch_at(place: Any, launcher: Any, function: Any, args: tuple[Any, ...], 
     """Call a function of ours at a place: an object by its type's launcher; a function by itself, which takes the place."""
     if launcher is not function:
         return launcher(function, place, args, kwargs)
-    outer = thread.branch
-    thread.branch = place
+    branches = thread.branches
+    outer = len(branches)
     try:
+        branches.append(place)
         return function(*args, **kwargs)
     finally:
-        thread.branch = outer
+        del branches[outer:]
 
 
 def _with_arrays(value: Any) -> Any:

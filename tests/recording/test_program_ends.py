@@ -22,7 +22,7 @@ MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py")
 SPARED = {  # where only a tracer can interrupt: nothing is called before but what returns from Python
     "try:",
     "thread.recording = None",
-    "recordings.remove(self)",
+    "leave_recording(self)",
 }
 
 

@@ -346,14 +346,14 @@ def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(mak
 
 
 def test_g17_control_a_step_for_each_branch_so_far_is_seen(make_driver, monkeypatch):
-    note = books_module.DataOrder.note
+    next_call = track.Track.next_call
 
-    def slow(order, branchs, reads, writes):
+    def slow(branchs):
         for _ in range(branchs.count):
             track.last(branchs, 0)
-        note(order, branchs, reads, writes)
+        return next_call(branchs)
 
-    monkeypatch.setattr(books_module.DataOrder, "note", slow)
+    monkeypatch.setattr(track.Track, "next_call", slow)
     world = World(make_driver, check_order=False, scheduler="threads")
     monkeypatch.setattr("handlepool.pool.default._default", world.pool)
     early, late = costs(world, BRANCHES["operations"], 10 * FEW)
@@ -422,7 +422,7 @@ def test_g17_a_finaliser_that_finds_its_thread_in_the_middle_of_the_books_is_ref
 def test_g17_an_array_that_does_not_say_where_it_lies_is_an_error_and_not_left_out(world):
     with world.states.fork() as fork:
         y = fork.run(double, world.array(2))
-        world.driver.fail_at(1, "array_pointer", RuntimeError("no address"))
+        world.driver.fail_at(1, "memory_of", RuntimeError("no address"))
         with pytest.raises(RuntimeError, match="no address"):
             fork.run(lambda y: y + 1, y)
         z = fork.run(lambda y: y + 1, y)

@@ -199,7 +199,7 @@ def outlives_its_branch(scene, executor):
 def test_g8_control_a_task_on_the_side_stream_of_a_branch_that_is_over(monkeypatch):
     def on_the_submitters(driver, stream, device, outer=None):
         region = handlepool.regions.memory.Region(driver, stream, device, outer)
-        assert region.allocator is not None  # made for the outermost stream
+        assert region.prepare() is not None  # made for the outermost stream
         region.stream = driver.current_stream()
         return region
 

@@ -43,7 +43,7 @@ def blocks(addresses):
 def given(recent, track, addresses, spec):
     needs = recent.look_up(addresses, spec, blocks(addresses))
     assert needs is not None
-    recent.note(addresses, spec, blocks(addresses), track)
+    recent.note(addresses, spec, blocks(addresses), track, track.next_call())
     return needs
 
 
@@ -157,7 +157,7 @@ def test_g17_what_is_not_looked_up_needs_what_each_pair_of_calls_says(seed):
         taken += 1
         assert needs == expected
         track = rng.choice(tracks)
-        recent.note(tuple(addresses), spec, blocks(addresses), track)
+        recent.note(tuple(addresses), spec, blocks(addresses), track, track.next_call())
         calls.append((track, track.count, reads, writes))
     assert taken > 10
 
@@ -234,10 +234,10 @@ class Side:
         needs = None if recent is None else recent.look_up(addresses, spec, blocks(addresses))
         if needs is None:
             reads, writes, needs = order.look_up_launch(addresses, spec)
-            order.note_launch(track, reads, writes, addresses, spec)
+            order.note_launch(track, track.next_call(), reads, writes, addresses, spec)
         else:
             self.quick += 1
-            recent.note(addresses, spec, blocks(addresses), track)
+            recent.note(addresses, spec, blocks(addresses), track, track.next_call())
         return {each.pointer: call for each, call in needs.items()}
 
 
