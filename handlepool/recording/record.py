@@ -1,40 +1,35 @@
 """`record`: a function is called once for real, and once with all that it gives to streams captured."""
 
 from collections.abc import Callable, Iterator, MappingView
-from functools import partial
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from handlepool._util.arguments import as_integer, check_ends, check_ran, flag
+from handlepool._util.arguments import as_integer, check_ends, flag
 from handlepool._util.names import shown
 from handlepool._util.protocols import holds_values
 from handlepool._util.reachable import leaves
-from handlepool.drivers.protocol import LEGACY_STREAM, Driver
+from handlepool.drivers.protocol import LEGACY_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
 from handlepool.order.books import open_order
-from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
-from handlepool.pool.context import run_on, thread
+from handlepool.pool.context import thread
 from handlepool.pool.default import chosen_pool
-from handlepool.pool.deferred import defer, deferred, settle
+from handlepool.pool.deferred import deferred, settle
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
-from handlepool.recording import drawing, tensors
+from handlepool.recording import drawing
 from handlepool.recording.capture import Recording
-from handlepool.recording.host_copies import HostCopies
+from handlepool.recording.first_call import FirstCall, check_returned, name_of_call
 from handlepool.recording.program import Program
-from handlepool.recording.rehearsal import Entries, Launches, Rehearsal, check_same
+from handlepool.recording.rehearsal import Entries
 from handlepool.recording.state import State
 from handlepool.recording.tuning import shown_progress
 from handlepool.recording.update import Inputs
 from handlepool.regions.states import ParallelStates
-
-T = TypeVar("T")
 
 TUNED = "record(plans=True)"
 MOST_SECONDS = 10.0
@@ -125,101 +120,31 @@ def record(
     chosen.status.check()
     if measured:
         check_gpu(chosen.driver, TUNED)
-    names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None)]
-    name = next((name for name in names if isinstance(name, str)), type(function).__name__)
-    home = _check(chosen, name, lanes, function, args, kwargs)
+    name = name_of_call(function)
+    home = check_recordable(chosen, name, lanes, function, args, kwargs)
     picture = None if lanes is None else drawing.asked_for(name)
     driver = chosen.driver
-    stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
     inputs, given = Inputs(driver, args, kwargs), Entries(args, kwargs)
-    reached = partial(State, driver, function, args, kwargs, given.containers)
-    before, copies = reached(), HostCopies(chosen, name)
-    rehearsal = Rehearsal(chosen, home.pointer)
-    launches, again = Launches(chosen), Launches(chosen)
-    first: Callable[..., Any] = partial(run_on, chosen, stream, home.device, None)
-    if lanes is not None:
-        first = partial(_rehearsed, rehearsal, chosen, home, first)
-    if measured or lanes is None:
-        first = partial(launches.around, first)
-    with copies.noted():
-        returned = first(function, args, kwargs)
-    if returned is None:
-        raise _nothing(name)
-    check_ran(function, returned)
+    before = State(driver, function, args, kwargs, given.containers)
+    first = FirstCall(chosen, name, None if lanes is None else as_integer(lanes), home, counted=measured)
+    # The value is let go of at once: what is left then was kept by the function.
+    check_returned(name, function, first.run(function, args, kwargs))
     given.check(name)
     before.check(name)
-    shapes = _shapes(returned)
-    del returned
-    for new in (rehearsal.new, launches.new):
-        new.end()
-    tunings = _tuned(chosen, name, launches, home) if measured else ()
-    recording = Recording(chosen, name, None if lanes is None else as_integer(lanes), rehearsal.calls)
-    state = None
-    try:
-        copies.upload(given.renew())
-        state = reached(partial(_settle, driver, home.pointer))
-        state.check_kept(name, before)
-        del before
-        recording.kept.add(function, args, kwargs)
-        capture: Callable[..., Any] = recording.capture
-        if lanes is None:
-            capture = partial(again.around, capture)
-        with copies.repeated(recording.kept.add):
-            outputs = capture(function, args, kwargs, partial(state.check, name))
-        state.check(name)
-        given.check(name)
-        if lanes is None:
-            check_same(name, launches.calls, again.calls)
-        if outputs is None:
-            raise _nothing(name)
-        for one, other in zip_longest(shapes, _shapes(outputs), fillvalue="nothing"):
-            if one != other:
-                raise CaptureError(
-                    f"{name} returned something else when it was called again to be recorded: {one} the first time, and "
-                    f"{other} the second. Take decisions, and prepare what is made once, before it is recorded"
-                )
-        memory = recording.memory(function, args, kwargs, outputs, rehearsal.new, launches.new)
+    first.end()
+    tunings = _tuned(chosen, name, first, home) if measured else ()
+
+    def finish(recording: Recording, outputs: Any) -> Program:
+        memory = first.memory(recording, function, args, kwargs, outputs)
         return _drawn(Program(name, recording, inputs, outputs, home, memory, tunings), picture)
-    except BaseException:
-        outputs, done = None, False
-        try:
-            # First, so that no attribute keeps an array of the recording's memory, which no replay has written.
-            given.restore()
-            if state is not None:
-                state.restore()
-            done = recording.destroy()
-        finally:
-            recording.kept.take()
-            if not done:
-                defer(recording.settle)
-        raise
+
+    return first.capture(function, args, kwargs, given, home, finish, before=before)
 
 
-def _settle(driver: Driver, pointer: int) -> None:
-    """Wait for a stream, whose work may still write NumPy's arrays."""
-    with driver.relaxed():
-        driver.synchronize_stream(pointer)
-
-
-def _shapes(returned: object) -> list[str]:
-    """Return, as text, the shapes and types of the arrays that a function returned."""
-    return [shown(value) for value in leaves(returned) if holds_values(value)]
-
-
-def _rehearsed(rehearsal: Rehearsal, pool: PoolInternals, home: StreamReference, run: Callable[..., T], *call: Any) -> T:
-    """Call a function with its calls noted, on one stream that is current for torch as well, as it is while recording."""
-    torch = torch_in_use(pool.driver) or torch_among(*call)
-    if torch is None:
-        return rehearsal.around(run, *call)
-    inside, found = in_torch(torch, home.pointer, home.pointer, home.device, *call), []
-    tensors.in_order(pool, home.device, home.pointer, lambda: found.append(rehearsal.around(run, *inside)))
-    return found[0]
-
-
-def _tuned(pool: PoolInternals, name: str, launches: Launches, home: StreamReference) -> tuple[Tuning, ...]:
+def _tuned(pool: PoolInternals, name: str, first: FirstCall, home: StreamReference) -> tuple[Tuning, ...]:
     show = shown_progress(name, MOST_SECONDS)
     try:
-        return tune_heaviest(pool, TUNED, launches.plans(home.device), home.pointer, MOST_SECONDS, show)
+        return tune_heaviest(pool, TUNED, first.plans(), home.pointer, MOST_SECONDS, show)
     finally:
         show(None)
 
@@ -231,10 +156,15 @@ def _drawn(program: Program, picture: Path | None) -> Program:
     return program
 
 
-def _check(
+def check_recordable(
     pool: PoolInternals, name: str, lanes: int | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> StreamReference:
-    """Check what can be checked before anything runs, and return the caller's stream."""
+    """Check what can be checked before anything runs, and return the caller's stream.
+
+    Raises
+    ------
+    ArgumentError, ArrayTypeError, CaptureError
+    """
     if not callable(function):
         raise ArgumentError(f"record({shown(function)}): pass a function, and its arguments after it")
     if thread.recording is not None:
@@ -262,6 +192,3 @@ def _check(
         raise CaptureError(f"{name} cannot be recorded while the current stream is being captured: record it before")
     return home
 
-
-def _nothing(name: str) -> ArgumentError:
-    return ArgumentError(f"{name} returned None, so nobody could have its results: return the arrays that it writes")

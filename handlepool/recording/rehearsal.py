@@ -184,6 +184,10 @@ class New:
         self._held = [each for each in left if each[0] is not None]
         self._made.clear()
 
+    def forget(self) -> None:
+        """Let go of the arrays."""
+        self._held.clear()
+
     def _weak(self, array: Any) -> ReferenceType[Any]:
         block = self._driver.array_block(array)
         try:
@@ -241,6 +245,10 @@ class Launches:
             self.calls.append(Made(plan.name, (), place_of_call(), (plan,)))
             self.new.add(made, self.calls[-1])
             self._found[id(plan)] = plan, self._found.get(id(plan), (plan, 0))[1] + 1
+
+    def forget(self) -> None:
+        """Let go of the plans."""
+        self._found.clear()
 
     def plans(self, device: int) -> list[tuple[Plan, int]]:
         """Return a device's plans, each with its launches."""
