@@ -187,6 +187,25 @@ class Recording:
         own = all(self._memory.holds(value) for value in leaves(outputs) if piece_of(driver, value) is not None)
         return Memory([*reads, *given], [*writes, *pieces_of(driver, outputs), *(() if own else given)])
 
+    def holds(self, value: object) -> bool:
+        """Whether a value is an array in its own memory."""
+        return self._memory.holds(value)
+
+    @property
+    def known_reads(self) -> set[Piece | Token]:
+        """What its graph functions and operations read."""
+        return self.reads if self.lanes is None else self.reads.union(*self.lanes.read, *[reads for reads, _ in self.lanes.used])
+
+    @property
+    def known_writes(self) -> set[Piece | Token]:
+        """What its graph functions and operations write."""
+        return self.writes if self.lanes is None else self.writes.union(*[writes for _, writes in self.lanes.used])
+
+    @property
+    def unseen(self) -> bool:
+        """Whether there is work whose writes are not known."""
+        return self.lanes is None or any(step.lane is None for step in self.lanes.steps)
+
     def shares_with(self, other: "Recording") -> bool:
         """Whether both lease side slots from the same device of the same pool."""
         return self.pool is other.pool and self.device == other.device

@@ -1,6 +1,6 @@
 """The call of a function for real, and the captures that are compared with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -86,7 +86,7 @@ class FirstCall:
         home: StreamReference,
         finish: Callable[[Recording, Any], T],
         *,
-        kept: object = None,
+        kept: Sequence[Any] | None = None,
         before: State | None = None,
         empty: bool = False,
     ) -> T:
@@ -100,8 +100,8 @@ class FirstCall:
             Of the arguments.
         home : StreamReference
             The caller's stream, which is current.
-        kept : optional
-            Kept as long as the recording; the function and its arguments where nothing is given.
+        kept : sequence, optional
+            What the graph reads; the function and its arguments where nothing is given.
         before : State, optional
             From before the first call, of the same arguments.
         empty : bool
@@ -124,7 +124,7 @@ class FirstCall:
             state = State(driver, function, args, kwargs, given.containers, partial(_settle, driver, home.pointer))
             if before is not None:
                 state.check_kept(name, before)
-            recording.kept.add(*((function, args, kwargs) if kept is None else (kept, args, kwargs)))
+            recording.kept.add(*((function, args, kwargs) if kept is None else kept))
             captured: Callable[..., Any] = recording.capture
             if lanes is None:
                 captured = partial(again.around, captured)

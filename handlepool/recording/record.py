@@ -191,4 +191,3 @@ def check_recordable(
     if home.pointer != LEGACY_STREAM and driver.capture_id(home.pointer):
         raise CaptureError(f"{name} cannot be recorded while the current stream is being captured: record it before")
     return home
-

@@ -281,6 +281,11 @@ class Entries:
         """The lists and dictionaries."""
         return [value for _, value, _ in self._found]
 
+    @property
+    def grown(self) -> bool:
+        """Whether there are new entries."""
+        return any(self._beyond(value, inside) for _, value, inside in self._found)
+
     def renew(self) -> list[Any]:
         """Take the new entries out, so that the second call finds the arguments as the first one did; return their values."""
         self._new = [self._beyond(value, inside) for _, value, inside in self._found]

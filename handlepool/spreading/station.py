@@ -39,9 +39,9 @@ from handlepool.pool.pool import HandlePool
 from handlepool.recording.outputs import Results, new_like, steps_without_gaps
 from handlepool.recording.program import Program
 from handlepool.recording.record import record
+from handlepool.recording.sharing import copier, rebuilt, relation, runs_apart
 from handlepool.recording.update import copy_all, is_foreign
-from handlepool.spreading.items import check_copied, geometry, itself, rebuilt, steps
-from handlepool.spreading.together import copier, relation, runs_apart
+from handlepool.spreading.items import check_copied, geometry, itself, steps
 from handlepool.tensors.layout import one_run
 
 MOST_PROGRAMS = 8

@@ -34,7 +34,7 @@ from handlepool.drivers.host.array import HostArray
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
 from handlepool.spreading import station
-from handlepool.spreading.items import rebuilt
+from handlepool.recording.sharing import rebuilt
 from handlepool.spreading.station import Flight
 
 COUNT = 7
