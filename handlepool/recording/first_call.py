@@ -88,6 +88,7 @@ class FirstCall:
         *,
         kept: Sequence[Any] | None = None,
         before: State | None = None,
+        returned: object = None,
         empty: bool = False,
     ) -> T:
         """Call the function once more, under capture, and return what ``finish`` makes of the recording and the value.
@@ -104,6 +105,8 @@ class FirstCall:
             What the graph reads; the function and its arguments where nothing is given.
         before : State, optional
             From before the first call, of the same arguments.
+        returned : optional
+            The value of the first call, where the caller still holds it.
         empty : bool
             Whether the function may return None.
 
@@ -120,7 +123,7 @@ class FirstCall:
             if self._captured:
                 self._copies.renew()
             else:
-                self._copies.upload(renewed)
+                self._copies.upload([*renewed, returned])
             state = State(driver, function, args, kwargs, given.containers, partial(_settle, driver, home.pointer))
             if before is not None:
                 state.check_kept(name, before)

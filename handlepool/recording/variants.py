@@ -212,7 +212,7 @@ class Variant:
                 raise CaptureError(f"{name} puts entries into a list or dictionary that it was given, which no replay does")
             state.check(name)
             State(driver, function, args, kwargs, given.containers).check_kept(name, state)
-            self._capture(first, own, call, inputs, home)
+            self._capture(first, own, call, inputs, home, returned)
             self._first = first
         except StateBusyError:
             raise
@@ -247,7 +247,15 @@ class Variant:
         is_input = lambda value: type(value) is kind or is_tensor(value)  # noqa: E731
         return inputs, rebuilt_call(args, kwargs, self._options.in_place, is_input, iter(inputs))
 
-    def _capture(self, first: FirstCall, own: Arguments, call: Call, inputs: list[Any], home: StreamReference) -> Instance:
+    def _capture(
+        self,
+        first: FirstCall,
+        own: Arguments,
+        call: Call,
+        inputs: list[Any],
+        home: StreamReference,
+        value: object = None,
+    ) -> Instance:
         options, driver = self._options, self.pool.driver
         function, name = options.function, options.name
         args, kwargs = own
@@ -281,7 +289,7 @@ class Variant:
             self.guards = guards
             return instance
 
-        instance = first.capture(function, args, kwargs, given, home, finish, kept=[inputs], empty=True)
+        instance = first.capture(function, args, kwargs, given, home, finish, kept=[inputs], returned=value, empty=True)
         self.instances.append(instance)
         return instance
 
