@@ -50,6 +50,7 @@ _BY_NAME = frozenset(
     ["getattr", "hasattr", "vars", "__dict__", "attrgetter", "methodcaller", "eval", "exec", "globals", "locals"]
 )
 """Names in code that may reach attributes which the code does not name."""
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 _CODE = (FunctionType, BuiltinFunctionType, ModuleType, type, staticmethod, classmethod, property, CACHE)
 """Types of code, which is taken not to change."""
 _PLAIN = (*PLAIN, type(None), slice, range, np.dtype)
@@ -109,8 +110,7 @@ class Guards:
         walk.run(function, [*held], {})
         self._reached = walk.entered
         self.arrays = [each for each in walk.entered.values() if self._is_array(each)]
-        codes = [names_of(each.__code__) for each in walk.entered.values() if isinstance(each, FunctionType) and _is_users(each)]
-        named = frozenset[str]().union(*codes)
+        named = _named([each for each in walk.entered.values() if isinstance(each, FunctionType) and _is_users(each)])
         self._named = None if named & _BY_NAME else named
         self._guards: list[Guard] = []
         self._tests: list[str] = []
@@ -271,6 +271,20 @@ class Guards:
             # A variable may come to stand for another function of the user's.
             return is_library(value.__module__)
         return isinstance(value, _CODE) or str(type(value).__module__).partition(".")[0] == "handlepool"
+
+
+def _named(functions: Iterable[FunctionType]) -> frozenset[str]:
+    """Return the names in the code of functions, without constructors of classes that no code names: they ran before."""
+    # `dataclasses` generates comparisons that name ``__class__`` and make no object.
+    functions = [each for each in functions if not (each.__name__.startswith("__") and each.__code__.co_filename == "<string>")]
+    makes = {each for each in functions if each.__name__ in _CONSTRUCTORS}
+    named = frozenset[str]().union(*[names_of(each.__code__) for each in functions if each not in makes])
+    while True:
+        used = {each for each in makes if named & {"type", "__class__", *each.__qualname__.split(".")[-2:-1]}}
+        if not used:
+            return named
+        makes -= used
+        named = named.union(*[names_of(each.__code__) for each in used])
 
 
 def _is_users(function: FunctionType) -> bool:

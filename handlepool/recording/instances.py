@@ -48,8 +48,8 @@ class Instance:
 
     Attributes
     ----------
-    stream : Stream or None
-        On which it was used last.
+    stream : Stream
+        On which it was used last, or captured.
     number : int
         Of its last call; the smallest was submitted first.
     away : bool
@@ -89,7 +89,7 @@ class Instance:
     ) -> None:
         self._driver = driver
         self.program = program
-        self.stream: Any = None
+        self.stream: Any = driver.current_stream()
         self.number = next(_submitted)
         self.away = False
         self.writes = bool(written)
@@ -146,8 +146,9 @@ class Instance:
         ]
         copy_all(driver, bring)
         launch()
-        copy_all(driver, results.copies)
+        # Before the results: the caller may want one of these in an argument.
         copy_all(driver, back)
+        copy_all(driver, results.copies)
         return results.value
 
 

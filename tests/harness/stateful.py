@@ -359,7 +359,7 @@ def check_recorded(seed: int, lanes: int | None) -> str:
     Raises
     ------
     AssertionError
-        For another value than the plain function's, also where the function runs eagerly, and for a program without state that does.
+        For another value than the plain function's, and for a program without state that runs eagerly.
     """
     driver = HostDriver(scheduler="adversarial", seed=seed, strict=True, check_order=True)
     with standing_in(handlepool.HandlePool(driver=driver)), warnings.catch_warnings():
