@@ -138,6 +138,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         except (NotRecorded, RecursionError) as why:
             self._say(str(why))
             return self._plain(pool, args, kwargs, out)
+        except Exception as error:
+            pool.status.diagnose(error)
+            raise
         for variant in self._variants.get(call.key, ()):
             if variant.pool is pool and variant.takes(call):
                 guards = variant.guards
