@@ -10,6 +10,10 @@ class Wrapper:
 
     __wrapped__: Any
 
+    def at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the value of a call that is made now, since it cannot be made in a task; nothing where that can be."""
+        return []
+
 
 def has(value: object, name: str) -> bool:
     """Whether an object has an attribute, its type's or its own; one that is made for any name asked, as by a proxy, is none."""

@@ -259,7 +259,11 @@ class Guards:
         self._tests.append(f"len(o{number}) != {length}")
 
     def _bytes(self, path: str, owner: Any, test: str, read: Callable[[], Any], keep: object = None) -> None:
-        number, value = len(self._guards), read()
+        try:
+            value = read()
+        except Exception as error:
+            raise TooMany(f"the values of {path} cannot be compared") from error
+        number = len(self._guards)
         self._guards.append(Guard(path, VALUE, lambda: value if read() == value else MISSING, value))
         self._space[f"o{number}"], self._space[f"v{number}"], self._space[f"k{number}"] = owner, value, keep
         self._tests.append(f"{test.format(f'o{number}')} != v{number}")

@@ -438,14 +438,6 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         StreamFuture
             Its ``result`` is ready on the current stream. It can be awaited.
         """
-        if thread.region is None and not self._is_known(args, kwargs):
-            future: StreamFuture[R] = StreamFuture()
-            future.set_running_or_notify_cancel()
-            try:
-                future.set_result(self(*args, **kwargs))
-            except Exception as error:
-                future.set_exception(error)
-            return future
         executor = self._executor
         if executor is None:
             with self._lock:
@@ -454,14 +446,17 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                 )
         return executor.submit(self, *args, **kwargs)
 
-    def _is_known(self, args: Any, kwargs: Any) -> bool:
-        """Whether a call with such arguments would record nothing."""
+    def at_once(self, args: Any, kwargs: Any) -> list[Any]:
+        """Return the value of a call that records a program for such arguments; nothing where no call would."""
         pool = current_pool()
+        if pool.status.unusable or self._eager is not None:
+            return []
         try:
             call = Reader(pool.driver, self._options.in_place).read(args, kwargs)
         except (NotRecorded, RecursionError):
-            return True
-        return self._eager is not None or any(each.pool is pool for each in self._variants.get(call.key, ()))
+            return []
+        known = any(each.pool is pool for each in self._variants.get(call.key, ()))
+        return [] if known else [self(*args, **kwargs)]
 
     def clear(self) -> None:
         """Forget all programs. Each ends with its last call, when the device has passed that; the next call records anew."""

@@ -551,13 +551,14 @@ def test_g17_in_a_forks_body_and_its_branches_data_decides(array):
 def test_a_task_and_submit_give_the_same(array):
     network = handlepool.recorded(lambda x: handlepool.add(x, x))
     with handlepool.ParallelStateExecutor(2) as executor:
-        network(array(0))
         futures = [executor.submit(network, array(number)) for number in range(6)]
         assert [value_of(each.result()) for each in futures] == [0, 2, 4, 6, 8, 10]
     other = handlepool.recorded(lambda x: handlepool.add(x, x))
     futures = [other.submit(array(number)) for number in range(6)]
     assert [value_of(each.result()) for each in futures] == [0, 2, 4, 6, 8, 10]
+    assert network.stats().recorded >= 1
     assert other.stats().recorded >= 1
+    assert network.stats().eager == other.stats().eager == 0
 
 
 def test_a_future_can_be_awaited(array):
