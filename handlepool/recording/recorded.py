@@ -531,8 +531,9 @@ def _zeros(driver: Any, value: Any) -> Any:
 
 def _told(key: tuple[Any, ...]) -> str:
     """Return a key as text: shapes and types of arrays, and plain values."""
+    arrays = {3: (0, 2), 6: (1, 3)}  # of an array, and of a tensor
     return ", ".join(
-        shown(part[0]) if len(part) == 3 else shown(part[-1]) for part in key[1:] if isinstance(part, tuple) and part
+        " ".join(str(part[each]) for each in arrays.get(len(part), (-1,))) for part in key[1:] if isinstance(part, tuple) and part
     )
 
 
