@@ -1,8 +1,8 @@
 """The host's time of a program's call and of a recorded function's, against torch's `copy_`, `replay` and `clone`.
 
-Each call takes new inputs, launches the same few additions, and returns new outputs: with one input and output, and with ten. Torch
-replays a CUDA graph of its own that was captured of as many additions. The arrays are small, so that the device waits for the host.
-What further guards cost is told per guard, from two functions that reach 10 and 110 arrays.
+Each call takes new inputs, launches the same few additions, and returns new outputs: with one input and output, and with ten.
+Torch replays a CUDA graph of its own that was captured of as many additions. The arrays are small, so that the device waits for
+the host. The cost of a guard comes from two functions that reach 10 and 110 arrays.
 """
 
 import sys

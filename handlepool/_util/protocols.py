@@ -10,7 +10,7 @@ class Wrapper:
 
     __wrapped__: Any
 
-    def at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the value of a call that is made now, since it cannot be made in a task; nothing where that can be."""
         return []
 

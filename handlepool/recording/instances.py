@@ -127,13 +127,13 @@ class Instance:
         program = self.program
         made: Sequence[Any]
         if self._prepared is not None and out is None:
-            made = program.turn(self._prepared.run, arrays)
+            made = program._turn(self._prepared.run, arrays)  # noqa: SLF001 - a prepared call of another module
             return self._build([*(self._own if self._reused else made), *arrays])
         taken = self._own if out is None else self._outputs
         if self._reused and out is None:
             taken = []
         results = Results(self._driver, repr(program), program.device, taken, out)
-        made = program.turn(self._run, arrays, results)
+        made = program._turn(self._run, arrays, results)  # noqa: SLF001 - as above
         return made if out is not None else self._build([*(self._own if self._reused else made), *arrays])
 
     def _run(self, arrays: list[Any], pointer: int, launch: Callable[[], object], results: Results) -> Any:

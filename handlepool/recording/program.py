@@ -303,10 +303,10 @@ class Program(Owned, Timed):
             self._status.check()
         prepared = self._prepared
         if prepared is not None and out is None and not kwargs and not opened and prepared.match(args):
-            return self._built(self.turn(prepared.run, args))
+            return self._built(self._turn(prepared.run, args))
         return self._use("called", self._call, args, out, kwargs)
 
-    def turn(self, run: Callable[..., T], arrays: Sequence[Any], *more: Any) -> T:
+    def _turn(self, run: Callable[..., T], arrays: Sequence[Any], *more: Any) -> T:
         """Use the program once on the current stream, by ``run(arrays, pointer, launch, *more)``; that function's value.
 
         For prepared calls, which have checked the arrays.

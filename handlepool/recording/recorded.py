@@ -5,7 +5,7 @@ import inspect
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -390,7 +390,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         list of LanesTuning
             One for each key that has programs.
         """
-        tried, found = [*lanes], []
+        tried, found = tuple(lanes) if isinstance(lanes, Iterator) else lanes, []
         for variant in [*self._order]:
             chosen: Iterable[int] = tried
             for instance in [*variant.instances]:
@@ -446,7 +446,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                 )
         return executor.submit(self, *args, **kwargs)
 
-    def at_once(self, args: Any, kwargs: Any) -> list[Any]:
+    def _at_once(self, args: Any, kwargs: Any) -> list[Any]:
         """Return the value of a call that records a program for such arguments; nothing where no call would."""
         pool = current_pool()
         if pool.status.unusable or self._eager is not None:
@@ -539,14 +539,16 @@ def _told(key: tuple[Any, ...]) -> str:
 
 def _places(function: Any, names: Any) -> frozenset[int | str]:
     """Return the places and names of arguments that are read in place."""
-    names = (names,) if isinstance(names, str) else tuple(names)
+    given, names = names, (names,) if isinstance(names, str) else tuple(names)
     try:
         known = [*inspect.signature(function).parameters]
     except (TypeError, ValueError):
         known = []
     for name in names:
-        if name not in known:
-            raise ArgumentError(f"recorded: in_place={shown(names)}; {shown(name)} is no parameter of {name_of_call(function)}")
+        if not isinstance(name, str) or name not in known:
+            raise ArgumentError(
+                f"recorded: in_place={shown(given)}; {name_of_call(function)} has the parameters {', '.join(known)}"
+            )
     return frozenset([*names, *[known.index(name) for name in names]])
 
 
@@ -598,6 +600,8 @@ def recorded(
     ----------
     function : callable
         Gives the same work each time. One that cannot be recorded runs eagerly, with one warning.
+    *args, **others
+        An error: the function's arguments belong into a call.
     lanes : int or None
         As in `record`.
     instances : int

@@ -127,7 +127,7 @@ class ParallelStateExecutor(Executor):
         if isinstance(fn, Wrapper) and thread.region is None:
             done: StreamFuture[T] = StreamFuture()
             try:
-                for value in fn.at_once(args, kwargs):
+                for value in fn._at_once(args, kwargs):  # noqa: SLF001 - the protocol is for this
                     done.set_result(value)
             except Exception as error:
                 done.set_exception(error)

@@ -114,17 +114,19 @@ def test_out_reused_and_none_of_these_where_gradients_are_on(torch, model):
         assert same(torch, out, right)
         y = reused(x)
         assert same(torch, y, right)
-    with torch.enable_grad(), pytest.warns(RuntimeWarning, match="gradient"):
-        x.requires_grad_()
-        recorded_with = handlepool.recorded(model)
-        recorded_with(x).sum().backward()
+    x.requires_grad_()
+    derived = handlepool.recorded(model)
+    with torch.enable_grad():
+        with pytest.warns(RuntimeWarning, match="gradient"):
+            y = derived(x)
+        y.sum().backward()
     assert x.grad is not None
 
 
 def test_memory_of_closed_programs_is_used_again(torch, model):
     recorded = handlepool.recorded(model, programs=2)
     taken = []
-    for turn in range(6):
+    for _ in range(6):
         for size in (6, 8, 10, 12):
             recorded(torch.randn(2, 8, size, size, device="cuda"))
         torch.cuda.synchronize()
