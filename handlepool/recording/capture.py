@@ -111,7 +111,7 @@ class Recording:
         self.device = pool.driver.current_device()
         self._leased: list[Slot] = []
         self._taken: list[tuple[SideSlots, Slot]] = []  # slots of forks that were joined
-        self._streams: list[object] = []  # whose pointers nobody else is to have as long as there is the graph
+        self._streams: list[tuple[SideSlots, Any]] = []  # whose pointers nobody else is to have as long as there is the graph
         self._plans: dict[int, object] = {}
         self.lanes = None if lanes is None else Lanes(pool, self.device, lanes, self._leased, self.keep)
         self.graph: RecordedGraph | None = None
@@ -296,11 +296,11 @@ class Recording:
             if leased[0].owner is not None:
                 unbind(leased[0])
             if self._tensors is not None:
-                self._streams.append(sides.renew(leased[0]))
+                self._streams.append((sides, sides.renew(leased[0])))
             sides.release(leased.pop(0), captured=True)
         while self._taken:
             owner, slot = self._taken[0]
-            self._streams.append(owner.renew(slot))
+            self._streams.append((owner, owner.renew(slot)))
             owner.release(self._taken.pop(0)[1], captured=True)
         sides.release_captured()
 
@@ -487,7 +487,9 @@ class Recording:
             steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
             try:
                 do_all([*leases, self._destroy_graph, self._destroy_event, *steps, self.release_plans])
-                self._streams.clear()
+                while self._streams:
+                    owner, stream = self._streams.pop()
+                    owner.reuse(stream)
                 if self._tensors is not None:
                     self._tensors.close()
             finally:

@@ -17,7 +17,7 @@ import numpy as np
 
 from handlepool._util.reachable import CACHE
 from handlepool.drivers.protocol import Driver
-from handlepool.recording.state import Walk, names_of
+from handlepool.recording.state import MOST_PLACES, Walk, names_of
 from handlepool.recording.state_kinds import (
     ATTRIBUTES,
     BYTES,
@@ -108,6 +108,8 @@ class Guards:
         self._host_tensors = driver.name != "host"
         walk = Walk(driver, (), ())
         walk.run(function, [*held], {})
+        if len(walk.entered) >= MOST_PLACES:
+            raise TooMany(f"it reaches {MOST_PLACES:,} objects or more")
         self._reached = walk.entered
         self.arrays = [each for each in walk.entered.values() if self._is_array(each)]
         named = _named([each for each in walk.entered.values() if isinstance(each, FunctionType) and _is_users(each)])
@@ -138,7 +140,7 @@ class Guards:
             if now is guard.expected:
                 continue
             if guard.kind != VALUE or not same(guard.expected, now):
-                kind = VALUE if guard.kind == VALUE and isinstance(now, _PLAIN) else OBJECT if guard.kind == VALUE else guard.kind
+                kind = guard.kind if guard.kind != VALUE or _is_plain(now) else OBJECT
                 found.append(guard._replace(kind=kind))
             else:
                 renewed.append((number, now))
@@ -246,7 +248,7 @@ class Guards:
 
     def _guard(self, path: str, value: Any, owner: Any, test: str, read: Callable[[], Any]) -> None:
         number = len(self._guards)
-        kind = ARRAY if self._is_array(value) else VALUE if isinstance(value, _PLAIN) else OBJECT
+        kind = ARRAY if self._is_array(value) else VALUE if _is_plain(value) else OBJECT
         self._guards.append(Guard(path, kind, read, value))
         self._space[f"o{number}"], self._space[f"v{number}"] = owner, value
         self._tests.append(f"o{number}{test} is not v{number}")
@@ -275,6 +277,10 @@ class Guards:
             # A variable may come to stand for another function of the user's.
             return is_library(value.__module__)
         return isinstance(value, _CODE) or str(type(value).__module__).partition(".")[0] == "handlepool"
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def _named(functions: Iterable[FunctionType]) -> frozenset[str]:

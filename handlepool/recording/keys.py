@@ -59,7 +59,7 @@ class Call:
 
 
 class Reader:
-    """Takes calls apart, for one driver.
+    """Takes calls apart, for one driver, ``driver``.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class Reader:
     """
 
     def __init__(self, driver: Driver, in_place: frozenset[int | str]) -> None:
-        self._driver = driver
+        self.driver = self._driver = driver
         self._kind: Any = driver.array_types[0]
         self._kinds = driver.array_types
         self._in_place = in_place

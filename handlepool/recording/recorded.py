@@ -2,8 +2,10 @@
 
 import functools
 import inspect
+import os
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,11 +16,11 @@ from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of, shown
 from handlepool._util.protocols import Wrapper
 from handlepool.drivers.protocol import LEGACY_STREAM
-from handlepool.errors import ArgumentError, CaptureError
+from handlepool.errors import ArgumentError, CaptureError, PoolClosedError
 from handlepool.order.books import open_order, opened
 from handlepool.pool.context import recordings, thread
 from handlepool.pool.default import current_pool
-from handlepool.pool.deferred import settle_all
+from handlepool.pool.deferred import abandon, settle_all
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.first_call import name_of_call
@@ -33,12 +35,17 @@ from handlepool.regions.executor import ParallelStateExecutor
 from handlepool.regions.future import StreamFuture
 from handlepool.tensors.layout import ArraySpec
 
+_made: "weakref.WeakSet[RecordedFunction[..., Any]]" = weakref.WeakSet()
+"""All recorded functions: what they inherit is abandoned in a forked child."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 MOST_REBOUND = 3
 """Programs that are replaced since an array was rebound; after that the function runs eagerly."""
+MOST_LACKED = 3
+"""Recordings that found too little memory, or too few side streams; after that such keys run eagerly."""
 MANY_VALUES = 8
 """Keys that differ in one value alone, after which a warning names it."""
 MOST_SEEN = 1024
@@ -87,7 +94,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self.__wrapped__ = function = options.function
         functools.update_wrapper(self, function, updated=())
         self._takes_out = _has_parameter(function, "out")
-        self._readers: dict[PoolInternals, Reader] = {}
+        self._reader: Reader | None = None
         self._variants: dict[tuple[Any, ...], list[Variant]] = {}
         self._order: OrderedDict[Variant, None] = OrderedDict()
         self._recent: Variant | None = None
@@ -98,10 +105,18 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._under_way: dict[PoolInternals, object] = {}
         self._eager: str | None = None
         self._said = False
-        self._rebound = self._unused = 0
+        self._rebound = self._unused = self._lacked = 0
         self._counts = {"recorded": 0, "eager": 0, "closed": 0}
         self._seen: dict[Any, int] = {}
         self._executor: ParallelStateExecutor | None = None
+        _made.add(self)
+
+    def _after_fork(self) -> None:
+        """Have in a forked child nothing of the parent's (guarantee 13): a thread that is not there may have held the lock."""
+        abandon((self._variants, self._order, self._recent, self._executor, self._reader))
+        self._lock = threading.RLock()
+        self._variants, self._order, self._seen, self._under_way = {}, OrderedDict(), {}, {}
+        self._recent = self._executor = self._reader = None
 
     def __repr__(self) -> str:
         return f"<recorded function {self._options.name}, {len(self._order)} keys>"
@@ -130,13 +145,13 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         stream = driver.current_stream()
         if stream.ptr != LEGACY_STREAM and driver.is_capturing(stream.ptr):
             return self._plain(pool, args, kwargs, out)
-        reader = self._readers.get(pool)
-        if reader is None:
-            reader = self._readers[pool] = Reader(driver, self._options.in_place)
+        reader = self._reader
+        if reader is None or reader.driver is not driver:
+            reader = self._reader = Reader(driver, self._options.in_place)
         try:
             call = reader.read(args, kwargs)
         except (NotRecorded, RecursionError) as why:
-            self._say(str(why))
+            self._say(str(why), why)
             return self._plain(pool, args, kwargs, out)
         except Exception as error:
             pool.status.diagnose(error)
@@ -161,7 +176,14 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         instance = variant.lease(stream, grow=grow) if variant.apart(call) else None
         if instance is None:
             return self._plain(variant.pool, args, kwargs, out)
-        return variant.run(instance, call, out, ordered=bool(opened))
+        try:
+            return variant.run(instance, call, out, ordered=bool(opened))
+        except PoolClosedError:
+            if variant.pool.status.closed or not instance.program.closed:
+                raise
+        # Somebody closed the program that `program` returned.
+        self._drop(variant)
+        return self._missed(variant.pool, call, stream, args, kwargs, out)
 
     def _plain(self, pool: PoolInternals, args: Any, kwargs: Any, out: Any) -> Any:
         """Call the function itself."""
@@ -218,11 +240,15 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             return False
         if self._unused < 2 * self._options.programs:
             return True
-        seen = self._seen.pop(call.key, 0) + 1
-        self._seen[call.key] = seen
-        if len(self._seen) > MOST_SEEN:
-            self._seen.pop(next(iter(self._seen)), None)
-        return seen > 1
+        return self._see(call.key) > 1
+
+    def _see(self, what: Any) -> int:
+        """Count how often something has come, as far as that is remembered."""
+        with self._lock:
+            seen = self._seen[what] = self._seen.pop(what, 0) + 1
+            if len(self._seen) > MOST_SEEN:
+                del self._seen[next(iter(self._seen))]
+        return seen
 
     def _recorded(self, pool: PoolInternals, call: Call, args: Any, kwargs: Any, values: dict[str, int]) -> Any:
         """Record a key; return the value of the call for real."""
@@ -232,6 +258,11 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._count_statics(call)
         variant = Variant(self._options, pool, call)
         value = variant.record(args, kwargs, call)
+        if variant.lacking is not None:
+            self._lacked += 1
+            if self._lacked <= MOST_LACKED:
+                return value
+            variant.eager = variant.lacking
         with self._lock:
             self._variants.setdefault(call.key, []).insert(0, variant)
             self._order[variant] = None
@@ -294,14 +325,14 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             value = part[1] if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str) else part
             if isinstance(value, tuple) and len(value) == 2 and value[0] in (int, float, complex, str, bytes, bool):
                 rest = place, (*call.key[:place], *call.key[place + 1 :])
-                known = self._seen.get(rest, 0) + 1
-                self._seen[rest] = known
-                if known == MANY_VALUES:
+                if self._see(rest) == MANY_VALUES:
                     name = part[0] if value is not part else f"argument {place - 1}"
-                    self._warn(f"was recorded for {known} values of {name}: pass it as an array without axes")
+                    self._warn(f"was recorded for {MANY_VALUES} values of {name}: pass it as an array without axes")
 
-    def _say(self, why: str) -> None:
-        """Warn once that the function runs eagerly."""
+    def _say(self, why: str, cause: BaseException | None = None) -> None:
+        """Warn once that the function runs eagerly; with ``strict`` raise."""
+        if self._options.strict:
+            raise CaptureError(f"recorded({self._options.name}) has no program for this call: {why}") from cause
         if not self._said:
             self._said = True
             self._warn(f"runs eagerly: {why}")
@@ -405,7 +436,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                     variant.use_lanes(tuned.winner.lanes)
         return found
 
-    def prewarm(self, *specs: Any, tune: bool = False) -> None:
+    def prewarm(self, *specs: Any, tune: bool = True) -> None:
         """Record the function for arguments to come, by one call with zeros for each.
 
         Parameters
@@ -414,13 +445,14 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             The arguments of a call each: `ArraySpec` in the places of arrays, and all else as it is. One `ArraySpec` stands for
             one argument.
         tune : bool
-            Whether `tune` is called afterwards.
+            Whether `tune` is called afterwards, where the function is recorded on several lanes.
         """
+        tuned = flag("prewarm: tune", tune)
         driver = current_pool().driver
         for spec in specs:
             args = spec if isinstance(spec, tuple) else (spec,)
             self(*[_zeros(driver, each) for each in args])  # type: ignore[call-arg]
-        if flag("prewarm: tune", tune):
+        if tuned and self._options.lanes not in (None, 1):
             self.tune()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> StreamFuture[R]:
@@ -495,6 +527,14 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def __reduce__(self) -> str:
         """Be copied as functions are: by reference."""
         return self._options.name
+
+
+def _after_fork() -> None:
+    for function in [*_made]:
+        function._after_fork()  # noqa: SLF001 - of the same module
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _PerObject:

@@ -84,6 +84,8 @@ class Variant:
     key : tuple
     eager : str or None
         Why the function runs eagerly with such arguments.
+    lacking : str or None
+        What was too little for a recording, which may be tried again.
     instances : list of Instance
         Only appended to.
     guards : Guards or None
@@ -96,6 +98,7 @@ class Variant:
         self.key = call.key
         self.pool = pool
         self.eager: str | None = None
+        self.lacking: str | None = None
         self.instances: list[Instance] = []
         self.guards: Guards | None = None
         self.lanes = options.lanes
@@ -214,8 +217,9 @@ class Variant:
             State(driver, function, args, kwargs, given.containers).check_kept(name, state)
             self._capture(first, own, call, inputs, home, returned)
             self._first = first
-        except StateBusyError:
-            raise
+        except (StateBusyError, MemoryError) as error:
+            # A later call may find more side streams and memory.
+            self.lacking = str(error)
         except Exception as error:
             self.eager = str(error) or type(error).__name__
             self.guards = None

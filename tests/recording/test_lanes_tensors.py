@@ -104,7 +104,7 @@ def scene(monkeypatch):
         scene.torch = Torch(scene.driver)
         loaded = SimpleNamespace(Tensor=Tensor, cuda=SimpleNamespace(is_initialized=lambda: True))
         monkeypatch.setitem(sys.modules, "torch", loaded)
-        for place in ("order.stream_order", "regions.undeclared", "recording.tensors"):
+        for place in ("order.stream_order", "order.undeclared", "recording.tensors"):
             monkeypatch.setattr(f"handlepool.{place}.integration", lambda: scene.torch)
         scene.driver.name = "cuda"
         yield scene

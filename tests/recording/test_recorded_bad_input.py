@@ -13,7 +13,15 @@ import pytest
 from harness.scenes import TIMEOUT, Thread
 
 import handlepool
-from handlepool import ArgumentError, DeviceMismatchError, ForkedProcessError, HandlePool, PoisonedContextError, PoolClosedError
+from handlepool import (
+    ArgumentError,
+    CaptureError,
+    DeviceMismatchError,
+    ForkedProcessError,
+    HandlePool,
+    PoisonedContextError,
+    PoolClosedError,
+)
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
 from handlepool.testing.pools import host_pool, standing_in
@@ -68,7 +76,11 @@ class CalledLater:
 # Functions
 
 
-@pytest.mark.parametrize("function", [generator, coroutine, asynchronous_generator, CalledLater(), 3, "text"], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [generator, coroutine, asynchronous_generator, CalledLater(), 3, "text"],
+    ids=["generator", "coroutine", "asynchronous generator", "asynchronous object", "number", "text"],
+)
 def test_a_function_that_runs_later_and_what_is_none_are_refused(function):
     with pytest.raises(ArgumentError):
         handlepool.recorded(function)
@@ -325,6 +337,36 @@ def test_a_lost_context_is_a_typed_error(monkeypatch):
     for _ in range(3):
         with pytest.raises(PoisonedContextError):
             network(x)
+
+
+def test_without_side_streams_a_call_runs_eagerly_and_a_later_one_is_recorded(driver, array):
+    network = handlepool.recorded(doubled)
+    pool = handlepool.default_pool().internals
+    sides, leased = pool.device(0).sides, []
+    while (slot := sides.lease()) is not None:
+        leased.append(slot)
+    for number in range(2):
+        assert value_of(network(array(number))) == 2 * number
+    assert network.stats().programs == 0
+    while leased:
+        sides.release(leased.pop(), captured=False)
+    for number in range(2):
+        assert value_of(network(array(number))) == 2 * number
+    assert network.stats().recorded == 1
+
+
+def test_a_program_that_its_user_closed_is_recorded_anew(array):
+    network = handlepool.recorded(doubled)
+    network.program(array(1)).close()
+    for number in range(3):
+        assert value_of(network(array(number))) == 2 * number
+    assert network.stats().recorded == 2
+
+
+def test_strict_refuses_arguments_that_no_program_takes(driver):
+    network = handlepool.recorded(lambda x: driver.asarray(x) * 2, strict=True)
+    with pytest.raises(CaptureError, match="ndarray"):
+        network(np.ones((1, 4, 3, 4), np.float32))
 
 
 def test_g15_clear_while_calls_are_under_way_loses_none():
