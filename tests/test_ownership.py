@@ -36,6 +36,9 @@ FOREIGN = {
         "tensor.stride": "the frontend's method would count as the user's own assignment",
     },
     "graphs/launch.py": {"function.__signature__": "Python reads the signature of a function there"},
+    "recording/keys.py": {
+        "object.__setattr__(new, each.name, rebuilt(getattr(value, each.name)))": "a copy of a data class gets its fields"
+    },
     "recording/state_kinds.py": {
         "owner.__class__": "a user's object gets its class back",
         "cell.cell_contents": "a user's variable gets its value back",

@@ -52,7 +52,6 @@ class FirstCall:
         self._launches = Launches(pool)
         self._shapes: list[str] = []
         self._captured = False
-        remember(self._end_at_exit)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function on the caller's stream; return its value."""
@@ -67,6 +66,10 @@ class FirstCall:
             returned = call(function, args, kwargs)
         self._shapes = _shapes(returned)
         return returned
+
+    def keep(self) -> None:
+        """Be told that more captures may come: the plans are kept, and let go of at exit."""
+        remember(self._end_at_exit)
 
     def end(self) -> None:
         """Be told that the caller has let go of the value, where it does."""

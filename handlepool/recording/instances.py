@@ -6,7 +6,7 @@ device where they come on different streams and there are instances enough, and 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -23,6 +23,7 @@ from handlepool.recording.program import Program
 from handlepool.recording.returned import Returned
 from handlepool.recording.sharing import ALIGNED, groups
 from handlepool.recording.state_kinds import is_tensor
+from handlepool.recording.tuning import LanesTuning
 from handlepool.recording.update import Copy, copy_all, piece_of
 from handlepool.tensors.layout import Token, share
 
@@ -117,9 +118,13 @@ class Instance:
             self._keeper = thread.token, stream
             return True
 
-    def leave(self, away: bool) -> None:
-        """Have calls lease it no more, or again."""
-        self.away = away
+    def tune(self, lanes: Iterable[int], goal: str, seconds: float) -> LanesTuning:
+        """Measure its lanes, as `Program.tune`; no call leases it meanwhile."""
+        self.away = True
+        try:
+            return self.program.tune(lanes, goal=goal, seconds=seconds)
+        finally:
+            self.away = False
 
     def call(self, arrays: list[Any], stream: Any, out: Any) -> Any:
         """Enqueue a call with other arrays on the current stream; return its value."""

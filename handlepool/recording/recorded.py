@@ -421,20 +421,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         list of LanesTuning
             One for each key that has programs.
         """
-        tried, found = tuple(lanes) if isinstance(lanes, Iterator) else lanes, []
-        for variant in [*self._order]:
-            chosen: Iterable[int] = tried
-            for instance in [*variant.instances]:
-                instance.leave(True)
-                try:
-                    tuned = instance.program.tune(chosen, goal=goal, seconds=seconds)
-                finally:
-                    instance.leave(False)
-                if chosen is tried:
-                    found.append(tuned)
-                    chosen = (tuned.winner.lanes,)
-                    variant.use_lanes(tuned.winner.lanes)
-        return found
+        tried = tuple(lanes) if isinstance(lanes, Iterator) else lanes
+        found = [variant.tune(tried, goal, seconds) for variant in [*self._order]]
+        return [each for each in found if each is not None]
 
     def prewarm(self, *specs: Any, tune: bool = True) -> None:
         """Record the function for arguments to come, by one call with zeros for each.

@@ -2,7 +2,7 @@
 
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -27,6 +27,7 @@ from handlepool.recording.returned import Returned
 from handlepool.recording.state import State
 from handlepool.recording.state_kinds import is_tensor
 from handlepool.recording.tensors import in_order
+from handlepool.recording.tuning import LanesTuning
 from handlepool.recording.update import Inputs
 from handlepool.tensors.layout import Piece, Token
 
@@ -180,9 +181,15 @@ class Variant:
         in_order(self.pool, device, stream.ptr, lambda: found.append(instance.call(call.arrays, stream, out)))
         return found[0]
 
-    def use_lanes(self, lanes: int) -> None:
-        """Record further instances on so many lanes."""
-        self.lanes = lanes
+    def tune(self, lanes: Iterable[int], goal: str, seconds: float) -> LanesTuning | None:
+        """Measure the lanes of the first instance, and run all on the best number; None where there is no instance."""
+        tuned = None
+        for instance in [*self.instances]:
+            found = instance.tune(lanes if tuned is None else (tuned.winner.lanes,), goal, seconds)
+            tuned = tuned or found
+        if tuned is not None:
+            self.lanes = tuned.winner.lanes
+        return tuned
 
     # Recording
 
@@ -216,6 +223,7 @@ class Variant:
             state.check(name)
             State(driver, function, args, kwargs, given.containers).check_kept(name, state)
             self._capture(first, own, call, inputs, home, returned)
+            first.keep()
             self._first = first
         except (StateBusyError, MemoryError) as error:
             # A later call may find more side streams and memory.
