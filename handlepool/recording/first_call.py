@@ -1,4 +1,4 @@
-"""The call of a function for real, and the captures that are compared with it."""
+"""Call a function for real, and compare captures with that call."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 
 class FirstCall:
-    """The call of a function for real. It notes what the function launches, and each capture must launch the same.
+    """Call a function for real, and note its launches.
+
+    Each capture must make the same launches.
 
     Parameters
     ----------
@@ -68,16 +70,16 @@ class FirstCall:
         return returned
 
     def keep(self) -> None:
-        """Be told that more captures may come: the plans are kept, and let go of at exit."""
+        """Keep the plans for more captures, until exit."""
         remember(self._end_at_exit)
 
     def end(self) -> None:
-        """Be told that the caller has let go of the value, where it does."""
+        """Find the arrays that the function has kept."""
         for new in (self._rehearsal.new, self._launches.new):
             new.end()
 
     def plans(self) -> list[tuple[Plan, int]]:
-        """Return the plans of the device that were launched, each with its launches."""
+        """Return the launched plans of the device, each with its launches."""
         return self._launches.plans(self._home.device)
 
     def capture(
@@ -94,9 +96,10 @@ class FirstCall:
         returned: object = None,
         empty: bool = False,
     ) -> T:
-        """Call the function once more, under capture, and return what ``finish`` makes of the recording and the value.
+        """Call the function once more, under capture, and finish the recording.
 
-        Whatever is raised, objects are as they were when this began, and nothing of the recording is left.
+        ``finish(recording, outputs)`` makes the value of this method. Where an error is raised, objects are as they were at the
+        beginning, and nothing of the recording is left.
 
         Parameters
         ----------
@@ -105,7 +108,7 @@ class FirstCall:
         home : StreamReference
             The caller's stream, which is current.
         kept : sequence, optional
-            What the graph reads; the function and its arguments where nothing is given.
+            Values that the graph reads; the function and its arguments where nothing is given.
         before : State, optional
             From before the first call, of the same arguments.
         returned : optional
@@ -116,7 +119,7 @@ class FirstCall:
         Raises
         ------
         CaptureError
-            For what differs from the first call, and for what cannot be recorded.
+            For a difference from the first call, and for a function that cannot be recorded.
         """
         pool, name, lanes, driver = self._pool, self._name, self._lanes, self._pool.driver
         recording = Recording(pool, name, lanes, self._rehearsal.calls)
@@ -166,12 +169,14 @@ class FirstCall:
             raise
 
     def memory(self, recording: Recording, function: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
-        """Return what replays of a capture read and write; let go of what the first call made.
+        """Return the memory that replays read and write.
+
+        The arrays of the first call are let go of.
 
         Raises
         ------
         CaptureError
-            Where the capture reads what the first call made.
+            Where the capture reads an array of the first call.
         """
         made = recording.memory(function, args, kwargs, outputs, self._rehearsal.new, self._launches.new)
         for new in (self._rehearsal.new, self._launches.new):
@@ -186,7 +191,7 @@ class FirstCall:
 
 
 def name_of_call(function: Any) -> str:
-    """Return what messages call a function that is recorded."""
+    """Return the name of a function for messages."""
     names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None)]
     return next((name for name in names if isinstance(name, str)), type(function).__name__)
 
@@ -197,7 +202,7 @@ def nothing(name: str) -> ArgumentError:
 
 
 def check_returned(name: str, function: Any, returned: Any) -> None:
-    """Refuse None, and what has yet to run.
+    """Refuse None, and generators that have yet to run.
 
     Raises
     ------
@@ -215,12 +220,12 @@ def _settle(driver: Driver, pointer: int) -> None:
 
 
 def _shapes(returned: object) -> list[str]:
-    """Return, as text, the shapes and types of the arrays that a function returned."""
+    """Return the shapes and types of returned arrays, as text."""
     return [shown(value) for value in leaves(returned) if holds_values(value)]
 
 
 def _rehearsed(rehearsal: Rehearsal, pool: PoolInternals, home: StreamReference, run: Callable[..., T], *call: Any) -> T:
-    """Call a function with its calls noted, on one stream that is current for torch as well, as it is while recording."""
+    """Call a function with its calls noted, on a stream that is current for torch, too."""
     torch = torch_in_use(pool.driver) or torch_among(*call)
     if torch is None:
         return rehearsal.around(run, *call)

@@ -1,4 +1,4 @@
-"""Guards of a recorded function: whether it still reaches the arrays and the values that a program was recorded with.
+"""Compare the arrays and values that a recorded function reaches with those of a program.
 
 A program reads an array where it is, and has a number, a text or a flag built in. So arrays and objects are compared by identity,
 and plain values by value, wherever the function reaches them: by closure, defaults, attributes, containers, and the globals that
@@ -43,13 +43,15 @@ from handlepool.recording.update import PLAIN, same
 MOST_GUARDS = 5000
 """A function that reaches more runs eagerly."""
 MOST_HOST_BYTES = 1 << 16
-"""Of NumPy's arrays that are compared by value at each call. A function that reaches more runs eagerly."""
+"""Most bytes of NumPy's arrays to compare at each call.
+
+A function that reaches more runs eagerly."""
 ARRAY, OBJECT, VALUE = "array", "object", "value"
 
 _BY_NAME = frozenset(
     ["getattr", "hasattr", "vars", "__dict__", "attrgetter", "methodcaller", "eval", "exec", "globals", "locals"]
 )
-"""Names in code that may reach attributes which the code does not name."""
+"""Names in code that may reach attributes without their names."""
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 _CODE = (FunctionType, BuiltinFunctionType, ModuleType, type, staticmethod, classmethod, property, CACHE)
 """Types of code, which is taken not to change."""
@@ -104,7 +106,7 @@ class Guards:
 
     def __init__(self, driver: Driver, function: Callable[..., Any], held: Iterable[Any]) -> None:
         self._kinds = driver.array_types
-        # The values of tensors on the host are the program's own only where the driver is another one.
+        # The host driver reads tensors on the host where they are.
         self._host_tensors = driver.name != "host"
         walk = Walk(driver, (), ())
         walk.run(function, [*held], {})
@@ -123,14 +125,17 @@ class Guards:
             if len(self._guards) > MOST_GUARDS:
                 raise TooMany(f"it reaches more than {MOST_GUARDS:,} attributes, entries and variables")
         self.holds = self._compiled()
-        # What was walked through is not needed any more, and the arrays are held by the comparisons.
+        # The comparisons hold the arrays, so the objects of the walk are not needed any more.
         self._reached = {}
 
     def __len__(self) -> int:
         return len(self._guards)
 
     def changed(self) -> list[Guard]:
-        """Return the guards that do not hold; where all do, expect from now on the equal values that are there."""
+        """Return the guards that do not hold.
+
+        Equal values of other objects are expected from now on.
+        """
         found, renewed = [], []
         for number, guard in enumerate(self._guards):
             try:
@@ -284,7 +289,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _named(functions: Iterable[FunctionType]) -> frozenset[str]:
-    """Return the names in the code of functions, without constructors of classes that no code names: they ran before."""
+    """Return the names in the code of functions.
+
+    Constructors of classes that no code names are left out: they ran before.
+    """
     # `dataclasses` generates comparisons that name ``__class__`` and make no object.
     functions = [each for each in functions if not (each.__name__.startswith("__") and each.__code__.co_filename == "<string>")]
     makes = {each for each in functions if each.__name__ in _CONSTRUCTORS}

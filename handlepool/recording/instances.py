@@ -1,4 +1,4 @@
-"""Instances of a recorded function: programs of one key, each with memory of its own, that calls lease as forks lease slots.
+"""Lease the programs of one key to calls, as slots are leased to forks.
 
 A call leases an instance while it enqueues, under the lock of the program, inside which no code of the user's runs. Each use ends
 with the instance's event, and the next use on another stream waits for that event (`Program`, lent). So calls overlap on the
@@ -31,7 +31,7 @@ _submitted = count()
 
 
 class Instance:
-    """A program of a key, with what its calls copy.
+    """A program of a key, with the arrays that its calls copy.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Instance:
     inputs : list
         Arrays and tensors of its own.
     outputs
-        What the function returned under capture.
+        The value of the function under capture.
     returned : Returned
     written : sequence of int
         Places of the inputs that are copied back.
@@ -111,7 +111,7 @@ class Instance:
         return keeper is None or keeper[0].over or (keeper[0] is thread.token and keeper[1] == stream)
 
     def claim(self, stream: Any) -> bool:
-        """Keep its outputs for this thread and a stream, until their next call; whether that could be done."""
+        """Keep its outputs for this thread and a stream; whether that could be done."""
         with self._lock:
             if not self.claimable(stream):
                 return False
@@ -127,7 +127,7 @@ class Instance:
             self.away = False
 
     def call(self, arrays: list[Any], stream: Any, out: Any) -> Any:
-        """Enqueue a call with other arrays on the current stream; return its value."""
+        """Enqueue a call on the current stream, and return its value."""
         self.number, self.stream = next(_submitted), stream
         program = self.program
         made: Sequence[Any]
@@ -151,14 +151,17 @@ class Instance:
         ]
         copy_all(driver, bring)
         launch()
-        # Before the results: the caller may want one of these in an argument.
+        # Before the results: the caller may want a result in an argument.
         copy_all(driver, back)
         copy_all(driver, results.copies)
         return results.value
 
 
 def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
-    """Return new arrays and tensors that lie as others do, and share memory as these do. Their values are any."""
+    """Return new arrays with the layouts of given ones.
+
+    The new arrays share memory as the given ones do. Their values are any.
+    """
     made: list[Any] = [None] * len(arrays)
     for place, array in enumerate(arrays):
         if is_tensor(array):

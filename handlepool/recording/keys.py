@@ -1,4 +1,4 @@
-"""The keys of recorded functions: what two calls have in common that one program is for.
+"""Find the key of a call: calls of one key share a program.
 
 Of an array the key has shape, strides and type, and which of them share memory. Of numbers, text and flags it has the value, with
 type and sign. Of any other object it has the identity: the object's own state is guarded, see `handlepool.recording.guards`.
@@ -196,7 +196,10 @@ def rebuilt_call(
     is_input: Callable[[Any], bool],
     arrays: Iterator[Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments in new containers, with other arrays in the places of the inputs, in the order of `Call.arrays`."""
+    """Return arguments in new containers, with other arrays in the places of the inputs.
+
+    The arrays come in the order of `Call.arrays`.
+    """
 
     def rebuilt(value: Any) -> Any:
         if is_input(value):

@@ -1,4 +1,4 @@
-"""The prepared call of a program: what a call with new arrays does is found out once, and done with few calls afterwards.
+"""Prepare the calls of a program once, so that each makes few calls.
 
 An array is copied as one run of bytes where it lies in one, and by the array library's kernel elsewhere. All results are
 allocated in one step, before the first copy, so that a want of memory leaves the program as it was.
@@ -19,7 +19,7 @@ Lies = tuple[tuple[int, ...], tuple[int, ...], Any]
 
 
 class Prepared:
-    """A program's call with arrays of the driver's that lie as its inputs do.
+    """A program's call, for arrays with the layouts of its inputs.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class Prepared:
         self._bounds = bounds([piece_of(driver, each) for each in inputs])
 
     def match(self, arrays: Sequence[Any]) -> bool:
-        """Whether arrays lie as the inputs do, on the program's device, and share no memory with them."""
+        """Whether arrays have the layouts of the inputs, and share no memory with them."""
         lies, device = self._lies, self._device
         kind: Any = self._kind
         if len(arrays) != len(lies):
@@ -72,7 +72,10 @@ class Prepared:
         return True
 
     def run(self, arrays: Sequence[Any], pointer: int, launch: Callable[[], object], out: Sequence[Any] | None = None) -> Any:
-        """Enqueue the call on a stream, which is current; return new arrays, or those of ``out``, one for each output."""
+        """Enqueue the call on a stream, which is current.
+
+        Return new arrays, or the arrays of ``out``, in the order of the outputs.
+        """
         if out is None:
             with self._driver.relaxed():
                 made: Sequence[Any] = self._allocate()
@@ -89,7 +92,7 @@ class Prepared:
 
 
 def _copy(driver: Driver, array: Any, strides: tuple[int, ...]) -> Callable[[Any, Any, int], None]:
-    """Return what copies between an array and another one of such strides."""
+    """Return a function that copies between arrays of such strides."""
     if not array.size:
         return lambda target, source, pointer: None
     if one_run(array.shape, array.strides, strides, array.dtype.itemsize):
@@ -98,7 +101,7 @@ def _copy(driver: Driver, array: Any, strides: tuple[int, ...]) -> Callable[[Any
 
 
 def bounds(pieces: Sequence[Piece]) -> list[int]:
-    """Return where memory begins and ends, in order, of pieces that are joined where they touch."""
+    """Return where pieces of memory begin and end, joined where they touch."""
     found: list[int] = []
     for begin, end, _ in sorted(pieces, key=itemgetter(0)):
         if begin == end:
@@ -111,9 +114,9 @@ def bounds(pieces: Sequence[Piece]) -> list[int]:
 
 
 def builder(value: Any, places: dict[int, Callable[[Sequence[Any]], Any]]) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that puts other arrays into the structure of a value.
+    """Return a function that puts other arrays into a value's structure.
 
-    ``places`` has, by the identifier of an array of the value, what takes the array that stands for it. All else stays as it is.
+    ``places`` has a function for the identifier of each array of the value. It takes the array's stand-in out of the arrays.
     """
     place = places.get(id(value))
     if place is not None:
@@ -133,7 +136,7 @@ def builder(value: Any, places: dict[int, Callable[[Sequence[Any]], Any]]) -> Ca
 
 
 def arrays_once(driver: Driver, value: Any, found: dict[int, Any]) -> bool:
-    """Put the driver's own arrays of a value into a dictionary, by identifier; whether all else is plain."""
+    """Collect the driver's arrays of a value, by identifier; whether the rest is plain."""
     if isinstance(value, (list, tuple, dict)):
         inside = value.values() if isinstance(value, dict) else value
         return all(arrays_once(driver, each, found) for each in inside)

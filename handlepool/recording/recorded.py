@@ -1,4 +1,4 @@
-"""`recorded`: a function with a pool of programs, one for each geometry of its arguments."""
+"""Give a function a pool of programs, for the geometries of its arguments."""
 
 import functools
 import inspect
@@ -36,22 +36,26 @@ from handlepool.regions.future import StreamFuture
 from handlepool.tensors.layout import ArraySpec
 
 _made: "weakref.WeakSet[RecordedFunction[..., Any]]" = weakref.WeakSet()
-"""All recorded functions: what they inherit is abandoned in a forked child."""
+"""All recorded functions. A forked child abandons their programs."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 MOST_REBOUND = 3
-"""Programs that are replaced since an array was rebound; after that the function runs eagerly."""
+"""Programs that may be replaced since an array was rebound.
+
+After that the function runs eagerly."""
 MOST_LACKED = 3
-"""Recordings that found too little memory, or too few side streams; after that such keys run eagerly."""
+"""Recordings that may find too little memory, or too few side streams.
+
+After that such keys run eagerly."""
 MANY_VALUES = 8
-"""Keys that differ in one value alone, after which a warning names it."""
+"""Keys that may differ in one value, before a warning names the value."""
 MOST_SEEN = 1024
 """Keys that are remembered without a program."""
 _PER_OBJECT = "_handlepool_recorded"
-"""The attribute of an object that has the recorded functions of its methods."""
+"""The attribute of an object for the recorded functions of its methods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,8 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._recent: Variant | None = None
         # Guards the two tables, which calls read without it. No function of the user's is called under it.
         self._lock = threading.RLock()
-        # By pool, what stands for the call that records now. One call records at a time, and no other one waits for it: so no
-        # lock is held while the function runs (guarantee 15). `setdefault` is one step, and an interrupt finds the `finally`.
+        # By pool, a mark of the call that records now. One call records at a time, and no other call waits for it: so no lock is
+        # held while the function runs (guarantee 15). `setdefault` is one step, and an interrupt finds the `finally`.
         self._under_way: dict[PoolInternals, object] = {}
         self._eager: str | None = None
         self._said = False
@@ -112,7 +116,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         _made.add(self)
 
     def _after_fork(self) -> None:
-        """Have in a forked child nothing of the parent's (guarantee 13): a thread that is not there may have held the lock."""
+        """Abandon the programs of the parent in a forked child (guarantee 13).
+
+        A thread that the child lacks may have held the lock.
+        """
         abandon((self._variants, self._order, self._recent, self._executor, self._reader))
         self._lock = threading.RLock()
         self._variants, self._order, self._seen, self._under_way = {}, OrderedDict(), {}, {}
@@ -122,7 +129,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return f"<recorded function {self._options.name}, {len(self._order)} keys>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function, by a program where there is one for such arguments.
+        """Call the function, by a program where such arguments have one.
 
         Parameters
         ----------
@@ -133,7 +140,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         Returns
         -------
         object
-            What the function returns, in new arrays.
+            The value of the function, in new arrays.
         """
         out = kwargs.pop("out", None) if kwargs and not self._takes_out else None
         pool = current_pool()
@@ -181,7 +188,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         except PoolClosedError:
             if variant.pool.status.closed or not instance.program.closed:
                 raise
-        # Somebody closed the program that `program` returned.
+        # The user closed the program that `program` returned.
         self._drop(variant)
         return self._missed(variant.pool, call, stream, args, kwargs, out)
 
@@ -191,7 +198,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return self._into(pool, self._options.function(*args, **kwargs), out)
 
     def _into(self, pool: PoolInternals, value: Any, out: Any) -> Any:
-        """Copy the arrays of a value into those that the caller gave for them."""
+        """Copy the arrays of a value into the caller's arrays."""
         if out is None:
             return value
         driver = pool.driver
@@ -235,7 +242,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return self._plain(pool, args, kwargs, out)
 
     def _may_record(self, pool: PoolInternals, call: Call) -> bool:
-        """Whether a key is to be recorded: outside of regions; after many keys that came once, one that comes again."""
+        """Whether to record a key.
+
+        In a region no key is recorded. After many keys that came once, a key is recorded when it comes again.
+        """
         if thread.region is not None or (opened and open_order(pool.driver, pool.current_device()) is not None):
             return False
         if self._unused < 2 * self._options.programs:
@@ -306,7 +316,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                 self._recent = variant
 
     def _drop(self, variant: Variant) -> None:
-        """Forget a variant. Its programs end with their last call, when the device has passed it."""
+        """Forget a variant.
+
+        Its programs end with their last call, when the device has passed that call.
+        """
         with self._lock:
             if self._order.pop(variant, self) is self:
                 return
@@ -343,7 +356,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     # For the user
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> Program:
-        """Return the program for such arguments; record the function where there is none.
+        """Return the program for such arguments; record it where it is missing.
 
         It is for `Program.explain`, `Program.draw` and `Program.tune`. Calls of the function go on using it.
 
@@ -388,7 +401,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return RecordedStats(keys, len(programs), sum(each.nbytes for each in programs), **self._counts)
 
     def explain(self) -> str:
-        """Return a text on each key: its arguments, its programs, and how the first of these was recorded.
+        """Return a text on the arguments and the programs of each key.
 
         Returns
         -------
@@ -406,9 +419,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return "\n".join(lines)
 
     def tune(self, lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0) -> list[LanesTuning]:
-        """Measure on how many lanes each key runs best, as `Program.tune` does, and run its programs on so many.
+        """Measure the best number of lanes for each key, and use it.
 
-        No call waits for it: the program that is measured is not leased meanwhile. Calls take another program of the key, or run
+        `Program.tune` does so for one program. No call waits: the measured program is not leased meanwhile. Calls take another program of the key, or run
         eagerly.
 
         Parameters
@@ -426,7 +439,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return [each for each in found if each is not None]
 
     def prewarm(self, *specs: Any, tune: bool = True) -> None:
-        """Record the function for arguments to come, by one call with zeros for each.
+        """Record the function for arguments to come, by calls with zeros.
 
         Parameters
         ----------
@@ -445,7 +458,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             self.tune()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> StreamFuture[R]:
-        """Call the function in a thread of its own, on a stream of its own, after the current stream's work so far.
+        """Call the function in another thread, after the current stream's work so far.
 
         Arguments that have no program yet are recorded first, by a call in this thread.
 
@@ -468,7 +481,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return executor.submit(self, *args, **kwargs)
 
     def _at_once(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return the value of a call that records a program for such arguments; nothing where no call would."""
+        """Return the value of a call that records such arguments; else nothing."""
         pool = current_pool()
         if pool.status.unusable or self._eager is not None:
             return []
@@ -480,7 +493,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return [] if known else [self(*args, **kwargs)]
 
     def clear(self) -> None:
-        """Forget all programs. Each ends with its last call, when the device has passed that; the next call records anew."""
+        """Forget all programs.
+
+        Each ends with its last call, when the device has passed that call. The next call of a key records anew.
+        """
         for variant in [*self._order]:
             self._drop(variant)
         self._seen.clear()
@@ -489,7 +505,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     # As a method
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
-        """Return the recorded function of an object's method, which has programs of its own and lives as long as the object."""
+        """Return the recorded function of an object's method.
+
+        It has programs of its own, and lives as long as the object.
+        """
         if owner is None or not hasattr(type(self._options.function), "__get__"):
             return self
         space = getattr(owner, "__dict__", None)
@@ -527,7 +546,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _PerObject:
-    """The recorded functions of one object's methods. A copy of the object has none."""
+    """The recorded functions of one object's methods.
+
+    A copy of the object has none.
+    """
 
     __slots__ = ("made",)
 
@@ -539,14 +561,15 @@ class _PerObject:
 
 
 def _inside_recording() -> bool:
-    """Whether this thread is inside the recording of a function, or in its first call."""
+    """Whether this thread records a function, or makes its first call."""
     return thread.recording is not None or thread.rehearsal is not None or thread.launched is not None
 
 
 def _has_parameter(function: Any, name: str) -> bool:
     try:
         return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of a function written in C
+    except (TypeError, ValueError):
+        # A function written in C tells nothing.
         return False
 
 
@@ -559,8 +582,9 @@ def _zeros(driver: Any, value: Any) -> Any:
 
 
 def _told(key: tuple[Any, ...]) -> str:
-    """Return a key as text: shapes and types of arrays, and plain values."""
-    arrays = {3: (0, 2), 6: (1, 3)}  # of an array, and of a tensor
+    """Return the arrays' shapes and types, and the plain values of a key."""
+    # By length: the parts of arrays, and of tensors.
+    arrays = {3: (0, 2), 6: (1, 3)}
     return ", ".join(
         " ".join(str(part[each]) for each in arrays.get(len(part), (-1,))) for part in key[1:] if isinstance(part, tuple) and part
     )
@@ -619,7 +643,7 @@ def recorded(
     strict: bool = False,
     **others: Any,
 ) -> Any:
-    """Make a function one that records itself: a program for each geometry of its arguments.
+    """Record a function by its calls: a program for each geometry.
 
     It is called as the function is, with any arguments, from any thread. The first call of a geometry runs the function for real
     and records it, see `record`. Later calls copy their arguments into a program, launch it, and return copies of its outputs. It
@@ -652,8 +676,8 @@ def recorded(
     Raises
     ------
     ArgumentError
-        For what is no function, a generator function or a coroutine function; for arguments of the function, which belong into a
-        call or to `record`; for values that an option cannot have.
+        For a value that is no function, a generator function or a coroutine function; for arguments of the function, which belong
+        into a call or to `record`; for values that an option cannot have.
     """
     if args or others:
         raise ArgumentError(
@@ -676,7 +700,7 @@ def recorded(
             (inspect.iscoroutinefunction, "a coroutine function"),
             (inspect.isasyncgenfunction, "an asynchronous generator function"),
         ):
-            if test(inner) or test(getattr(type(inner), "__call__", None)):  # noqa: B004 - the method is what is asked about
+            if test(inner) or test(getattr(type(inner), "__call__", None)):  # noqa: B004 - about the method
                 raise ArgumentError(
                     f"recorded: {name_of_call(inner)} is {what}: pass a function that does the work and returns arrays"
                 )

@@ -1,4 +1,4 @@
-"""What a capture returned, by where its arrays lie: in the program's memory, in an argument's, or in a weight's."""
+"""Sort the returned arrays of a capture by the memory that they lie in."""
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -16,11 +16,13 @@ from handlepool.recording.update import is_foreign, piece_of
 from handlepool.tensors.layout import Piece, share
 
 View = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
-"""A part of an argument: the argument's place, bytes from its first element, shape, strides and type."""
+"""A part of an argument.
+
+The argument's place, bytes from its first element, shape, strides and type."""
 
 
 class Returned:
-    """What a capture returned: where each of its arrays lies.
+    """The arrays that a capture returned, by the memory that they lie in.
 
     Parameters
     ----------
@@ -32,14 +34,14 @@ class Returned:
     reached : Ranges
         Memory of arrays that are guarded.
     outputs
-        What the function returned.
+        The value of the function.
 
     Attributes
     ----------
     own : list
         Arrays in the program's memory, each once.
     places : dict
-        For `builder`: what takes each array from those that stand for ``own``, and the caller's arguments after these.
+        For `builder`, over stand-ins for ``own`` with the caller's arguments after them.
 
     Raises
     ------
@@ -100,7 +102,8 @@ class Returned:
             self._views[key] = among[0], offset, array.shape, array.strides, array.dtype
             return
         if piece[0] < piece[1] and self._reached.meet(piece):
-            return  # a weight: it is returned itself
+            # A weight: it is returned itself.
+            return
         if not is_tensor(value) and piece[0] < piece[1] and not self._recording.holds(value):
             raise CaptureError(f"{self._name} returned an array that it reaches by no attribute, variable or global")
         for other, known in self._owned:

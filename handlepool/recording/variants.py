@@ -1,4 +1,4 @@
-"""Programs of one key: the function as it was recorded with some arguments, weights and plain values."""
+"""Keep the programs of one key, for the weights and values that the function reached."""
 
 import weakref
 from bisect import bisect_left, bisect_right
@@ -35,7 +35,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Options:
-    """What the calls of a recorded function have in common.
+    """Options of a recorded function.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Options:
 
 
 class Variant:
-    """The programs of a key, for the weights and plain values that the function reached when it was recorded.
+    """The programs of a key, for the weights and plain values that the function reached.
 
     One thread at a time captures, which the recorded function sees to. Any thread leases instances.
 
@@ -114,7 +114,7 @@ class Variant:
     # Whether it is for a call
 
     def takes(self, call: Call) -> bool:
-        """Whether the objects of a call are those that the key has the identity of."""
+        """Whether a call has the same objects as the key."""
         return not self._held or all(one() is other for one, other in zip(self._held, call.held, strict=True))
 
     def apart(self, call: Call) -> bool:
@@ -134,7 +134,7 @@ class Variant:
     # Calls
 
     def lease(self, stream: Any, *, grow: Callable[[], Instance | None] | None) -> Instance | None:
-        """Return the instance for a call on a stream, which is current; None where the call is to run eagerly.
+        """Return an instance for a call; None where the call is to run eagerly.
 
         ``grow`` captures a further instance, where that may be done now.
         """
@@ -156,7 +156,10 @@ class Variant:
         return None
 
     def run(self, instance: Instance, call: Call, out: Any, *, ordered: bool) -> Any:
-        """Enqueue a call on an instance; ``ordered`` says whether forks of this thread have branches to wait for."""
+        """Enqueue a call on an instance.
+
+        ``ordered`` says whether forks of this thread have branches to wait for.
+        """
         driver = self.pool.driver
         stream = driver.current_stream()
         if ordered and self._memory is not None:
@@ -168,7 +171,7 @@ class Variant:
         return instance.call(call.arrays, stream, out)
 
     def _beside_torch(self, instance: Instance, call: Call, out: Any, stream: Any) -> Any:
-        """Enqueue a call with tensors on torch's current stream, and with arrays beside them in order with that."""
+        """Enqueue a call with tensors in the order of torch's current stream."""
         driver, device, found = self.pool.driver, instance.program.device, list[Any]()
         theirs = integration().current_stream(device)
         if theirs != stream.ptr and all(map(is_tensor, call.arrays)):
@@ -182,7 +185,10 @@ class Variant:
         return found[0]
 
     def tune(self, lanes: Iterable[int], goal: str, seconds: float) -> LanesTuning | None:
-        """Measure the lanes of the first instance, and run all on the best number; None where there is no instance."""
+        """Measure the lanes of the first instance; None where there is none.
+
+        All instances run on the best number from then on.
+        """
         tuned = None
         for instance in [*self.instances]:
             found = instance.tune(lanes if tuned is None else (tuned.winner.lanes,), goal, seconds)
@@ -194,9 +200,9 @@ class Variant:
     # Recording
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Any:
-        """Call the function for real, and capture the first instance; return the value of the call.
+        """Call the function for real, capture the first instance; return the value.
 
-        Where it cannot be recorded `eager` has the reason. What the function raises in its call goes on.
+        Where it cannot be recorded `eager` has the reason. An error of the function in its call goes on.
         """
         options, pool, driver = self._options, self.pool, self.pool.driver
         function, name = options.function, options.name
@@ -236,7 +242,7 @@ class Variant:
         return returned
 
     def grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Instance | None:
-        """Capture a further instance, without a call for real; None where that fails."""
+        """Capture a further instance without a call for real; None on failure."""
         first, options = self._first, self._options
         if first is None or len(self.instances) >= self._limit:
             return None
@@ -244,14 +250,16 @@ class Variant:
             home = check_recordable(self.pool, options.name, self.lanes, options.function, args, kwargs)
             inputs, own = self._own(args, kwargs, call)
             return self._capture(first, own, call, inputs, home)
-        except StateBusyError:  # too few side slots are free just now
+        except StateBusyError:
+            # A later call may find more side slots.
             return None
-        except Exception:  # those that are there go on
+        except Exception:
+            # The former instances go on.
             self._limit = len(self.instances)
             return None
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> tuple[list[Any], Arguments]:
-        """Return inputs of a program's own, and the arguments with these in the places of the caller's."""
+        """Return a program's own inputs, and the arguments with these inputs."""
         kind: Any = self.pool.driver.array_types[0]
         if call.related and call.tensors:
             raise CaptureError(f"{self._options.name} was given tensors that share memory")
@@ -306,7 +314,10 @@ class Variant:
         return instance
 
     def _check_reads(self, recording: Recording, inputs: list[Any], reached: Sequence[Piece]) -> None:
-        """Refuse a capture that reads an array which no guard watches: another one in its place would not be seen."""
+        """Refuse a capture that reads an array which no guard watches.
+
+        Another array in its place would not be seen.
+        """
         if recording.lanes is None:
             return
         driver = self.pool.driver
@@ -321,7 +332,7 @@ class Variant:
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """Return what gives an object: weakly where that can be, so that a key keeps no object alive."""
+    """Return a reference to an object, weak where that can be: a key keeps no object alive."""
     try:
         return weakref.ref(value)
     except TypeError:
