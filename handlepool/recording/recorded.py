@@ -421,8 +421,8 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def tune(self, lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0) -> list[LanesTuning]:
         """Measure the best number of lanes for each key, and use it.
 
-        `Program.tune` does so for one program. No call waits: the measured program is not leased meanwhile. Calls take another program of the key, or run
-        eagerly.
+        `Program.tune` does so for one program. No call waits: the measured program is not leased meanwhile. Calls take another
+        program of the key, or run eagerly.
 
         Parameters
         ----------
