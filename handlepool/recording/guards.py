@@ -7,6 +7,7 @@ the code names. An attribute that no code of the function names is left out, exc
 All comparisons of one program are written out as one function: a loop over them would cost three times as much.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from functools import partial
@@ -52,6 +53,7 @@ _BY_NAME = frozenset(
     ["getattr", "hasattr", "vars", "__dict__", "attrgetter", "methodcaller", "eval", "exec", "globals", "locals"]
 )
 """Names in code that may reach attributes without their names."""
+_MODULE_DATA = ("_parameters", "_buffers", "_modules")
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 _CODE = (FunctionType, BuiltinFunctionType, ModuleType, type, staticmethod, classmethod, property, CACHE)
 """Types of code, which is taken not to change."""
@@ -120,6 +122,10 @@ class Guards:
         self._tests: list[str] = []
         self._space: dict[str, Any] = {}
         self._host_bytes = 0
+        # Dictionaries of torch's modules: hooks are left out, and the numbers of parameters and buffers.
+        self._left_out: set[int] = set()
+        self._any_length: set[int] = set()
+        self._of_modules = _of_modules()
         for path, kind, owner, names in walk.found:
             self._add_place(path, kind, owner, names)
             if len(self._guards) > MOST_GUARDS:
@@ -168,6 +174,8 @@ class Guards:
     # Places
 
     def _add_place(self, path: str, kind: Kind, owner: Any, names: Any) -> None:
+        if id(owner) in self._left_out:
+            return
         if kind is ATTRIBUTES:
             own = owner.__dict__
             # Attributes of a function that was wrapped are no values that it reads.
@@ -177,7 +185,8 @@ class Guards:
                 self._length(path, own)
         elif kind in (DICT, WEAK_DICT):
             self._entries(owner, [(f"{path}[{key!r:.40}]", key) for key in [*owner.keys()]], "[{key}]", owner.get)
-            self._length(path, owner)
+            if id(owner) not in self._any_length:
+                self._length(path, owner)
         elif kind is NAMES:
             self._entries(owner, [(f"{path}{name}", name) for name in names if name in owner], "[{key}]", owner.get)
         elif kind is LIST:
@@ -217,6 +226,12 @@ class Guards:
         kind = type(owner)
         if isinstance(owner, FunctionType):
             return [key for key in own if key != "__wrapped__"]
+        if self._of_modules and _is_module(owner):
+            self._left_out |= {id(own[key]) for key in self._of_modules if key in own and key not in _MODULE_DATA}
+            self._any_length |= {id(own.get(key)) for key in ("_parameters", "_buffers")}
+            if str(kind.__module__).partition(".")[0] == "torch":
+                return ["training"]
+            return [key for key in own if key == "training" or key not in self._of_modules]
         by_library = any(is_library(base.__module__) for base in kind.__mro__ if base is not object) or is_dataclass(kind)
         if self._named is None or by_library:
             return [*own]
@@ -282,6 +297,16 @@ class Guards:
             # A variable may come to stand for another function of the user's.
             return is_library(value.__module__)
         return isinstance(value, _CODE) or str(type(value).__module__).partition(".")[0] == "handlepool"
+
+
+def _of_modules() -> frozenset[str]:
+    """Return the attributes that torch gives each of its modules."""
+    module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
+    return frozenset[str]() if module is None else frozenset(vars(module()))
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, sys.modules["torch"].nn.Module)
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import handlepool
+from handlepool.drivers.host.driver import HostDriver
 from handlepool.recording import guards
 from handlepool.testing.pools import host_pool
 
@@ -240,3 +241,27 @@ def test_a_function_that_reaches_much_of_the_hosts_memory_runs_eagerly(driver, a
         network(array(1))
     table[0] = 5
     assert value_of(network(array(1))) == 10
+
+
+def test_of_torchs_modules_parameters_buffers_modules_and_training_are_guarded():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    model = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()).eval()
+    found = guards.Guards(HostDriver(), model, ())
+    assert found.holds()
+    assert len(found) < 25
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert found.holds()
+    model.train()
+    assert {guard.kind for guard in found.changed()} == {guards.VALUE}
+    model.eval()
+    assert found.holds()
+    for change in (
+        lambda: setattr(model[0], "weight", torch.nn.Parameter(torch.zeros(8, 8, 3, 3))),
+        lambda: setattr(model[1], "running_mean", torch.zeros(8)),
+        lambda: model.append(torch.nn.ReLU()),
+    ):
+        found = guards.Guards(HostDriver(), model, ())
+        change()
+        assert not found.holds()
+        assert {guard.kind for guard in found.changed()} & {guards.ARRAY, guards.OBJECT}
