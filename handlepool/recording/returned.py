@@ -104,6 +104,8 @@ class Returned:
         if piece[0] < piece[1] and self._reached.meet(piece):
             # A weight: it is returned itself.
             return
+        if is_tensor(value) and value.requires_grad:
+            raise CaptureError(f"{self._name} returned a tensor that requires a gradient: call it inside torch.no_grad()")
         if not is_tensor(value) and piece[0] < piece[1] and not self._recording.holds(value):
             raise CaptureError(f"{self._name} returned an array that it reaches by no attribute, variable or global")
         for other, known in self._owned:
