@@ -390,6 +390,7 @@ class HostDriver(Controls):
         return self._memory.empty(shape, strides, check_type(np.dtype(dtype)))
 
     def empties(self, lies: Sequence[tuple[Sequence[int], Sequence[int], np.dtype[Any]]]) -> Callable[[], list[HostArray]]:
+        self._note("empties")
         return lambda: [self.empty(*lie) for lie in lies]
 
     def asarray(self, values: Any) -> HostArray:
