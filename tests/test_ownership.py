@@ -30,6 +30,9 @@ FOREIGN = {
         "setattr(function, LAUNCHES, function)": "a function keeps a mark nowhere else",
     },
     "order/plain_calls.py": {"setattr(function, ORDERS_ITSELF, function)": "a function keeps a mark nowhere else"},
+    "recording/keys.py": {
+        "object.__setattr__(new, each.name, rebuilt(getattr(value, each.name)))": "a copy of a data class gets its fields"
+    },
     "recording/state_kinds.py": {
         "owner.__class__": "a user's object gets its class back",
         "cell.cell_contents": "a user's variable gets its value back",
