@@ -54,6 +54,7 @@ def nothing_deferred():
     # An interrupt as a branch begins, or as a recording ends, leaves it there, where it costs others time and no more.
     context.branch_pools.clear()
     context.recordings.clear()
+    context.active.clear()
     process_end.process_end.ending.clear()
 
 
