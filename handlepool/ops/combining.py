@@ -20,6 +20,18 @@ from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
 
+class _Scalars(dict[type, bool]):
+    """Whether the objects of a type are numbers, or stand for numbers while a function is traced."""
+
+    def __missing__(self, kind: type) -> bool:
+        found = self[kind] = issubclass(kind, (*NUMBERS, Traced))
+        return found
+
+
+# A look-up costs less than `isinstance` with five classes, for each operand of each call.
+_scalars = _Scalars()
+
+
 @launches
 def add(x: ArrayT, *others: Any, activation: str | None = None, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Add arrays and numbers that broadcast, on the current stream.
@@ -48,7 +60,7 @@ def add(x: ArrayT, *others: Any, activation: str | None = None, out: Any = None,
         For shapes, types or strides that cannot be taken, and an activation that there is not.
     """
     for each in (x, *others):
-        if isinstance(each, (*NUMBERS, Traced)):
+        if _scalars[type(each)]:
             return cast("ArrayT", _sum(x, *others, activation=activation, out=out, pool=pool))
     return _add.call((x, *others), out, pool, (activation,))
 
