@@ -200,7 +200,7 @@ class DataOrder:
             number = track.next_call()
             write_down(track, number, reads, writes)
             if call.opaque:
-                self.note_opaque(track, number)
+                self.barrier = track, number
         except BaseException:
             fork.undo_start()
             raise
@@ -264,7 +264,7 @@ class DataOrder:
                 write_down(track, number, uses.pieces(call.reads), uses.pieces([*call.writes, *made, *others]))
                 # The same holds for a barrier.
                 if opaque:
-                    self.note_opaque(track, number)
+                    self.barrier = track, number
         finally:
             self.busy = self.closed
 
@@ -327,7 +327,7 @@ class DataOrder:
             self.follow(track, needs if self.barrier is None else self.behind_barrier(needs))
             self.note(noted, read, written)
             if opaque:
-                self.note_opaque(noted, noted.count)
+                self.barrier = noted, noted.count
             if noted is not track:
                 self.foreign_writes.append((reads, writes, opaque))
 
@@ -445,10 +445,6 @@ class DataOrder:
     def note(self, track: Track, reads: Sequence[Use], writes: Sequence[Use]) -> None:
         """Write down the next call of a stream."""
         write_down(track, track.next_call(), reads, writes)
-
-    def note_opaque(self, track: Track, call: int) -> None:
-        """Write down that a call of a stream may use any memory: each later call waits for it."""
-        self.barrier = track, call
 
     def _write_down_new(self, track: Track, call: int, addresses: Sequence[int], operands: Operands) -> None:
         for address, reach in zip(addresses[operands.inputs :], operands.made, strict=False):

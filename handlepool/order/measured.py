@@ -26,7 +26,7 @@ from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ContractError
 from handlepool.order.argument_names import ADVICE, UNNAMED, Call, named_values
 from handlepool.order.books import calls_so_far, written_since
-from handlepool.pool.context import UNSURE, process, thread
+from handlepool.pool.context import UNSURE, process, tell, thread
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token, share
@@ -83,8 +83,7 @@ class Writes:
     def expect(self, answer: "_Answer") -> None:
         """Await an answer."""
         self.pending.append(answer)
-        awaited.asked += 1
-        awaited.answers.append((awaited.asked, self, answer))
+        awaited.expect(self, answer)
 
     def read(self) -> None:
         """Read the answers that there are."""
@@ -95,16 +94,12 @@ class Writes:
             except IndexError:
                 # Another thread has just taken the last one.
                 break
-            if answer.inherited:
-                # A forked child touches nothing of its parent's (guarantee 13).
-                abandon(answer)
-                answer.read = True
+            if answer.given_up():
                 continue
             if not answer.ready():
                 self.pending.appendleft(answer)
                 break
-            answer.read = True
-            changed = answer.changed()
+            changed = answer.take()
             if changed is not None:
                 found.update(changed)
                 self.known = self.known or answer.sure
@@ -154,10 +149,13 @@ class _Answer:
         self.read = False
         self.sure = sure
 
-    @property
-    def inherited(self) -> bool:
-        """Whether it is of the process that this one was forked in."""
-        return self._process != process()
+    def given_up(self) -> bool:
+        """Give up an answer of the parent's process: a forked child touches nothing of its parent's (guarantee 13)."""
+        if self._process == process():
+            return False
+        abandon(self)
+        self.read = True
+        return True
 
     def ready(self) -> bool:
         """Whether the stream has come so far."""
@@ -166,12 +164,13 @@ class _Answer:
 
     def wait(self) -> None:
         """Wait on the host until the stream has come so far."""
-        if not self.inherited:
+        if self._process == process():
             with self._driver.relaxed():
                 self._after.wait()
 
-    def changed(self) -> list[str] | None:
+    def take(self) -> list[str] | None:
         """Return the names of the arrays that have changed; None where the checksums could not be computed."""
+        self.read = True
         one, other = self._before.values(), self._after.values()
         if one is None or other is None:
             return None
@@ -189,9 +188,8 @@ class Measurement:
         self._arrays = arrays
         self._before = before
         self._since = calls_so_far(pool)
-        self._outer = thread.told
         self._told: list[Any] = []
-        thread.told = self._told
+        self._outer = tell(self._told)
 
     def end(self, writes: Writes, call: Call) -> None:
         """Compare, after the call has returned; the answer comes later."""
@@ -214,9 +212,9 @@ class Measurement:
 
     def drop(self) -> None:
         """Compare nothing: the call has raised an error, or it counts as writing anyway."""
-        thread.told = self._outer
+        tell(self._outer)
         if self._outer is not None:
-            self._outer += self._told
+            self._outer.extend(self._told)
 
     def _is_known(self, memory: Piece, told: Sequence[Piece]) -> bool:
         """Whether calls inside the call told of writes to an array."""
@@ -285,13 +283,13 @@ def _measurable(
             yield array, memory
 
 
-def asked() -> int:
-    """Return how many answers this thread has asked for so far."""
-    return awaited.asked
-
-
 def wait_for_answers(since: int = 0) -> None:
-    """Wait on the host for the answers that this thread has asked for since then, and read them.
+    """Wait on the host for the answers that this thread has asked for, and read them.
+
+    Parameters
+    ----------
+    since : int
+        A former `awaited.asked`: later answers alone count.
 
     Raises
     ------
@@ -301,19 +299,17 @@ def wait_for_answers(since: int = 0) -> None:
     for number, _, answer in awaited.answers:
         if number > since:
             answer.wait()
-    read_answers()
+    read_answers(since)
 
 
-def read_answers() -> None:
-    """Read the answers of this thread's measurements that there are; raises as `wait_for_answers`."""
-    # An answer that a call of the function has read was reported there.
-    waiting = [each for each in awaited.answers if not each[2].read]
-    awaited.answers = []
+def read_answers(since: int = 0) -> None:
+    """Read those answers that the host can see; see `wait_for_answers`."""
+    waiting = awaited.take(since)
     try:
         for _, writes, _ in waiting:
             writes.read()
     finally:
-        awaited.answers += [each for each in waiting if not each[2].read]
+        awaited.answers.extend([each for each in waiting if not each[2].read])
     for _, writes, answer in waiting:
         if answer.read:
             writes.check()
@@ -344,6 +340,18 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.asked = 0
         self.answers: list[tuple[int, Writes, _Answer]] = []
+
+    def expect(self, writes: Writes, answer: _Answer) -> None:
+        """Await an answer."""
+        self.asked += 1
+        self.answers.append((self.asked, writes, answer))
+
+    def take(self, since: int) -> list[tuple[int, Writes, _Answer]]:
+        """Take out the answers that were asked for since then."""
+        # An answer that a call of the function has read was reported there.
+        left = [each for each in self.answers if not each[2].read]
+        self.answers = [each for each in left if each[0] <= since]
+        return [each for each in left if each[0] > since]
 
 
 awaited = _Thread()

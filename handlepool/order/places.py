@@ -34,7 +34,7 @@ def run(pool: PoolInternals, call: Call, slot: Slot) -> Any:
         if lanes is not None:
             return run_as_node(lanes, pool, call, slot)
         if thread.told is not None:
-            thread.told += call.writes
+            thread.told.extend(call.writes)
         order = open_order(pool.driver, pool.current_device())
         if order is not None:
             order.admit(call.reads, call.writes, call.keep, slot.pointer)
@@ -55,7 +55,7 @@ def begin_for(pool: PoolInternals) -> Begin | None:
         inputs = launch.operands.inputs
         slot = pool.slot()
         if thread.told is not None:
-            thread.told += pieces[inputs:]
+            thread.told.extend(pieces[inputs:])
         order.admit(pieces[:inputs], pieces[inputs:], operands, slot.pointer)
         return slot
 
@@ -113,7 +113,7 @@ def before(
 ) -> None:
     """Let a stream, the current one by default, wait for the branches that a call conflicts with, and write the call down."""
     if thread.told is not None:
-        thread.told += writes
+        thread.told.extend(writes)
     device = pool.current_device()
     order = open_order(pool.driver, device)
     if order is not None:

@@ -116,7 +116,7 @@ class PlainCall(PythonCall):
             written.read()
         self.writes = [*self._out, *self._changed()] if written.places else self._out
         # Another thread may read an answer meanwhile. It counts for later calls.
-        self._settled = self._exact or written.settled
+        self._settled = self._exact or written.known
         may_write = _may_write.get(self._form)
         self.assumed_writes = [] if self._exact or (self._settled and may_write is False) else self._given
         # A call that did not return new arrays alone counts as a writer of all its arrays, whatever it writes.
@@ -141,7 +141,7 @@ class PlainCall(PythonCall):
         assert reached is not None
         self.measurement = begin(pool, pointer, self._written, reached.arrays, self.writes)
         # There may have been nothing to measure.
-        self._settled = self._settled or (self._written.settled and not self._written.places)
+        self._settled = self._settled or (self._written.known and not self._written.places)
 
     def returned(self, value: object, allocated: Sequence[Any]) -> None:
         """End the measurement, where the call returned new arrays alone."""

@@ -201,6 +201,12 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
+def tell(told: list[Any] | None) -> list[Any] | None:
+    """Let this thread's calls tell another list of their writes; return the former list."""
+    outer, thread.told = thread.told, told
+    return outer
+
+
 class BranchPools(list[RunningPool]):
     """The pools of the branches and tasks under way, in any thread, that are not the default pool; repeated for each branch.
 

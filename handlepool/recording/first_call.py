@@ -14,7 +14,7 @@ from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.graphs.plan import Plan
 from handlepool.order.accesses import Memory
-from handlepool.order.measured import asked, wait_for_answers
+from handlepool.order.measured import awaited, wait_for_answers
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
 from handlepool.pool.context import run_on
 from handlepool.pool.deferred import defer, remember
@@ -67,7 +67,7 @@ class FirstCall:
             call = partial(_rehearsed, self._rehearsal, pool, home, call)
         if self._launches is not None:
             call = partial(self._launches.around, call)
-        self._asked = asked()
+        self._asked = awaited.asked
         with self._copies.noted():
             returned = call(function, args, kwargs)
         self._shapes = _shapes(pool.driver, returned)
@@ -138,7 +138,7 @@ class FirstCall:
         state, launches = None, self._launches
         again = None if launches is None or lanes is not None else Launches(pool)
         try:
-            if not self._captured:
+            if awaited.asked > self._asked and not self._captured:
                 # The nodes of operations that are known to write as they declare run side by side.
                 wait_for_answers(self._asked)
             renewed = given.renew()

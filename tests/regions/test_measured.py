@@ -514,7 +514,7 @@ def test_g17_an_opaque_argument_comes_after_all_before_it_and_before_all_after_i
 
 @pytest.mark.parametrize("form", [form for form in OPAQUE if form != "many"])
 def test_g17_control_where_it_is_no_barrier(form, monkeypatch):
-    monkeypatch.setattr(DataOrder, "note_opaque", lambda *_: None)
+    monkeypatch.setattr(DataOrder, "behind_barrier", lambda _, needs: needs)
     monkeypatch.setattr(DataOrder, "all_calls", lambda _: {})
     assert {*over_seeds(lambda scene: reads_opaque(scene, form, "argument"), seeds=range(30), control=True)} != {(11, 100)}
 
