@@ -1,10 +1,12 @@
 """Fixtures that the tests of every layer share."""
 
+import contextlib
 import functools
 import gc
 import os
 
 import pytest
+from harness.default import as_default
 from harness.scenes import Scene, Thread
 
 from handlepool import HandlePool, drivers
@@ -108,9 +110,16 @@ def asked_anew():
 
 
 @pytest.fixture
-def unused(monkeypatch):
+def make_default():
+    """Makes a pool the default one to the end of the test; with None, there is none yet: ``make_default(pool)``."""
+    with contextlib.ExitStack() as former:
+        yield lambda pool: former.enter_context(as_default(pool))
+
+
+@pytest.fixture
+def unused(make_default, monkeypatch):
     """No default pool yet, and what becomes one ended afterwards."""
-    monkeypatch.setattr(defaults, "_default", None)
+    make_default(None)
     monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
     yield
     made = defaults._default
@@ -126,13 +135,12 @@ def in_thread():
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
-def each_pool(request, make_driver, monkeypatch):
+def each_pool(request, make_driver):
     """A pool on each driver in turn, the default one during the test, with a stream of the test's own current."""
     driver = request.param
     if driver == "cuda" and (problem := drivers.available("cuda")):
         pytest.skip(f"needs an NVIDIA GPU: {problem}")
-    with HandlePool(driver=make_driver() if driver == "host" else "cuda") as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=make_driver() if driver == "host" else "cuda") as pool, as_default(pool):
         stream = pool.driver.create_stream()
         with stream:
             yield pool
@@ -147,16 +155,15 @@ def driver(scheduler):
 
 @pytest.fixture
 def scene(make_driver):
-    """A scene with its stream current."""
-    with Scene(make_driver()) as scene:
+    """A scene with its stream current, whose pool is the default one."""
+    with Scene(make_driver(scheduler="adversarial"), default=True) as scene:
         yield scene
 
 
 @pytest.fixture
-def pool(make_driver, monkeypatch):
+def pool(make_driver):
     """The default pool, on a host driver of two devices, with a stream of its own."""
-    with HandlePool(driver=make_driver()) as pool, pool.driver.create_stream() as stream:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=make_driver()) as pool, as_default(pool), pool.driver.create_stream() as stream:
         yield pool
         pool.driver.synchronize_stream(stream.ptr)
 

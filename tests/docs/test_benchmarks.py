@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.default import as_default
 
 import handlepool
 from handlepool import drivers
@@ -168,8 +169,7 @@ def devices_on(module, make_driver, monkeypatch, tmp_path):
         path = tmp_path / "devices.json"
         quick = ["--quick", "--driver", "host", "--way", "recorded", "spread", "--json", str(path), *options]
         monkeypatch.setattr(sys, "argv", ["devices.py", *quick])
-        with handlepool.HandlePool(driver=driver) as pool:
-            monkeypatch.setattr("handlepool.pool.default._default", pool)
+        with handlepool.HandlePool(driver=driver) as pool, as_default(pool):
             monkeypatch.setattr(pool, "close", lambda: None)
             status = devices.main()
             driver.fail_at(0)
@@ -218,9 +218,9 @@ def test_a_process_that_ends_is_named(module):
         processes._received()
 
 
-def test_a_client_that_fails_is_named(module, make_pool, monkeypatch):
+def test_a_client_that_fails_is_named(module, make_pool, make_default):
     serving, pool = module("serving"), make_pool()
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     options = SimpleNamespace(network="ensemble", side=9, thin=32, dtype="float32", threads=2)
     server = serving.Server(pool.driver, [0, 1], options)
     assert len(server.sample(0.01)) >= 4
@@ -340,10 +340,10 @@ def test_a_network_with_a_fork_is_compared_with_one_stream(written):
 
 
 @pytest.fixture
-def small_network(module, make_pool, monkeypatch):
+def small_network(module, make_pool, make_default):
     """A network with few channels and small images: ``small_network(name)``."""
     pool = make_pool()
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     options = SimpleNamespace(dtype="float32", thin=32, batch=1, side=33)
     return lambda name: module("networks").Network(pool.driver, name, options)
 
@@ -415,12 +415,12 @@ def test_a_peer_that_fails_is_a_line_and_what_is_ours_is_an_end(small_network, m
         network.add("ours", wrong, (handlepool.HandlePoolError,))
 
 
-def test_networks_are_written_one_after_the_other(module, tmp_path, monkeypatch):
+def test_networks_are_written_one_after_the_other(module, tmp_path, monkeypatch, make_default):
     networks, path = module("networks"), tmp_path / "networks.json"
     monkeypatch.setitem(networks.NETWORKS, "unet", lambda p, x, ops=None: 1 / 0)
     quick = ["--quick", "--driver", "host", "--network", "ensemble", "unet", "--way", "lanes", "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["networks.py", *quick])
-    monkeypatch.setattr("handlepool.pool.default._default", None)
+    make_default(None)
     monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
     with pytest.raises(ZeroDivisionError):
         networks.main()

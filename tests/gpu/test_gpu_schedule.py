@@ -6,9 +6,9 @@ import warnings
 
 import numpy as np
 import pytest
+from harness.default import as_default
 from harness.region_gpu import CALLS
 from harness.region_maker import make_case
-from harness.region_worlds import default_pool
 
 import handlepool
 from handlepool import operation
@@ -26,7 +26,7 @@ WIDE = 12
 
 @pytest.fixture
 def lanes(pool, stream):
-    with default_pool(pool), warnings.catch_warnings():
+    with as_default(pool), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a branch waits since")
         yield pool
 

@@ -29,9 +29,9 @@ def torch():
 
 
 @pytest.fixture
-def default(pool, monkeypatch):
+def default(pool, make_default):
     """The test's pool as the default one."""
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     return pool
 
 

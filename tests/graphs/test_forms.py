@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.arrays import Arrays
+from harness.default import as_default
 
 import handlepool
 from benchmarks import geometries
@@ -274,8 +275,7 @@ def test_checked_pools_compare_the_copies_too(monkeypatch):
     a, b, z = (
         np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((2, 3, 4, 8), (2, 3, 8, 5), (2, 1, 1, 5))
     )
-    with HandlePool(driver=HostDriver(), check=True) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=HostDriver(), check=True) as pool, as_default(pool):
         assert np.allclose(product_added(a, b, z), a @ b + z, atol=1e-4)
     copy = forms._Forms.copy
 
@@ -283,10 +283,9 @@ def test_checked_pools_compare_the_copies_too(monkeypatch):
         copy(self, place, shape, [0 if step == 1 else step for step in steps], *args, **kwargs)
 
     monkeypatch.setattr(forms._Forms, "copy", wrong)
-    with HandlePool(driver=HostDriver(), check=True) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
-        with pytest.raises(ContractError, match="product_added: plan"):
-            product_added(a, b, z)
+    pool = HandlePool(driver=HostDriver(), check=True)
+    with pool, as_default(pool), pytest.raises(ContractError, match="product_added: plan"):
+        product_added(a, b, z)
 
 
 @handlepool.graph
@@ -368,8 +367,7 @@ def test_what_is_too_large_for_a_copy_is_taken_as_the_advice_says(monkeypatch):
     q, k = np.ones((2, 4, 8, 16), np.float32), np.ones((2, 4, 16, 8), np.float32)
     x, w = np.ones((4, 8, 6, 6), np.float32), np.ones((8, 8, 3, 3), np.float32)
     one, whole = np.ones((1, 8, 6, 6), np.float32), np.ones((4, 8, 6, 6), np.float32)
-    with HandlePool(driver=HostDriver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=HostDriver()) as pool, as_default(pool):
         for mask in ((2, 1, 1, 8), (2, 4, 1, 8), (2, 1, 8, 8)):
             with pytest.raises(ArgumentError) as refused:
                 product_added(q, k, np.ones(mask, np.float32))

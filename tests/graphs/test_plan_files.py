@@ -15,15 +15,14 @@ from handlepool.pool.plan_directory import PlanDirectory
 
 
 @pytest.fixture
-def process(make_driver, tmp_path, monkeypatch):
+def process(make_driver, tmp_path):
     """Calls a graph function with new arrays of these values, as a new process would: the result, and what was counted of files.
 
     ``process(function, *values, size=8, check=False, before=None)``; ``before(scene)`` comes before the call.
     """
 
     def call(function, *values, size=8, check=False, before=None, **options):
-        with Scene(make_driver(), plan_directory=tmp_path / "plans", check=check) as scene:
-            monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        with Scene(make_driver(), plan_directory=tmp_path / "plans", check=check, default=True) as scene:
             if before is not None:
                 before(scene)
             result = function(*[scene.array(value, size=size) for value in values], **options)
@@ -219,7 +218,7 @@ def test_a_plan_that_was_selected_is_the_one_that_is_kept(process, tmp_path, mon
     assert len(set(saved)) == 1
 
 
-def test_a_loaded_plan_tells_what_a_built_one_does(process, make_driver, tmp_path, monkeypatch):
+def test_a_loaded_plan_tells_what_a_built_one_does(process, make_driver, tmp_path):
     def told(scene):
         plan = double.plan_for(scene.array(2))
         return plan.engine, plan.workspace_size, plan.candidates, plan.graph, plan.inputs, plan.outputs, plan.build(0).engine

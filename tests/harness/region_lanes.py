@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.default import as_default
 from harness.hidden import hidden
 from harness.region_cases import SMALL, Case, Look, Make, Sizes, leaves
 from harness.region_runs import Sequential, Values
-from harness.region_worlds import World, books_of, default_pool, expected_of
+from harness.region_worlds import World, books_of, expected_of
 
 import handlepool
 from handlepool import CaptureError, ContractError, Program
@@ -140,7 +141,7 @@ def run(
     driver._streams.scheduler._random.seed(case.seed)
     edges = Scheduled(left_out, seed=case.seed) if kind is Scheduled else Edges(left_out)
     values, error, how = None, None, None
-    with default_pool(world.pool), books_of(case), world._home:
+    with as_default(world.pool), books_of(case), world._home:
         driver.blind = True
         try:
             flat = Flat(case, world._make, lambda array: array.get())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from harness.default import as_default
 from harness.region_cases import Case, Shape
 from harness.region_edges import Trace, Wait
 from harness.region_runs import Regional, Sequential, Values, values_of
@@ -14,7 +15,6 @@ from harness.region_runs import Regional, Sequential, Values, values_of
 from handlepool import ContractError, HandlePool
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.order import books, uses
-from handlepool.pool import default as defaults
 from handlepool.pool import deferred
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 
@@ -86,7 +86,7 @@ class World:
         self.pool.internals.device(0).sides.free.sort(key=lambda slot: -slot.pointer)  # or each run has other streams
         trace = Trace(driver)
         values, error = None, None
-        with default_pool(self.pool), books_of(case), driver.legacy_stream if case.legacy else self._home:
+        with as_default(self.pool), books_of(case), driver.legacy_stream if case.legacy else self._home:
             regional = Regional(
                 self.pool,
                 self._make,
@@ -150,16 +150,6 @@ class World:
             # It ran in another way, in which this wait is not needed: other states were free, or a function is known by now.
             trace = self.run(case, **options).trace
         raise AssertionError(f"the case ran in another way each time: without {left_out} all is in order")
-
-
-@contextlib.contextmanager
-def default_pool(pool: HandlePool) -> Iterator[None]:
-    """Make a pool the default one meanwhile."""
-    former, defaults._default = defaults._default, pool
-    try:
-        yield
-    finally:
-        defaults._default = former
 
 
 @contextlib.contextmanager

@@ -37,10 +37,10 @@ def image(chunks=(1, 4, 10, 10)):
 
 
 @pytest.fixture
-def here(make_pool, monkeypatch):
+def here(make_pool, make_default):
     """The default pool of this process, for Dask's own schedulers."""
     pool = make_pool(check_order=False)
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     yield pool
     integration._functions.clear()
 

@@ -186,10 +186,10 @@ def test_g15_a_finaliser_that_asks_for_a_state_at_every_line_of_one_does_not_wai
     assert at_every_line(a_state, asks_for_a_state, MANY) > 20
 
 
-def test_g10_a_finaliser_may_ask_for_the_default_pool_at_every_line_of_its_making(monkeypatch):
+def test_g10_a_finaliser_may_ask_for_the_default_pool_at_every_line_of_its_making(make_default):
     before = len(status._pools)
     for k in itertools.count(1):
-        monkeypatch.setattr("handlepool.pool.default._default", None)
+        make_default(None)
         got = []
         where = at_line(k, lambda got=got: got.append(default_pool()), lambda got=got: got.append(default_pool()))
         assert len(set(map(id, got))) == 1

@@ -4,6 +4,7 @@ import os
 from itertools import count
 
 import pytest
+from harness.default import as_default
 from harness.random_cases import FUNCTIONS, WAYS, make_case
 from random_calls import Caller, judge, seeds_of, survey
 
@@ -14,10 +15,9 @@ OK = ("right", "refused")
 
 
 @pytest.fixture
-def caller(make_driver, scheduler, monkeypatch):
+def caller(make_driver, scheduler):
     """On a pool that is the default one."""
-    with HandlePool(driver=make_driver(scheduler=scheduler)) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=make_driver(scheduler=scheduler)) as pool, as_default(pool):
         caller = Caller(pool)
         yield caller
         caller.close()

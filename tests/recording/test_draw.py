@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness.scenes import Scene, works
+from harness.scenes import works
 
 import handlepool
 from handlepool import ArgumentError, CaptureError, PackageMissingError, PoolClosedError
@@ -21,12 +21,9 @@ matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not install
 
 
 @pytest.fixture
-def scene(monkeypatch):
+def scene(scene, monkeypatch):
     monkeypatch.delenv(drawing.VARIABLE, raising=False)
-    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
-        yield scene
-        assert not scene.driver.order.found
+    return scene
 
 
 @handlepool.operation

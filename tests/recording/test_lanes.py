@@ -53,9 +53,8 @@ class WithoutTheCall(HostDriver):
 
 
 @pytest.fixture
-def scene(monkeypatch):
-    with Scene(Watched(scheduler="adversarial", check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def scene():
+    with Scene(Watched(scheduler="adversarial", check_order=True), default=True) as scene:
         yield scene
 
 
@@ -518,7 +517,7 @@ def test_an_error_of_the_functions_own_is_raised_also_where_a_stream_of_its_own_
 
 
 @pytest.mark.parametrize("caught", [False, True])
-def test_a_lane_that_could_not_be_begun_is_none_and_what_was_to_be_on_it_is_missed(scene, monkeypatch, caught):
+def test_a_lane_that_could_not_be_begun_is_none_and_what_was_to_be_on_it_is_missed(scene, monkeypatch, make_default, caught):
     def function(scene, x):
         made = []
         for value in range(6):
@@ -544,7 +543,7 @@ def test_a_lane_that_could_not_be_begun_is_none_and_what_was_to_be_on_it_is_miss
         handlepool.record(function, scene, scene.array(1), lanes=8)
     assert len(made) == 2
     monkeypatch.undo()
-    monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+    make_default(scene.pool)
     assert works(scene)
 
 
@@ -834,9 +833,8 @@ def test_a_fork_behind_a_wide_part_has_states(scene, monkeypatch, left):
         assert ("4 branches side by side" in fork.why) is bool(left)
 
 
-def test_a_driver_without_the_call_gives_one_lane(monkeypatch):
-    with Scene(WithoutTheCall(scheduler="adversarial", check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def test_a_driver_without_the_call_gives_one_lane():
+    with Scene(WithoutTheCall(scheduler="adversarial", check_order=True), default=True) as scene:
         value, how = replayed(scene, diamond, scene.array(1))
         assert value == 95
         assert (how.got, how.exact) == (1, False)
@@ -1273,14 +1271,13 @@ def test_a_function_whose_forks_and_plain_code_call_the_same_again_is_taken(scen
         assert [step.name for step in program.explain().nodes] == ["plus", "plus", "add"]
 
 
-def test_an_undeclared_write_in_place_is_found_where_the_pool_checks(monkeypatch):
+def test_an_undeclared_write_in_place_is_found_where_the_pool_checks():
     @handlepool.operation
     def sly(scene, x):
         scene.put(x, lambda x: x + 1, x)
         return scene.plus(x, 1)
 
-    with Scene(check=True) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+    with Scene(check=True, default=True) as scene:
         with pytest.raises(ContractError, match="sly wrote argument x, which it did not declare"):
             handlepool.record(sly, scene, scene.array(1), lanes=2)
         assert replayed(scene, lambda scene, x: plus(scene, x, 1), scene.array(1))[0] == 2

@@ -6,6 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
+from harness.default import as_default
 from harness.scenes import TIMEOUT, CarelessDriver, Scene, Thread, over_seeds, without_waits_of_the_last
 from harness.uses import EFFECTS, FOREIGN, STREAMS, calls
 
@@ -55,10 +56,9 @@ def conv(x, w):
 
 
 @pytest.fixture
-def scene(make_driver, scheduler, monkeypatch):
+def scene(make_driver, scheduler):
     """Its pool is the default one during the test."""
-    with Scene(make_driver(scheduler=scheduler)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+    with Scene(make_driver(scheduler=scheduler), default=True) as scene:
         yield scene
 
 
@@ -352,8 +352,7 @@ def with_pool(scenario):
     """With the scene's pool for what is recorded without one."""
 
     def run(scene):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("handlepool.pool.default._default", scene.pool)
+        with as_default(scene.pool):
             return scenario(scene)
 
     return run

@@ -41,10 +41,9 @@ F8 = np.dtype(np.float64)
 
 
 @pytest.fixture
-def scene(make_driver, scheduler, monkeypatch):
+def scene(make_driver, scheduler):
     """Its pool is the default one during the test; in the end nothing is being captured and the pool is in order."""
-    with Scene(make_driver(scheduler=scheduler)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+    with Scene(make_driver(scheduler=scheduler), default=True) as scene:
         yield scene
         in_order(scene)
 

@@ -34,14 +34,14 @@ SLOW, QUICK = Fake(alone=20), Fake(alone=10)
 
 
 @pytest.fixture
-def make(monkeypatch):
+def make(make_default):
     """Makes scenes with a driver that proposes the plans given; in the end all is given back."""
     scenes = []
 
     def scene_of(*plans, scheduler="threads", **options):
         scene = Scene(TimedDriver(plans, scheduler=scheduler, check_order=True, **options))
         scene.__enter__()
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        make_default(scene.pool)
         scenes.append(scene)
         return scene
 
@@ -242,9 +242,8 @@ def test_progress_is_shown_on_a_terminal(make, monkeypatch, capfd):
 # Bad input, and bad luck
 
 
-def test_on_the_host_driver_it_is_refused_before_anything_is_called(monkeypatch):
-    with Scene(HostDriver()) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def test_on_the_host_driver_it_is_refused_before_anything_is_called():
+    with Scene(HostDriver(), default=True) as scene:
         calls = []
         with pytest.raises(DriverNotAvailableError, match=r"^record\(plans=True\) times plans on a GPU; this is the host driver"):
             record(calls.append, scene.array(1))
@@ -305,8 +304,7 @@ def test_any_call_may_fail_and_nothing_is_left_captured_or_leased(monkeypatch, m
     monkeypatch.setattr("handlepool.graphs.timing.ROUNDS", 1)
     monkeypatch.setattr("handlepool.graphs.timing.MOST_LAUNCHES", 2)
     for k in some_lines(2):  # of calls, here
-        with Scene(TimedDriver([SLOW, QUICK], scheduler="adversarial", seed=k)) as scene:
-            monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        with Scene(TimedDriver([SLOW, QUICK], scheduler="adversarial", seed=k), default=True) as scene:
             arrays = arrays_of(scene, X, W)
             chain(*arrays)
             error = interrupt(f"injected failure of call {k}")

@@ -30,12 +30,9 @@ from handlepool.recording.tuning import LanesRig
 
 
 @pytest.fixture
-def scene(monkeypatch):
-    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
-        yield scene
-        assert not scene.driver.order.found
-        assert scene.driver._streams.captures.active == ()
+def scene(scene):
+    yield scene
+    assert scene.driver._streams.captures.active == ()
 
 
 @handlepool.operation
@@ -454,8 +451,7 @@ def interrupted_at_each_line_of_the_end(monkeypatch, use, again=True):
 
     while interrupted:
         line += 1
-        with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene, monkeypatch.context() as patch:
-            patch.setattr("handlepool.pool.default._default", scene.pool)
+        with Scene(HostDriver(scheduler="adversarial", check_order=True), default=True) as scene, monkeypatch.context() as patch:
             x = scene.array(1)
             with handlepool.record(in_place, scene, x, lanes=3) as program:
                 before, events = scene.read(x), len(scene.driver._events_alive)

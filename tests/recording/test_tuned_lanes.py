@@ -33,16 +33,13 @@ def ones(scene, size):
 
 
 @pytest.fixture
-def process(tmp_path, monkeypatch):
+def process(tmp_path):
     """``with process() as scene``: a pool of another process, as far as files can tell, with the same plan directory."""
 
     @contextmanager
     def start(path=tmp_path / "plans"):
-        with (
-            Scene(HostDriver(scheduler="adversarial", check_order=True), plan_directory=path) as scene,
-            monkeypatch.context() as at,
-        ):
-            at.setattr("handlepool.pool.default._default", scene.pool)
+        driver = HostDriver(scheduler="adversarial", check_order=True)
+        with Scene(driver, plan_directory=path, default=True) as scene:
             yield scene
             assert not scene.driver.order.found
 

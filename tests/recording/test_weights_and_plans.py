@@ -12,9 +12,8 @@ import handlepool
 
 
 @pytest.fixture
-def scene(monkeypatch):
-    with Scene(TimedDriver([Fake(alone=20), Fake(alone=10)], check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def scene():
+    with Scene(TimedDriver([Fake(alone=20), Fake(alone=10)], check_order=True), default=True) as scene:
         yield scene
         assert not scene.driver.order.found
 

@@ -5,8 +5,9 @@ import random
 
 import numpy as np
 import pytest
+from harness.default import as_default
 from harness.graphs import double, plus
-from harness.region_worlds import BlindDriver, default_pool
+from harness.region_worlds import BlindDriver
 from harness.scenes import Scene, leased
 
 import handlepool
@@ -334,7 +335,7 @@ class Program:
     def __init__(self, seed, driver):
         choose = random.Random(seed)
         self.driver, self.expected = driver, [0.0, 1.0, 2.0]
-        with HandlePool(driver=driver) as pool, default_pool(pool), driver.create_stream():
+        with HandlePool(driver=driver) as pool, as_default(pool), driver.create_stream():
             self.pool, self.arrays = pool, [driver.asarray(np.full((2, 4), value, np.float32)) for value in self.expected]
             for out in (None, driver.asarray(np.zeros((2, 4), np.float32))):  # make the plans known
                 double(self.arrays[0], out=out)
@@ -509,7 +510,7 @@ BODIES = {
 
 
 def on_another_stream(scene, body):
-    with default_pool(scene.pool), scene.states.fork() as fork:
+    with as_default(scene.pool), scene.states.fork() as fork:
         scene.x = scene.array(3)
         y = fork.run(double, scene.x)
         assert leased(scene) == 0

@@ -742,12 +742,12 @@ PAIRS = {
 
 @pytest.mark.parametrize(("pure", "in_place"), PAIRS.values(), ids=PAIRS)
 def test_g17_what_one_function_does_says_nothing_of_another_that_has_the_same_code_or_none(
-    make_pool, monkeypatch, known, pure, in_place
+    make_pool, make_default, known, pure, in_place
 ):
     for seed in range(20):
         known.clear()
         pool = make_pool(scheduler="adversarial", seed=seed)
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        make_default(pool)
         with pool.driver.create_stream():
             assert without_code(pool.driver, pure, in_place), seed
 
@@ -802,11 +802,11 @@ def lent(x, y, to=None):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_g17_what_a_function_does_says_nothing_of_calls_with_more_arguments(make_pool, monkeypatch, known, form):
+def test_g17_what_a_function_does_says_nothing_of_calls_with_more_arguments(make_pool, make_default, known, form):
     for seed in range(20):
         known.clear()
         pool = make_pool(scheduler="adversarial", seed=seed)
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        make_default(pool)
         with pool.driver.create_stream():
             x, y = (pool.driver.asarray(np.ones(8, np.float32)) for _ in range(2))
             with ParallelStates(4).fork() as fork:
@@ -816,14 +816,14 @@ def test_g17_what_a_function_does_says_nothing_of_calls_with_more_arguments(make
             assert (y.get() == 10).all(), seed
 
 
-def test_g17_control_where_all_of_them_are_one_function_a_branch_does_not_wait(make_pool, monkeypatch):
+def test_g17_control_where_all_of_them_are_one_function_a_branch_does_not_wait(make_pool, monkeypatch, make_default):
     monkeypatch.setattr(plain_calls, "_codes", lambda values: ())
     monkeypatch.setattr(DataOrder, "waits_for_all", lambda *_: True)
     found = []
     for seed in range(20):
         plain_calls._may_write.clear()
         pool = make_pool(scheduler="adversarial", seed=seed, check_order=False)
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        make_default(pool)
         with pool.driver.create_stream():
             found.append(without_code(pool.driver, (np.add,), (operator.imul,)))
     assert False in found

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from harness.aliases import ALIASES, base, in_place
+from harness.default import as_default
 from harness.lines import at_line, interrupt, some_lines
 from harness.scenes import SEEDS
 
@@ -58,11 +59,10 @@ def tower(x, w):
 
 
 @contextmanager
-def current(driver, monkeypatch, **options):
+def current(driver, **options):
     """A default pool over a driver, with a stream of the caller's own current on each device."""
     streams = []
-    with HandlePool(driver=driver, **options) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=driver, **options) as pool, as_default(pool):
         for device in range(driver.device_count()):
             with driver.device(device):
                 streams.append(driver.create_stream().use())
