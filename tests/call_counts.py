@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness.default import as_default
 from harness.graphs import convolution as conv
+from harness.process import as_default
 
 import handlepool
 from handlepool import HandlePool, ParallelStates

@@ -6,14 +6,14 @@ import gc
 import os
 
 import pytest
-from harness.default import as_default
+from harness.process import as_default, forget_deferred
 from harness.scenes import Scene, Thread
 
 from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.order import books
-from handlepool.pool import context, deferred
 from handlepool.pool import default as defaults
+from handlepool.pool import deferred
 
 for name in list(os.environ):
     ours = ("HANDLEPOOL_EVERY_LINE", "HANDLEPOOL_EXAMPLES", "HANDLEPOOL_SEED")
@@ -52,10 +52,7 @@ def nothing_deferred():
     if deferred._abandoned:
         deferred.settle(most=1000)
         deferred._abandoned.clear()
-    # An interrupt as a branch begins, or as a recording ends, leaves it there, where it costs others time and no more.
-    context.elsewhere.clear()
-    context.recordings.clear()
-    deferred.ending.clear()
+    forget_deferred()
 
 
 @pytest.fixture(params=["threads", "adversarial"])

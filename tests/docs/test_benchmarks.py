@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness.default import as_default
+from harness.process import as_default
 
 import handlepool
 from handlepool import drivers

@@ -7,7 +7,7 @@ import cudnn
 import numpy as np
 import pytest
 from harness.arrays import Arrays
-from harness.default import as_default
+from harness.process import as_default
 
 import handlepool
 from handlepool import HandlePool

@@ -4,8 +4,8 @@ import warnings
 
 import numpy as np
 import pytest
-from harness.default import as_default
 from harness.graphs import double
+from harness.process import as_default
 from harness.region_gpu import CALLS, SIZES, Arrays
 from harness.region_maker import make_case
 from harness.region_runs import Regional, Sequential, Staying

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.default import as_default
 from harness.graphs import convolution, double
+from harness.process import as_default
 from harness.region_gpu import CALLS, SIZES, Arrays
 from harness.region_lanes import Flat
 from harness.region_maker import make_case

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from harness.default import as_default
+from harness.process import as_default
 
 import handlepool
 from handlepool import ArgumentError, DeviceProperties, HandlePool

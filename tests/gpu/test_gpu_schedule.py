@@ -6,7 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
-from harness.default import as_default
+from harness.process import as_default
 from harness.region_gpu import CALLS
 from harness.region_maker import make_case
 

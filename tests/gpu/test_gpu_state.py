@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from harness import stateful
-from harness.default import as_default
+from harness.process import as_default
 
 import handlepool
 from handlepool import CaptureError

@@ -4,8 +4,8 @@ import cudnn
 import numpy as np
 import pytest
 from harness.arrays import Arrays
-from harness.default import as_default
 from harness.graphs import double
+from harness.process import as_default
 
 import handlepool
 from handlepool import ArgumentError, ArraySpec, ArrayTypeError, GraphNotSupportedError, HandlePool, ParallelStates, ops

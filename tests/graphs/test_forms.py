@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.arrays import Arrays
-from harness.default import as_default
+from harness.process import as_default
 
 import handlepool
 from benchmarks import geometries

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.default import as_default
 from harness.hidden import hidden
+from harness.process import as_default
 from harness.region_cases import SMALL, Case, Look, Make, Sizes, leaves
 from harness.region_runs import Sequential, Values
 from harness.region_worlds import World, books_of, expected_of

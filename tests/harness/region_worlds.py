@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from harness.default import as_default
+from harness.process import as_default
 from harness.region_cases import Case, Shape
 from harness.region_edges import Trace, Wait
 from harness.region_runs import Regional, Sequential, Values, values_of

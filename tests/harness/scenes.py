@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from harness.default import as_default
+from harness.process import as_default
 
 from handlepool import ContractError, HandlePool, ParallelStates
 from handlepool.drivers.host.driver import HostDriver

@@ -12,7 +12,7 @@ from unittest import mock
 import cudnn
 import pytest
 from cudnn import wrapper
-from harness.default import as_default
+from harness.process import as_default
 
 import handlepool
 from handlepool import CaptureError, ContractError, DriverNotAvailableError, HandlePool, OwnershipError, StreamError

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from harness.default import as_default
+from harness.process import as_default
 
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, GraphNotSupportedError, HandlePool

@@ -4,7 +4,7 @@ On the host driver. Skipped where torch is not installed.
 """
 
 import pytest
-from harness.default import as_default
+from harness.process import as_default
 
 import handlepool
 from handlepool import ArgumentError, HandlePool, ParallelStateExecutor, ParallelStates

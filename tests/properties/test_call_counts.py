@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from call_counts import BOUNDS, CUDA_BOUNDS, SHAPES, count_all, count_cuda, counted
-from harness.default import as_default
 from harness.graphs import convolution as conv
+from harness.process import as_default
 
 from handlepool import GraphFunction, HandlePool, record
 from handlepool.drivers.host.driver import HostDriver

@@ -4,7 +4,7 @@ import os
 from itertools import count
 
 import pytest
-from harness.default import as_default
+from harness.process import as_default
 from harness.random_cases import FUNCTIONS, WAYS, make_case
 from random_calls import Caller, judge, seeds_of, survey
 

@@ -6,7 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
-from harness.default import as_default
+from harness.process import as_default
 from harness.scenes import TIMEOUT, CarelessDriver, Scene, Thread, over_seeds, without_waits_of_the_last
 from harness.uses import EFFECTS, FOREIGN, STREAMS, calls
 

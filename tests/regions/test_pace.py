@@ -5,8 +5,8 @@ import random
 
 import numpy as np
 import pytest
-from harness.default import as_default
 from harness.graphs import double, plus
+from harness.process import as_default
 from harness.region_worlds import BlindDriver
 from harness.scenes import Scene, leased
 

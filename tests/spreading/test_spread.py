@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from harness.aliases import ALIASES, base, in_place
-from harness.default import as_default
 from harness.lines import at_line, interrupt, some_lines
+from harness.process import as_default
 from harness.scenes import SEEDS
 
 import handlepool

@@ -16,7 +16,7 @@ import cudnn
 import numpy as np
 import pytest
 from frontend_types import PATH, generate, stubbed
-from harness.default import as_default
+from harness.process import as_default
 
 import handlepool
 from handlepool.graphs.function import GraphFunction
