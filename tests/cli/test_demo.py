@@ -416,6 +416,7 @@ def test_cuda_without_a_gpu_is_one_line_and_exit_status_2(tmp_path, monkeypatch)
     _assert_one_line(call_main("demo", "--driver", "cuda"), "the cuda driver was asked for (asked for by name)")
 
 
+@pytest.mark.slow
 def test_a_result_that_is_wrong_is_named_and_exit_status_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "reference_conv2d", lambda x, w, **_: np.full(x.shape, 1e3))
     options = Namespace(image=None, out=tmp_path / "out.png", states=2, size=32, driver="host", filters=_one_filter(tmp_path))

@@ -12,7 +12,7 @@ from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.memory import RegionAllocator
 from handlepool.pool import deferred
 
-SEEDS = range(100)
+SEEDS = range(30)
 TIMEOUT = 60  # of whatever is expected to happen
 
 

@@ -177,7 +177,7 @@ def test_g10_a_finaliser_at_every_line(outer, inner):
 
 
 @pytest.mark.parametrize("inner", [trims, uses_a_workspace, launches, forks])
-@pytest.mark.parametrize("outer", [pytest.param(a_first_launch, marks=pytest.mark.slow), a_launch, a_fork])
+@pytest.mark.parametrize("outer", [a_launch, *(pytest.param(act, marks=pytest.mark.slow) for act in (a_first_launch, a_fork))])
 def test_g10_a_finaliser_at_every_line_of_a_launch(outer, inner):
     assert at_every_line(outer, inner, SOME if outer is a_launch else MANY) > 20
 

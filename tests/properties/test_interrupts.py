@@ -164,7 +164,9 @@ def interrupted_at(k, act):
         return where is not None
 
 
-@pytest.mark.parametrize("act", [a_first_use, a_reuse, a_trim, a_close, a_reclaim, a_fork, a_recording])
+@pytest.mark.parametrize(
+    "act", [a_first_use, a_reuse, a_trim, a_close, a_reclaim, a_fork, pytest.param(a_recording, marks=pytest.mark.slow)]
+)
 def test_g8_an_interrupt_at_every_line_gives_nobody_what_is_still_read_and_what_it_costs_is_counted(act):
     for k in some_lines(STEPS.get(act, 1)):
         if not interrupted_at(k, act):
@@ -248,6 +250,7 @@ def test_control_where_what_an_interrupt_met_is_freed_again_a_block_is_freed_twi
             pass
 
 
+@pytest.mark.slow
 def test_g8_control_where_an_interrupted_inner_fork_lets_its_region_go_on(monkeypatch):
     monkeypatch.setattr(Region, "abandon", lambda region: None)
     with pytest.raises(ContractError, match="not ordered"):
@@ -255,6 +258,7 @@ def test_g8_control_where_an_interrupted_inner_fork_lets_its_region_go_on(monkey
             pass
 
 
+@pytest.mark.slow
 def test_g11_control_where_slots_go_uncounted_a_handle_is_missed(monkeypatch):
     monkeypatch.setattr("handlepool.pool.device._NOBODY", 0)
     with pytest.raises(AssertionError):

@@ -107,6 +107,7 @@ def ends_at_three(caller, seed):
     return judge(caller, seed)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_one_death_and_the_rest_goes_on():
     summary = survey(range(8), driver="host", workers=1, judge=ends_at_three)
     assert summary.cases == 8

@@ -126,6 +126,7 @@ def many(count, lanes):
     return Explanation("many", count, 0, limit=lanes, recorded=lanes, got=lanes, steps=steps)
 
 
+@pytest.mark.slow
 def test_a_thousand_nodes_are_told_apart(tmp_path):
     ran = replace(many(1000, 8), ends=tuple(float(number // 8 + 1) for number in range(1000)))
     drawing.draw(ran, tmp_path / "many.png", dark=False)

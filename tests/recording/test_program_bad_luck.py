@@ -115,6 +115,7 @@ def test_g6_after_any_call_of_a_use_that_fails_the_next_one_is_ordered(last, to,
     assert k > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", USES)
 @pytest.mark.parametrize("to", ["own", "per-thread"])
 @pytest.mark.parametrize("last", ["own", "per-thread"])

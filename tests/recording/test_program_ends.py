@@ -66,6 +66,7 @@ def interrupted(k):
     return line, found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_every_line_of_a_recording_leaves_no_capture_open_and_uses_nothing_that_was_freed():
     found = {}

@@ -1716,6 +1716,7 @@ def test_once_something_is_not_recorded_known_geometries_run_eagerly_too(pool):
     assert called.count((8,)) == 2 + len(ARRAYS[3:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [None, "host"])
 def test_an_interrupt_at_any_line_leaves_nothing_behind(monkeypatch, to):
     driver = HostDriver(scheduler="adversarial", devices=2, memory=1 << 26)
