@@ -68,7 +68,6 @@ def main() -> int:
         x, w, y = shape.image(driver, rng), shape.filter(driver, rng), shape.output(driver)
         outs = [shape.output(driver) for _ in range(BRANCHES)]
         states = ParallelStates(4)
-        states._pace = None  # what a branch on a state costs, also where the GPU keeps up with the launches
         one_stream, branches = chained(ParallelStates(4), conv, shape, driver, x, w)
         names: dict[str, Any] = {"x": x, "w": w, "outs": outs, "conv": conv, "fork": states.fork, "map": states.map}
         names |= {"one_stream": one_stream, "branches": branches, "xs": [x] * BRANCHES, "ws": [w] * BRANCHES}

@@ -93,7 +93,6 @@ def measure(row: str, pool: Any, options: Any) -> list[dict[str, Any]]:
     per_device = max(1, options.threads // len(options.devices))
     if row == "fork":
         expected = options.states
-        # A fork over idle streams would take fewer: its branches stay on the caller's stream while that has nothing to do.
         pool.prewarm(states=options.states)
         look()
         return found

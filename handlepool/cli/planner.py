@@ -6,10 +6,10 @@ from typing import Any
 
 from handlepool._util.names import shown
 from handlepool.drivers.cuda.planning import DescribedDevice, DescribedExecutable
+from handlepool.drivers.executable import Copy, SavedPlan
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.protocol import Copy, SavedPlan
 from handlepool.errors import GraphNotSupportedError
 from handlepool.graphs.signature import COMPILE_SETTINGS
 from handlepool.tensors import frontend

@@ -1,4 +1,4 @@
-"""What the rest of handlepool needs from a GPU, and nothing more.
+"""Declare the operations that handlepool needs from a GPU.
 
 Two drivers implement it: `cuda` (CuPy and nvidia-cudnn-frontend) and `host` (NumPy, no GPU). A driver knows nothing of the
 pool. Conventions that hold for both:
@@ -15,298 +15,33 @@ pool. Conventions that hold for both:
 - No method waits for the device unless its name says so (`synchronize_event`, `synchronize_stream`); `free` may.
 """
 
-import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool._util.names import kind_of
+from handlepool.drivers.captures import Edge as Edge
+from handlepool.drivers.captures import MarkedGraph as MarkedGraph
+from handlepool.drivers.captures import RecordedGraph as RecordedGraph
+from handlepool.drivers.captures import RecordingMemory as RecordingMemory
+from handlepool.drivers.executable import ALIGNMENT as ALIGNMENT
+from handlepool.drivers.executable import AliasPair as AliasPair
+from handlepool.drivers.executable import Copy as Copy
+from handlepool.drivers.executable import Executable as Executable
+from handlepool.drivers.executable import SavedPlan as SavedPlan
+from handlepool.drivers.executable import scratch_of as scratch_of
 from handlepool.drivers.kernel import Kernel
-from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
+from handlepool.drivers.streams import LEGACY_STREAM as LEGACY_STREAM
+from handlepool.drivers.streams import PER_THREAD_STREAM as PER_THREAD_STREAM
+from handlepool.drivers.streams import Handle as Handle
+from handlepool.drivers.streams import Stream as Stream
 from handlepool.tensors.layout import Layout, Piece, View
-
-ALIGNMENT = 256
-"""Bytes that scratch begins at multiples of."""
-
-
-class Stream(Protocol):
-    """The array library's stream object: weakly referenceable, with free attributes, equal by pointer."""
-
-    ptr: int
-    device_id: int
-
-    def __cuda_stream__(self) -> tuple[int, int]: ...
-
-
-class Handle(Protocol):
-    """A cuDNN handle object, as `cudnn.Handle`: `stream` is the pointer it is bound to, None once it was destroyed."""
-
-    backend_handle: int | None
-    stream: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """An operand that a launch copies into scratch before, or, of an output, out of it afterwards.
-
-    Attributes
-    ----------
-    operand : int
-        Its place among the operands.
-    output : bool
-        Whether it is written.
-    shape : tuple of int
-        Axes of the dense copy, from the outermost to the innermost.
-    strides : tuple of int
-        Of the operand's memory along them, in bytes; 0 where the operand repeats.
-    offset, nbytes : int
-        Where the copy lies in the scratch of copies, and how large it is.
-    first : int
-        Bytes from there to its first element, where it is a part of what cuDNN takes or gives.
-    steps : tuple of int
-        Its strides in bytes then; none where it is all, and dense.
-    zeros : bool
-        Whether each launch sets the rest of the copy to zero, since cuDNN reads it.
-    """
-
-    operand: int
-    output: bool
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    nbytes: int
-    first: int = 0
-    steps: tuple[int, ...] = ()
-    zeros: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AliasPair:
-    """An output, and an operand before it that it must share no element with.
-
-    Attributes
-    ----------
-    one, other : int
-        Their places among the operands; the output's first.
-    reach, others : int
-        Bytes from where they begin to where they end.
-    same : int or None
-        How many bytes the other one may begin behind the output all the same, since each element is written where it was read.
-    meet : callable or None
-        Whether they share an element, by how many bytes the other one begins behind the output. None where bytes alone say so.
-    """
-
-    one: int
-    other: int
-    reach: int
-    others: int
-    same: int | None
-    meet: Callable[[int], bool] | None
-
-
-def scratch_of(copies: Iterable[Copy]) -> int:
-    """Bytes of scratch that copies take."""
-    return max((copy.offset + -(-copy.nbytes // ALIGNMENT) * ALIGNMENT for copy in copies), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedPlan:
-    """A compiled graph as it is kept in a file.
-
-    Attributes
-    ----------
-    engine, workspace_size, candidates
-        As of `Executable`, without what its launches copy.
-    data : bytes
-        What the driver makes it of again.
-    early : bool or None
-        Whether its launches begin before what is before them has ended; None where no device was there to tell.
-    """
-
-    engine: str
-    workspace_size: int
-    candidates: int
-    data: bytes
-    early: bool | None = None
-
-
-class Executable(Protocol):
-    """A compiled graph, or a kernel of our own, on one device. Many threads may launch it, each with a handle and workspace.
-
-    ``untried`` is whether it was made of a `SavedPlan` and has not been launched yet.
-    """
-
-    name: str
-    titles: Sequence[str]
-    workspace_size: int
-    engine: str
-    candidates: int
-    untried: bool
-
-    def save(self) -> SavedPlan | None:
-        """Return what `Driver.compile` makes the same of in another process; None where there is no such thing."""
-
-    def launch(
-        self,
-        handle: Handle,
-        operands: Sequence[Any],
-        workspace: int,
-        check: Callable[[Sequence[int]], None] | None = None,
-    ) -> None:
-        """Enqueue the graph on the handle's stream; where it cannot, for an operand, raise before anything is enqueued.
-
-        Shapes, strides and types of the operands are those of the plan. What else may differ from call to call is checked:
-        see `check_operands`.
-
-        Parameters
-        ----------
-        handle : Handle
-            Bound to the stream to run on.
-        operands : sequence of array
-            The arrays in the order of ``operands`` that was given to `Driver.compile`.
-        workspace : int
-            Device pointer to at least ``workspace_size`` bytes; never 0 when that is positive.
-        check : callable, optional
-            Called with the operands' addresses before anything is enqueued; what it raises goes on.
-        """
-
-    def shortcut(
-        self,
-        inputs: Sequence[Any],
-        outputs: Sequence[Any],
-        alias_pairs: Sequence[AliasPair] | None,
-        single: bool,
-        names: dict[str, Any],
-    ) -> Callable[..., Any] | None:
-        """Make a function that launches the graph at once where nothing stands against it.
-
-        None where the driver has no better one than what can be written for any.
-
-        It is ``launch(begin, arrays, out, fresh=None)``, and returns the outputs, or ``NOT_CACHED`` where the arrays are others
-        than it was made for, or must not be launched with. ``begin`` is None, or what returns the slot to launch on when it is
-        called with the operands, ``launch`` and the operands' addresses; outputs are allocated before, or are ``fresh``, one of
-        the ``count`` tuples that ``launch.allocate(count)`` returned, which may share a block of memory.
-
-        Parameters
-        ----------
-        inputs, outputs : sequence of Layout
-            Of the arrays. The first input's shape is not compared: whoever looked the function up has done that.
-        alias_pairs : sequence of AliasPair, optional
-            What ``out`` must not lie over, as in `Plan`; None for outputs that are to be allocated.
-        single : bool
-            Whether there is one output, not a tuple.
-        names : dict
-            ``NOT_CACHED``; ``current_device`` and ``current_stream``;
-            the pool's ``status``, ``find()`` and ``sound(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(error)``;
-            ``opened``, which is empty while no fork orders branches, and ``before(operands, launch, addresses)``, which is to be
-            called else where there is no ``begin``.
-        """
-
-
-Edge = tuple[Any, Any]
-"""Of a recorded graph, from one node to another, which waits for all of the one to end."""
-
-
-class RecordedGraph(Protocol):
-    """What was captured, to be launched again and again once it is ready; a graph never runs beside itself."""
-
-    @property
-    def nodes(self) -> int:
-        """How many kernels, copies and the like are in it."""
-
-    @property
-    def launch(self) -> Callable[[int], None]:
-        """``launch(pointer)`` enqueues all of it on a stream, as one launch. For one thread at a time, once it is ready."""
-
-    def edges(self) -> Sequence[Edge]:
-        """Return the edges as they were captured. Nodes compare as those of `Driver.dependencies`."""
-
-    def allocations(self) -> Sequence[Any]:
-        """Return the nodes that allocate memory each time the graph runs; they compare as those of `edges`."""
-
-    def host_copies(self) -> Sequence[int]:
-        """Return the addresses that the graph copies to from the host, where the driver refused no such copy before."""
-
-    def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
-        """Return a graph of the same nodes, with edges more and edges less; itself where there is nothing to do.
-
-        The driver may add what makes launches quicker. Called inside `Driver.relaxed`. Raises `CaptureError` for a graph that
-        cannot be copied, and `MemoryError` as `instantiate`.
-        """
-
-    def marked(
-        self, add: Sequence[tuple[Any, Any]], remove: Sequence[tuple[Any, Any]], groups: Sequence[Sequence[Any]]
-    ) -> "MarkedGraph":
-        """Return a graph as `arranged`, which takes the time when all nodes of a group have ended; raises as that."""
-
-    def instantiate(self) -> None:
-        """Make it ready to be launched; called inside `Driver.relaxed`. Raises `MemoryError` where the device has none for it."""
-
-    def upload(self, pointer: int) -> None:
-        """Bring it to the device, in the order of a stream, so that the first launch does not have to."""
-
-    def destroy(self) -> None:
-        """Give it back; a launch that is under way goes on. Called inside `Driver.relaxed`."""
-
-
-class MarkedGraph(RecordedGraph, Protocol):
-    """A graph that takes times."""
-
-    def times(self) -> list[float]:
-        """Return for each group the microseconds from the beginning to its end, of the last launch, which has passed."""
-
-    def cost(self) -> float:
-        """Return how many microseconds it took to take a time, which whatever comes behind that waits for."""
-
-
-class RecordingMemory(Protocol):
-    """Memory for what is allocated while a function is recorded, and for nothing else."""
-
-    @property
-    def allocator(self) -> Any:
-        """For `Driver.swap_allocator`. Harms no capture. What is freed comes back here, and is given to the recording alone."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes taken from the device."""
-
-    @property
-    def in_order(self) -> int:
-        """Bytes that would have been taken, since `recycle`, if all that was recorded ran one after the other."""
-
-    def tell(self, of: Callable[[object], None] | None) -> None:
-        """Pass each block that is allocated from now on to a function; None ends that. See `Driver.block_range`."""
-
-    def recycle(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
-        """Give what was freed to the next array for which a function says so; None ends that.
-
-        The function is told where a block begins and ends. Streams that are ``known``, by their pointers, get memory of each
-        other; that of any other stream is for that stream alone. False where the driver cannot, and does as before.
-        """
-
-    def holds(self, value: object) -> bool:
-        """Whether a value is an array in this memory, or what stands for a block of it."""
-
-    def begins(self, pointer: int) -> bool:
-        """Whether a block of this memory begins at an address."""
-
-    def release(self) -> bool:
-        """Give what no array has back to the device; called inside `Driver.relaxed`. Whether that was all."""
-
 
 Bring = Callable[[np.ndarray[Any, Any], Callable[[], Any]], Any]
 ReadHost = Callable[[np.ndarray[Any, Any], str, bool], None]
 BeforePlain = Callable[[int, Sequence[Piece], Sequence[Piece]], None]
 """Told of a stream, and of the memory that is about to be read and written on it."""
-
-LEGACY_STREAM = 0
-PER_THREAD_STREAM = 2
-TENSOR_ALIGNMENT = 16
-"""Bytes that every tensor's address is a multiple of: our own kernels assume it, and cuDNN where a graph does not say otherwise.
-An address that is not can end in a misaligned access, which no later call of the process survives."""
 
 
 class Driver(Protocol):
@@ -372,9 +107,6 @@ class Driver(Protocol):
 
     def stream_device(self, pointer: int) -> int:
         """Return the ordinal of a stream's device. Must not be asked of a default stream."""
-
-    def stream_done(self, pointer: int) -> bool:
-        """Whether the stream has run all that it was given, where that is told; called inside `relaxed`."""
 
     def synchronize_stream(self, pointer: int) -> None:
         """Wait on the host until the stream has run all that it was given."""
@@ -650,60 +382,3 @@ def abort_capture(driver: Driver, pointer: int) -> None:
                 driver.end_capture(pointer).destroy()
     except Exception:  # it was invalidated, or its branches were not joined: the first error says more
         pass
-
-
-def operand_name(index: int, inputs: int = sys.maxsize, outs: int = 0) -> str:
-    """Return what messages call the operand at a place of a call with so many inputs, and so many outputs in its ``out``."""
-    if index < inputs:
-        return f"argument {index}"
-    return "out=" if outs == 1 else f"out[{index - inputs}]"
-
-
-ASARRAY = "pool.driver.asarray"
-"""What messages advise, to make an array of the driver's."""
-
-
-def taken(driver: Driver) -> str:
-    """Return what a driver takes as it is, for messages."""
-    return " or ".join(map(kind_of, driver.array_types))
-
-
-def check_operands(
-    driver: Driver,
-    name: str,
-    device: int,
-    operands: Sequence[Any],
-    operand: Callable[[int], str] = operand_name,
-    copied: Collection[int] = (),
-) -> None:
-    """Raise for the first array that a graph on a device cannot take; ``operand`` says what messages call it.
-
-    Of those at the places in ``copied`` a copy is launched with, and they may begin at any element.
-
-    Raises
-    ------
-    ArrayTypeError
-        For what is no array of the driver's.
-    DeviceMismatchError
-        For an array on another device.
-    ArgumentError
-        For an array that is misaligned.
-    """
-    for index, array in enumerate(operands):
-        kinds: Any = (*driver.array_types, View)
-        if not isinstance(array, kinds):
-            raise ArrayTypeError(
-                f"{name}: {operand(index)} is a {kind_of(array)}; the {driver.name} driver takes {taken(driver)}"
-            )
-        found = driver.array_device(array)
-        if found != device:
-            raise DeviceMismatchError(
-                f"{name}: {operand(index)} is on device {found} and the current device is {device}; make device {found} "
-                f"current, or copy the array"
-            )
-        alignment = array.dtype.itemsize if index in copied else TENSOR_ALIGNMENT
-        if array.size and (address := driver.array_pointer(array) % alignment):
-            raise ArgumentError(
-                f"{name}: {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of "
-                f"{alignment}, which no launch takes; pass a copy; for an output, pass another array, and copy from that"
-            )

@@ -8,7 +8,8 @@ import numpy as np
 
 from handlepool._util.names import kind_of
 from handlepool._util.protocols import ARRAY_PROTOCOLS, has
-from handlepool.drivers.protocol import ASARRAY, LEGACY_STREAM, check_operands, operand_name, taken
+from handlepool.drivers.operands import ASARRAY, check_operands, operand_name, taken
+from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, DeviceMismatchError
 from handlepool.graphs.launch import GraphCall
 from handlepool.graphs.signature import Settings

@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from handlepool.drivers.executable import ALIGNMENT, Copy, Executable, scratch_of
 from handlepool.drivers.kernel import Add
-from handlepool.drivers.protocol import ALIGNMENT, Copy, Driver, Executable, Handle, scratch_of
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import Handle
 from handlepool.errors import GraphNotSupportedError
 from handlepool.graphs.empty import without_empty
 from handlepool.graphs.forms import conform

@@ -11,7 +11,8 @@ There is one rule for all that is launched:
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from handlepool.drivers.protocol import Executable, Handle
+from handlepool.drivers.executable import Executable
+from handlepool.drivers.streams import Handle
 from handlepool.errors import GraphNotSupportedError
 from handlepool.tensors.inference import title
 from handlepool.tensors.layout import Layout
@@ -54,7 +55,7 @@ class WithoutEmpty:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """Launch the operands with elements; see `handlepool.drivers.protocol.Executable.launch`."""
+        """Launch the operands with elements; see `handlepool.drivers.executable.Executable.launch`."""
         if self._inner is None:
             return
 

@@ -19,7 +19,7 @@ each of some thousand graphs against float64, by ``benchmarks/geometries.py``, w
   compute either (`docs/nodes.md`) was not measured, too: its operands are brought into such a form.
 
 An operand in another form is copied into scratch before the launch, or out of it afterwards, on the launch's own stream, up to
-`MOST_COPIED` bytes; beyond that it is refused. The rule is asked when a geometry is first seen, by both drivers alike.
+`operand_forms.MOST_COPIED` bytes. A larger operand is refused. Both drivers ask the rule when a geometry is first seen.
 """
 
 import math
@@ -28,19 +28,26 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from handlepool.drivers.protocol import Copy, scratch_of
-from handlepool.errors import ArgumentError, GraphNotSupportedError
-from handlepool.tensors import frontend
+from handlepool.drivers.executable import Copy
+from handlepool.errors import GraphNotSupportedError
+from handlepool.graphs.operand_forms import (
+    CONVOLUTIONS,
+    OperandForms,
+    declare,
+    has_form,
+    is_nested,
+    is_per_channel,
+    itemsize_of,
+    spaced_channels_last,
+    used_again,
+)
 from handlepool.tensors.inference import Convolution, Shape, axis_order, dense_strides, title
 
-MOST_COPIED = 16 << 20
-"""Most bytes of one operand that a launch copies by itself."""
 _UNMEASURED = ("RESHAPE", "TRANSPOSE", "CONCATENATE")
 BEHIND_A_SUM = (None, "relu")
 """Activations that were measured behind a convolution and an addend as large as the output, in one plan."""
 BEHIND_A_PRODUCT = (None, "relu", "sigmoid", "gelu", "swish")
 """And behind a matrix product. Of tanh far from zero, which an engine for convolutions gets wrong, nothing was measured."""
-_CONVOLUTIONS = {"CONV_FPROP": ("image", "weight"), "CONV_DGRAD": ("loss", "filter"), "CONV_WGRAD": ("image", "loss")}
 
 
 def conform(
@@ -93,12 +100,12 @@ def conform(
                 f"{title(node)}: what cuDNN computes of a reduction among other nodes was not measured, so it is not known to be "
                 f"right; make it a graph function of its own"
             )
-    forms = _Forms(graph, operands, inputs, shapes, called, copying)
+    forms = OperandForms(graph, operands, inputs, shapes, called, copying)
     nodes = [node for node in graph.nodes if node.node_type.name != "POINTWISE"]
     kind = nodes[0].node_type.name if len(nodes) == 1 else ""
     if not nodes and all(node.params.get("mode") != "gen_index" for node in graph.nodes):
         _pointwise(forms)
-    elif kind in _CONVOLUTIONS or kind == "MATMUL":
+    elif kind in CONVOLUTIONS or kind == "MATMUL":
         if any(tensor.is_virtual for tensor in nodes[0].inputs.values()):
             raise GraphNotSupportedError(
                 f"something comes before {title(nodes[0])}, which cuDNN has plans for in few cases; make it a graph function of "
@@ -113,169 +120,10 @@ def conform(
     return tuple(forms.copies)
 
 
-class _Forms:
-    """A graph's operands while their forms are chosen."""
-
-    def __init__(
-        self,
-        graph: Any,
-        operands: Sequence[Any],
-        inputs: int,
-        shapes: Mapping[int, Shape],
-        called: Callable[[int], str],
-        copying: bool,
-    ) -> None:
-        self.copying = copying
-        self.graph = graph
-        self.operands = operands
-        self.inputs = inputs
-        self.shapes = dict(shapes)
-        self.called = called
-        self.copies: list[Copy] = []
-        self.given = [(tuple(tensor.dim), tuple(tensor.stride)) for tensor in operands]
-        self.places = {tensor.uid: place for place, tensor in enumerate(operands)}
-        self.parts: dict[int, tuple[Shape, Shape]] = {}
-        """Operands of which cuDNN gives or takes more than there is: their shape, and where that begins."""
-        self.completed: set[int] = set()
-        """Those of these inputs whose rest is zeros."""
-
-    def virtual(self) -> list[Any]:
-        """Return the tensors between nodes."""
-        made = [tensor for node in self.graph.nodes for tensor in node.outputs.values() if tensor is not None]
-        return [tensor for tensor in made if tensor.uid not in self.places]
-
-    def copy(
-        self,
-        place: int,
-        shape: Sequence[int],
-        steps: Sequence[int],
-        elements: int | None = None,
-        always: bool = False,
-        part: tuple[int, Sequence[int]] = (0, ()),
-        larger: Shape = (),
-        zeros: bool = False,
-    ) -> None:
-        """Have an operand copied.
-
-        ``steps`` are in elements, of its memory along the axes of the copy. ``elements`` is how many the copy has, and ``part``
-        where in it the operand begins and with what steps, if they are not all of these and dense. ``larger`` is the shape that
-        it is repeated to, as messages tell it. ``zeros`` is as in `Copy`.
-        """
-        assert all(each.operand != place for each in self.copies), "a copy reads the caller's memory, never another copy"
-        tensor = self.operands[place]
-        itemsize = _itemsize(tensor)
-        nbytes = (math.prod(shape) if elements is None else elements) * itemsize
-        if not (self.copying or always) or nbytes > MOST_COPIED:
-            dim, steps = self.given[place]
-            what = (
-                f"{self.called(place)}, of shape {dim} with strides {steps} elements, lies in no form that cuDNN is known to "
-                f"compute rightly here"
-            )
-            remedy = "write to another array and copy that" if place >= self.inputs else "pass a copy of it"
-            remedy = f"{remedy}, {self._advice(larger)}"
-            if place in self.parts:
-                what = (
-                    f"{self.called(place)}: a padding that differs from side to side was not measured, so more is computed with "
-                    f"one that does not, of shape {tuple(tensor.dim)}"
-                )
-                remedy = "pad the images before, as numpy.pad does"
-                if zeros:
-                    what = (
-                        f"{self.called(place)}, of shape {dim}, lacks rows or columns of {tuple(tensor.dim)}, the result that "
-                        f"images of this size lead to"
-                    )
-                    remedy = "append zeros to it, as numpy.pad does"
-            if not (self.copying or always):
-                raise GraphNotSupportedError(what)
-            raise ArgumentError(
-                f"{what}. At each call it would take a copy of {nbytes:,} bytes, more than {MOST_COPIED:,}: {remedy}"
-            )
-        strides = tuple(int(step) * itemsize for step in steps)
-        first, within = part[0] * itemsize, tuple(int(step) * itemsize for step in part[1])
-        offset = scratch_of(self.copies)
-        self.copies.append(Copy(place, place >= self.inputs, tuple(shape), strides, offset, nbytes, first, within, zeros))
-
-    def _advice(self, larger: Shape) -> str:
-        kinds = {node.node_type.name for node in self.graph.nodes}
-        if kinds & _CONVOLUTIONS.keys():
-            form = "channels-last without gaps"
-        elif "MATMUL" in kinds:
-            form = "contiguous"
-        else:
-            return "without gaps, of the output's shape and layout"
-        return f"{form}, repeated to the shape {larger}" if larger else form
-
-    def require(self, place: int, forms: Sequence[str]) -> None:
-        """Take an operand in the first of the forms that it has, or copy it into the last; a vector also where none is copied."""
-        tensor = self.operands[place]
-        dim, steps = tuple(tensor.dim), tuple(tensor.stride)
-        shape, begin = self.parts.get(place, (dim, ()))
-        for form in forms if shape == dim else ():
-            strides = dense_strides(shape, _order(form, len(shape)))
-            if all(extent == 1 or a == b for extent, a, b in zip(shape, steps, strides, strict=True)):
-                tensor.set_stride(list(strides))
-                return
-        order = _order(forms[-1], len(shape))
-        dense = dense_strides(dim, order)
-        first = sum(index * step for index, step in zip(begin, dense, strict=False))
-        self.copy(
-            place,
-            [shape[axis] for axis in order],
-            [steps[axis] if shape[axis] > 1 else 0 for axis in order],
-            math.prod(dim),
-            place < self.inputs and sum(extent > 1 for extent in dim) < 2,
-            (first, [dense[axis] for axis in order]) if begin else (0, ()),
-            zeros=place in self.completed,
-        )
-        tensor.set_stride(list(dense))
-
-    def expand(self, place: int, shape: Sequence[int], form: str, factor: bool = False) -> None:
-        """Copy an operand to a larger shape, repeated: that of the output, or of a factor of a product."""
-        tensor = self.operands[place]
-        order = _order(form, len(shape))
-        steps = [step if extent > 1 else 0 for extent, step in zip(tensor.dim, tensor.stride, strict=True)]
-        larger = tuple(shape) if factor else self.given[self.inputs][0]
-        self.copy(place, [shape[axis] for axis in order], [steps[axis] for axis in order], larger=larger)
-        tensor.set_dim(list(shape)).set_stride(list(dense_strides(shape, order)))
-
-
-def _used_again(forms: _Forms, node: Any, full: Shape) -> set[int]:
-    """Return the inputs of a node, by uid, that something behind it takes, too; raises where they would repeat there."""
-    behind = {tensor.uid for other in forms.graph.nodes if other is not node for tensor in other.inputs.values()}
-    again = {tensor.uid for tensor in node.inputs.values()} & behind
-    for uid in again:
-        if tuple(forms.operands[forms.places[uid]].dim) != full:
-            raise GraphNotSupportedError(
-                f"{forms.called(forms.places[uid])} is taken by {title(node)} and again behind it, where it would repeat; make "
-                f"that a graph function of its own"
-            )
-    return again
-
-
-def _declare(tensor: Any, dim: list[int], stride: list[int]) -> None:
-    """Give a tensor another shape. What nobody assigned stays a guess of the frontend's, which cuDNN is not told."""
-    if tensor.dim_assigned or not tensor.is_virtual:
-        tensor.set_dim(dim)
-    else:
-        tensor.dim = dim
-    if tensor.stride_assigned or not tensor.is_virtual:
-        tensor.set_stride(stride)
-    else:
-        tensor.stride = stride
-
-
-def _order(form: str, rank: int) -> Shape:
-    return (0, *range(2, rank), 1) if form == "channels-last" and rank > 1 else tuple(range(rank))
-
-
-def _itemsize(tensor: Any) -> int:
-    return frontend.numpy_dtype(tensor.data_type).itemsize
-
-
 # Pointwise nodes alone
 
 
-def _pointwise(forms: _Forms) -> None:
+def _pointwise(forms: OperandForms) -> None:
     shapes = [forms.shapes[tensor.uid] for tensor in forms.operands]
     full = tuple(map(max, *shapes)) if len(shapes) > 1 else shapes[0]
     for place in range(forms.inputs, len(shapes)):
@@ -291,11 +139,11 @@ def _pointwise(forms: _Forms) -> None:
         [tensor.stride[axis] if shape[axis] > 1 else 0 for axis in axes]
         for tensor, shape in zip(forms.operands, shapes, strict=True)
     ]
-    sizes = [_itemsize(tensor) for tensor in forms.operands]
-    whole = _to_be_filled(forms, steps)
+    sizes = [itemsize_of(tensor) for tensor in forms.operands]
+    whole = _operands_to_expand(forms, steps)
 
     def parts(place: int, split: int) -> tuple[list[int], list[int], bool]:
-        return (extents, steps[place], False) if place in whole else _parts(steps[place], extents, split)
+        return (extents, steps[place], False) if place in whole else _dense_axes(steps[place], extents, split)
 
     def cost(split: int) -> int:
         chosen = [parts(place, split) for place in range(len(steps))]
@@ -324,7 +172,7 @@ def _pointwise(forms: _Forms) -> None:
     _declare_rows(forms, fills, size // columns, columns)
 
 
-def _to_be_filled(forms: _Forms, steps: Sequence[Sequence[int]]) -> set[int]:
+def _operands_to_expand(forms: OperandForms, steps: Sequence[Sequence[int]]) -> set[int]:
     """Return the operands to be copied to the whole extent, so that each node has an input of that.
 
     Where all of a node's repeat along some axis, cuDNN has no plan, or computes a node behind it wrongly.
@@ -338,7 +186,7 @@ def _to_be_filled(forms: _Forms, steps: Sequence[Sequence[int]]) -> set[int]:
     return whole
 
 
-def _parts(steps: Sequence[int], extents: Sequence[int], split: int) -> tuple[list[int], list[int], bool]:
+def _dense_axes(steps: Sequence[int], extents: Sequence[int], split: int) -> tuple[list[int], list[int], bool]:
     """Find the axes along which an operand does not repeat on either side of a split, its steps, and whether it is dense so."""
     shape: list[int] = []
     along: list[int] = []
@@ -349,7 +197,7 @@ def _parts(steps: Sequence[int], extents: Sequence[int], split: int) -> tuple[li
     return shape, along, tuple(along) == dense_strides(shape)
 
 
-def _declare_rows(forms: _Forms, fills: Sequence[tuple[bool, bool]], rows: int, columns: int) -> None:
+def _declare_rows(forms: OperandForms, fills: Sequence[tuple[bool, bool]], rows: int, columns: int) -> None:
     """Declare every tensor as (rows, columns, 1, 1), with 1 where it repeats."""
     by_uid: dict[int, tuple[bool, bool]] = {}
     for tensor, fill in zip(forms.operands, fills, strict=True):
@@ -363,18 +211,18 @@ def _declare_rows(forms: _Forms, fills: Sequence[tuple[bool, bool]], rows: int, 
         down, along = by_uid[tensor.uid]
         dim = [rows if down else 1, columns if along else 1, 1, 1]
         if tensor.dim:
-            _declare(tensor, dim, [dim[1], 1, dim[1], dim[1]])
+            declare(tensor, dim, [dim[1], 1, dim[1], dim[1]])
 
 
 # Convolutions
 
 
-def _convolution(forms: _Forms, node: Any) -> None:
+def _convolution(forms: OperandForms, node: Any) -> None:
     if len(forms.shapes[next(iter(node.inputs.values())).uid]) == 3:
-        _lift(forms, node)
-    _even(forms, node)
-    _complete(forms, node)
-    first, second = (node.inputs[port] for port in _CONVOLUTIONS[node.node_type.name])
+        _add_spatial_axis(forms, node)
+    _symmetrise_padding(forms, node)
+    _complete_loss(forms, node)
+    first, second = (node.inputs[port] for port in CONVOLUTIONS[node.node_type.name])
     (made,) = [tensor for tensor in node.outputs.values() if tensor is not None]
     core = {tensor.uid for tensor in (first, second, made)}
     behind = [other for other in forms.graph.nodes if other is not node]
@@ -393,13 +241,13 @@ def _convolution(forms: _Forms, node: Any) -> None:
         )
     result = forms.operands[forms.inputs :]
     full = tuple(result[0].dim)
-    _used_again(forms, node, full)
+    used_again(forms, node, full)
     single = len(result) == 1 and max(full[2:]) > 1  # of an output of one pixel, contiguous and channels-last are the same
     modes = [other.params.get("mode") for other in behind]
     added = [place for place in extras if place < forms.inputs]
-    biased = single and modes[0] in ("bias", "add") and len(added) == 1 and _per_channel(forms.operands[added[0]], full)
+    biased = single and modes[0] in ("bias", "add") and len(added) == 1 and is_per_channel(forms.operands[added[0]], full)
     whole = [place for place in range(len(forms.operands)) if place not in added and place not in forms.parts]
-    contiguous = all(_has_form(forms.operands[place], "contiguous") for place in whole)
+    contiguous = all(has_form(forms.operands[place], "contiguous") for place in whole)
     if biased and len(modes) == 1:
         wanted: tuple[str, ...] = either
     elif biased and modes[1:] == ["relu"] and contiguous:
@@ -409,13 +257,13 @@ def _convolution(forms: _Forms, node: Any) -> None:
     for place, tensor in enumerate(forms.operands):
         if place not in added:
             forms.require(place, wanted)
-        elif tuple(tensor.dim) in (full, (1,) * len(full)) or _per_channel(tensor, full):
+        elif tuple(tensor.dim) in (full, (1,) * len(full)) or is_per_channel(tensor, full):
             forms.require(place, ("channels-last",))
         else:
             forms.expand(place, full, "channels-last")
 
 
-def _lift(forms: _Forms, node: Any) -> None:
+def _add_spatial_axis(forms: OperandForms, node: Any) -> None:
     """Make one spatial axis two: with an activation cuDNN has no plans for one."""
     for name, fill in (("padding", 0), ("pre_padding", 0), ("post_padding", 0), ("stride", 1), ("dilation", 1)):
         value = node.params.get(name)
@@ -426,10 +274,10 @@ def _lift(forms: _Forms, node: Any) -> None:
         if tensor.dim:
             n, c, w = tensor.dim
             outer, channel, step = tensor.stride or dense_strides(tensor.dim)
-            _declare(tensor, [n, c, 1, w], [outer, channel, max(w * step, 1), step])
+            declare(tensor, [n, c, 1, w], [outer, channel, max(w * step, 1), step])
 
 
-def _even(forms: _Forms, node: Any) -> None:
+def _symmetrise_padding(forms: OperandForms, node: Any) -> None:
     """Pad alike on both sides, and give and take so much more: a padding that differs from side to side was not measured.
 
     As far as the larger side needs it, in whole steps, so that what is wanted is a part of what comes out.
@@ -443,8 +291,8 @@ def _even(forms: _Forms, node: Any) -> None:
     full = forms.shapes[next(iter(node.outputs.values())).uid]
     core = {tensor.uid for tensor in node.inputs.values()}
     added = [t for place, t in enumerate(forms.operands[: forms.inputs]) if t.uid not in core]
-    fits = all(tuple(t.dim) in (full, (1,) * len(full)) or _per_channel(t, full) for t in added)
-    if node.node_type.name != "CONV_FPROP" or not fits or _used_again(forms, node, full):
+    fits = all(tuple(t.dim) in (full, (1,) * len(full)) or is_per_channel(t, full) for t in added)
+    if node.node_type.name != "CONV_FPROP" or not fits or used_again(forms, node, full):
         remedy = "pad the images before, as numpy.pad does, and give the same padding on both sides"
         if node.node_type.name == "CONV_DGRAD":
             remedy = "ask for the gradient of the padded images, with padding=0, and take the part that is theirs"
@@ -463,10 +311,10 @@ def _even(forms: _Forms, node: Any) -> None:
             place = forms.places.get(tensor.uid)
             if place is not None:
                 forms.parts[place] = (full, (0, 0, *more))
-            _declare(tensor, larger, list(dense_strides(larger) if place is None else tensor.stride))
+            declare(tensor, larger, list(dense_strides(larger) if place is None else tensor.stride))
 
 
-def _complete(forms: _Forms, node: Any) -> None:
+def _complete_loss(forms: OperandForms, node: Any) -> None:
     """Append zeros to a loss that lacks rows or columns of the result that the image leads to; see `Convolution.transposes`.
 
     cuDNN was measured with losses of the whole result alone.
@@ -481,58 +329,18 @@ def _complete(forms: _Forms, node: Any) -> None:
         place = forms.places[loss.uid]
         forms.parts[place] = (shape, (0,) * len(shape))
         forms.completed.add(place)
-        _declare(loss, list(whole), list(loss.stride))
-
-
-def _has_form(tensor: Any, form: str) -> bool:
-    strides = dense_strides(tensor.dim, _order(form, len(tensor.dim)))
-    return all(extent == 1 or a == b for extent, a, b in zip(tensor.dim, tensor.stride, strides, strict=True))
-
-
-def _per_channel(tensor: Any, full: Sequence[int]) -> bool:
-    return tuple(tensor.dim) == (1, full[1], *[1] * (len(full) - 2))
-
-
-def spaced_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
-    """Whether an image is channels-last with gaps between pixels, rows or images, and none between channels."""
-    return shape[1] > 1 and _nested([(shape[axis], steps[axis]) for axis in (1, *reversed(range(2, len(shape))), 0)])
-
-
-def stepped_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
-    """Whether an image has its axes in the order of channels-last ones, forwards and without an element that is two.
-
-    That is less than `spaced_channels_last`: every second column of an odd number leaves rows that begin within the step of the
-    last column, and every second channel is not innermost. Neither was measured enough, so both are copied.
-    """
-    reach = 1
-    for axis in (1, *reversed(range(2, len(shape))), 0):
-        if shape[axis] > 1:
-            if steps[axis] < reach:
-                return False
-            reach += steps[axis] * (shape[axis] - 1)
-    return True
-
-
-def _nested(axes: Iterable[tuple[int, int]]) -> bool:
-    """Whether axes, (extent, step) from the innermost to the outermost, begin with a step of 1 and lie one inside the other."""
-    reach = 0
-    for extent, step in axes:
-        if extent > 1:
-            if step < reach or (not reach and step != 1):
-                return False
-            reach = step * extent
-    return True
+        declare(loss, list(whole), list(loss.stride))
 
 
 # Matrix products
 
 
-def _matmul(forms: _Forms, node: Any) -> None:
+def _matmul(forms: OperandForms, node: Any) -> None:
     _one_matrix(forms, node)
     _three_axes(forms, node)
     full = tuple(forms.operands[forms.inputs].dim)
     alone = len(forms.graph.nodes) == 1
-    again = _used_again(forms, node, full)
+    again = used_again(forms, node, full)
     if not alone and full[1:] == (1, 1):
         raise GraphNotSupportedError(
             f"{title(node)} makes one element of each pair, and cuDNN computes what comes behind that wrongly; make it a graph "
@@ -545,7 +353,7 @@ def _matmul(forms: _Forms, node: Any) -> None:
         if tensor.uid in factors or (alone and place >= forms.inputs):
             turned = rows > 1 and (down, along) == (1, rows) and (batch == 1 or step == rows * columns)
             orders = (((columns, along), (rows, down), (batch, step)), ((rows, down), (columns, along), (batch, step)))
-            if not turned and not (alone and any(map(_nested, orders))):
+            if not turned and not (alone and any(map(is_nested, orders))):
                 forms.require(place, ("contiguous",))
         elif place < forms.inputs and (batch, rows, columns) not in addends:
             forms.expand(place, full, "contiguous")
@@ -553,7 +361,7 @@ def _matmul(forms: _Forms, node: Any) -> None:
             forms.require(place, ("contiguous",))
 
 
-def _one_matrix(forms: _Forms, node: Any) -> None:
+def _one_matrix(forms: OperandForms, node: Any) -> None:
     """Where the second factor is one for all, make one product of all rows; as far as memory allows, fewer and larger parts."""
     full = tuple(forms.operands[forms.inputs].dim)
     rows = []
@@ -573,7 +381,7 @@ def _one_matrix(forms: _Forms, node: Any) -> None:
     forms.shapes = {uid: (*every, shape[-1]) if shape[:-1] == full[:-1] else shape for uid, shape in forms.shapes.items()}
 
 
-def _three_axes(forms: _Forms, node: Any) -> None:
+def _three_axes(forms: OperandForms, node: Any) -> None:
     """Declare every tensor with one batch axis: cuDNN has no plans for none, nor for two.
 
     What repeats along some batch axes alone is repeated by a copy; an addend, along rows and columns as well, as it then must.
@@ -599,4 +407,4 @@ def _three_axes(forms: _Forms, node: Any) -> None:
     for tensor in forms.virtual():
         if tensor.dim:
             three = list(forms.shapes[tensor.uid])
-            _declare(tensor, three, list(dense_strides(three)))
+            declare(tensor, three, list(dense_strides(three)))

@@ -9,7 +9,7 @@ from sys import modules
 from typing import Any, Concatenate, TypeVar, Unpack, cast, overload
 
 from handlepool._util.names import shown
-from handlepool.drivers.protocol import operand_name
+from handlepool.drivers.operands import operand_name
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayCall, Graph, P, R_co
 from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of, layout_of_spec
@@ -30,6 +30,7 @@ from handlepool.graphs.launch import (
 )
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
+from handlepool.graphs.timing import SideStates
 from handlepool.graphs.trace import Request
 from handlepool.graphs.tuning import Tuning, tune_plan
 from handlepool.order.books import lanes_for
@@ -38,7 +39,6 @@ from handlepool.pool.default import current_pool
 from handlepool.pool.deferred import settle_all
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_directory import VARIABLE as PLAN_DIRECTORY
-from handlepool.regions.states import ParallelStates
 from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import Layout
 
@@ -288,7 +288,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         ]
         return self.plan(pool, tuple(views[: len(arrays)]), tuple(views[len(arrays) :]), options)
 
-    def tune(self, *arrays: Any, states: ParallelStates | None = None, out: Any = None, **options: Any) -> Tuning:
+    def tune(self, *arrays: Any, states: SideStates | None = None, out: Any = None, **options: Any) -> Tuning:
         """Time the plans that cuDNN proposes while all states run them concurrently, and keep the quickest.
 
         The quickest plan alone is not always the quickest beside others. The plan that was used before stays unless another one

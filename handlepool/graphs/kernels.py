@@ -5,8 +5,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from handlepool.drivers.executable import Executable
 from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel
-from handlepool.drivers.protocol import Executable, operand_name
+from handlepool.drivers.operands import operand_name
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.empty import WithoutEmpty
 from handlepool.graphs.function import GraphFunction

@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 
 from handlepool._util.names import shown
 from handlepool._util.protocols import holds_values
-from handlepool.drivers.protocol import TENSOR_ALIGNMENT, Driver, check_operands, operand_name
+from handlepool.drivers.operands import TENSOR_ALIGNMENT, check_operands, operand_name
+from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, HandlePoolError, OwnershipError, SignatureError
 from handlepool.graphs.plan import Plan
 from handlepool.order.accesses import Operands

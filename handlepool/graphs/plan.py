@@ -7,7 +7,7 @@ from typing import Any
 
 from handlepool._util.arguments import as_integer
 from handlepool._util.names import shown
-from handlepool.drivers.protocol import AliasPair, Copy, Executable
+from handlepool.drivers.executable import AliasPair, Copy, Executable
 from handlepool.errors import ArgumentError
 from handlepool.tensors.layout import Layout, meeting
 

@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from handlepool._util.cleanup import do_all
-from handlepool.drivers.protocol import RecordedGraph, abort_capture
+from handlepool.drivers.captures import RecordedGraph
+from handlepool.drivers.protocol import abort_capture
 from handlepool.errors import GraphNotSupportedError, HandlePoolError, OutOfMemoryError, StateBusyError
 from handlepool.graphs.compile import shorten
 from handlepool.graphs.plan import Plan
 from handlepool.pool.internals import PoolInternals
+from handlepool.pool.pool import HandlePool
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 
 ROUNDS = 9
@@ -29,6 +31,20 @@ SCREENING = 3
 """Samples of each, after which those that are far behind get no more."""
 FAR_BEHIND = 1.5
 """More than so many times the median of the quickest."""
+
+
+@runtime_checkable
+class SideStates(Protocol):
+    """The states that run a plan side by side, as `handlepool.ParallelStates`.
+
+    Attributes
+    ----------
+    count : int
+    pool : HandlePool
+    """
+
+    count: int
+    pool: HandlePool
 
 
 @dataclass(frozen=True, slots=True)

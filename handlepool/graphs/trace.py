@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from handlepool._util.names import shown
-from handlepool.drivers.protocol import operand_name
+from handlepool.drivers.operands import operand_name
 from handlepool.errors import ArgumentError, ArrayTypeError, HandlePoolError
 from handlepool.graphs.signature import Recipe, Settings, as_references
 from handlepool.graphs.tensor_names import References, is_tensor, made_by_nodes

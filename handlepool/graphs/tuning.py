@@ -16,7 +16,8 @@ import numpy as np
 
 from handlepool._util.arguments import at_least
 from handlepool._util.names import shown
-from handlepool.drivers.protocol import LEGACY_STREAM, Driver
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import (
     ArgumentError,
     CaptureError,
@@ -25,14 +26,13 @@ from handlepool.errors import (
 )
 from handlepool.graphs.arrays import convert
 from handlepool.graphs.plan import Plan
-from handlepool.graphs.timing import Candidate, TimingRig, side_slots
+from handlepool.graphs.timing import Candidate, SideStates, TimingRig, side_slots
 from handlepool.order.stream_order import order
 from handlepool.pool.context import thread
 from handlepool.pool.default import current_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 from handlepool.pool.stream import check_foreign, resolve
-from handlepool.regions.states import ParallelStates
 from handlepool.tensors.layout import Layout
 
 MOST_VALUES = 1 << 16
@@ -97,7 +97,7 @@ def tune(
     function: Callable[..., Any],
     /,
     *args: Any,
-    states: ParallelStates | None = None,
+    states: SideStates | None = None,
     candidates: int | None = MOST_CANDIDATES,
     **kwargs: Any,
 ) -> tuple[Tuning, ...]:
@@ -237,7 +237,7 @@ def _estimated(pool: PoolInternals, plan: Plan, slots: list[Slot], pointer: int)
     return 0.0
 
 
-def tune_plan(name: str, arrays: tuple[Any, ...], states: ParallelStates | None, find: Callable[[PoolInternals], Plan]) -> Tuning:
+def tune_plan(name: str, arrays: tuple[Any, ...], states: SideStates | None, find: Callable[[PoolInternals], Plan]) -> Tuning:
     """Time the candidates of the plan that ``find`` gives for these arrays, and use the quickest if it is worth the change.
 
     See `GraphFunction.tune`.
@@ -294,9 +294,9 @@ def _tuned(
     return Tuning(plan.name, len(slots), tuple(candidates), winner, previous, seconds, rig.building, plan.inputs)
 
 
-def _pool_of(name: str, states: ParallelStates | None) -> tuple[PoolInternals, int]:
+def _pool_of(name: str, states: SideStates | None) -> tuple[PoolInternals, int]:
     """Return the pool to tune on, and the caller's stream."""
-    if states is not None and not isinstance(states, ParallelStates):
+    if states is not None and not isinstance(states, SideStates):
         raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for one stream alone")
     pool = current_pool() if states is None else states.pool.internals
     pool.status.check()

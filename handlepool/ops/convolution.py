@@ -12,7 +12,7 @@ from handlepool.drivers.kernel import MOST_TAPS, Depthwise
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.arrays import ConvertedArguments
-from handlepool.graphs.forms import BEHIND_A_SUM, stepped_channels_last
+from handlepool.graphs.forms import BEHIND_A_SUM
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.kernels import Described, KernelFunction, dense, lying_as
 from handlepool.graphs.launch import (
@@ -26,6 +26,7 @@ from handlepool.graphs.launch import (
     prepare_branch,
     told_apart,
 )
+from handlepool.graphs.operand_forms import stepped_channels_last
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Settings, normalise
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, check_activation

@@ -55,11 +55,6 @@ class DataOrder:
         Whether somebody is in the middle of the books, or they are closed.
     forks : int
         How many use them; the last that is left closes them.
-    stays : bool
-        Whether launches may stay on the root's stream: one fork alone has used the books.
-    stayed : bool
-        Whether some did. They are not written down, since what the forks give to states comes after them, as it does after all
-        that the root was given; a stream that the body chose is put behind the root when it is next given a call.
     running : Track or None
         Of the branch that runs Python just now, the innermost.
     elsewhere : list
@@ -94,8 +89,6 @@ class DataOrder:
         "recent",
         "root",
         "running",
-        "stayed",
-        "stays",
         "tracks",
     )
 
@@ -105,8 +98,7 @@ class DataOrder:
         self.device = device
         self.root = root
         self.forks = 1
-        self.busy = self.closed = self.stayed = False
-        self.stays = True
+        self.busy = self.closed = False
         self.running: Track | None = None
         self.elsewhere: list[tuple[Sequence[Piece | Token], Sequence[Piece | Token]]] = []
         self.tracks: dict[int, Track] = {root.pointer: root}
@@ -249,11 +241,6 @@ class DataOrder:
 
     # Waits
 
-    def after_stayed(self, pointer: int) -> None:
-        """Put a stream behind the launches that stayed, where it is none that came after them."""
-        if self.stayed and pointer not in self.tracks:
-            self._events.order(self.root.pointer, pointer)
-
     def waits_for_all(self, track: Track, writes: Iterable[Piece | Token]) -> bool:
         """Whether a stream comes after every call that used what it was found to write."""
         return all(track.waits_for(*last(*each)) for each in self.conflicts((), writes).items())
@@ -392,7 +379,6 @@ def before(
     with order:
         if pointer is None:
             pointer = pool.driver.current_stream(device).ptr
-        order.after_stayed(pointer)
         track = order.tracks.get(pointer) or Track(pointer)  # or one of the caller's own choice, who orders it with its own
         noted = track if pointer in order.tracks else order.running
         if noted is None or noted is order.root:

@@ -431,7 +431,6 @@ def follow_branches(pool: PoolInternals, function: Callable[..., Any], args: tup
     if books is None:
         return
     pointer = driver.current_stream(device).ptr
-    books.after_stayed(pointer)
     track = books.tracks.get(pointer) or Track(pointer)
     if getattr(bound_call(function), "__func__", None) in exact:  # what it reads and writes is its own to know
         with books:

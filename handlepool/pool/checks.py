@@ -14,8 +14,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from handlepool.drivers.executable import Copy, Executable
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.protocol import Copy, Driver, Executable, Handle
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import Handle
 from handlepool.errors import ContractError, OwnershipError
 from handlepool.pool.context import BranchRegion, ThreadToken, thread
 from handlepool.pool.slot import Slot

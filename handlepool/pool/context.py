@@ -1,15 +1,14 @@
 """What a thread is in the middle of: the branch or task that it runs, the recording that it makes; and how a branch is run."""
 
-import functools
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
-from handlepool.drivers.protocol import Driver, Stream
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import Stream
 
 T = TypeVar("T")
 
@@ -191,9 +190,6 @@ other, is ``hit(function, pool, begin, args, kwargs)``, and may be None; the sec
 attributes: proxies answer to any name, and `functools.wraps` gives a function's to what is around it."""
 NO_LAUNCHER: Launcher = (None, None)
 
-LIBRARIES = ("handlepool", "numpy", "cupy", "cupy_backends", "torch")
-"""Whose frames are nobody's own code."""
-
 _UNCHANGED = object()
 
 
@@ -247,22 +243,6 @@ def run_on(
         finally:
             if pushed:
                 driver.pop_stream(stream, previous)
-
-
-@functools.cache
-def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in LIBRARIES
-
-
-def place_of_call(inside: int = 1) -> str:
-    """Return the file and the line that called into this package, or an array library that calls it.
-
-    ``inside`` is how many calls, counted from here, are this package's at least.
-    """
-    frame = sys._getframe(inside)  # noqa: SLF001 - public in all but its name
-    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def process() -> int:

@@ -9,7 +9,8 @@ from typing import Any
 
 from handlepool._util.cleanup import do_all, take_each
 from handlepool.drivers.event_pool import Events
-from handlepool.drivers.protocol import PER_THREAD_STREAM, Driver, Handle
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import PER_THREAD_STREAM, Handle
 from handlepool.pool.context import on_device
 from handlepool.pool.deferred import defer, deferred, settle_all
 from handlepool.pool.handles import DeviceHandles

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from handlepool._util.cleanup import do_all, take_each
-from handlepool.drivers.protocol import Driver, Handle
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import Handle
 from handlepool.errors import OutOfMemoryError
 from handlepool.pool.deferred import settle_all
 from handlepool.pool.status import Status

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
 
-from handlepool.drivers.protocol import Copy
+from handlepool.drivers.executable import Copy
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.pool.context import ThreadToken, thread
 

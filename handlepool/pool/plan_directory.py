@@ -22,7 +22,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from handlepool._util.names import shown
-from handlepool.drivers.protocol import SavedPlan
+from handlepool.drivers.executable import SavedPlan
 from handlepool.errors import ArgumentError
 
 VARIABLE = "HANDLEPOOL_PLAN_DIRECTORY"

@@ -7,7 +7,8 @@ from typing import Any
 
 from handlepool._util.arguments import at_least, flag
 from handlepool._util.names import shown
-from handlepool.drivers.protocol import Driver, Handle
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import Handle
 from handlepool.errors import ArgumentError
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_directory import VARIABLE, PlanDirectory

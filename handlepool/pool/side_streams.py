@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from handlepool._util.cleanup import do_all, take_each
-from handlepool.drivers.protocol import Driver, Handle, Stream
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import Handle, Stream
 from handlepool.pool.deferred import deferred, settle
 from handlepool.pool.slot import Slot
 from handlepool.pool.status import Status

@@ -9,7 +9,8 @@ from typing import Any, NoReturn, Protocol
 
 from handlepool._util.arguments import at_least
 from handlepool._util.cleanup import do_all
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver, Handle, Stream
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Handle, Stream
 from handlepool.pool.status import Status
 from handlepool.pool.workspace import EMPTY, Block, DeviceScratch, Workspace
 

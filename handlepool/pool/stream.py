@@ -14,7 +14,8 @@ from typing import Any
 from handlepool._util.arguments import as_integer
 from handlepool._util.names import shown
 from handlepool._util.protocols import has
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, Driver
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import DeviceMismatchError, StreamError
 
 _DEFAULTS = (LEGACY_STREAM, PER_THREAD_STREAM)

@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from handlepool._util.cleanup import do_all
+from handlepool._util.frames import place_of_call, place_of_error
 from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph, abort_capture
 from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
 from handlepool.order.accesses import Memory
 from handlepool.order.plain_calls import piece_of, pieces_of
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
-from handlepool.pool.context import LIBRARIES, on_device, place_of_call, recordings, run_on, thread, unchecked
+from handlepool.pool.context import on_device, recordings, run_on, thread, unchecked
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import SideSlots
@@ -421,7 +422,7 @@ class Recording:
             if not isinstance(first, Exception):  # an interrupt
                 raise first
             self.pool.status.diagnose(first)
-            if (refused := refusal(error, "" if error is None else _place_of(error))) is not None:
+            if (refused := refusal(error, "" if error is None else place_of_error(error))) is not None:
                 raise CaptureError(f"{self._name} cannot be recorded: {refused}") from error
             if self.lanes is not None and self._is_out_of_memory(error):
                 lanes, calls = self.lanes, self.lanes.calls
@@ -444,7 +445,7 @@ class Recording:
             cause = next(filter(None, causes), None)
             if error is not None and (cause is None or _says_all(error) or (goes_on and causes[0] is None)):
                 raise error
-            place = "" if error is None else _place_of(error)
+            place = "" if error is None else place_of_error(error)
             where = f" at {place}" if place and place not in str(cause) else ""  # the host driver names it, too
             raise CaptureError(f"{self._name} cannot be recorded: {cause or ending}{where}. {ADVICE}") from first
         finally:
@@ -511,14 +512,3 @@ def _says_all(error: BaseException) -> bool:
         trace = trace.tb_next
     origin = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
     return isinstance(error, CaptureError) and origin.startswith("handlepool.recording.")
-
-
-def _place_of(error: BaseException) -> str:
-    """Return the file and the line of the caller's that an error came from, whatever library raised it."""
-    place, trace = "", error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
-        if not place or frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
-            place = f"{frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place

@@ -14,11 +14,12 @@ from weakref import ref
 
 import numpy as np
 
+from handlepool._util.frames import place_of_call
 from handlepool._util.names import shown
 from handlepool._util.reachable import leaves
 from handlepool.errors import CaptureError
 from handlepool.order.books import lanes_for
-from handlepool.pool.context import place_of_call, run_on
+from handlepool.pool.context import run_on
 from handlepool.pool.internals import PoolInternals
 from handlepool.recording.rehearsal import CONSTANT
 from handlepool.recording.update import piece_of

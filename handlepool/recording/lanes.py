@@ -20,6 +20,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from handlepool._util.cleanup import do_all
+from handlepool._util.frames import place_of_call
 from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import RecordingMemory
 from handlepool.errors import CaptureError
@@ -27,7 +28,7 @@ from handlepool.order.books import in_the_middle
 from handlepool.order.plain_calls import piece_of
 from handlepool.order.track import NOTHING, Needs, Track
 from handlepool.order.uses import Use, Uses, needs_of, write_down
-from handlepool.pool.context import place_of_call, thread
+from handlepool.pool.context import thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.slot import Slot, bind_to_thread

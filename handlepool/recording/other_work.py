@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import groupby
 
-from handlepool.pool.context import place_of_call
+from handlepool._util.frames import place_of_call
 
 PLAIN = "no graph function and no operation: handlepool.operation declares one"
 IN_ORDER = "recorded in the order of streams and forks"

@@ -8,7 +8,8 @@ import numpy as np
 
 from handlepool._util.arguments import check_ends
 from handlepool._util.names import kind_of
-from handlepool.drivers.protocol import Driver, taken
+from handlepool.drivers.operands import taken
+from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.order.stream_order import integration
 from handlepool.recording import tensors

@@ -7,13 +7,14 @@ from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
 
+from handlepool._util.frames import place_of_call
 from handlepool._util.names import shown
 from handlepool._util.reachable import content, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.trace import Request
-from handlepool.pool.context import NOT_CACHED, place_of_call, recordings, thread
+from handlepool.pool.context import NOT_CACHED, recordings, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 from handlepool.recording.update import PLAIN, piece_of
@@ -25,8 +26,6 @@ Pieces = Collection[Piece | Token]
 
 CONSTANT = "a constant"
 """Tells copies of constants from the calls that both calls of a function make: the first call has the constants themselves."""
-BENEATH = 7
-"""The least calls from the launch of a shortcut up to that of the user's: of a graph function, and of what begins a node."""
 
 
 class Made(NamedTuple):
@@ -57,7 +56,7 @@ class Made(NamedTuple):
     def at_once(cls, launch: Any) -> "Made":
         """Return what a call by a shortcut is known by."""
         plan = launch.plan
-        return cls(plan.name, launch.operands.sizes, place_of_call(BENEATH), (plan,))
+        return cls(plan.name, launch.operands.sizes, place_of_call(), (plan,))
 
     def __str__(self) -> str:
         writes = f", which writes {sum(self.sizes):,} bytes" if self.sizes else ""

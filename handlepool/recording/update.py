@@ -10,7 +10,8 @@ import numpy as np
 from handlepool._util.names import kind_of, shown
 from handlepool._util.protocols import holds_values
 from handlepool._util.reachable import attributes, leaves
-from handlepool.drivers.protocol import ASARRAY, Driver, taken
+from handlepool.drivers.operands import ASARRAY, taken
+from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.graphs.arrays import MASKED, is_array
 from handlepool.order.stream_order import integration

@@ -32,7 +32,6 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.stream import check_foreign, resolve
 from handlepool.regions.memory import Region, branch_regions, held_by, inherited
-from handlepool.regions.pace import Pace
 
 T = TypeVar("T")
 
@@ -58,27 +57,23 @@ class Fork:
         "_count",
         "_counted",
         "_driver",
-        "_here",
         "_home",
         "_inherited",
         "_keep",
         "_kept",
         "_leased",
-        "_looks",
         "_mark",
         "_next",
         "_once",
         "_order",
         "_ordered",
         "_ordinal",
-        "_pace",
         "_pointer",
         "_pool",
         "_region",
         "_sides",
         "_started",
         "_status",
-        "_stays",
         "_stream",
         "_thread",
         "_tracks",
@@ -93,13 +88,8 @@ class Fork:
         *,
         ordered: bool = True,
         once: bool = False,
-        pace: Pace | None = None,
     ) -> None:
         self._ordered = ordered
-        self._pace = pace  # None where the states are used whatever the GPU does
-        self._stays = False  # whether launches are given to the caller's stream
-        self._looks = False  # whether the next branch is to see if they could have been
-        self._here: Slot | None = None  # the caller's stream's, once a launch stayed there
         self._once = once  # whether it is for one map, which nothing comes after
         self._order: DataOrder | None = None  # opened with the first branch
         self._home = NOBODYS  # the caller's track
@@ -148,19 +138,8 @@ class Fork:
         # Of whose Python this is the body: of a branch, where that is known, or of none.
         order = open_order(driver, ordinal) if opened else None
         self._within = None if order is None else order.running
-        if self._pace is not None and order is None and outer is None:
-            self._begin_at_pace(self._pace)
         self._thread = thread.token
         return self
-
-    def _begin_at_pace(self, pace: Pace) -> None:
-        """See whether launches stay on the caller's stream, and else whether to look if they could.
-
-        Not in what is captured, where a launch takes no time.
-        """
-        if self._checked or recordings or (self._pointer != LEGACY_STREAM and self._driver.is_capturing(self._pointer)):
-            return
-        self._stays, self._looks = pace.begin()
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run one branch: ``function(*args, **kwargs)`` with a side stream as the current stream.
@@ -176,9 +155,8 @@ class Fork:
 
         A branch that follows the last one of a state runs there. The others take the states in turn, and two on one state run one
         after the other. Where every side slot of the device is out, the branch runs on the caller's stream, with the same result.
-        Graph functions, `handlepool.conv2d` and the like run there, too, while forks of the same `ParallelStates` find that the
-        GPU has done each launch before the next one comes. A branch may use another stream of its own choice. It then orders that
-        stream itself, before and after, and memory is that stream's, as outside of branches.
+        A branch may use another stream of its own choice. It then orders that stream itself, before and after, and memory is that
+        stream's, as outside of branches.
 
         Parameters
         ----------
@@ -215,12 +193,6 @@ class Fork:
         hit, prepare = launchers.get(function if kind is FunctionType else kind, NO_LAUNCHER)
         if hit is not None and driver.current_stream(ordinal) is self._stream:
             begin: Callable[..., Slot] = self._begin if self._ordered else self._begin_unordered
-            if self._stays and (pace := self._pace) is not None:
-                if pace.left > 0 or pace.keeps_up(driver, self._pointer):
-                    pace.left -= 1
-                    begin = self._begin_here
-                else:
-                    self._stays = False
             result: T = hit(function, pool, begin, args, kwargs)
             if result is not NOT_CACHED:
                 return result
@@ -489,7 +461,6 @@ class Fork:
         """Lease states, and let them start after what the caller's stream has been given by now: one event for all."""
         leased, free = self._leased, self._sides.free
         known = len(leased)
-        self._stays = False
         try:
             try:
                 for _ in range(known, most if most < self._count else self._count):
@@ -537,8 +508,6 @@ class Fork:
         hit of `get_handle` finds it.
         """
         self._keep(kept)
-        if self._looks:
-            self._look()
         order = self._order
         if order is None or order.busy:
             order = self._open_order()
@@ -605,27 +574,6 @@ class Fork:
             order.busy = False
         return slot
 
-    def _begin_here(self, kept: object, launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Slot:
-        """Start a branch on the caller's stream, which orders it with all that was and will be given to that."""
-        if self._ordered:
-            order = self._order
-            if order is None or order.busy:
-                order = self._open_order()
-            if not order.stays:  # other forks' branches may be what it waits for
-                self._stays = False
-                return self._begin(kept, launch, addresses, blocks)
-            order.stayed = True
-        self._keep(kept)
-        slot = self._here
-        if slot is None or slot.owner is not self._status:
-            slot = self._here = self._pool.slot(self._stream)
-        return slot
-
-    def _look(self) -> None:
-        """See, from the second branch on, whether the GPU has done those before it."""
-        if self._leased and self._pace is not None:
-            self._looks = self._pace.look(self._driver, [slot.pointer for slot in self._leased])
-
     def _begin_any(self, operands: object, memory: Memory | None) -> Slot:
         """Start the next branch, where it is no launch of one known plan, on a slot that is this thread's."""
         if memory is None:
@@ -635,8 +583,6 @@ class Fork:
     def _begin_unordered(self, operands: object, *_: object, owned: bool = False) -> Slot:
         """Start the next branch on the next state, whatever it reads and writes."""
         self._keep(operands)
-        if self._looks:
-            self._look()
         pool, leased, index = self._pool, self._leased, self._next
         known = len(leased)
         if index >= known and (self._started or not self._lease()):
@@ -684,8 +630,6 @@ class Fork:
         else:
             self._counted = not self._inherited
             order.forks += self._counted
-            order.stays = False
-            order.after_stayed(self._pointer)
         self._tracks.clear()
         home = order.tracks.get(self._pointer)
         if home is None:  # of a stream that the body chose
@@ -730,7 +674,6 @@ class Fork:
             self._count = max(1, len(leased))
             return False
         leased.append(slot)  # the join releases whatever is here
-        self._stays = False
         return True
 
     def _own_region(self) -> Region:

@@ -20,7 +20,6 @@ from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.slot import Slot
 from handlepool.regions.fork import Fork
-from handlepool.regions.pace import Pace
 
 __all__ = ["Fork", "ParallelStates"]
 
@@ -54,7 +53,6 @@ class ParallelStates:
             pool = default_pool()
         check_pool("ParallelStates", pool)
         self.pool = pool
-        self._pace = Pace()
         self._locks: dict[tuple[int, int, int], threading.Lock] = {}
 
     def __len__(self) -> int:
@@ -80,7 +78,7 @@ class ParallelStates:
         Fork
             To be entered once, by the thread that runs its branches.
         """
-        return Fork(self.pool.internals, self.count, stream, ordered=flag("ordered", ordered), pace=self._pace)
+        return Fork(self.pool.internals, self.count, stream, ordered=flag("ordered", ordered))
 
     def map(
         self, function: Callable[..., T], /, *iterables: Iterable[Any], out: Iterable[Any] | None = None, **kwargs: Any

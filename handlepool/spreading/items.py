@@ -11,7 +11,8 @@ import numpy as np
 from handlepool._util.arguments import check_ends
 from handlepool._util.names import kind_of, shown
 from handlepool._util.reachable import attributes, bound_call, leaves
-from handlepool.drivers.protocol import ASARRAY, Driver
+from handlepool.drivers.operands import ASARRAY
+from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArrayTypeError
 from handlepool.recording.update import PLAIN, is_foreign
 

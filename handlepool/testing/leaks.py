@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from handlepool.drivers.host.testing import Controls
-from handlepool.drivers.protocol import LEGACY_STREAM
+from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.pool.checks import CheckedDriver
 from handlepool.pool.deferred import remembered
 from handlepool.pool.pool import HandlePool

@@ -181,7 +181,7 @@ def test_what_is_copied_is_counted_and_told(arrays, each_pool):
 
 
 def test_a_copy_too_large_for_each_call_is_refused_by_name(arrays, monkeypatch):
-    monkeypatch.setattr(forms, "MOST_COPIED", 1000)
+    monkeypatch.setattr("handlepool.graphs.operand_forms.MOST_COPIED", 1000)
     x, w = arrays.random(2, 16, 7, 6, layout="NHWC"), arrays.random(24, 16, 3, 3)
     with pytest.raises(
         ArgumentError, match=r"argument 1 \(w\), of shape \(24, 16, 3, 3\) with strides .*pass a copy of it, channels"
@@ -277,12 +277,12 @@ def test_checked_pools_compare_the_copies_too(monkeypatch):
     )
     with HandlePool(driver=HostDriver(), check=True) as pool, as_default(pool):
         assert np.allclose(product_added(a, b, z), a @ b + z, atol=1e-4)
-    copy = forms._Forms.copy
+    copy = forms.OperandForms.copy
 
     def wrong(self, place, shape, steps, *args, **kwargs):
         copy(self, place, shape, [0 if step == 1 else step for step in steps], *args, **kwargs)
 
-    monkeypatch.setattr(forms._Forms, "copy", wrong)
+    monkeypatch.setattr(forms.OperandForms, "copy", wrong)
     pool = HandlePool(driver=HostDriver(), check=True)
     with pool, as_default(pool), pytest.raises(ContractError, match="product_added: plan"):
         product_added(a, b, z)
@@ -363,7 +363,7 @@ def test_an_addend_of_a_product_repeats_along_any_axes(arrays, function, mask):
 
 def test_what_is_too_large_for_a_copy_is_taken_as_the_advice_says(monkeypatch):
     """The shape is told as it was given, and the remedy works."""
-    monkeypatch.setattr(forms, "MOST_COPIED", 1000)
+    monkeypatch.setattr("handlepool.graphs.operand_forms.MOST_COPIED", 1000)
     q, k = np.ones((2, 4, 8, 16), np.float32), np.ones((2, 4, 16, 8), np.float32)
     x, w = np.ones((4, 8, 6, 6), np.float32), np.ones((8, 8, 3, 3), np.float32)
     one, whole = np.ones((1, 8, 6, 6), np.float32), np.ones((4, 8, 6, 6), np.float32)

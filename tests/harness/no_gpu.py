@@ -193,9 +193,6 @@ class NoGpuDriver(CudaDriver):
     def synchronize_stream(self, pointer):
         pass
 
-    def stream_done(self, pointer):
-        return False
-
     def copy_run(self, target, source, pointer):
         self.log.append(("copy", pointer))
 

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import itertools
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,7 +35,6 @@ from harness.region_functions import FORKED, FUNCTIONS, RECORDED, TOKENS, Branch
 
 import handlepool
 from handlepool import HandlePool, ParallelStateExecutor, ParallelStates
-from handlepool.regions.pace import Pace
 
 Values = dict[tuple[str, int], Any]
 """What a run gives: what arrays have in the end, the arrays of tokens, and what the host has read in between."""
@@ -189,23 +187,6 @@ class Sequential:
         self.arrays[step.made] = self.initial(step.made)
 
 
-class Staying(Pace):
-    """Lets the launches of every fork stay on the caller's stream, from the start, and ends that whenever it likes."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self._random = random.Random(seed)
-
-    def begin(self):
-        self.left = self._random.randrange(1, 4)
-        return True, False
-
-    def keeps_up(self, driver, pointer):
-        super().keeps_up(driver, pointer)
-        self.left = self._random.randrange(1, 4)
-        return self._random.random() < 0.8
-
-
 class Regional(Sequential):
     """Runs the steps as they say: in forks, branches, tasks.
 
@@ -223,8 +204,6 @@ class Regional(Sequential):
         Where the body's other streams are, for the next run as well.
     joined : bool
         Whether each branch is joined at once, so that no order by data is needed: tasks and their results stay as they are.
-    pace : Pace, optional
-        Of every fork; they have their own without it.
     """
 
     def __init__(
@@ -238,7 +217,6 @@ class Regional(Sequential):
         ordered: bool = True,
         streams: list[Any] | None = None,
         joined: bool = False,
-        pace: Any = None,
         **options: Any,
     ) -> None:
         super().__init__(make, copy, numpy=False, **options)
@@ -247,7 +225,6 @@ class Regional(Sequential):
         self.freely = freely
         self.ordered = ordered
         self.joined = joined
-        self.pace = pace
         self.states = ParallelStates(4, pool=pool)
         self.forks: list[Any] = []  # that are open, of the branch that runs
         self.executor: ParallelStateExecutor | None = None
@@ -361,9 +338,7 @@ class Regional(Sequential):
         outer = list(self.forks)
         with contextlib.suppress(*[BranchError] * step.raises), self.note(step):
             try:
-                states = ParallelStates(step.count, pool=self.pool)
-                states._pace = self.pace or states._pace
-                with states.fork(**options) as fork:
+                with ParallelStates(step.count, pool=self.pool).fork(**options) as fork:
                     self.forks.append(fork)
                     self.steps(step.steps)
                     if step.raises:

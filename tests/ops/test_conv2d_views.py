@@ -6,7 +6,6 @@ from harness.arrays import TOLERANCE, Arrays
 
 from handlepool import ArgumentError, GraphNotSupportedError, ParallelStates, conv2d
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.graphs import forms
 from handlepool.testing import reference
 
 VIEWS = {
@@ -102,7 +101,7 @@ def test_a_bias_of_any_stride_is_copied_and_the_convolution_stays_one_launch(mak
 
 
 def test_large_views_are_taken_as_far_as_no_copy_is_needed(make_pool, monkeypatch):
-    monkeypatch.setattr(forms, "MOST_COPIED", 3000)
+    monkeypatch.setattr("handlepool.graphs.operand_forms.MOST_COPIED", 3000)
     pool = make_pool()
     arrays = Arrays(pool, layout="NHWC")
     x, out = VIEWS["crop"](arrays.random, 2, 16, 7, 6), VIEWS["crop"](arrays.random, *SHAPE)

@@ -18,7 +18,6 @@ from handlepool import (
     conv2d,
 )
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.graphs import forms
 from handlepool.graphs.launch import GraphCall
 from handlepool.pool.plan_cache import PlanCache
 from handlepool.testing import reference
@@ -379,6 +378,6 @@ def test_padding_that_differs_is_refused_where_it_would_take_too_large_a_copy_an
     ):
         with pytest.raises(GraphNotSupportedError, match=r"padding of \(1, 0\) before and \(0, 0\) after was not measured"):
             call()
-    monkeypatch.setattr(forms, "MOST_COPIED", 1000)
+    monkeypatch.setattr("handlepool.graphs.operand_forms.MOST_COPIED", 1000)
     with pytest.raises(ArgumentError, match=r"of shape \(2, 24, 7, 4\)\. At each call .* 5,376 bytes.*pad the images before"):
         conv2d(x, w, padding=((1, 0), (0, 0)), bias=arrays.random(24), activation="relu")

@@ -11,13 +11,11 @@ from harness.graphs import double
 from harness.region_cases import MOST_DEPTH, MOST_WIDTH
 from harness.region_functions import FUNCTIONS, RECORDED, shifted
 from harness.region_maker import make_case
-from harness.region_runs import Staying
 from harness.region_worlds import World, expected_of
 from random_regions import seeds_of, survey
 
 from handlepool import ContractError, HandlePool, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.regions.fork import Fork
 
 PROGRAMS = 40
 """Of one part: about three seconds' worth."""
@@ -47,21 +45,6 @@ def test_g17_the_programs_have_all_that_a_region_may_meet():
     assert not (ways | views | nested | programs | ends | rest) - set(seen)
     assert max(case.depth for case in cases) >= MOST_DEPTH
     assert max(case.width for case in cases) >= MOST_WIDTH
-
-
-@pytest.mark.filterwarnings("ignore:a branch waits since")
-@pytest.mark.parametrize("free", [4, 32])
-def test_g17_random_programs_give_the_same_where_launches_stay_on_the_callers_stream(free, monkeypatch):
-    world, stayed, begin = World(free), [], Fork._begin_here
-    monkeypatch.setattr(Fork, "_begin_here", lambda *given: stayed.append(given[2]) or begin(*given))
-    for seed in range(40):
-        case, pace = make_case(seed), Staying(seed)
-        outcomes = [world.run(case, pace=pace) for _ in range(2)]  # plans are known at the second
-        for outcome in outcomes:
-            assert not outcome.differs(expected_of(case)), f"seed {seed}"
-        assert not world.left_behind(), f"seed {seed}"
-    world.close()
-    assert len(stayed) > 20
 
 
 # The controls can be trusted

@@ -10,10 +10,10 @@ from cuda.bindings import driver as cu
 from cupy.cuda import runtime
 from cupy.cuda.memory import BaseMemory, MemoryPointer, OutOfMemoryError, UnownedMemory
 
+from handlepool.drivers.captures import Edge
 from handlepool.drivers.cuda import early
 from handlepool.drivers.cuda.rewiring import Rewiring, are_many, ends
 from handlepool.drivers.freed_blocks import FreedBlocks
-from handlepool.drivers.protocol import Edge
 
 _ALIGNMENT = 512  # CuPy's pool gives nothing smaller
 _rewiring = Rewiring(cu)

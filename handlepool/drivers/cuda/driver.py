@@ -8,7 +8,6 @@ for threads is that a handle is used by one thread at a time; who keeps it is th
 import inspect
 import threading
 from array import array as buffer
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from ctypes import byref, c_int
@@ -29,19 +28,12 @@ from handlepool.drivers.cuda import early, failures, planning, shared
 from handlepool.drivers.cuda.edges import Dependencies, libcuda, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
+from handlepool.drivers.cuda.throwaway import ThrowawayCapture
 from handlepool.drivers.event_pool import Events
+from handlepool.drivers.executable import Copy, SavedPlan
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.protocol import (
-    LEGACY_STREAM,
-    PER_THREAD_STREAM,
-    BeforePlain,
-    Bring,
-    Copy,
-    Handle,
-    ReadHost,
-    SavedPlan,
-    Stream,
-)
+from handlepool.drivers.protocol import BeforePlain, Bring, ReadHost
+from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Handle, Stream
 from handlepool.errors import ArrayTypeError, CaptureError, DriverNotAvailableError
 from handlepool.tensors import frontend
 from handlepool.tensors.layout import HOST, UNKNOWN, Layout, View, one_run, span
@@ -56,8 +48,8 @@ _RELAXED = int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _NOT_READY = 600  # cudaErrorNotReady: the work has not run
 _REACHED_BEFORE = 704  # cudaErrorPeerAccessAlreadyEnabled: by CuPy, say
-_ENOUGH = 1 << 20
-"""Bytes that operands and scratch are said to be in, of a launch that is captured and never runs."""
+_STAND_IN_BYTES = 1 << 20
+"""Bytes of the memory that stands in for operands and scratch of a launch that is captured and never runs."""
 _STICKY = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
 """Errors that a context does not survive, by their numbers, which are the same in the runtime and in the driver: memory that
 cannot be corrected, addresses and instructions that are illegal, misaligned or out of space, failed assertions and launches."""
@@ -129,56 +121,6 @@ class _ForeignStream:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.pointer
-
-
-_idle: dict[int, list[int]] = defaultdict(list)
-"""By context, streams on which nothing is captured any more: to make one takes as long as the rest of such a capture. They live
-as long as the process, as many as threads have planned at one time."""
-
-
-class _Capturing:
-    """Has a handle on a stream that is being captured, whose graph nobody wants.
-
-    The frontend warms up a plan that it has read with a handle: it captures a launch, and allocates a megabyte for that and frees
-    it, which synchronises the device. It does none of this where the handle's stream is being captured. The capture is relaxed,
-    so it forbids nothing to whoever reads the plan.
-    """
-
-    def __init__(self, driver: "CudaDriver", handle: Handle, *, ask: bool = False) -> None:
-        self._driver, self._handle, self._ask = driver, handle, ask
-        self.stream = 0
-        self.early: bool | None = None  # whether something in the graph begins early, where that is asked
-
-    def __enter__(self) -> "_Capturing":
-        self._before = self._handle.stream
-        self._idle = _idle[cupy.cuda.driver.ctxGetCurrent()]
-        try:
-            self.stream = self._idle.pop()  # nobody else has it from here on, whichever threads come
-        except IndexError:
-            self.stream = int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
-        try:
-            runtime.streamBeginCapture(self.stream, runtime.streamCaptureModeRelaxed)
-            self._driver.bind_handle(self._handle, self.stream)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._driver.bind_handle(self._handle, self._before or 0)  # the very object, by which a slot knows that it is bound
-        finally:
-            try:
-                graph = runtime.streamEndCapture(self.stream)
-            except runtime.CUDARuntimeError:  # the capture was invalidated, or did not begin
-                runtime.streamDestroy(self.stream)
-            else:
-                self._idle.append(self.stream)
-                try:
-                    if self._ask:
-                        self.early = recorded.begins_early(int(graph))
-                finally:
-                    runtime.graphDestroy(graph)
 
 
 class CudaDriver:
@@ -253,11 +195,6 @@ class CudaDriver:
             return int(_check(cu.cuCtxGetDevice()))
         finally:
             _check(cu.cuCtxPopCurrent())
-
-    def stream_done(self, pointer: int) -> bool:
-        # Not the runtime's, which would keep "not ready" as this thread's last error, for others to find.
-        (status,) = cu.cuStreamQuery(pointer)
-        return bool(status == cu.CUresult.CUDA_SUCCESS)
 
     def synchronize_stream(self, pointer: int) -> None:
         runtime.streamSynchronize(pointer)
@@ -540,7 +477,7 @@ class CudaDriver:
             graph._handle = handle  # noqa: SLF001 - as the constructor would, before it was known whether a plan was saved
             planned = planning.plan(graph, operands, copies, **settings)
         else:
-            with _Capturing(self, handle):
+            with ThrowawayCapture(self.bind_handle, handle):
                 planned = planning.loaded(operands, copies, saved, handle=handle.backend_handle)
         if planned.early is None:
             planned = replace(planned, early=self._begins_early(handle, planned))
@@ -558,10 +495,10 @@ class CudaDriver:
         if raw is None:
             return None
         try:
-            memory = cupy.get_default_memory_pool().malloc(_ENOUGH)
+            memory = cupy.get_default_memory_pool().malloc(_STAND_IN_BYTES)
             addresses = buffer("Q", [memory.ptr] * len(planned.uids))
             location, count = addresses.buffer_info()
-            with _Capturing(self, handle, ask=True) as captured:
+            with ThrowawayCapture(self.bind_handle, handle, ask=True) as captured:
                 early.launch(captured.stream)
                 raw(location, count, memory.ptr if planned.size else 0, handle.backend_handle, planned.index)
         except Exception:  # whatever cuDNN, and CUDA, have against that

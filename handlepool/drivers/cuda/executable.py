@@ -12,7 +12,10 @@ from cupy.cuda.memory import MemoryPointer, UnownedMemory
 from handlepool.drivers.cuda import fast_launch
 from handlepool.drivers.cuda.early import barrier
 from handlepool.drivers.cuda.planning import MOST_OPERANDS, Planned
-from handlepool.drivers.protocol import AliasPair, Copy, Driver, Handle, check_operands
+from handlepool.drivers.executable import AliasPair, Copy
+from handlepool.drivers.operands import check_operands
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import Handle
 
 _BYTE = np.dtype(np.uint8)
 

@@ -11,7 +11,8 @@ from typing import Any
 import cupy
 
 from handlepool.drivers.cuda.early import barrier
-from handlepool.drivers.protocol import TENSOR_ALIGNMENT, AliasPair
+from handlepool.drivers.executable import AliasPair
+from handlepool.drivers.operands import TENSOR_ALIGNMENT
 
 MOST_TOGETHER = 1 << 20
 """Most bytes of a map's outputs that are allocated as one block, in three quarters of the time. It lives as long as any of them

@@ -9,8 +9,11 @@ import cupy
 from handlepool.drivers.cuda import fast_launch, kernels
 from handlepool.drivers.cuda.early import immortal
 from handlepool.drivers.cuda.executable import new_buffer
+from handlepool.drivers.executable import AliasPair
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.protocol import AliasPair, Driver, Handle, check_operands
+from handlepool.drivers.operands import check_operands
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import Handle
 from handlepool.tensors.layout import Layout
 
 _functions: dict[tuple[int, str, tuple[tuple[str, str], ...]], Any] = {}
@@ -30,7 +33,7 @@ def _function(device: int, launch: kernels.Launch) -> Any:
 
 
 class KernelExecutable:
-    """See `handlepool.drivers.protocol.Executable`. Made inside `Driver.relaxed`."""
+    """See `handlepool.drivers.executable.Executable`. Made inside `Driver.relaxed`."""
 
     workspace_size = 0
     candidates = 1

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import cudnn
 
-from handlepool.drivers.protocol import ALIGNMENT, Copy, SavedPlan, scratch_of
+from handlepool.drivers.executable import ALIGNMENT, Copy, SavedPlan, scratch_of
 from handlepool.errors import ArgumentError, DriverNotAvailableError, GraphNotSupportedError
 from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
@@ -273,7 +273,7 @@ class DescribedDevice:
 
 
 class DescribedExecutable:
-    """A built graph of a described device, as `handlepool.drivers.protocol.Executable`; there is nothing to launch it on."""
+    """A built graph of a described device, as `handlepool.drivers.executable.Executable`; there is nothing to launch it on."""
 
     def __init__(self, planned: Planned, name: str, titles: Sequence[str], device: str) -> None:
         self.planned = planned

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from handlepool.drivers.captures import Edge
 from handlepool.drivers.cuda.edges import with_edge_data
-from handlepool.drivers.protocol import Edge
 from handlepool.errors import CaptureError
 
 MOST_ENDS = 4

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool.drivers.protocol import ASARRAY
+from handlepool.drivers.operands import ASARRAY
 from handlepool.errors import ArrayTypeError
 
 Raw = np.ndarray[Any, Any]

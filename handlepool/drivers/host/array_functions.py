@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from handlepool._util.frames import place_of_call
 from handlepool._util.names import kind_of
 from handlepool._util.protocols import holds_values
 from handlepool.drivers.host.array import (
@@ -44,10 +45,10 @@ from handlepool.drivers.host.array_arguments import (
     walk,
 )
 from handlepool.drivers.host.memory import Memory, accesses, plain_reads, tell_plain
-from handlepool.drivers.host.race_checker import caller
 from handlepool.drivers.host.scheduler import NOTHING
 from handlepool.drivers.host.streams import Device, Queue, StreamTable
-from handlepool.drivers.protocol import ASARRAY, BeforePlain
+from handlepool.drivers.operands import ASARRAY
+from handlepool.drivers.protocol import BeforePlain
 from handlepool.errors import ArrayTypeError, CaptureError, DeviceMismatchError, ForkedProcessError
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import Piece, piece
@@ -163,7 +164,7 @@ class ArrayWork:
 
     def _refuse_capture(self, queue: Queue, label: str) -> None:
         if queue.capture is not None:
-            what = f"{label} at {caller()}, which waits for the values of a host array,"
+            what = f"{label} at {place_of_call()}, which waits for the values of a host array,"
             queue.capture.spoil(what)
             raise CaptureError(
                 f"{what} while {queue!r} is captured: what is captured has not run. Keep there to what "

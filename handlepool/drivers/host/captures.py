@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from handlepool.drivers.host.race_checker import Access
 from handlepool.drivers.host.scheduler import NOTHING, Operation
-from handlepool.drivers.protocol import ASARRAY
+from handlepool.drivers.operands import ASARRAY
 from handlepool.errors import ArgumentError, CaptureError, ContractError
 
 if TYPE_CHECKING:

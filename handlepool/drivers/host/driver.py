@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from handlepool._util.names import shown
+from handlepool.drivers.executable import Copy, SavedPlan
 from handlepool.drivers.host import scheduler as schedulers
 from handlepool.drivers.host.array import Array, HostArray, address_of, check_type, owner_of, raw_view, view_of, work_of
 from handlepool.drivers.host.array_functions import ArrayWork
@@ -27,17 +28,9 @@ from handlepool.drivers.host.memory import Memory, Owner, RegionAllocator
 from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable
 from handlepool.drivers.host.testing import Controls
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.protocol import (
-    LEGACY_STREAM,
-    PER_THREAD_STREAM,
-    BeforePlain,
-    Bring,
-    Copy,
-    ReadHost,
-    SavedPlan,
-    check_operands,
-    operand_name,
-)
+from handlepool.drivers.operands import check_operands, operand_name
+from handlepool.drivers.protocol import BeforePlain, Bring, ReadHost
+from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError, GraphNotSupportedError
 from handlepool.tensors import frontend
 from handlepool.tensors.layout import HOST, Layout, View, bytes_at, one_run, span
@@ -206,13 +199,6 @@ class HostDriver(Controls):
         self._note("synchronize_stream")
         self._forbid("synchronize_stream")
         self._streams.synchronize(self._streams.resolve(pointer))
-
-    def stream_done(self, pointer: int) -> bool:
-        """Never: who is told so has waited for it, and would hide from the check of the order that nothing else did."""
-        self._note("stream_done")
-        self._forbid("stream_done")
-        self._streams.captures.refuse(self._streams.resolve(pointer), "a question whether it is done")
-        return False
 
     # Events
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from handlepool.drivers.executable import ALIGNMENT, Copy, SavedPlan, scratch_of
 from handlepool.drivers.host.array import Raw, address_of, raw_view
 from handlepool.drivers.host.contract import HandleUse
 from handlepool.drivers.host.memory import Block, Memory, accesses, plain_reads, tell_plain
 from handlepool.drivers.host.streams import StreamTable
-from handlepool.drivers.protocol import ALIGNMENT, Copy, SavedPlan, scratch_of
 from handlepool.errors import ArgumentError, ContractError
 from handlepool.tensors.inference import dense_strides
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class HostExecutable:
-    """A planned graph of one device, as `handlepool.drivers.protocol.Executable`."""
+    """A planned graph of one device, as `handlepool.drivers.executable.Executable`."""
 
     candidates = 1
     untried = False
@@ -69,7 +69,7 @@ class HostExecutable:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """Queue the steps on the handle's stream; see `handlepool.drivers.protocol.Executable.launch`."""
+        """Queue the steps on the handle's stream; see `handlepool.drivers.executable.Executable.launch`."""
         self._check_operands(self.name, self.device, operands, self.titles.__getitem__, self._copied)
         if check is not None:
             check([address_of(array) for array in operands])

@@ -5,17 +5,17 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from handlepool.drivers.captures import Edge
 from handlepool.drivers.freed_blocks import FreedBlocks
 from handlepool.drivers.host.array import HostArray, owner_of
 from handlepool.drivers.host.captures import HostGraph, Node, rewired
 from handlepool.drivers.host.memory import Block, DeviceMemory, Owner
 from handlepool.drivers.host.streams import StreamTable
-from handlepool.drivers.protocol import Edge
 from handlepool.errors import ContractError
 
 
 class RecordedGraph:
-    """A `HostGraph` as `handlepool.drivers.protocol.RecordedGraph`."""
+    """A `HostGraph` as `handlepool.drivers.captures.RecordedGraph`."""
 
     def __init__(self, graph: HostGraph, table: StreamTable, note: Callable[[str], None]) -> None:
         self.graph = graph
@@ -81,7 +81,7 @@ class RecordedGraph:
 
 
 class MarkedGraph(RecordedGraph):
-    """As `handlepool.drivers.protocol.MarkedGraph`."""
+    """As `handlepool.drivers.captures.MarkedGraph`."""
 
     def __init__(self, graph: HostGraph, table: StreamTable, note: Callable[[str], None], moments: dict[int, float]) -> None:
         super().__init__(graph, table, note)
@@ -101,7 +101,7 @@ def _take(moments: dict[int, float], place: int) -> None:
 
 
 class RecordingMemory:
-    """Arenas of one recording, as `handlepool.drivers.protocol.RecordingMemory`."""
+    """Arenas of one recording, as `handlepool.drivers.captures.RecordingMemory`."""
 
     def __init__(self, table: StreamTable) -> None:
         self._table = table

@@ -14,12 +14,15 @@ from zlib import crc32
 
 import numpy as np
 
+from handlepool._util.frames import place_of_call
 from handlepool.drivers.host.array import HostArray, Raw, Work
 from handlepool.drivers.host.limit import ADVICE
-from handlepool.drivers.host.race_checker import Access, Past, caller
+from handlepool.drivers.host.race_checker import Access, Past
 from handlepool.drivers.host.scheduler import Scheduler
 from handlepool.drivers.host.streams import Event, Queue, Stream, StreamTable
-from handlepool.drivers.protocol import ASARRAY, PER_THREAD_STREAM, ReadHost
+from handlepool.drivers.operands import ASARRAY
+from handlepool.drivers.protocol import ReadHost
+from handlepool.drivers.streams import PER_THREAD_STREAM
 from handlepool.errors import CaptureError, ContractError
 
 ALIGNMENT = 256
@@ -64,7 +67,7 @@ class Plain:
         self.past: list[Past] = []
         self._values = values
         self._sum = crc32(values.tobytes())
-        self._where = caller()
+        self._where = place_of_call()
 
     def __repr__(self) -> str:
         return f"<a numpy.ndarray of shape {self._values.shape}>"

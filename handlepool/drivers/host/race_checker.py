@@ -13,13 +13,13 @@ doing, and orders nothing on a GPU.
 """
 
 import itertools
-import sys
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from handlepool._util.frames import place_of_call
 from handlepool.errors import ContractError
 from handlepool.tensors.layout import share_bytes, span
 
@@ -122,7 +122,7 @@ class Order:
             moment = self._moments[component] = self._moments.get(component, 0) + 1
             clock[component] = moment
             if operation.accesses:
-                where = f"{where}, at {caller()}"
+                where = f"{where}, at {place_of_call()}"
             for access in operation.accesses:
                 if access.view.size:
                     self._accessed(Past(access, operation.label or "an operation", where, component, moment), access.block, clock)
@@ -177,14 +177,6 @@ class Order:
             for past in block.past:
                 if past.writes and self._host.get(past.component, 0) < past.moment and now.conflicts(past):
                     self._report(f"{now} bytes {_span(now, block)} of {block!r} and {past} bytes {_span(past, block)}", now, past)
-
-
-def caller() -> str:
-    """Return the line that calls into the library: its file and number."""
-    frame = sys._getframe(1)  # noqa: SLF001 - public in all but its name
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("handlepool", "numpy"):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _span(past: Past, block: Any) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from handlepool.drivers.host.captures import Capture, Captures, HostGraph, Mark, Node
 from handlepool.drivers.host.race_checker import Access
 from handlepool.drivers.host.scheduler import NOTHING, Operation, Scheduler
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, ContractError
 
 if TYPE_CHECKING:

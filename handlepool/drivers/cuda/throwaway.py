@@ -1,0 +1,94 @@
+"""Capture launches into a graph that is thrown away: nothing runs, and nothing waits for the device."""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import cupy
+from cupy.cuda import runtime
+
+from handlepool.drivers.cuda.capture import begins_early
+from handlepool.drivers.streams import Handle
+
+
+class IdleStreams:
+    """Keep, for each context, the streams on which no capture is under way.
+
+    A new stream costs as much as the rest of such a capture. The streams live as long as the process, and are as many as threads
+    have planned at one time. No lock: appends and pops of a list are atomic, so each stream has one user at a time.
+    """
+
+    def __init__(self) -> None:
+        self._of: defaultdict[int, list[int]] = defaultdict(list)
+
+    def acquire(self) -> int:
+        """Return a stream of the current context, for one user."""
+        try:
+            return self._of[cupy.cuda.driver.ctxGetCurrent()].pop()
+        except IndexError:
+            return int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
+
+    def release(self, stream: int) -> None:
+        """Keep a stream of the current context for a later capture."""
+        self._of[cupy.cuda.driver.ctxGetCurrent()].append(stream)
+
+
+_streams = IdleStreams()
+
+
+class ThrowawayCapture:
+    """Bind a handle to a capturing stream, whose graph is thrown away at the end.
+
+    The frontend warms up a plan that it has read with a handle: it captures a launch, and allocates a megabyte for that and frees
+    it, which synchronises the device. It does none of this where the handle's stream is being captured. The capture is relaxed,
+    so it forbids nothing to the thread that reads the plan.
+
+    Parameters
+    ----------
+    bind_handle : callable
+        `CudaDriver.bind_handle`.
+    handle : cudnn.Handle
+        Bound to its former stream again at the end.
+    ask : bool
+        Whether to find out if a kernel of the graph begins early.
+
+    Attributes
+    ----------
+    stream : int
+        The pointer of the capturing stream.
+    early : bool or None
+        Whether a kernel of the graph begins early; None without ``ask``, and before the end.
+    """
+
+    def __init__(self, bind_handle: Callable[[Handle, int], None], handle: Handle, *, ask: bool = False) -> None:
+        self._bind_handle, self._handle, self._ask = bind_handle, handle, ask
+        self.stream = 0
+        self.early: bool | None = None
+
+    def __enter__(self) -> "ThrowawayCapture":
+        self._before = self._handle.stream
+        self.stream = _streams.acquire()
+        try:
+            runtime.streamBeginCapture(self.stream, runtime.streamCaptureModeRelaxed)
+            self._bind_handle(self._handle, self.stream)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            # The very object: a slot compares its handle's pointer by identity.
+            self._bind_handle(self._handle, self._before or 0)
+        finally:
+            try:
+                graph = runtime.streamEndCapture(self.stream)
+            except runtime.CUDARuntimeError:
+                # The capture was invalidated, or did not begin.
+                runtime.streamDestroy(self.stream)
+            else:
+                _streams.release(self.stream)
+                try:
+                    if self._ask:
+                        self.early = begins_early(int(graph))
+                finally:
+                    runtime.graphDestroy(graph)

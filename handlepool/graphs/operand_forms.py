@@ -1,0 +1,218 @@
+"""Hold the operands of a graph while their forms are chosen, and tell the forms apart."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from handlepool.drivers.executable import Copy, scratch_of
+from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.tensors import frontend
+from handlepool.tensors.inference import Shape, dense_strides, title
+
+MOST_COPIED = 16 << 20
+"""Most bytes of one operand that a launch copies by itself."""
+CONVOLUTIONS = {"CONV_FPROP": ("image", "weight"), "CONV_DGRAD": ("loss", "filter"), "CONV_WGRAD": ("image", "loss")}
+"""Kinds of convolutions, with the ports of their factors."""
+
+
+class OperandForms:
+    """Hold a graph's operands while their forms are chosen."""
+
+    def __init__(
+        self,
+        graph: Any,
+        operands: Sequence[Any],
+        inputs: int,
+        shapes: Mapping[int, Shape],
+        called: Callable[[int], str],
+        copying: bool,
+    ) -> None:
+        self.copying = copying
+        self.graph = graph
+        self.operands = operands
+        self.inputs = inputs
+        self.shapes = dict(shapes)
+        self.called = called
+        self.copies: list[Copy] = []
+        self.given = [(tuple(tensor.dim), tuple(tensor.stride)) for tensor in operands]
+        self.places = {tensor.uid: place for place, tensor in enumerate(operands)}
+        self.parts: dict[int, tuple[Shape, Shape]] = {}
+        """Operands of which cuDNN gives or takes more than there is: their shape, and where that begins."""
+        self.completed: set[int] = set()
+        """Those of these inputs whose rest is zeros."""
+
+    def virtual(self) -> list[Any]:
+        """Return the tensors between nodes."""
+        made = [tensor for node in self.graph.nodes for tensor in node.outputs.values() if tensor is not None]
+        return [tensor for tensor in made if tensor.uid not in self.places]
+
+    def copy(
+        self,
+        place: int,
+        shape: Sequence[int],
+        steps: Sequence[int],
+        elements: int | None = None,
+        always: bool = False,
+        part: tuple[int, Sequence[int]] = (0, ()),
+        larger: Shape = (),
+        zeros: bool = False,
+    ) -> None:
+        """Have an operand copied.
+
+        ``steps`` are in elements, of its memory along the axes of the copy. ``elements`` is how many the copy has, and ``part``
+        where in it the operand begins and with what steps, if they are not all of these and dense. ``larger`` is the shape that
+        it is repeated to, as messages tell it. ``zeros`` is as in `Copy`.
+        """
+        assert all(each.operand != place for each in self.copies), "a copy reads the caller's memory, never another copy"
+        tensor = self.operands[place]
+        itemsize = itemsize_of(tensor)
+        nbytes = (math.prod(shape) if elements is None else elements) * itemsize
+        if not (self.copying or always) or nbytes > MOST_COPIED:
+            dim, steps = self.given[place]
+            what = (
+                f"{self.called(place)}, of shape {dim} with strides {steps} elements, lies in no form that cuDNN is known to "
+                f"compute rightly here"
+            )
+            remedy = "write to another array and copy that" if place >= self.inputs else "pass a copy of it"
+            remedy = f"{remedy}, {self._advice(larger)}"
+            if place in self.parts:
+                what = (
+                    f"{self.called(place)}: a padding that differs from side to side was not measured, so more is computed with "
+                    f"one that does not, of shape {tuple(tensor.dim)}"
+                )
+                remedy = "pad the images before, as numpy.pad does"
+                if zeros:
+                    what = (
+                        f"{self.called(place)}, of shape {dim}, lacks rows or columns of {tuple(tensor.dim)}, the result that "
+                        f"images of this size lead to"
+                    )
+                    remedy = "append zeros to it, as numpy.pad does"
+            if not (self.copying or always):
+                raise GraphNotSupportedError(what)
+            raise ArgumentError(
+                f"{what}. At each call it would take a copy of {nbytes:,} bytes, more than {MOST_COPIED:,}: {remedy}"
+            )
+        strides = tuple(int(step) * itemsize for step in steps)
+        first, within = part[0] * itemsize, tuple(int(step) * itemsize for step in part[1])
+        offset = scratch_of(self.copies)
+        self.copies.append(Copy(place, place >= self.inputs, tuple(shape), strides, offset, nbytes, first, within, zeros))
+
+    def _advice(self, larger: Shape) -> str:
+        kinds = {node.node_type.name for node in self.graph.nodes}
+        if kinds & CONVOLUTIONS.keys():
+            form = "channels-last without gaps"
+        elif "MATMUL" in kinds:
+            form = "contiguous"
+        else:
+            return "without gaps, of the output's shape and layout"
+        return f"{form}, repeated to the shape {larger}" if larger else form
+
+    def require(self, place: int, forms: Sequence[str]) -> None:
+        """Take an operand in the first of the forms that it has, or copy it into the last; a vector also where none is copied."""
+        tensor = self.operands[place]
+        dim, steps = tuple(tensor.dim), tuple(tensor.stride)
+        shape, begin = self.parts.get(place, (dim, ()))
+        for form in forms if shape == dim else ():
+            strides = dense_strides(shape, order_of(form, len(shape)))
+            if all(extent == 1 or a == b for extent, a, b in zip(shape, steps, strides, strict=True)):
+                tensor.set_stride(list(strides))
+                return
+        order = order_of(forms[-1], len(shape))
+        dense = dense_strides(dim, order)
+        first = sum(index * step for index, step in zip(begin, dense, strict=False))
+        self.copy(
+            place,
+            [shape[axis] for axis in order],
+            [steps[axis] if shape[axis] > 1 else 0 for axis in order],
+            math.prod(dim),
+            place < self.inputs and sum(extent > 1 for extent in dim) < 2,
+            (first, [dense[axis] for axis in order]) if begin else (0, ()),
+            zeros=place in self.completed,
+        )
+        tensor.set_stride(list(dense))
+
+    def expand(self, place: int, shape: Sequence[int], form: str, factor: bool = False) -> None:
+        """Copy an operand to a larger shape, repeated: that of the output, or of a factor of a product."""
+        tensor = self.operands[place]
+        order = order_of(form, len(shape))
+        steps = [step if extent > 1 else 0 for extent, step in zip(tensor.dim, tensor.stride, strict=True)]
+        larger = tuple(shape) if factor else self.given[self.inputs][0]
+        self.copy(place, [shape[axis] for axis in order], [steps[axis] for axis in order], larger=larger)
+        tensor.set_dim(list(shape)).set_stride(list(dense_strides(shape, order)))
+
+
+def used_again(forms: OperandForms, node: Any, full: Shape) -> set[int]:
+    """Return the inputs of a node, by uid, that something behind it takes, too; raises where they would repeat there."""
+    behind = {tensor.uid for other in forms.graph.nodes if other is not node for tensor in other.inputs.values()}
+    again = {tensor.uid for tensor in node.inputs.values()} & behind
+    for uid in again:
+        if tuple(forms.operands[forms.places[uid]].dim) != full:
+            raise GraphNotSupportedError(
+                f"{forms.called(forms.places[uid])} is taken by {title(node)} and again behind it, where it would repeat; make "
+                f"that a graph function of its own"
+            )
+    return again
+
+
+def declare(tensor: Any, dim: list[int], stride: list[int]) -> None:
+    """Give a tensor another shape. What nobody assigned stays a guess of the frontend's, which cuDNN is not told."""
+    if tensor.dim_assigned or not tensor.is_virtual:
+        tensor.set_dim(dim)
+    else:
+        tensor.dim = dim
+    if tensor.stride_assigned or not tensor.is_virtual:
+        tensor.set_stride(stride)
+    else:
+        tensor.stride = stride
+
+
+def order_of(form: str, rank: int) -> Shape:
+    """Return the axes of a form, from the outermost to the innermost."""
+    return (0, *range(2, rank), 1) if form == "channels-last" and rank > 1 else tuple(range(rank))
+
+
+def itemsize_of(tensor: Any) -> int:
+    """Return the bytes of one element of a tensor."""
+    return frontend.numpy_dtype(tensor.data_type).itemsize
+
+
+def has_form(tensor: Any, form: str) -> bool:
+    """Whether a tensor lies in a form, without gaps."""
+    strides = dense_strides(tensor.dim, order_of(form, len(tensor.dim)))
+    return all(extent == 1 or a == b for extent, a, b in zip(tensor.dim, tensor.stride, strides, strict=True))
+
+
+def is_per_channel(tensor: Any, full: Sequence[int]) -> bool:
+    """Whether a tensor has one element for each channel."""
+    return tuple(tensor.dim) == (1, full[1], *[1] * (len(full) - 2))
+
+
+def spaced_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether an image is channels-last with gaps between pixels, rows or images, and none between channels."""
+    return shape[1] > 1 and is_nested([(shape[axis], steps[axis]) for axis in (1, *reversed(range(2, len(shape))), 0)])
+
+
+def stepped_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether an image has its axes in the order of channels-last ones, forwards and without an element that is two.
+
+    That is less than `spaced_channels_last`: every second column of an odd number leaves rows that begin within the step of the
+    last column, and every second channel is not innermost. Neither was measured enough, so both are copied.
+    """
+    reach = 1
+    for axis in (1, *reversed(range(2, len(shape))), 0):
+        if shape[axis] > 1:
+            if steps[axis] < reach:
+                return False
+            reach += steps[axis] * (shape[axis] - 1)
+    return True
+
+
+def is_nested(axes: Iterable[tuple[int, int]]) -> bool:
+    """Whether axes, (extent, step) from the innermost to the outermost, begin with a step of 1 and lie one inside the other."""
+    reach = 0
+    for extent, step in axes:
+        if extent > 1:
+            if step < reach or (not reach and step != 1):
+                return False
+            reach = step * extent
+    return True

@@ -1,0 +1,223 @@
+"""Measure the prose of the package, and hold it to the limits of the writing rules: ``python tests/prose.py [--list MEASURE]``.
+
+The rules stand in CONTRIBUTING.md. The script counts docstrings and comments of the package, the prose of the maintainers' pages,
+and the subjects of commits since a named base. It exits with status 1 where a limit does not hold.
+"""
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("docs/architecture.md", "docs/glossary.md", "docs/testing.md", "CONTRIBUTING.md")
+BASE = "caa9c37"
+"""The last commit before the rule for subjects."""
+MOST_SUBJECT = 72
+
+
+class Limit(NamedTuple):
+    """The bound of one measure; ``least`` says that the figure must not be below the bound."""
+
+    bound: float
+    unit: str
+    least: bool = False
+
+
+LIMITS = {
+    "noun clauses": Limit(0.5, "per 1,000 words"),
+    "nobody": Limit(0, "per 1,000 words"),
+    "bare pronouns": Limit(1.6, "per 1,000 words"),
+    "own-line comments": Limit(5, "% of code lines", least=True),
+    "trailing comments": Limit(60, "in the package"),
+    "long first lines": Limit(0, "first docstring lines over 12 words"),
+    "sentence length": Limit(15, "words, mean"),
+    "commit subjects": Limit(0, "since the base"),
+}
+
+_CLAUSE = re.compile(r"\b(?:what|who|whoever|whatever)\b(?!\s*\?)", re.IGNORECASE)
+_QUESTION = re.compile(r"^(?:what|who)\b.*\?$", re.IGNORECASE)
+_NOBODY = re.compile(r"\b(?:nobody|somebody|everybody)\b", re.IGNORECASE)
+# A demonstrative or a numeral that no noun follows: a verb, a preposition, a relative or a stop comes next.
+_NO_NOUN = (
+    r"(?=\s*(?:[.,;:)]|$)|\s+(?:is|are|was|were|has|have|that|which|who|of|in|on|at|for|to|with|by|from|and|or|may|must"
+    r"|can|do|does)\b)"
+)
+_BARE = re.compile(r"\b(?:those|others|(?<!\bthe\s)(?<!\bno\s)one)\b" + _NO_NOUN, re.IGNORECASE)
+_CODE = re.compile(r"``[^`]*``|`[^`]*`|\"[^\"\n]*\"|https?://\S+")
+_SUBJECT = re.compile(r"[a-z][a-z0-9 _/.,-]*: [^\s].*[^.]")
+_UNIT = re.compile(r"#\s*(?:noqa|type:|pragma|doctest|fmt:)|#\s*(?:[kMG]i?B|bytes|ns|us|ms|s|seconds|elements|pixels|%)\s*$")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One docstring, comment or paragraph."""
+
+    path: str
+    line: int
+    text: str
+
+
+def docstrings(path: Path, tree: ast.Module) -> Iterator[Piece]:
+    """Yield the docstrings of a module, of its classes and functions, and of its assignments."""
+    name = str(path.relative_to(ROOT))
+    for node in ast.walk(tree):
+        for statement in getattr(node, "body", ()) if not isinstance(node, (ast.Lambda, ast.IfExp)) else ():
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield Piece(name, statement.lineno, value.value)
+
+
+def prose_of(docstring: str) -> str:
+    """Return the sentences of a docstring without its examples, underlines and names of parameters."""
+    kept, examples = [], False
+    for line in map(str.strip, docstring.splitlines()):
+        examples = (examples or line.startswith((">>>", "Examples"))) and not line.startswith(("Notes", "Returns"))
+        if examples or set(line) <= {"-", "=", " "} or re.fullmatch(r"[\w*, ]+ : .*|[A-Z]\w*(?:Error|s)?", line):
+            kept.append("")
+        else:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def comments(path: Path, source: str) -> Iterator[tuple[bool, Piece]]:
+    """Yield comments, each with whether it has a line of its own."""
+    name = str(path.relative_to(ROOT))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield not token.line[: token.start[1]].strip(), Piece(name, token.start[0], token.string)
+
+
+def code_lines(source: str, tree: ast.Module) -> int:
+    """Return the number of lines with code: no docstring, no comment, no blank line."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in skipped
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def paragraphs(path: Path) -> Iterator[Piece]:
+    """Yield the paragraphs of a page, without code blocks, tables and headings."""
+    fenced = False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.startswith(("|", "#", "    ")) and line.strip():
+            yield Piece(str(path.relative_to(ROOT)), number, line)
+
+
+def sentences(text: str) -> list[str]:
+    """Split prose into sentences."""
+    flat = re.sub(r"\s+", " ", re.sub(r"\n\s*\n", ". ", text)).strip()
+    return [each for each in re.split(r"(?<=[.!?])\s+|\.\s*\.", flat) if re.search(r"\w", each)]
+
+
+def words(text: str) -> int:
+    """Return the number of words of a text."""
+    return len(re.findall(r"[A-Za-z0-9_'`][\w'`.-]*", text))
+
+
+def subjects(base: str) -> list[Piece] | None:
+    """Return commit subjects since a base that break the form; None where the clone lacks the base."""
+    log = subprocess.run(
+        ["git", "log", "--format=%h %s", "--no-merges", f"{base}..HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if log.returncode:
+        return None
+    found = []
+    for entry in log.stdout.splitlines():
+        commit, _, subject = entry.partition(" ")
+        if len(subject) > MOST_SUBJECT or not _SUBJECT.fullmatch(subject):
+            found.append(Piece(commit, 0, subject))
+    return found
+
+
+def measure(base: str) -> tuple[dict[str, float], dict[str, list[Piece]]]:
+    """Return the figure of each measure, and the places that it counts."""
+    places: dict[str, list[Piece]] = {name: [] for name in LIMITS}
+    texts: list[Piece] = []
+    code = own = docstring_words = docstring_sentences = 0
+    for path in sorted((ROOT / "handlepool").rglob("*.py")):
+        source = path.read_text()
+        tree = ast.parse(source)
+        code += code_lines(source, tree)
+        for alone, comment in comments(path, source):
+            texts.append(comment)
+            own += alone
+            if not alone and not _UNIT.search(comment.text):
+                places["trailing comments"].append(comment)
+        for piece in docstrings(path, tree):
+            first = piece.text.strip().splitlines()[0] if piece.text.strip() else ""
+            if words(first) > 12:
+                places["long first lines"].append(piece)
+            prose = prose_of(piece.text)
+            texts.append(Piece(piece.path, piece.line, prose))
+            for sentence in sentences(prose):
+                docstring_sentences += 1
+                docstring_words += words(sentence)
+                if words(sentence) > 2 * LIMITS["sentence length"].bound:
+                    places["sentence length"].append(Piece(piece.path, piece.line, sentence))
+    texts += [piece for page in PAGES if (ROOT / page).exists() for piece in paragraphs(ROOT / page)]
+    total = 0
+    for piece in texts:
+        text = _CODE.sub("X", piece.text)
+        total += words(text)
+        for name, pattern in (("noun clauses", _CLAUSE), ("nobody", _NOBODY), ("bare pronouns", _BARE)):
+            if name == "noun clauses" and all(_QUESTION.match(each) for each in sentences(text)):
+                continue
+            places[name] += [Piece(piece.path, piece.line, text)] * len(pattern.findall(text))
+    wrong = subjects(base)
+    figures = {name: 1000 * len(places[name]) / total for name in ("noun clauses", "nobody", "bare pronouns")}
+    figures |= {
+        "own-line comments": 100 * own / code,
+        "trailing comments": len(places["trailing comments"]),
+        "long first lines": len(places["long first lines"]),
+        "sentence length": docstring_words / docstring_sentences,
+    }
+    if wrong is not None:
+        places["commit subjects"] = wrong
+        figures["commit subjects"] = len(wrong)
+    return figures, places
+
+
+def main() -> int:
+    """Print the measures; return 1 where a limit does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", choices=LIMITS, help="print the places that a measure counts")
+    parser.add_argument("--under", default="", help="of --list, only the paths that begin with this")
+    parser.add_argument("--base", default=BASE, help=f"the commit after which subjects are checked (default: {BASE})")
+    given = parser.parse_args()
+    figures, places = measure(given.base)
+    if given.list:
+        for piece in places[given.list]:
+            if piece.path.startswith(given.under):
+                print(f"{piece.path}:{piece.line}: {' '.join(piece.text.split())[:160]}")
+        return 0
+    failed = False
+    for name, limit in LIMITS.items():
+        if name not in figures:
+            print(f"{name:20} not measured: this clone has no commit {given.base}")
+            continue
+        broken = figures[name] < limit.bound if limit.least else figures[name] > limit.bound
+        failed |= broken
+        sign = "at least" if limit.least else "at most"
+        print(f"{name:20} {figures[name]:8.1f} {limit.unit}; {sign} {limit.bound}{'  BROKEN' if broken else ''}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
