@@ -3,15 +3,17 @@
 import contextlib
 import functools
 import gc
+import importlib
 import os
 
 import pytest
+from harness.insides import abandoned
 from harness.process import as_default, forget_deferred
 from harness.scenes import Scene, Thread
 
 from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order import books
+from handlepool.order import books, plain_calls
 from handlepool.pool import default as defaults
 from handlepool.pool import deferred
 
@@ -49,10 +51,43 @@ def nothing_deferred():
     """
     deferred.deferred.clear()
     yield
-    if deferred._abandoned:
+    if abandoned():
         deferred.settle(most=1000)
-        deferred._abandoned.clear()
+        abandoned().clear()
     forget_deferred()
+
+
+LIMITS = {
+    "handlepool.drivers.host.scheduler": ("PATIENCE_SECONDS",),
+    "handlepool.graphs.operand_forms": ("MOST_COPIED",),
+    "handlepool.graphs.timing": ("ROUNDS", "MOST_LAUNCHES"),
+    "handlepool.integrations.dask": ("MOST_PROGRAMS", "MOST_FUNCTIONS"),
+    "handlepool.pool.plan_cache": ("MOST_SPLITS",),
+    "handlepool.recording.lanes": ("MOST_NODES", "LEFT_FREE"),
+    "handlepool.recording.record": ("MOST_SECONDS",),
+    "handlepool.recording.tuning": ("MOST_ROUNDS", "CLOSE"),
+}
+"""The limits that tests change, by the module that reads each."""
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """Gives limits of the package other values during the test: ``limits(MOST_COPIED=1000)``."""
+    homes = {name: module for module, names in LIMITS.items() for name in names}
+
+    def limit(**values):
+        for name, value in values.items():
+            monkeypatch.setattr(importlib.import_module(homes[name]), name, value)
+
+    return limit
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """The writes that the package knows of plain functions: none at first."""
+    monkeypatch.setattr(plain_calls, "_warned", set())
+    monkeypatch.setattr(plain_calls, "_may_write", known := {})
+    return known
 
 
 @pytest.fixture(params=["threads", "adversarial"])

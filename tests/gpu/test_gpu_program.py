@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from harness.hidden import hidden
+from harness.insides import recording_of, replace_launch
 
 import handlepool
 from handlepool import (
@@ -209,7 +210,7 @@ def test_a_replay_is_one_graph_launch_and_nothing_else(pool, stream, images, wei
         program.replay()
         launches = []
         launch = program._launch
-        program._launch = lambda: (launches.append(launch.args[-1]), launch())
+        replace_launch(program, lambda: (launches.append(launch.args[-1]), launch()))
         for name in ("record_event", "wait_event", "create_event", "relaxed"):
             monkeypatch.setattr(pool.driver, name, lambda *_: pytest.fail("an event"), raising=False)
         for _ in range(5):
@@ -222,7 +223,7 @@ def test_a_replay_is_one_graph_launch_and_nothing_else(pool, stream, images, wei
 def test_branches_are_parallel_in_the_captured_graph(pool, stream, images, weights, edges, count):
     states = ParallelStates(count, pool=pool)
     with handlepool.record(states.map, conv, images, [weights] * 8, pool=pool) as program:
-        nodes, pairs = edges(program._recording.captured.pointer)
+        nodes, pairs = edges(recording_of(program).captured.pointer)
         assert program.nodes == len(nodes) >= 8
         assert len(set(nodes) - {after for _, after in pairs}) == count  # begin on nothing
         assert len(set(nodes) - {before for before, _ in pairs}) == count  # end in nothing but the graph's end

@@ -180,8 +180,8 @@ def test_what_is_copied_is_counted_and_told(arrays, each_pool):
     assert each_pool.stats()["operands_copied"] - before["operands_copied"] == 1
 
 
-def test_a_copy_too_large_for_each_call_is_refused_by_name(arrays, monkeypatch):
-    monkeypatch.setattr("handlepool.graphs.operand_forms.MOST_COPIED", 1000)
+def test_a_copy_too_large_for_each_call_is_refused_by_name(arrays, limits):
+    limits(MOST_COPIED=1000)
     x, w = arrays.random(2, 16, 7, 6, layout="NHWC"), arrays.random(24, 16, 3, 3)
     with pytest.raises(
         ArgumentError, match=r"argument 1 \(w\), of shape \(24, 16, 3, 3\) with strides .*pass a copy of it, channels"
@@ -361,9 +361,9 @@ def test_an_addend_of_a_product_repeats_along_any_axes(arrays, function, mask):
     assert len(function.plan_for(a, b, z).copies) <= 1
 
 
-def test_what_is_too_large_for_a_copy_is_taken_as_the_advice_says(monkeypatch):
+def test_what_is_too_large_for_a_copy_is_taken_as_the_advice_says(limits):
     """The shape is told as it was given, and the remedy works."""
-    monkeypatch.setattr("handlepool.graphs.operand_forms.MOST_COPIED", 1000)
+    limits(MOST_COPIED=1000)
     q, k = np.ones((2, 4, 8, 16), np.float32), np.ones((2, 4, 16, 8), np.float32)
     x, w = np.ones((4, 8, 6, 6), np.float32), np.ones((8, 8, 3, 3), np.float32)
     one, whole = np.ones((1, 8, 6, 6), np.float32), np.ones((4, 8, 6, 6), np.float32)

@@ -65,7 +65,7 @@ def make(make_default):
 
 
 def in_order(scene, complete=True):
-    assert scene.driver._streams.captures.active == ()
+    assert scene.driver.captures_under_way() == 0
     assert scene.driver.current_stream() is scene.stream
     assert (thread.recording, thread.region, thread.pool) == (None, None, None)
     stats = scene.pool.stats()
@@ -515,7 +515,7 @@ def test_tuning_without_a_gpu_is_refused(make_pool, make_default):
     for states in (None, ParallelStates(2, pool=pool)):
         with pytest.raises(DriverNotAvailableError, match=r"convolution\.tune times plans on a GPU"):
             conv.tune(x, w, states=states)
-    assert pool.driver._streams.captures.active == ()
+    assert pool.driver.captures_under_way() == 0
     assert pool.driver.calls["launch"] == pool.driver.calls["begin_capture"] == pool.stats()["plans_built"] == 0
 
 
@@ -622,9 +622,8 @@ def test_where_nothing_can_be_timed_the_plan_stays(make):
     "method",
     ["synchronize_event", "begin_capture", "end_capture", "launch", "elapsed", pytest.param(None, marks=pytest.mark.slow)],
 )
-def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, interrupt, monkeypatch):
-    monkeypatch.setattr("handlepool.graphs.timing.ROUNDS", 1)
-    monkeypatch.setattr("handlepool.graphs.timing.MOST_LAUNCHES", 2)
+def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, interrupt, limits):
+    limits(ROUNDS=1, MOST_LAUNCHES=2)
     for k in some_lines(4):  # of calls, here
         with Scene(TimedDriver([Fake(), Fake(concurrent=5)], scheduler="adversarial", seed=k)) as scene:
             x, w = arrays_of(scene.driver)

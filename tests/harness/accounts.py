@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+from harness.insides import memory_of, pool_of, streams_of
+
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.order import books
 from handlepool.pool import deferred
@@ -42,7 +44,7 @@ class CostlyDriver:
 def forgotten(pool):
     """Forks of a pool that nobody left, and that nobody has settled yet."""
     forks = [fork for step in list(deferred.deferred) if isinstance(fork := step.__self__, Fork)]
-    return [fork for fork in forks if fork._pool is pool.internals]
+    return [fork for fork in forks if pool_of(fork) is pool.internals]
 
 
 def books_of(driver):
@@ -91,7 +93,7 @@ class Accounts:
         self.pool = pool
         self.live = list(pool.internals._live._slots)
         self.devices = list(pool.internals.devices.values())
-        self.leased = [slot for fork in (*forks, *forgotten(pool)) if fork._pool is pool.internals for slot in fork._leased]
+        self.leased = [slot for fork in (*forks, *forgotten(pool)) if pool_of(fork) is pool.internals for slot in fork._leased]
         self.idle = [slot for device in self.devices for slot in device.idle]
         self.free = [slot for device in self.devices for slot in device.sides.free]
         self.held = [slot for device in self.devices for slot in device.sides.capturing]
@@ -164,7 +166,7 @@ class Accounts:
         driver = self.pool.driver
         slots = Counter()
         captured = set()
-        under_way = {capture.id for capture in driver._streams.captures.active}
+        under_way = {capture.id for capture in streams_of(driver).captures.active}
         for slot in self.slots + self.late:
             eager, under_capture = blocks_of(slot)
             slots.update(block.pointer for block in eager)
@@ -178,7 +180,7 @@ class Accounts:
         assert self.late or captured <= given
         assert not slots.keys() & given, "scratch of a capture serves eager work, too"
         known = [*slots, *retired, *given]
-        there = {pointer for memory in driver._memory._devices for pointer in memory._scratch}
+        there = {pointer for memory in memory_of(driver)._devices for pointer in memory._scratch}
         assert len(known) == len(set(known))
         assert set(known) == there, f"lost or unknown scratch: {set(known) ^ there}"
         assert sum(device.scratch.nbytes for device in self.devices + self.closed) == driver.alive()["scratch_bytes"]

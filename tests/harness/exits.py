@@ -16,6 +16,8 @@ import types
 import warnings
 from concurrent.futures import wait
 
+from harness.insides import replace_launch
+
 import handlepool
 from handlepool import ForkedProcessError, OwnershipError, ParallelStateExecutor, ParallelStates, PoolClosedError
 
@@ -216,7 +218,7 @@ def inside_a_launch():
 
     def body():
         program.replay()
-        program._launch = launch
+        replace_launch(program, launch)
         program.replay()
 
     threading.Thread(target=body, daemon=True).start()

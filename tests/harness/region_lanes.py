@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness.hidden import hidden
+from harness.insides import streams_of
 from harness.process import as_default
 from harness.region_cases import SMALL, Case, Look, Make, Sizes, leaves
 from harness.region_runs import Sequential, Values
@@ -138,7 +139,7 @@ def run(
 ) -> Outcome:
     """Record a case and replay it once, over the values that it begins with; without one of its needs, or edges."""
     driver = world.driver
-    driver._streams.scheduler._random.seed(case.seed)
+    streams_of(driver).scheduler._random.seed(case.seed)
     edges = Scheduled(left_out, seed=case.seed) if kind is Scheduled else Edges(left_out)
     values, error, how = None, None, None
     with as_default(world.pool), books_of(case), world._home:

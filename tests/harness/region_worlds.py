@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from harness.insides import streams_of
 from harness.process import as_default
 from harness.region_cases import Case, Shape
 from harness.region_edges import Trace, Wait
@@ -82,7 +83,7 @@ class World:
     def run(self, case: Case, left_out: Wait | None = None, *, schedule: int = 0, **options: Any) -> Outcome:
         """Run a case, without one of its waits."""
         driver = self.driver
-        driver._streams.scheduler._random.seed(case.seed + (schedule << 40))
+        streams_of(driver).scheduler._random.seed(case.seed + (schedule << 40))
         self.pool.internals.device(0).sides.free.sort(key=lambda slot: -slot.pointer)  # or each run has other streams
         trace = Trace(driver)
         values, error = None, None
@@ -124,7 +125,7 @@ class World:
 
     def _settle(self) -> None:
         """Let nothing be under way when the next case begins, whatever became of the last."""
-        streams = self.driver._streams
+        streams = streams_of(self.driver)
         for queue in list(streams._queues.values()):
             if queue.alive and not queue.tail.done:
                 streams.wait_on_host(queue.tail, "the end of a case")

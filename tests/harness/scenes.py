@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from harness.insides import streams_of
 from harness.process import as_default
 
 from handlepool import ContractError, HandlePool, ParallelStates
@@ -49,7 +50,7 @@ class CarelessDriver(HostDriver):
 
 class _CarelessAllocator(RegionAllocator):
     def __init__(self, driver, stream, keep, of):
-        super().__init__(driver._streams, stream, keep if driver.keeps else lambda _: None, of)
+        super().__init__(streams_of(driver), stream, keep if driver.keeps else lambda _: None, of)
         self._edges = driver.edges
 
     def settle(self, owner, current):

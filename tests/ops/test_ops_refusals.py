@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from harness.insides import streams_of
 
 from handlepool import (
     ArgumentError,
@@ -34,7 +35,7 @@ def given(scene, name, shape=None, dtype=np.float32):
 
 def queued(scene):
     """The last operation that the caller's stream was given."""
-    return scene.driver._streams.resolve(scene.stream.ptr).tail
+    return streams_of(scene.driver).resolve(scene.stream.ptr).tail
 
 
 def refused(scene, error, match, **changed):

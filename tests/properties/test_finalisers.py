@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from harness.accounts import Accounts
 from harness.graphs import convolution
+from harness.insides import fault_by
 from harness.lines import at_line, some_lines
 from harness.scenes import Scene, Thread
 from harness.uses import assert_usable
@@ -254,9 +255,9 @@ def test_g5_a_finalisers_launch_inside_a_launch_of_its_slot_is_refused_and_harms
         call = convolution.prepare(world.pool.internals, world.small[0], y, {})
         if capture:
             world.stream.begin_capture("relaxed")
-        world.driver._log._fault = launch
+        fault_by(world.driver, launch)
         call.launch(slot)
-        world.driver._log._fault = None
+        fault_by(world.driver, None)
         if capture:
             world.stream.end_capture().launch(world.stream)
         assert refused

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from harness.accounts import Accounts
 from harness.graphs import double
+from harness.insides import fault_by, lock_of, recording_of
 from harness.lines import at_line
 from harness.scenes import TIMEOUT, Thread
 from harness.uses import assert_usable
@@ -81,7 +82,7 @@ class World:
                     threads.append(Thread(work))
                     assert self.came_to_a_stop.acquire(timeout=TIMEOUT)
 
-        self.driver._log._fault = hook
+        fault_by(self.driver, hook)
         return threads
 
     def scratch(self, stream):
@@ -259,9 +260,9 @@ class Meeting:
         # Calls and closes rest on the lock alone. Who owns the program would keep these uses apart before they come to it.
         monkeypatch.setattr(Program, "_check_owner", lambda self: None)
         monkeypatch.setattr(self.driver, "copy", self.alone(self.driver.copy))
-        monkeypatch.setattr(program, "_lock", WatchedLock(program._lock, self))
+        monkeypatch.setattr(program, "_lock", WatchedLock(lock_of(program), self))
         monkeypatch.setattr(program, "_launch", self.alone(program._launch))
-        monkeypatch.setattr(program._recording, "destroy", self.alone(program._recording.destroy))
+        monkeypatch.setattr(recording_of(program), "destroy", self.alone(recording_of(program).destroy))
 
     def release(self):
         """This thread waits: whoever it waits for may go on."""
@@ -358,7 +359,7 @@ def test_control_a_lock_of_a_program_that_holds_nobody_up_lets_two_threads_in(mo
 def test_a_thread_whose_wait_for_anothers_use_was_interrupted_waits_again(monkeypatch):
     meeting = Meeting(monkeypatch)
     meeting.begin("replay")
-    lock = meeting.program._lock
+    lock = lock_of(meeting.program)
 
     def interrupted():
         assert not lock._lock.acquire(blocking=False)

@@ -14,6 +14,7 @@ from collections import deque
 
 import pytest
 from harness.graphs import double
+from harness.insides import is_free, replace_launch
 from harness.lines import PACKAGE, at_line, interrupt, line_of, some_lines
 from harness.process import forget_deferred
 from harness.scenes import Scene, Thread
@@ -206,7 +207,7 @@ def test_an_interrupt_at_every_line_of_a_build_keeps_nobody_waiting():
 def test_interrupts_as_python_delivers_them_leave_a_program_free(use):
     with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
         program = handlepool.record(lambda x: scene.plus(x, 1), scene.array(1), pool=scene.pool)
-        program._launch = lambda: None
+        replace_launch(program, lambda: None)
         scene.driver.copy = lambda target, source: None
         call = program.replay if use == "replay" else functools.partial(program.update, scene.array(5))
 
@@ -221,8 +222,7 @@ def test_interrupts_as_python_delivers_them_leave_a_program_free(use):
                     signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4 + number * 1e-7, 0.1)  # again, where a destructor loses it
                     repeat()
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-                assert not program._lock._is_owned()
-                assert program._busy is None
+                assert is_free(program)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, before)

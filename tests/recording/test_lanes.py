@@ -794,8 +794,8 @@ def much_wider_than_asked_for(scene, x, beside):
 
 
 @pytest.mark.parametrize("left", [4, 0])
-def test_a_wide_recording_leaves_side_streams_for_others_and_is_named_where_it_has_them_all(scene, monkeypatch, left):
-    monkeypatch.setattr(books, "LEFT_FREE", left)
+def test_a_wide_recording_leaves_side_streams_for_others_and_is_named_where_it_has_them_all(scene, limits, left):
+    limits(LEFT_FREE=left)
     found = hidden([])
 
     def other():
@@ -819,8 +819,8 @@ def test_a_wide_recording_leaves_side_streams_for_others_and_is_named_where_it_h
 
 
 @pytest.mark.parametrize("left", [4, 0])
-def test_a_fork_behind_a_wide_part_has_states(scene, monkeypatch, left):
-    monkeypatch.setattr(books, "LEFT_FREE", left)
+def test_a_fork_behind_a_wide_part_has_states(scene, limits, left):
+    limits(LEFT_FREE=left)
 
     def function(scene, x):
         made = [plus(scene, x, value) for value in range(40)]
@@ -907,8 +907,8 @@ def test_a_function_of_such_a_parameter_is_wrapped(scene):
         assert scene.read(program.outputs) == 6
 
 
-def test_a_recording_has_so_many_nodes_at_most(scene, monkeypatch):
-    monkeypatch.setattr(books, "MOST_NODES", 5)
+def test_a_recording_has_so_many_nodes_at_most(scene, limits):
+    limits(MOST_NODES=5)
     with pytest.raises(CaptureError, match="would be node 6"):
         handlepool.record(wide, scene, scene.array(1), lanes=8)
     assert works(scene)
@@ -1335,7 +1335,7 @@ def test_work_for_the_recorded_stream_itself_is_alone_or_refused(scene, also_her
         assert program.explain().steps[2].after == (1,)
 
 
-def test_a_refusal_that_the_function_catches_is_told_all_the_same(scene, monkeypatch):
+def test_a_refusal_that_the_function_catches_is_told_all_the_same(scene, limits):
     @handlepool.operation(mutates="y")
     def filled(y):
         raw_view(y)[0][...] = 5
@@ -1363,7 +1363,7 @@ def test_a_refusal_that_the_function_catches_is_told_all_the_same(scene, monkeyp
             y = plus(scene, x, 2)
         return y
 
-    monkeypatch.setattr(books, "MOST_NODES", 4)
+    limits(MOST_NODES=4)
     for call, message in ((filled, "gave no work"), (unwritten, "nothing has written"), (twice, "work both"), (many, "node 5")):
         with pytest.raises(CaptureError, match=message):
             handlepool.record(partial(function, call), scene.array(1), lanes=4)

@@ -14,6 +14,7 @@ import pytest
 from harness.accounts import RESTORES, Accounts
 from harness.graphs import double
 from harness.hidden import hidden
+from harness.insides import lock_of
 from harness.lines import at_line
 from harness.scenes import TIMEOUT, Scene, Thread
 from harness.uses import Foreign, assert_usable
@@ -50,7 +51,7 @@ def scene(make_driver, scheduler):
 
 def in_order(scene):
     driver = scene.driver
-    assert driver._streams.captures.active == ()
+    assert driver.captures_under_way() == 0
     assert driver.current_stream() is scene.stream
     assert driver.current_device() == 0
     assert (thread.recording, thread.region, thread.pool, driver._thread.allocator) == (None, None, None, None)
@@ -679,7 +680,7 @@ def test_g13_a_forked_child_is_told_and_touches_nothing():
     with Scene() as scene:
         program = handlepool.record(work(scene), scene.array(1), pool=scene.pool)
         program.replay()
-        program._lock.acquire()  # as another thread of the parent may have it
+        lock_of(program).acquire()  # as another thread of the parent may have it
         scene.driver.calls.clear()
         child = os.fork()
         if child == 0:
@@ -699,7 +700,7 @@ def test_g13_a_forked_child_is_told_and_touches_nothing():
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        program._lock.release()
+        lock_of(program).release()
         program.replay()
         assert scene.read(program.outputs[0]) == 111
 

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from harness.graphs import convolution as conv
+from harness.insides import plans_of
 from harness.scenes import Scene
 from harness.timed_driver import Fake, TimedDriver
 
@@ -73,7 +74,7 @@ def test_a_plan_that_was_chosen_since_is_for_calls_and_for_recordings_from_then_
 
     def recorded():
         program = handlepool.record(conv, x, w)
-        (plan,) = program._recording._plans.values()
+        (plan,) = plans_of(program)
         return program, plan.engine
 
     first, engine = recorded()

@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from harness.insides import known_writes
 from harness.scenes import BranchError, Scene, over_seeds
 
 import handlepool
@@ -23,13 +24,7 @@ from handlepool.order import plain_calls
 from handlepool.order.books import DataOrder
 from handlepool.order.plain_calls import PlainCall
 
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch):
-    """What is known of functions: nothing at first."""
-    monkeypatch.setattr(plain_calls, "_warned", set())
-    monkeypatch.setattr(plain_calls, "_may_write", {})
-    return plain_calls._may_write
+pytestmark = pytest.mark.usefixtures("known")
 
 
 class Pure(dict):
@@ -112,7 +107,7 @@ def raised(scene):
         tenfold(scene, y)
         raise BranchError
 
-    plain_calls._may_write.clear()
+    known_writes().clear()
     y = scene.array(1)
     with scene.states.fork() as fork:
         fork.run(scene.plus, scene.array(1), 1)  # from now on it is known to write nothing
@@ -128,7 +123,7 @@ def test_g17_one_that_raises_may_have_written_what_it_was_given():
 
 def raised_for_once(scene):
     """A function that returned new arrays before writes in place, and raises."""
-    plain_calls._may_write.clear()
+    known_writes().clear()
     y = scene.array(1)
 
     def failing(scene, y, fails):
@@ -593,14 +588,14 @@ def test_what_a_function_does_is_not_learned_where_every_side_slot_is_out(scene)
     x, slots = scene.array(1), iter(sides.lease, None)
     with scene.states.fork() as fork:
         fork.run(new, scene, x)
-    known = dict(plain_calls._may_write)
+    known = dict(known_writes())
     leased = list(slots)
     with scene.states.fork() as fork:
         assert scene.read(fork.run(added, scene, fork.run(new, scene, x))) == 3
         assert scene.read(fork.run(other, scene, x)) == 3
     for slot in leased:
         sides.release(slot, captured=False)
-    assert plain_calls._may_write == known
+    assert known_writes() == known
     assert list(known.values()) == [False]
 
 
@@ -627,7 +622,7 @@ def remembered(scene, y):
 
 def given_back(scene, used=None):
     """One branch reads, one gives back what was there before, one overwrites; what was read, and what was left."""
-    plain_calls._may_write.clear()
+    known_writes().clear()
     made.clear()
     y, function = scene.array(1), remembered if used is None else handlepool.operation(remembered)
     with scene.states.fork() as fork:
@@ -821,7 +816,7 @@ def test_g17_control_where_all_of_them_are_one_function_a_branch_does_not_wait(m
     monkeypatch.setattr(DataOrder, "waits_for_all", lambda *_: True)
     found = []
     for seed in range(20):
-        plain_calls._may_write.clear()
+        known_writes().clear()
         pool = make_pool(scheduler="adversarial", seed=seed, check_order=False)
         make_default(pool)
         with pool.driver.create_stream():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from harness.aliases import ALIASES, base, in_place
+from harness.insides import stations_of
 from harness.lines import at_line, interrupt, some_lines
 from harness.process import as_default
 from harness.scenes import SEEDS
@@ -396,7 +397,7 @@ def test_items_that_lie_on_a_device_that_is_held_back_are_done_by_the_other_one(
     def given():
         for index, x in enumerate(xs):
             if index == 4:  # both devices have a program by then
-                held.append(driver.latch(results._stations.of(0)._pointers[1]))
+                held.append(driver.latch(stations_of(results).of(0)._pointers[1]))
             if index == 11:
                 held[0].release()
             yield x
@@ -419,7 +420,7 @@ def test_a_device_on_which_all_items_fail_gets_its_share_and_no_more(pool, in_fl
 
     def given():
         for x in ARRAYS * 4:
-            for each in results._stations.all:  # whoever brings the items takes as long as they do
+            for each in stations_of(results).all:  # whoever brings the items takes as long as they do
                 for stream in each._streams:
                     driver.synchronize_stream(stream.ptr)
             yield x
@@ -759,7 +760,7 @@ def test_an_early_end_leaves_nothing_running(pool, how):
         with results:
             next(results)
     else:
-        given = [(station.device, [stream.ptr for stream in station._streams]) for station in results._stations.all]
+        given = [(station.device, [stream.ptr for stream in station._streams]) for station in stations_of(results).all]
         del results
         gc.collect()
         for device, pointers in given:
@@ -788,7 +789,7 @@ def test_what_was_dropped_is_not_waited_for(make_driver, monkeypatch):
         results = handlepool.spread(conv, images(), shared=(WEIGHTS,))
         next(results)
         latch = driver.latch(driver.current_stream().ptr)  # the next results wait for it, for the sake of their memory
-        results._advance(results._stations)
+        results._advance(stations_of(results))
         driver.calls.clear()
         del results
         gc.collect()
@@ -1638,7 +1639,7 @@ def test_a_page_locked_item_goes_the_general_way(pool, monkeypatch):
 def test_copies_of_items_are_made_for_as_many_as_are_in_flight(pool):
     with handlepool.spread(add, ARRAYS * 4, shared=(SHIFT,), devices=[0], lanes=None, in_flight=3, to="host") as results:
         for _ in results:
-            made = [way.spare for way in results._stations.all[0]._programs.values()]
+            made = [way.spare for way in stations_of(results).all[0]._programs.values()]
     assert len(made) == 1
     assert 1 <= len(made[0]) <= 3
 
