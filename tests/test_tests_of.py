@@ -33,13 +33,13 @@ def test_the_map_is_sorted():
 
 
 def test_the_best_file_is_first_and_a_file_that_adds_no_line_is_left_out():
-    covered = {
-        "tests/pool/a.py": {1, 2},
-        "tests/pool/b.py": {1, 2, 3},
-        "tests/other/c.py": {1, 2, 3, 4, 5},
-        "tests/pool/d.py": {6},
-    }
-    assert tests_of.best("handlepool/pool/slot.py", covered) == ["tests/pool/b.py", "tests/pool/d.py", "tests/other/c.py"]
+    covered = {"tests/pool/a.py": {1, 2}, "tests/pool/b.py": {1, 2, 3}, "tests/ops/c.py": {1, 2, 3, 4, 5}, "tests/pool/d.py": {6}}
+    assert tests_of.best("handlepool/pool/slot.py", covered) == ["tests/pool/b.py", "tests/ops/c.py", "tests/pool/d.py"]
+
+
+def test_of_equal_files_the_one_that_runs_the_least_of_the_package_is_best():
+    covered = {"tests/ops/a.py": {1, 2}, "tests/ops/b.py": {1, 2}}
+    assert tests_of.best("handlepool/pool/slot.py", covered, {"tests/ops/a.py": 90, "tests/ops/b.py": 5}) == ["tests/ops/b.py"]
 
 
 def test_lines_of_functions_alone_count(tmp_path):

@@ -27,14 +27,6 @@ SIDE = 96
 
 
 @pytest.fixture
-def torch():
-    import torch
-
-    torch.cuda.init()
-    return torch
-
-
-@pytest.fixture
 def default(pool, stream, torch, make_default):
     """The test's pool as the default one; one stream for both libraries."""
     make_default(pool)

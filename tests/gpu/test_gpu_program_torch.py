@@ -14,14 +14,6 @@ SIZE = 1 << 20
 
 
 @pytest.fixture
-def torch():
-    import torch
-
-    torch.cuda.init()
-    return torch
-
-
-@pytest.fixture
 def program(pool, stream, torch, make_default):
     """Doubles a tensor. CuPy's current stream is another than torch's."""
     make_default(pool)

@@ -21,14 +21,6 @@ BLOCK = 1 << 22
 
 
 @pytest.fixture
-def torch():
-    import torch
-
-    torch.cuda.init()
-    return torch
-
-
-@pytest.fixture
 def default(pool, make_default):
     """The test's pool as the default one."""
     make_default(pool)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.operations import plus, times
 from harness.scenes import works
 
 import handlepool
@@ -24,16 +25,6 @@ matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not install
 def scene(scene, monkeypatch):
     monkeypatch.delenv(drawing.VARIABLE, raising=False)
     return scene
-
-
-@handlepool.operation
-def plus(scene, x, value):
-    return scene.plus(x, value)
-
-
-@handlepool.operation(mutates="y")
-def times(scene, y, value):
-    scene.put(y, lambda x: x * value, y)
 
 
 def wide(scene, x):

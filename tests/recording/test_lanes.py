@@ -13,6 +13,7 @@ import pytest
 from harness.graphs import double
 from harness.hidden import hidden
 from harness.lines import DRIVERS, PACKAGE
+from harness.operations import plus, times
 from harness.scenes import TIMEOUT, Scene, Thread, leased, works
 
 import handlepool
@@ -56,16 +57,6 @@ class WithoutTheCall(HostDriver):
 def scene():
     with Scene(Watched(scheduler="adversarial", check_order=True), default=True) as scene:
         yield scene
-
-
-@handlepool.operation
-def plus(scene, x, value):
-    return scene.plus(x, value)
-
-
-@handlepool.operation(mutates="y")
-def times(scene, y, value):
-    scene.put(y, lambda x: x * value, y)
 
 
 def add(scene, x, y):

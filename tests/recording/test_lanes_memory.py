@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.operations import plus
 from harness.scenes import Scene, leased, works
 
 import handlepool
@@ -22,11 +23,6 @@ WIDTHS = {"googlenet": 4, "squeezenet1_1": 2}
 def kept(monkeypatch):
     """All memory is kept to the end of the recording."""
     monkeypatch.setattr(RecordingMemory, "recycle", lambda memory, *_: False)
-
-
-@handlepool.operation
-def plus(scene, x, value):
-    return scene.plus(x, value)
 
 
 def add(scene, x, y):

@@ -5,6 +5,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from harness.operations import plus, times
 
 import handlepool
 from handlepool import CaptureError, ContractError
@@ -290,16 +291,6 @@ def test_times_are_estimated_by_what_is_moved():
 
 
 # On the host driver
-
-
-@handlepool.operation
-def plus(scene, x, value):
-    return scene.plus(x, value)
-
-
-@handlepool.operation(mutates="y")
-def times(scene, y, value):
-    scene.put(y, lambda x: x * value, y)
 
 
 def wide(scene, x):

@@ -14,6 +14,7 @@ import pytest
 from harness.hidden import hidden
 from harness.insides import recording_of
 from harness.lines import at_line, interrupt
+from harness.operations import plus, times
 from harness.scenes import TIMEOUT, Scene, Thread, leased, works
 
 import handlepool
@@ -34,16 +35,6 @@ from handlepool.recording.tuning import LanesRig
 def scene(scene):
     yield scene
     assert scene.driver.captures_under_way() == 0
-
-
-@handlepool.operation
-def plus(scene, x, value):
-    return scene.plus(x, value)
-
-
-@handlepool.operation(mutates="y")
-def times(scene, y, value):
-    scene.put(y, lambda x: x * value, y)
 
 
 def wide(scene, x):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from harness.operations import plus
 from harness.scenes import Scene
 
 import handlepool
@@ -17,11 +18,6 @@ from handlepool.recording import tuned_lanes
 from handlepool.recording.tuning import LanesRig
 
 COUNTS = (1, 2, 4)
-
-
-@handlepool.operation
-def plus(scene, x, value):
-    return scene.plus(x, value)
 
 
 def wide(scene, x, parts=6):
