@@ -91,14 +91,24 @@ def best(module, covered, breadth=None):
 
 
 def naming(module, sources):
-    """Return the test files that name a module that no test here runs, as where it needs a GPU. Else, the files of its room."""
+    """Return the test files for a module that no test here runs, as where it needs a GPU.
+
+    The files that name the module come first. If there are none, the files of its room and of the GPU come, those first whose
+    names share most words with its path.
+    """
     parts = Path(module).with_suffix("").parts
     parent, name = ".".join(parts[:-1]), parts[-1]
     dotted = parent if name == "__init__" else rf"{parent}\.{name}"
     pattern = re.compile(rf"\b{dotted}\b|from {parent} import [^\n]*\b{name}\b|\b{'/'.join(parts[1:])}\b")
+    words = {*re.findall("[a-z]+", module)}
+
+    def rank(file):
+        shared = words & {*re.findall("[a-z]+", Path(file).stem)}
+        return -len(pattern.findall(sources[file])), -len(shared), file
+
     named = [file for file, source in sources.items() if pattern.search(source)]
-    named.sort(key=lambda file: (Path(file).parent.name != parts[-2], -len(pattern.findall(sources[file])), file))
-    return named[:MOST_FILES] or [file for file in sources if Path(file).parent.name == parts[-2]][:MOST_FILES]
+    near = [file for file in sources if Path(file).parent.name in (*parts[1:-1], "gpu")]
+    return sorted(named or near, key=rank)[:MOST_FILES]
 
 
 def update():
@@ -116,13 +126,16 @@ def update():
     if not covered:
         raise SystemExit(f"no test was measured: pytest ended with {done.returncode}")
     sources = {file: (ROOT / file).read_text(encoding="utf-8") for file in test_files()}
+    former = read() if MAP.exists() else {}
     breadth, lines = Counter(), []
     for by_file in covered.values():
         breadth.update({file: len(found) for file, found in by_file.items()})
     for module in modules():
         inside = function_lines(ROOT / module)
         files = best(module, {file: found & inside for file, found in covered[module].items()}, breadth)
-        lines.append(f"{module}: {' '.join(files or naming(module, sources))}\n")
+        # Without CuPy or torch, the files that a run with these found stay.
+        files = files or [file for file in former.get(module, []) if file in sources] or naming(module, sources)
+        lines.append(f"{module}: {' '.join(files)}\n")
     MAP.write_text("".join(lines), encoding="utf-8")
 
 

@@ -19,9 +19,7 @@ RAW = cupy.RawKernel(
 ELEMENTWISE = cupy.ElementwiseKernel("T x", "T y", "y = 10 * x", "tenfold")
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch):
-    monkeypatch.setattr(plain_calls, "_may_write", {})
+pytestmark = pytest.mark.usefixtures("known")
 
 
 def raw(fork, y):
