@@ -16,10 +16,10 @@ from harness.accounts import Accounts
 from harness.graphs import double
 from harness.insides import fault_by, lock_of, recording_of
 from harness.lines import at_line
-from harness.scenes import TIMEOUT, Thread
+from harness.scenes import TIMEOUT, Scene, Thread
 from harness.uses import assert_usable
 
-from handlepool import ContractError, HandlePool, OwnershipError, ParallelStates, PoolClosedError, record
+from handlepool import ContractError, HandlePool, OwnershipError, PoolClosedError, record
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred, handles
 from handlepool.recording.program import Program
@@ -50,13 +50,11 @@ class WatchedLock:
         self.release()
 
 
-class World:
+class World(Scene):
     def __init__(self, monkeypatch):
-        self.driver = HostDriver(scheduler="adversarial", check_order=True)
-        self.pool = HandlePool(driver=self.driver, idle_limit=2)
-        self.states = ParallelStates(2, pool=self.pool)
-        self.streams = [self.driver.create_stream() for _ in range(3)]
-        self.shared = self.streams[0]
+        super().__init__(count=2, idle_limit=2)
+        self.streams = [self.stream, self.driver.create_stream(), self.driver.create_stream()]
+        self.shared = self.stream
         self.built = []
         self.came_to_a_stop = threading.Semaphore(0)
         monkeypatch.setattr(handles, "_create_lock", WatchedLock(threading.RLock(), self.came_to_a_stop))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from harness.graphs import double, plus
+from harness.scenes import Scene
 
 import handlepool
 from handlepool import (
@@ -26,14 +27,12 @@ from handlepool.order import recent, track, uses
 SHAPE = 1, 4, 2, 4
 
 
-class World:
-    """A pool on a driver of two devices, states, and a caller's stream."""
+class World(Scene):
+    """With its stream current, and arrays of one shape."""
 
     def __init__(self, make_driver, **options):
-        self.driver = make_driver(**{"scheduler": "adversarial", **options})
-        self.pool = HandlePool(driver=self.driver)
-        self.states = ParallelStates(4, pool=self.pool)
-        self.stream = self.driver.create_stream().use()
+        super().__init__(make_driver(**{"scheduler": "adversarial", **options}))
+        self.stream.use()
 
     def array(self, value=1):
         return self.driver.asarray(np.full(SHAPE, value, np.float32))
