@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from harness.insides import memory_of, pool_of, streams_of
+from harness.insides import pool_of, scratch_of, streams_of, take_memory
 
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.order import books
@@ -36,9 +36,7 @@ class CostlyDriver:
         alive = handle.backend_handle is not None
         super().destroy_handle(handle)
         if alive:
-            memory = self._memory._devices[handle.device]
-            with memory._lock:
-                memory.used -= self.HANDLE_BYTES
+            take_memory(self, handle.device, -self.HANDLE_BYTES)
 
 
 def forgotten(pool):
@@ -180,7 +178,7 @@ class Accounts:
         assert self.late or captured <= given
         assert not slots.keys() & given, "scratch of a capture serves eager work, too"
         known = [*slots, *retired, *given]
-        there = {pointer for memory in memory_of(driver)._devices for pointer in memory._scratch}
+        there = {pointer for scratch in scratch_of(driver) for pointer in scratch}
         assert len(known) == len(set(known))
         assert set(known) == there, f"lost or unknown scratch: {set(known) ^ there}"
         assert sum(device.scratch.nbytes for device in self.devices + self.closed) == driver.alive()["scratch_bytes"]

@@ -14,6 +14,34 @@ def memory_of(driver):
     return driver._memory
 
 
+def take_memory(driver, device, nbytes):
+    """Count bytes of a host driver's device as used; a negative number gives them back."""
+    memory = driver._memory._devices[device]
+    with memory._lock:
+        memory.used += nbytes
+
+
+def squeeze(driver, device, left):
+    """Leave at most so many bytes free on a host driver's device, and return how many were taken."""
+    memory = driver._memory._devices[device]
+    with memory._lock:
+        taken = max(0, memory.total - memory.used - left)
+        memory.used += taken
+    return taken
+
+
+def scratch_of(driver):
+    """Return the scratch memory that is allocated on each device of a host driver, by its pointer."""
+    return [memory._scratch for memory in driver._memory._devices]
+
+
+def finish_queues(driver, where):
+    """Wait on the host until all work that a host driver was given has run."""
+    streams = driver._streams
+    for work in [work for work in streams._queues.values() if work.alive and not work.tail.done]:
+        streams.wait_on_host(work.tail, where)
+
+
 def fault_by(driver, hook):
     """Have a host driver call a function with the name of each call; None ends that."""
     driver._log._fault = hook

@@ -6,14 +6,20 @@ from handlepool.pool import context, deferred
 from handlepool.pool import default as defaults
 
 
+def set_default(pool):
+    """Make a pool the default one, and return the former one; with None, there is none yet."""
+    former, defaults._default = defaults._default, pool
+    return former
+
+
 @contextlib.contextmanager
 def as_default(pool):
     """Make a pool the default one meanwhile; with None, there is none yet. Gives the pool."""
-    former, defaults._default = defaults._default, pool
+    former = set_default(pool)
     try:
         yield pool
     finally:
-        defaults._default = former
+        set_default(former)
 
 
 def forget_deferred():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from harness.insides import streams_of
+from harness.insides import finish_queues, streams_of
 from harness.process import as_default
 from harness.region_cases import Case, Shape
 from harness.region_edges import Trace, Wait
@@ -125,12 +125,9 @@ class World:
 
     def _settle(self) -> None:
         """Let nothing be under way when the next case begins, whatever became of the last."""
-        streams = streams_of(self.driver)
-        for queue in list(streams._queues.values()):
-            if queue.alive and not queue.tail.done:
-                streams.wait_on_host(queue.tail, "the end of a case")
-        if streams.scheduler.order is not None:
-            streams.scheduler.order.forgive()
+        finish_queues(self.driver, "the end of a case")
+        if self.driver.order is not None:
+            self.driver.order.forgive()
         deferred.settle(most=1000)
 
     def control(self, case: Case, trace: Trace, expected: Values, **options: Any) -> tuple[Wait | None, str]:

@@ -15,7 +15,8 @@ from harness.accounts import (
     streams_of_books,
     waiting,
 )
-from harness.insides import abandoned, known_writes, memory_of, stream_of, streams_of
+from harness.insides import abandoned, finish_queues, known_writes, scratch_of, squeeze, stream_of, take_memory
+from harness.process import set_default
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from lifetime_forks import INDEX, SIZES, TIMEOUT, Forks, Oops
@@ -23,7 +24,6 @@ from lifetime_forks import INDEX, SIZES, TIMEOUT, Forks, Oops
 from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.order import books
-from handlepool.pool import default as defaults
 from handlepool.pool import deferred, side_streams
 from handlepool.regions.memory import branch_regions
 
@@ -106,7 +106,7 @@ class Lifetimes(Forks):
         sides=st.sampled_from([32, 32, 32, 32, 2, 1, 0]),
     )
     def begin(self, schedule, idle, limit, sides=32):
-        self.former = defaults._default, side_streams.MOST_SIDE_SLOTS
+        self.former = set_default(None), side_streams.MOST_SIDE_SLOTS
         side_streams.MOST_SIDE_SLOTS = sides
         for left in (books.opened, deferred.deferred, abandoned(), branch_regions):  # by an example that failed
             left.clear()
@@ -130,7 +130,7 @@ class Lifetimes(Forks):
 
     def open_pool(self):
         self.pool = HandlePool(driver=self.driver, **self.options)
-        defaults._default = self.pool  # graph functions in the body of a fork ask for that
+        set_default(self.pool)  # graph functions in the body of a fork ask for that
         self.states = [ParallelStates(count, pool=self.pool) for count in (1, 2, 3, 6)]
         self.keys = {}  # (actor, identity): device, weak reference to the stream or None. No `id`, which Python gives out again
         self.most_keys, self.most_sides = [0] * DEVICES, [0] * DEVICES
@@ -384,18 +384,13 @@ class Lifetimes(Forks):
 
     @rule(device=st.integers(0, DEVICES - 1), left=st.sampled_from([0, 300, 2048, 6000]))
     def memory_runs_short(self, device, left):
-        memory = memory_of(self.driver)._devices[device]
-        with memory._lock:
-            taken = max(0, memory.total - memory.used - left)
-            memory.used += taken
-        self.squeezed[device] += taken
+        self.squeezed[device] += squeeze(self.driver, device, left)
 
     @precondition(lambda self: any(self.squeezed))
     @rule()
     def memory_is_back(self):
-        for memory, taken in zip(memory_of(self.driver)._devices, self.squeezed, strict=True):
-            with memory._lock:
-                memory.used -= taken
+        for device, taken in enumerate(self.squeezed):
+            take_memory(self.driver, device, -taken)
         self.squeezed = [0] * DEVICES
 
     @rule(k=st.integers(1, 60))
@@ -438,7 +433,7 @@ class Lifetimes(Forks):
         pool.close()
         for device in pool.internals.devices.values():  # what captures were given stays for their graphs
             for block in [block for blocks in device.scratch.captured.values() for block in blocks]:
-                del memory_of(self.driver)._devices[device.device]._scratch[block.pointer]
+                del scratch_of(self.driver)[device.device][block.pointer]
                 device.scratch.nbytes -= block.nbytes
             device.scratch.captured.clear()
         self.old.append(pool)
@@ -495,7 +490,8 @@ class Lifetimes(Forks):
     def teardown(self):
         if not hasattr(self, "driver"):
             return
-        defaults._default, side_streams.MOST_SIDE_SLOTS = self.former
+        former, side_streams.MOST_SIDE_SLOTS = self.former
+        set_default(former)
         for actor in self.actors:
             actor.later.clear()
             while actor.forks:
@@ -510,9 +506,7 @@ class Lifetimes(Forks):
         self.closed(self.pool)
         assert self.driver.alive()["handles"] == 0
         assert not books.opened
-        streams = streams_of(self.driver)
-        for work in [work for work in streams._queues.values() if work.alive and not work.tail.done]:
-            streams.wait_on_host(work.tail, "the end of an example")
+        finish_queues(self.driver, "the end of an example")
         assert not self.wrong
         assert not self.driver.order.found
         abandoned().clear()

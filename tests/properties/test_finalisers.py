@@ -188,13 +188,13 @@ def test_g15_a_finaliser_that_asks_for_a_state_at_every_line_of_one_does_not_wai
 
 
 def test_g10_a_finaliser_may_ask_for_the_default_pool_at_every_line_of_its_making(make_default):
-    before = len(status._pools)
+    before = len(status.pools())
     for k in itertools.count(1):
         make_default(None)
         got = []
         where = at_line(k, lambda got=got: got.append(default_pool()), lambda got=got: got.append(default_pool()))
         assert len(set(map(id, got))) == 1
-        assert len(status._pools) == before + 1
+        assert len(status.pools()) == before + 1
         got[0].internals.everybodys = False
         got[0].close()
         if where is None:

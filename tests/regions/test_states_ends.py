@@ -288,9 +288,9 @@ def test_g11_a_pool_is_forgotten_by_a_later_close_where_all_that_the_first_left_
             scene.pool.close()
         handlepool.pool.deferred.settle(most=1000)
         assert scene.driver.alive()["handles"] == 0
-        assert scene.pool.internals in handlepool.pool.status._pools
+        assert scene.pool.internals in handlepool.pool.status.pools()
         scene.pool.close()
-        assert scene.pool.internals not in handlepool.pool.status._pools
+        assert scene.pool.internals not in handlepool.pool.status.pools()
 
 
 # Threads that come and go
