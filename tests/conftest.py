@@ -83,6 +83,17 @@ def limits(monkeypatch):
 
 
 @pytest.fixture
+def torch_door(monkeypatch):
+    """Lets modules of the package meet a stand-in for torch: ``torch_door(make, "order.undeclared")``."""
+
+    def stand_in(make, *modules):
+        for module in modules:
+            monkeypatch.setattr(f"handlepool.{module}.integration", make)
+
+    return stand_in
+
+
+@pytest.fixture
 def known(monkeypatch):
     """The writes that the package knows of plain functions: none at first."""
     monkeypatch.setattr(plain_calls, "_warned", set())

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from harness.accounts import Accounts
 from harness.graphs import double
-from harness.insides import fault_by, lock_of, recording_of
+from harness.insides import fault_by, lock_of, recording_of, replace_launch
 from harness.lines import at_line
 from harness.scenes import TIMEOUT, Scene, Thread
 from harness.uses import assert_usable
@@ -257,9 +257,9 @@ class Meeting:
         self.use("replay")
         # Calls and closes rest on the lock alone. Who owns the program would keep these uses apart before they come to it.
         monkeypatch.setattr(Program, "_check_owner", lambda self: None)
-        monkeypatch.setattr(self.driver, "copy", self.alone(self.driver.copy))
-        monkeypatch.setattr(program, "_lock", WatchedLock(lock_of(program), self))
-        monkeypatch.setattr(program, "_launch", self.alone(program._launch))
+        self.driver.copy = self.alone(self.driver.copy)
+        program._lock = WatchedLock(lock_of(program), self)
+        replace_launch(program, self.alone(program._launch))
         monkeypatch.setattr(recording_of(program), "destroy", self.alone(recording_of(program).destroy))
 
     def release(self):

@@ -836,7 +836,7 @@ def test_a_driver_without_the_call_gives_one_lane():
 
 
 @pytest.mark.parametrize(("driver", "initialised"), [("cuda", True), ("cuda", False), ("host", True)])
-def test_torchs_stream_is_set_while_recording_wherever_it_uses_the_gpu(scene, monkeypatch, driver, initialised):
+def test_torchs_stream_is_set_while_recording_wherever_it_uses_the_gpu(scene, torch_door, monkeypatch, driver, initialised):
     """Also where tensors are in globals alone."""
 
     def run_branch(pointer, caller, device, function, args, kwargs, held=None):
@@ -861,8 +861,7 @@ def test_torchs_stream_is_set_while_recording_wherever_it_uses_the_gpu(scene, mo
     foreign = SimpleNamespace(
         run_branch=run_branch, recording_pool=lambda device: None, current_stream=lambda device: scene.driver.current_stream().ptr
     )
-    for place in ("order.stream_order", "recording.tensors"):
-        monkeypatch.setattr(f"handlepool.{place}.integration", lambda: foreign)
+    torch_door(lambda: foreign, "order.stream_order", "recording.tensors")
     scene.driver.name = driver
     for lanes in (None, 1, 4):
         streams, found = [None], hidden([])

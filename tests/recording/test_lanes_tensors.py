@@ -97,12 +97,11 @@ class Torch:
 
 
 @pytest.fixture
-def scene(scene, monkeypatch):
+def scene(scene, torch_door, monkeypatch):
     scene.torch = Torch(scene.driver)
     loaded = SimpleNamespace(Tensor=Tensor, cuda=SimpleNamespace(is_initialized=lambda: True))
     monkeypatch.setitem(sys.modules, "torch", loaded)
-    for place in ("order.stream_order", "order.undeclared", "recording.tensors"):
-        monkeypatch.setattr(f"handlepool.{place}.integration", lambda: scene.torch)
+    torch_door(lambda: scene.torch, "order.stream_order", "order.undeclared", "recording.tensors")
     scene.driver.name = "cuda"
     return scene
 

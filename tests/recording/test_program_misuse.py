@@ -626,7 +626,7 @@ def test_a_replay_or_an_update_while_another_thread_updates_is_refused(scene, in
                 in_thread(use)
         copy(target, source)
 
-    monkeypatch.setattr(scene.driver, "copy", meanwhile)
+    scene.driver.copy = meanwhile
     program.update(scene.array(5))
     program.replay()
     assert scene.read(program.outputs[0]) == 115

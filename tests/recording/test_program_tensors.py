@@ -53,10 +53,9 @@ class Torch:
 
 
 @pytest.fixture
-def scene(scene, monkeypatch):
+def scene(scene, torch_door, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
-    for place in ("recording.tensors", "recording.update", "recording.outputs", "order.undeclared"):
-        monkeypatch.setattr(f"handlepool.{place}.integration", Torch)
+    torch_door(Torch, "recording.tensors", "recording.update", "recording.outputs", "order.undeclared")
     return scene
 
 
