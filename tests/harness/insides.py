@@ -84,7 +84,7 @@ def at_exit():
 
 
 def abandoned():
-    """Return the objects that live as long as the process, since their ends could not be reached in safety."""
+    """Return the objects that stay alive to the end of the process."""
     return deferred._abandoned
 
 
