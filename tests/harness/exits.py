@@ -16,8 +16,6 @@ import types
 import warnings
 from concurrent.futures import wait
 
-from harness.insides import replace_launch
-
 import handlepool
 from handlepool import ForkedProcessError, OwnershipError, ParallelStateExecutor, ParallelStates, PoolClosedError
 
@@ -218,7 +216,7 @@ def inside_a_launch():
 
     def body():
         program.replay()
-        replace_launch(program, launch)
+        program._launch = launch
         program.replay()
 
     threading.Thread(target=body, daemon=True).start()

@@ -641,7 +641,7 @@ USES = {
 
 @pytest.mark.parametrize("inner", USES)
 @pytest.mark.parametrize("outer", USES)
-@pytest.mark.parametrize("replays", [0, 1], ids=["first use", "again"])
+@pytest.mark.parametrize("replays", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["first use", "again"])
 def test_g10_a_finaliser_at_every_line_of_a_use_neither_waits_for_its_own_thread_nor_harms_it(scene, outer, inner, replays):
     scene.other = scene.driver.create_stream()
     refused = []
