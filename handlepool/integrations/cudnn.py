@@ -227,7 +227,7 @@ class Builders:
 _builders = Builders()
 
 
-def _of_graph(graph: cudnn.pygraph, handle: object) -> Any:
+def _of_graph(graph: "cudnn.pygraph", handle: object) -> Any:
     """Return what a graph is executed with: the handle that is given, else the graph's own, else the current stream's."""
     handle = graph._handle if handle is None else handle  # noqa: SLF001
     if handle is None and getattr(graph, "_handlepool", False):
