@@ -68,6 +68,7 @@ from handlepool.pool.default import close, default_pool, get_handle, get_workspa
 from handlepool.pool.pool import HandlePool
 from handlepool.recording.program import Program
 from handlepool.recording.record import record
+from handlepool.recording.recorded import RecordedFunction, RecordedStats, recorded
 from handlepool.regions.executor import ParallelStateExecutor
 from handlepool.regions.future import StreamFuture
 from handlepool.regions.states import Fork, ParallelStates
@@ -105,6 +106,8 @@ __all__ = [
     "PoisonedContextError",
     "PoolClosedError",
     "Program",
+    "RecordedFunction",
+    "RecordedStats",
     "SignatureError",
     "StateBusyError",
     "StateIndexError",
@@ -143,6 +146,7 @@ __all__ = [
     "pad",
     "prewarm",
     "record",
+    "recorded",
     "rms_norm",
     "scaled_dot_product_attention",
     "set_default_pool",

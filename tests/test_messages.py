@@ -128,6 +128,8 @@ def cases(pool):
         with handlepool.Fork(*args, **kwargs) as fork:
             fork.run(int, 3)
 
+    network = handlepool.recorded(lambda *args, **kwargs: plain(*args, **kwargs))
+
     found = {
         "get_handle": case(handlepool.get_handle, stream=None),
         "get_workspace": case(handlepool.get_workspace, nbytes=8, stream=None),
@@ -141,6 +143,17 @@ def cases(pool):
         "graph": case(decorated, conv, inputs=["x", "w"], outputs=["conv::Y"], **SETTINGS),
         "operation": case(declared, shown, mutates=(), reads=lambda *_: 3),
         "record": case(handlepool.record, plain, x, w, pool=pool, padding=1),
+        "recorded": case(handlepool.recorded, shown, lanes=2, instances=2, programs=3, outputs="new", in_place=(), strict=False),
+        "RecordedFunction": None,
+        "RecordedFunction, called": case(network, x, w, padding=1, out=None),
+        "RecordedFunction.clear": case(network.clear),
+        "RecordedFunction.explain": case(network.explain),
+        "RecordedFunction.prewarm": case(network.prewarm, (x, w), tune=False),
+        "RecordedFunction.program": case(network.program, x, w, padding=1),
+        "RecordedFunction.stats": case(network.stats),
+        "RecordedFunction.submit": case(lambda *args, **kwargs: network.submit(*args, **kwargs).result(), x, w, padding=1),
+        "RecordedFunction.tune": case(network.tune, (1, 2), goal="clock", seconds=0.01),
+        "RecordedStats": None,
         "conv2d": case(handlepool.conv2d, x, w, **CONVOLUTION),
         "conv2d, out": case(handlepool.conv2d, x, w, None, padding=1, out=y),
         "conv2d_input_grad": case(handlepool.conv2d_input_grad, y, w, x.shape, **GEOMETRY, **COMMON),

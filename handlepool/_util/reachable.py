@@ -34,7 +34,7 @@ from weakref import (
 
 import numpy as np
 
-from handlepool._util.protocols import ARRAY_PROTOCOLS
+from handlepool._util.protocols import ARRAY_PROTOCOLS, Wrapper
 
 _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _WITHOUT_ARRAYS = ("builtins", "numpy", "cupy", "handlepool")
@@ -127,6 +127,8 @@ def leaves(*values: object, calls: bool = False, keys: bool = False, owners: lis
             inside = value
         elif isinstance(value, partial):
             inside = (bound_call(value.func), value.args, value.keywords)
+        elif isinstance(value, Wrapper):
+            inside = (value.__wrapped__,)
         elif isinstance(value, FunctionType):
             inside = (value.__defaults__, value.__kwdefaults__, *map(content, value.__closure__ or ()))
             if value.__dict__:
@@ -176,6 +178,8 @@ def _begins_plain(values: Iterable[Any]) -> bool:
 
 def bound_call(function: object) -> Any:
     """Return what leads to all that a call of a function reads: of an object that can be called its bound method, else itself."""
+    if isinstance(function, Wrapper):
+        return bound_call(function.__wrapped__)
     if isinstance(function, (FunctionType, partial, type, *_BOUND)) or not callable(function):
         return function
     return function.__call__

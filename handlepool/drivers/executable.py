@@ -162,7 +162,5 @@ class Executable(Protocol):
             Whether there is one output, not a tuple.
         names : dict
             ``NOT_CACHED``; ``current_device`` and ``current_stream``;
-            the pool's ``status``, ``find()`` and ``sound(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(error)``;
-            ``opened``, which is empty while no fork orders branches, and ``before(operands, launch, addresses)``, which is to be
-            called else where there is no ``begin``.
+            the pool's ``status``, ``find()`` and ``sound(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(error)``.
         """

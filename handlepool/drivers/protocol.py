@@ -260,6 +260,9 @@ class Driver(Protocol):
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised array on the current device; strides in bytes."""
 
+    def empties(self, lies: Sequence[tuple[Sequence[int], Sequence[int], np.dtype[Any]]]) -> Callable[[], list[Any]]:
+        """Return a function that makes an array for each shape, strides and type, as `empty` does, in one step."""
+
     def asarray(self, values: Any) -> Any:
         """Return a host array's copy on the current device, ready for the current stream."""
 

@@ -154,6 +154,11 @@ def empty_like(tensor: torch.Tensor) -> Any:
     return torch.empty_like(tensor.detach(), memory_format=torch.preserve_format)
 
 
+def empty_lying_as(tensor: torch.Tensor) -> Any:
+    """Return a new tensor with the strides of another one."""
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], like: torch.Tensor) -> Any:
     """Return a new tensor on another one's device, allocated for torch's current stream; strides in bytes."""
     size = dtype.itemsize

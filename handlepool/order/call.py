@@ -1,7 +1,8 @@
 """Call: one unit of work that data orders, in a region, in a recording or outside of both.
 
-Graph functions, operations, plain functions and programs are its four kinds. A place (`handlepool.order.places`) puts a call in
-order by what it reads and writes, and launches it on the slot that it chose.
+Calls of graph functions, of operations and of plain functions are its kinds. A place (`handlepool.order.places`) puts a call in
+order by what it reads and writes, and launches it on the slot that it chose. A program has a stream and no slot: `places.before`
+puts it in order, and it launches itself.
 """
 
 from collections.abc import Iterable, Sequence

@@ -62,6 +62,7 @@ class SideSlots:
         self._destroy_handle = destroy_handle
         self._drain = drain
         self._settle_later = settle_later
+        self._streams: list[Stream] = []  # of programs that were closed; appends and pops are atomic
         self._lock = threading.RLock()  # guards `made`; no call is made under it
 
     @property
@@ -139,12 +140,20 @@ class SideSlots:
     def renew(self, slot: Slot) -> Stream | None:
         """Give a leased side slot, which is bound to no thread, a new stream; returns the old one, which is the caller's now."""
         with self._driver.relaxed():
-            stream = self._driver.create_stream()
+            try:
+                stream = self._streams.pop()
+            except IndexError:
+                stream = self._driver.create_stream()
             pointer = stream.ptr
             slot.forget_capture()
             self._driver.bind_handle(slot.handle, pointer)
         old, slot.side_stream, slot.pointer = slot.side_stream, stream, pointer
         return old
+
+    def reuse(self, stream: Stream | None) -> None:
+        """Take a stream that `renew` gave out and that nothing uses any more: torch keeps memory for each stream for good."""
+        if stream is not None and not self._status.closed:
+            self._streams.append(stream)
 
     def release_captured(self) -> None:
         """Put the side slots back whose captures have ended."""
@@ -165,7 +174,9 @@ class SideSlots:
                 self.free.append(slot)
 
     def destroy_free(self) -> None:
-        """Destroy the free side slots."""
+        """Destroy the free side slots, and the streams without one."""
+        with self._driver.relaxed():  # the streams go with their last references
+            self._streams.clear()
         do_all(partial(self.drop, slot) for slot in take_each(self.free))
 
     def drop(self, slot: Slot) -> None:

@@ -113,7 +113,7 @@ class Recording:
         self.device = pool.driver.current_device()
         self._leased: list[Slot] = []
         self._taken: list[tuple[SideSlots, Slot]] = []  # slots of forks that were joined
-        self._streams: list[object] = []  # whose pointers nobody else is to have as long as there is the graph
+        self._streams: list[tuple[SideSlots, Any]] = []  # whose pointers nobody else is to have as long as there is the graph
         self._plans: dict[int, object] = {}
         self.lanes = None if lanes is None else Lanes(pool, self.device, lanes, self._leased, self.keep)
         self.graph: RecordedGraph | None = None
@@ -226,6 +226,25 @@ class Recording:
         """Whether a graph is destroyed with the recording."""
         return graph in (self.graph, self.captured, *self._adopted)
 
+    def holds(self, value: object) -> bool:
+        """Whether a value is an array in its own memory."""
+        return self._memory.holds(value)
+
+    @property
+    def known_reads(self) -> set[Piece | Token]:
+        """What its graph functions and operations read."""
+        return self.reads if self.lanes is None else self.reads.union(*self.lanes.read, *[reads for reads, _ in self.lanes.used])
+
+    @property
+    def known_writes(self) -> set[Piece | Token]:
+        """What its graph functions and operations write."""
+        return self.writes if self.lanes is None else self.writes.union(*[writes for _, writes in self.lanes.used])
+
+    @property
+    def unseen(self) -> bool:
+        """Whether there is work whose writes are not known."""
+        return self.lanes is None or any(step.lane is None for step in self.lanes.steps)
+
     def shares_with(self, other: "Recording") -> bool:
         """Whether both lease side slots from the same device of the same pool."""
         return self.pool is other.pool and self.device == other.device
@@ -316,11 +335,11 @@ class Recording:
             if leased[0].owner is not None:
                 unbind(leased[0])
             if self._tensors is not None:
-                self._streams.append(sides.renew(leased[0]))
+                self._streams.append((sides, sides.renew(leased[0])))
             sides.release(leased.pop(0), captured=True)
         while self._taken:
             owner, slot = self._taken[0]
-            self._streams.append(owner.renew(slot))
+            self._streams.append((owner, owner.renew(slot)))
             owner.release(self._taken.pop(0)[1], captured=True)
         sides.release_captured()
 
@@ -507,7 +526,9 @@ class Recording:
             steps = [partial(scratch.free_recorded, self._capture) for scratch in self.scratch]
             try:
                 do_all([*leases, self._destroy_graph, self._destroy_event, *steps, self.release_plans])
-                self._streams.clear()
+                while self._streams:
+                    owner, stream = self._streams.pop()
+                    owner.reuse(stream)
                 if self._tensors is not None:
                     self._tensors.close()
             finally:

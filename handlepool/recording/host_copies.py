@@ -74,6 +74,12 @@ class HostCopies:
                 self._constants[number] = self._driver.asarray(self._values[number])
         self._left = [*self._constants]
 
+    def renew(self) -> None:
+        """Make the constants that the last repetition used once more, for another one, on the current stream."""
+        used = [number for number in self._constants if number not in self._left]
+        self._constants = {number: self._driver.asarray(self._values[number]) for number in used}
+        self._left, self._next_read = used, 0
+
     @contextmanager
     def repeated(self, keep: Callable[..., object]) -> Iterator[None]:
         """Give the constants to the second call, and have each kept that is used.

@@ -17,7 +17,7 @@ from handlepool.recording.update import PLAIN, Copy, is_foreign, keys_of, overla
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import overlaps_itself, share
 
-_UNCHANGED = (type(None), Enum, np.dtype, *PLAIN)
+UNCHANGED = (type(None), Enum, np.dtype, *PLAIN)
 """What is returned as it is."""
 
 
@@ -98,7 +98,7 @@ class Results:
                 f"{self._name} returned a {kind_of(output)}, of which the {self._driver.name} driver makes no copies: replay it, "
                 f"and copy program.outputs in the order of that stream by its own library"
             )
-        if not isinstance(output, _UNCHANGED):
+        if not isinstance(output, UNCHANGED):
             raise ArgumentError(
                 f"{self._name} returned a {kind_of(output)}, in which arrays would be overwritten by the next call: return "
                 f"arrays in lists, tuples and dictionaries, or replay it and read program.outputs"

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
+from operator import itemgetter
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -23,6 +24,7 @@ from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording import timing
 from handlepool.recording.outputs import Results
 from handlepool.recording.owner import OWNERS, Owned
+from handlepool.recording.prepared import Prepared, arrays_once, builder
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
 from handlepool.recording.update import Copy, Inputs, copy_all
@@ -84,6 +86,8 @@ class Program(Owned):
         home: StreamReference,
         memory: Memory,
         tunings: tuple[Tuning, ...] = (),
+        *,
+        lent: bool = False,
     ) -> None:
         pool = recording.pool
         self._status = pool.status
@@ -98,6 +102,10 @@ class Program(Owned):
         self._inputs = inputs
         self._outputs = outputs
         self._memory = memory
+        self._prepared: Prepared | None = None
+        self._built: Callable[[Any], Any] = list
+        # Whether each use records its event at once. Then a use on another stream waits for the last use alone.
+        self._lent = lent
         # One use at a time: CUDA takes no two launches of a graph at once, and a close ends what launches read. A finaliser that
         # the collector runs inside a use may take it, too: it finds `_busy`, and is refused: it could only wait for itself.
         self._lock = threading.RLock()
@@ -115,7 +123,7 @@ class Program(Owned):
         # So it is for a side stream, which is leased to others, who may have it captured: nobody else records or waits there.
         self._last: Stream | None = None
         self._used_by(home)
-        if self._last is None:
+        if self._last is None or lent:
             driver.record_event(self._event, home.pointer)
         self._recording = recording
 
@@ -141,6 +149,14 @@ class Program(Owned):
         """Bytes of device memory that were allocated while recording, scratch included; 0 once it was closed."""
         recording = self._recording
         return 0 if recording is None else recording.nbytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether no thread uses it, and its last use has passed: of a program whose every use records its event."""
+        if self._busy is not None:
+            return False
+        with self._driver.relaxed():
+            return self._driver.event_done(self._event)
 
     @property
     def closed(self) -> bool:
@@ -290,8 +306,45 @@ class Program(Owned):
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
             As in `replay`; but the program may belong to another thread, whose use this waits for.
         """
-        self._status.check()
+        if self._status.unusable:
+            self._status.check()
+        prepared = self._prepared
+        if prepared is not None and out is None and not kwargs and not active and prepared.match(args):
+            return self._built(self._turn(prepared.run, args))
         return self._use("called", self._call, args, out, kwargs)
+
+    def _turn(self, run: Callable[..., T], arrays: Sequence[Any], *more: Any) -> T:
+        """Use the program once on the current stream, by ``run(arrays, pointer, launch, *more)``; that function's value.
+
+        For prepared calls, which have checked the arrays.
+        """
+        lock = self._lock
+        try:
+            if self._busy is not None:
+                self._check_turn("called")
+            try:
+                # As in `replay`.
+                lock.acquire()
+                try:
+                    self._busy = "called"
+                    if (
+                        recordings
+                        or self._current_stream() is not self._last  # a closed program has none
+                        or not (self._bound or self._current_device() == self.device)
+                    ):
+                        self._follow(None)
+                    self._user = thread.token  # as in `_call`
+                    return self._enqueue(run, arrays, self._pointer, self._launch, *more)
+                finally:
+                    self._busy = None
+            finally:
+                try:
+                    lock.release()
+                except RuntimeError:  # an interrupt came while another thread had it
+                    pass
+        except Exception as error:
+            self._explain(error)
+            raise
 
     def _call(self, args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> Any:
         if self._recording is None:
@@ -299,6 +352,7 @@ class Program(Owned):
         driver = self._driver
         given = self._inputs.match(driver, self._name, self.device, args, kwargs)
         results = Results(driver, self._name, self.device, self._outputs, out)
+        self._prepared = None
 
         def turn() -> None:
             copy_all(driver, given)
@@ -316,7 +370,16 @@ class Program(Owned):
         self._inputs.copied(driver, given)
         self._enqueue(self._beside_torch([*given, *results.copies], turn))
         self._inputs.written(driver, results.copies)
+        if out is None and not kwargs and len(given) == len(args):
+            self._prepare()
         return results.value
+
+    def _prepare(self) -> None:
+        """Prepare calls with one array for each input, all of which hold the values of a call by now."""
+        driver, inputs, outputs = self._driver, self._inputs.flat(self._driver), dict[int, Any]()
+        if inputs and arrays_once(driver, self._outputs, outputs):
+            self._built = builder(self._outputs, {each: itemgetter(place) for place, each in enumerate(outputs)})
+            self._prepared = Prepared(driver, self.device, inputs, [*outputs.values()])
 
     def _beside_torch(self, copies: Sequence[Copy], step: Callable[[], object]) -> Callable[[], object]:
         """Return a step on the program's stream that is in order with torch's current one, where it copies tensors."""
@@ -325,14 +388,14 @@ class Program(Owned):
             return step
         return lambda: in_order(recording.pool, self.device, self._pointer, step)
 
-    def _enqueue(self, step: Callable[[], object]) -> None:
-        """Give the stream that `_follow` made the program's something that uses the memory."""
+    def _enqueue(self, step: Callable[..., T], *args: Any) -> T:
+        """Give the stream that `_follow` made the program's something that uses the memory; return the value of the step."""
         if self._pointer and self._is_capturing(self._pointer):
             raise capturing(self._pointer)
         try:
-            step()
+            return step(*args)
         finally:  # also after one that failed, or was interrupted when it had enqueued something
-            if self._last is None:
+            if self._last is None or self._lent:
                 try:
                     self._driver.record_event(self._event, self._pointer)
                 except BaseException:  # a later use cannot be ordered after this one, but may come when it has passed
@@ -344,9 +407,7 @@ class Program(Owned):
         if active:
             self._after_branches(self._memory.reads, self._memory.writes, None)
         self._follow(None)
-        found: list[T] = []
-        self._enqueue(lambda: found.append(act(self._pointer)))
-        return found[0]
+        return self._enqueue(act, self._pointer)
 
     def _run_on(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
         """Have replays launch another graph of the recording."""
@@ -435,10 +496,10 @@ class Program(Owned):
         pointer = reference.pointer
         if last is not None and last is reference.stream:
             return
-        for each in (pointer, LEGACY_STREAM if last is None else last.ptr):
+        for each in (pointer, LEGACY_STREAM if last is None or self._lent else last.ptr):
             if each != LEGACY_STREAM and driver.is_capturing(each):
                 raise capturing(each)
-        if last is not None:
+        if last is not None and not self._lent:
             driver.record_event(self._event, last.ptr)
         driver.wait_event(pointer, self._event)
         with driver.relaxed():  # the last reference to the former stream may go
@@ -518,7 +579,7 @@ class Program(Owned):
     def _passed(self, *, wait: bool) -> bool:
         """Whether the last use of the memory has, waiting for it if need be."""
         driver, last = self._driver, self._last
-        if last is not None:
+        if last is not None and not self._lent:
             if last.ptr != LEGACY_STREAM and driver.is_capturing(last.ptr):
                 if wait:
                     raise capturing(last.ptr)
@@ -535,9 +596,9 @@ class Program(Owned):
         """Put all that the program has into a list, the recording first."""
         stream = self._last, self._owner, self._streams.pop(self._number, None)
         # No call from here on, after which an interrupt could come: the recording is whoever's the list is.
-        held += [self._recording, self._inputs, self._outputs, stream, self._launch, self._launch_on]
-        self._recording = self._owner = self._last = self._user = None
-        self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
+        held += [self._recording, self._inputs, self._outputs, stream, self._launch, self._launch_on, self._prepared, self._built]
+        self._recording = self._owner = self._last = self._user = self._prepared = None
+        self._inputs = self._outputs = self._launch = self._launch_on = self._built = None  # type: ignore[assignment]
 
     def _end_at_exit(self, deadline: float) -> None:
         """Drop the plans, after which nobody replays; nothing else is destroyed.

@@ -1,42 +1,36 @@
 """`record`: a function is called once for real, and once with all that it gives to streams captured."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator, MappingView
-from functools import partial
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from handlepool._util.arguments import as_integer, check_ends, check_ran, flag
-from handlepool._util.names import kind_of, shown
+from handlepool._util.arguments import as_integer, check_ends, flag
+from handlepool._util.names import shown
 from handlepool._util.protocols import holds_values
 from handlepool._util.reachable import leaves
-from handlepool.drivers.protocol import LEGACY_STREAM, Driver
+from handlepool.drivers.protocol import LEGACY_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
 from handlepool.order.books import open_order
-from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
-from handlepool.pool.context import run_on, thread
+from handlepool.pool.context import thread
 from handlepool.pool.default import chosen_pool
-from handlepool.pool.deferred import defer, deferred, settle
+from handlepool.pool.deferred import deferred, settle
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
-from handlepool.recording import drawing, tensors
+from handlepool.recording import drawing
 from handlepool.recording.capture import Recording
-from handlepool.recording.host_copies import HostCopies
+from handlepool.recording.first_call import FirstCall, check_returned, name_of_call
 from handlepool.recording.program import Program
-from handlepool.recording.rehearsal import ContainerSnapshot, Launches, Rehearsal, check_same
+from handlepool.recording.rehearsal import ContainerSnapshot
 from handlepool.recording.state import State
 from handlepool.recording.tuning import shown_progress
 from handlepool.recording.update import Inputs
 from handlepool.regions.states import ParallelStates
-
-T = TypeVar("T")
 
 TUNED = "record(plans=True)"
 MOST_SECONDS = 10.0
@@ -129,124 +123,34 @@ def record(
         chosen.status.check()
     if measured:
         check_gpu(chosen.driver, TUNED)
-    names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None), type(function).__name__]
-    name = [name for name in names if isinstance(name, str)][0]  # noqa: RUF015 - without a generator
-    home = _check(chosen, name, width, function)
+    name = name_of_call(function)
+    home = check_recordable(chosen, name, width, function)
     # The arguments are walked once, which `leaves` ends although a container may contain itself.
     values = [*leaves(args, kwargs)]
-    _check_values(name, values, args, kwargs)
+    check_values(name, values, args, kwargs)
     picture = drawing.asked_for(name) if width is not None and os.environ.get(drawing.VARIABLE) else None
     driver = chosen.driver
-    stream = home.stream or driver.wrap_stream(home.pointer, home.owner)
     inputs, given = Inputs(driver, args, kwargs), ContainerSnapshot(args, kwargs)
-    reached = partial(State, driver, function, args, kwargs, given.containers, values)
-    before, copies = reached(), HostCopies(chosen, name)
-    rehearsal = None if width is None else Rehearsal(chosen, home.pointer)
-    launches = Launches(chosen) if measured or width is None else None
-    first: Callable[..., Any] = partial(run_on, chosen, stream, home.device, None)
-    if rehearsal is not None:
-        first = partial(_rehearsed, rehearsal, chosen, home, first)
-    if launches is not None:
-        first = partial(launches.around, first)
-    with copies.noted():
-        returned = first(function, args, kwargs)
-    if returned is None:
-        raise _nothing(name)
-    if type(returned) not in driver.array_types:
-        check_ran(function, returned)
+    before = State(driver, function, args, kwargs, given.containers, values)
+    first = FirstCall(chosen, name, width, home, counted=measured)
+    # The value is released at once: the arrays that are left then were kept by the function.
+    check_returned(name, function, first.run(function, args, kwargs))
     given.check(name)
     before.check(name)
-    shapes = _shapes(driver, returned)
-    del returned
-    leftovers = [watcher.new for watcher in (rehearsal, launches) if watcher is not None]
-    for left in leftovers:
-        left.end()
-    tunings = _tuned(chosen, name, launches, home) if measured and launches is not None else ()
-    recording = Recording(chosen, name, width, () if rehearsal is None else rehearsal.calls)
-    state = None
-    try:
-        copies.upload(given.renew())
-        state = reached(partial(_settle, driver, home.pointer))
-        state.check_kept(name, before)
-        del before
-        recording.kept.add(function, args, kwargs)
-        capture: Callable[..., Any] = recording.capture
-        again = None if launches is None or width is not None else Launches(chosen)
-        if again is not None:
-            capture = partial(again.around, capture)
-        with copies.repeated(recording.kept.add):
-            outputs = capture(function, args, kwargs, partial(state.check, name))
-        given.check(name)
-        # With lanes the capture has checked the state, and compared the calls.
-        if again is not None and launches is not None:
-            state.check(name)
-            check_same(name, launches.calls, again.calls)
-        if outputs is None:
-            raise _nothing(name)
-        now = _shapes(driver, outputs)
-        if now != shapes:
-            one, other = next(pair for pair in zip_longest(shapes, now, fillvalue="nothing") if pair[0] != pair[1])
-            raise CaptureError(
-                f"{name} returned something else when it was called again to be recorded: {_text(one)} the first time, and "
-                f"{_text(other)} the second. Take decisions, and prepare what is made once, before it is recorded"
-            )
-        memory = recording.memory(outputs, leftovers)
+    first.end()
+    tunings = _tuned(chosen, name, first, home) if measured else ()
+
+    def finish(recording: Recording, outputs: Any) -> Program:
+        memory = first.memory(recording, outputs)
         return _drawn(Program(name, recording, inputs, outputs, home, memory, tunings), picture)
-    except BaseException:
-        outputs, done = None, False
-        try:
-            # First, so that no attribute keeps an array of the recording's memory, which no replay has written.
-            given.restore()
-            if state is not None:
-                state.restore()
-            done = recording.destroy()
-        finally:
-            recording.kept.take()
-            if not done:
-                defer(recording.settle)
-        raise
+
+    return first.capture(function, args, kwargs, given, values, home, finish, before=before)
 
 
-def _settle(driver: Driver, pointer: int) -> None:
-    """Wait for a stream, whose work may still write NumPy's arrays."""
-    with driver.relaxed():
-        driver.synchronize_stream(pointer)
-
-
-def _shapes(driver: Driver, returned: Any) -> list[Any]:
-    """Return the shapes and types of the arrays that a function returned: of the driver's as tuples, of others as text."""
-    native: Any = driver.array_types[0]
-    if type(returned) is native:
-        return [(native, returned.shape, returned.dtype)]
-    return [
-        (native, value.shape, value.dtype) if type(value) is native else shown(value)
-        for value in leaves(returned)
-        if type(value) is native or holds_values(value)
-    ]
-
-
-def _text(shape: Any) -> str:
-    """Return an entry of `_shapes` as `shown` says it of the array."""
-    if isinstance(shape, str):
-        return shape
-    kind, extents, dtype = shape
-    return f"<{kind_of(kind)} of shape {tuple(map(int, extents))}, {dtype}>"
-
-
-def _rehearsed(rehearsal: Rehearsal, pool: PoolInternals, home: StreamReference, run: Callable[..., T], *call: Any) -> T:
-    """Call a function with its calls noted, on one stream that is current for torch as well, as it is while recording."""
-    torch = (torch_in_use(pool.driver) or torch_among(*call)) if "torch" in sys.modules else None
-    if torch is None:
-        return rehearsal.around(run, *call)
-    inside, found = in_torch(torch, home.pointer, home.pointer, home.device, *call), []
-    tensors.in_order(pool, home.device, home.pointer, lambda: found.append(rehearsal.around(run, *inside)))
-    return found[0]
-
-
-def _tuned(pool: PoolInternals, name: str, launches: Launches, home: StreamReference) -> tuple[Tuning, ...]:
+def _tuned(pool: PoolInternals, name: str, first: FirstCall, home: StreamReference) -> tuple[Tuning, ...]:
     show = shown_progress(name, MOST_SECONDS)
     try:
-        return tune_heaviest(pool, TUNED, launches.plans(home.device), home.pointer, MOST_SECONDS, show)
+        return tune_heaviest(pool, TUNED, first.plans(), home.pointer, MOST_SECONDS, show)
     finally:
         show(None)
 
@@ -258,8 +162,13 @@ def _drawn(program: Program, picture: Path | None) -> Program:
     return program
 
 
-def _check(pool: PoolInternals, name: str, lanes: int | None, function: Any) -> StreamReference:
-    """Check the function and its surroundings before anything runs, and return the caller's stream."""
+def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function: Any) -> StreamReference:
+    """Check the function and its surroundings before anything runs, and return the caller's stream.
+
+    Raises
+    ------
+    ArgumentError, CaptureError
+    """
     if not callable(function):
         raise ArgumentError(f"record({shown(function)}): pass a function, and its arguments after it")
     if thread.recording is not None:
@@ -280,8 +189,13 @@ def _check(pool: PoolInternals, name: str, lanes: int | None, function: Any) -> 
     return home
 
 
-def _check_values(name: str, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check the values among the arguments."""
+def check_values(name: str, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check the values among the arguments.
+
+    Raises
+    ------
+    ArgumentError, ArrayTypeError
+    """
     if [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple, dict))]:
         check_ends(f"{name} was given", args, kwargs)
     for value in values:
@@ -291,7 +205,3 @@ def _check_values(name: str, values: list[Any], args: tuple[Any, ...], kwargs: d
             raise ArgumentError(f"{name} was given the iterator {shown(value)}, which its first call would use up; pass a list")
         if isinstance(value, np.ndarray) and value.dtype.hasobject and any(map(holds_values, value.ravel())):
             raise ArrayTypeError(f"{name} was given an array of objects, {shown(value)}; pass a list of arrays")
-
-
-def _nothing(name: str) -> ArgumentError:
-    return ArgumentError(f"{name} returned None. Return the arrays that it writes")

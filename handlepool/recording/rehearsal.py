@@ -171,6 +171,10 @@ class LeftoverArrays:
         self._held = [each for each in left if each[0] is not None]
         self._made.clear()
 
+    def forget(self) -> None:
+        """Let go of the arrays."""
+        self._held.clear()
+
     def check(self, name: str, reads: Pieces, writes: Pieces) -> None:
         """Refuse a function whose second call read, and did not write, an array of its first call: each replay reads the same.
 
@@ -222,6 +226,10 @@ class Launches:
             self.new.add(made, self.calls[-1])
             self._found[id(plan)] = plan, self._found.get(id(plan), (plan, 0))[1] + 1
 
+    def forget(self) -> None:
+        """Let go of the plans."""
+        self._found.clear()
+
     def plans(self, device: int) -> list[tuple[Plan, int]]:
         """Return a device's plans, each with its launches."""
         return [(plan, count) for plan, count in self._found.values() if plan.device == device]
@@ -252,6 +260,11 @@ class ContainerSnapshot:
     def containers(self) -> list[Any]:
         """The lists and dictionaries."""
         return [value for _, value, _ in self._found]
+
+    @property
+    def grown(self) -> bool:
+        """Whether there are new entries."""
+        return any(self._beyond(value, inside) for _, value, inside in self._found)
 
     def renew(self) -> list[Any]:
         """Take the new entries out, so that the second call finds the arguments as the first one did; return their values."""

@@ -30,6 +30,7 @@ from weakref import CallableProxyType, ProxyType, ReferenceType, WeakKeyDictiona
 import numpy as np
 
 from handlepool._util.names import shown
+from handlepool._util.protocols import Wrapper
 from handlepool._util.reachable import CACHE
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
@@ -106,7 +107,7 @@ _ADVICE = (
 _DRAW = "Draw them before and pass the array as an argument, or make them on the device in an operation"
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """An object whose contents can change.
 
     Attributes
@@ -161,7 +162,7 @@ class State:
         settle: Callable[[], object] | None = None,
     ) -> None:
         self._driver = driver
-        walk = _Walk(driver, given, inputs)
+        walk = Walk(driver, given, inputs)
         walk.run(function, args, kwargs)
         self.aliases = walk.aliases
         self._known = walk.entered
@@ -169,7 +170,7 @@ class State:
             walk.found = [each for each in walk.found if each[1] is POSITION]
         elif walk.host_arrays:
             settle()
-        self._places = [_Place(path, kind, owner, names, kind.read(owner, names)) for path, kind, owner, names in walk.found]
+        self._places = [Place(path, kind, owner, names, kind.read(owner, names)) for path, kind, owner, names in walk.found]
 
     def check(self, name: str) -> None:
         """Refuse a function of a name that has changed something since the snapshot.
@@ -209,7 +210,7 @@ class State:
             if next(self._changes(place, now), MISSING) is not MISSING:
                 place.kind.write(place.owner, place.then, now)
 
-    def _changes(self, place: _Place, now: dict[Any, Any]) -> Iterator[Any]:
+    def _changes(self, place: Place, now: dict[Any, Any]) -> Iterator[Any]:
         then = place.then
         for key, value in then.items():
             if now.get(key, MISSING) is not value and not self._same(value, now.get(key, MISSING)):
@@ -260,7 +261,7 @@ class State:
         return bool(own) and self._same(own, others, depth - 1)
 
     @staticmethod
-    def _message(name: str, place: _Place, key: Any, then: Any, now: Any) -> str:
+    def _message(name: str, place: Place, key: Any, then: Any, now: Any) -> str:
         label = place.kind.label.format(path=place.path, key=key if isinstance(key, str) else shown(key))
         if place.kind in (GENERATOR, LEGACY_GENERATOR, PYTHON_GENERATOR, TORCH_GENERATOR):
             return (
@@ -295,7 +296,7 @@ def _same_values(then: Any, now: Any) -> bool:
 # The walk
 
 
-class _Walk:
+class Walk:
     """Finds places.
 
     Attributes
@@ -395,6 +396,8 @@ class _Walk:
             self._enter_class(value)
         elif isinstance(value, Operation):
             self._all(path, (value.function,))
+        elif isinstance(value, Wrapper):
+            self._all(path, (value.__wrapped__,))
         elif isinstance(value, ModuleType):
             self._enter_module(path, value, frozenset())
         elif isinstance(value, memoryview):
@@ -444,7 +447,7 @@ class _Walk:
     def _enter_function(self, path: str, function: Any) -> None:
         if is_library(function.__module__):
             return
-        names = _names(function.__code__)
+        names = names_of(function.__code__)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self.entered:
                 self.entered[id(cell)] = cell
@@ -556,9 +559,9 @@ _PLAIN_CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict)
 
 
 @functools.lru_cache(4096)
-def _names(code: CodeType) -> frozenset[str]:
+def names_of(code: CodeType) -> frozenset[str]:
     """Return the globals and attributes that some code names, with the functions that are defined in it."""
-    inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
+    inner = [names_of(each) for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(code.co_names).union(*inner)
 
 

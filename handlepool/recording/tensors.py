@@ -22,6 +22,12 @@ def takes(driver: Driver, value: Any, device: int | None = None) -> bool:
     return value.is_cuda is on_gpu and (not on_gpu or device is None or value.get_device() == device)
 
 
+def modes() -> tuple[bool, bool, bool]:
+    """Return whether torch is in a mode that changes its operations: gradients, inference, and autocast."""
+    torch: Any = sys.modules["torch"]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
+
+
 def elements(driver: Driver, place: str, tensor: Any) -> Any:
     """Return an array over a tensor's memory, of as many bytes an element and without its type.
 

@@ -73,6 +73,14 @@ class Inputs:
             if type(value) is not Plain:
                 yield from _arrays(name, value)
 
+    def flat(self, driver: Driver) -> list[Any] | None:
+        """Return the inputs where each positional argument with an array is one of the driver's that lies apart; else None."""
+        arrays: list[Any] = self._positional
+        kind: Any = driver.array_types[0]
+        if any(type(each) is not kind or not getattr(each.flags, "writeable", True) for each in arrays):
+            return None
+        return None if self._named or any(overlapping(driver, arrays)) else arrays
+
     def match(self, driver: Driver, name: str, device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Copy]:
         """Return what is to be copied, for `copy_all`.
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from handlepool._util.arguments import as_integer, check_ran
 from handlepool._util.names import shown
+from handlepool._util.protocols import Wrapper
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, ForkedProcessError
@@ -84,6 +85,8 @@ class ParallelStateExecutor(Executor):
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "StreamFuture[T]":
         """Run ``fn(*args, **kwargs)`` on a side stream, after what the current stream has been given by now.
 
+        A recorded function (`recorded`) that has no program yet for such arguments is called, and recorded, in this thread.
+
         Inside a fork it starts after the branches that read or wrote what it is given, too. What the task itself does is ordered
         for others by its future alone.
 
@@ -121,6 +124,15 @@ class ParallelStateExecutor(Executor):
                     "this executor's threads did not survive os.fork: make a ParallelStateExecutor in the child"
                 )
             self._began = process()
+        if isinstance(fn, Wrapper) and thread.region is None:
+            done: StreamFuture[T] = StreamFuture()
+            try:
+                for value in fn._at_once(args, kwargs):  # noqa: SLF001 - the protocol is for this
+                    done.set_result(value)
+            except Exception as error:
+                done.set_exception(error)
+            if done.done():
+                return done
         try:
             reached = Reached(pool.driver, fn, args, kwargs)
             if active:

@@ -1,6 +1,7 @@
 """Tasks: what a submitted call needs on the GPU, from the event that it starts after to the one that others wait for; futures."""
 
 import threading
+from collections.abc import Generator
 from concurrent.futures import Future
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -261,6 +262,12 @@ class StreamFuture(Future[T], Generic[T]):
             raise error
         finally:
             del self, error  # or the error, its traceback and this frame would keep each other, and the task's arguments
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait in an event loop of asyncio until the function has returned; then as `result`, for the loop's current stream."""
+        from asyncio import wrap_future
+
+        return wrap_future(self).__await__()
 
     def _join(self) -> None:
         if self._task is not None:

@@ -7,8 +7,8 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.recording.outputs import steps_without_gaps
 from handlepool.recording.program import Program
+from handlepool.recording.sharing import rebuilt
 from handlepool.recording.update import is_foreign
-from handlepool.spreading.items import rebuilt
 from handlepool.tensors.layout import one_run
 
 

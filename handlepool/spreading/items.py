@@ -20,19 +20,6 @@ MOST_FUNCTIONS = 100
 """Whose globals are looked at."""
 
 
-def rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
-    """Return lists, tuples and dictionaries anew, with what a function makes of all else that they hold."""
-    if isinstance(value, dict):
-        return {key: rebuilt(entry, of) for key, entry in value.items()}
-    if not isinstance(value, (list, tuple)):
-        return of(value)
-    entries = [rebuilt(entry, of) for entry in value]
-    if isinstance(value, list):
-        return entries
-    named: Any = type(value)
-    return named(*entries) if hasattr(named, "_fields") else tuple(entries)
-
-
 def itself(value: Any) -> Any:
     """Return it."""
     return value

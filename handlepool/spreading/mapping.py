@@ -25,7 +25,8 @@ from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.program import Program
-from handlepool.spreading.items import check_copied, global_elsewhere, rebuilt
+from handlepool.recording.sharing import rebuilt
+from handlepool.spreading.items import check_copied, global_elsewhere
 from handlepool.spreading.worker import DeviceWorker, Eager, InFlight
 
 T = TypeVar("T")

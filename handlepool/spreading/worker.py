@@ -39,10 +39,10 @@ from handlepool.pool.pool import HandlePool
 from handlepool.recording.outputs import Results, new_like
 from handlepool.recording.program import Program
 from handlepool.recording.record import record
+from handlepool.recording.sharing import copier, rebuilt, relation, runs_apart
 from handlepool.recording.update import copy_all
 from handlepool.spreading.copy_plan import CopyPlan
-from handlepool.spreading.items import check_copied, geometry, itself, rebuilt, steps
-from handlepool.spreading.together import copier, relation, runs_apart
+from handlepool.spreading.items import check_copied, geometry, itself, steps
 from handlepool.tensors.layout import one_run
 
 MOST_PROGRAMS = 8

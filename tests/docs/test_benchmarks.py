@@ -69,7 +69,7 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SCRIPTS, *NETWORKS, "devices", "serving", "sizing"])
+@pytest.mark.parametrize("name", [*SCRIPTS, *NETWORKS, "devices", "recorded_host", "serving", "sizing"])
 def test_a_script_runs_without_a_gpu_and_writes_what_it_found(name, written):
     _, results = written(name)
     assert results["benchmark"] == name

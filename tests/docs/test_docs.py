@@ -139,7 +139,8 @@ def test_the_example_of_recording_runs(make_driver):
             "next_images": next_images,
             "use": lambda outputs: used.extend(map(arrays.take, outputs)),
         }
-        first, state, second, tuned, third = blocks_of("recording.md")
+        function, first, state, second, tuned, third = blocks_of("recording.md")
+        exec(function, {"__name__": "example"})
         exec(state, {"__name__": "example"})
         exec(first, names)
         assert names["program"].closed

@@ -27,6 +27,7 @@ _needs = {
     "test_gpu_torch.py": "torch",
     "test_gpu_program_torch.py": "torch",
     "test_gpu_lanes_torch.py": "torch",
+    "test_gpu_recorded_torch.py": "torch",
     "test_gpu_torch_arrays.py": "torch",
     "test_gpu_torch_kernels.py": "torch",
     "test_gpu_integrations_torch.py": "torch",

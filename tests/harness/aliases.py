@@ -3,7 +3,7 @@
 import numpy as np
 
 from handlepool._util.protocols import holds_values
-from handlepool.spreading.items import rebuilt
+from handlepool.recording.sharing import rebuilt
 
 ALIASES = {
     "one twice": lambda x: (x, x),

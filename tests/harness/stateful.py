@@ -7,6 +7,7 @@ values, or is refused.
 
 import random
 import types
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -349,6 +350,44 @@ def check_on(driver: Any, seed: int, lanes: int | None) -> str:
         recorded.close()
     for number, (one, other) in enumerate(zip(found, wanted[1:], strict=True), 1):
         assert np.array_equal(one, other), f"{where}: {verdict}, and call {number} gave {one}, not {other}"
+    return verdict
+
+
+def check_recorded(seed: int, lanes: int | None) -> str:
+    """Call a recorded function of a random program on a host driver of its own: "accepted", or "refused".
+
+    Raises
+    ------
+    AssertionError
+        For another value than the plain function's, and for a program without state that runs eagerly.
+    """
+    driver = HostDriver(scheduler="adversarial", seed=seed, strict=True, check_order=True)
+    with standing_in(handlepool.HandlePool(driver=driver)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        program = Program(seed)
+        where = f"seed {seed}, lanes {lanes}: {program.statements}"
+        _seed(seed)
+        plain = program.make(driver)
+        wanted = [plain(x).get() for x in inputs(driver)]
+        _seed(seed)
+        one, two = driver.create_stream(), driver.create_stream()
+        with one:
+            network, xs = handlepool.recorded(program.make(driver), lanes=lanes, instances=2), inputs(driver)
+        values, streams = [], [one, one, two, one, two, two]
+        for x, stream, former in zip(xs, streams, [one, *streams], strict=False):
+            event = driver.create_event()
+            driver.record_event(event, former.ptr)
+            driver.wait_event(stream.ptr, event)
+            with stream:
+                values.append(network(x))
+        with two:
+            found = [y.get() for y in values]
+        stats = network.stats()
+        verdict = "accepted" if stats.programs else "refused"
+        for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            assert np.array_equal(one, other), f"{where}: {verdict}, and call {number} gave {one}, not {other}"
+        assert program.kept or (stats.programs and not stats.eager), f"{where}: {verdict} without need: {network.explain()}"
+        network.clear()
     return verdict
 
 

@@ -19,6 +19,21 @@ def test_g19_random_stateful_programs_give_the_plain_functions_values_or_are_ref
     assert verdicts.count("refused") > COUNT // 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [None, 4])
+def test_g19_recorded_functions_of_random_stateful_programs_give_the_plain_functions_values(lanes):
+    verdicts = [stateful.check_recorded(seed, lanes) for seed in range(FIRST, FIRST + COUNT)]
+    assert verdicts.count("accepted") > COUNT // 4
+    assert verdicts.count("refused") > COUNT // 4
+
+
+@pytest.mark.parametrize("statement", [*stateful.PURE, *stateful.IN_PLACE, *stateful.KEPT])
+def test_g19_a_recorded_function_with_each_statement_gives_the_plain_functions_values(monkeypatch, statement):
+    monkeypatch.setattr(stateful, "Program", _only(statement))
+    for lanes in (None, 4):
+        stateful.check_recorded(1, lanes)
+
+
 @pytest.mark.parametrize("statement", stateful.KEPT)
 def test_g19_each_kind_of_state_is_refused_or_right(monkeypatch, statement):
     monkeypatch.setattr(stateful, "Program", _only(statement))

@@ -40,7 +40,7 @@ SPARED = (  # where only a tracer can interrupt: nothing is called before, or a 
     "self._busy, self._updating = None, 0",
     "self._busy = None",
     "lock.release()",
-    "if self._last is None:",
+    "if self._last is None or self._lent:",
     "self._driver.record_event(self._event",
     "self._last, self._pointer, self._owner = ",
     "self._bound, self._launch = ",

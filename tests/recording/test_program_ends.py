@@ -127,7 +127,7 @@ def test_whoever_settles_neither_waits_for_a_thread_that_closes_nor_does_its_wor
         scene.driver.destroy_event = halted
         closer = Thread(program.close)
         assert inside.wait(TIMEOUT)
-        settler = Thread(partial(deferred.settle, most=1000))
+        settler = Thread(partial(deferred.deferred.run, 1000))
         try:
             settler.join(TIMEOUT / 4)
             waits = settler.is_alive()

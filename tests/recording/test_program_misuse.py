@@ -201,8 +201,8 @@ def test_what_was_never_warm_is_warmed_by_the_recording_itself(make_driver, sche
 
 def test_what_is_met_under_the_capture_for_the_first_time_is_recorded_and_harms_nothing(scene, monkeypatch):
     # As where plans and slots were dropped between the two calls. That these give the same work is not looked at here.
-    monkeypatch.setattr(sys.modules["handlepool.recording.record"], "check_same", lambda *_: None)
-    monkeypatch.setattr(sys.modules["handlepool.recording.record"], "_shapes", lambda *_: [])
+    monkeypatch.setattr(sys.modules["handlepool.recording.first_call"], "check_same", lambda *_: None)
+    monkeypatch.setattr(sys.modules["handlepool.recording.first_call"], "_shapes", lambda *_: [])
     states = handlepool.ParallelStates(3)
     made = hidden([])
 

@@ -35,8 +35,8 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.host.array import HostArray
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
+from handlepool.recording.sharing import rebuilt
 from handlepool.spreading import worker
-from handlepool.spreading.items import rebuilt
 from handlepool.spreading.worker import InFlight
 
 COUNT = 7

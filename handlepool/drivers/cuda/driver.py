@@ -24,7 +24,7 @@ from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool.drivers.cuda import capture as recorded
-from handlepool.drivers.cuda import early, failures, planning, shared
+from handlepool.drivers.cuda import early, failures, fast_launch, planning, shared
 from handlepool.drivers.cuda.edges import Dependencies, libcuda, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
@@ -356,6 +356,9 @@ class CudaDriver:
             return cupy.ndarray(shape, dtype, None, strides)
         except OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
+
+    def empties(self, lies: Sequence[tuple[Sequence[int], Sequence[int], np.dtype[Any]]]) -> Callable[[], list[Any]]:
+        return fast_launch.empties(lies)
 
     def asarray(self, values: object) -> Any:
         # Through pinned memory the copy is asynchronous; from pageable memory it has read `values` when it returns. Both are

@@ -161,6 +161,38 @@ def shortcut(
     return made
 
 
+def empties(lies: Sequence[tuple[Sequence[int], Sequence[int], Any]]) -> Callable[[], list[Any]]:
+    """Make a function that allocates arrays; see `Driver.empties`. Small ones share a block."""
+    alloc, ndarray = cupy.cuda.alloc, cupy.ndarray
+    known = [(tuple(shape), dtype, tuple(strides), _reach(shape, strides, dtype.itemsize)) for shape, strides, dtype in lies]
+    total = sum(-(-reach // _BLOCK) * _BLOCK for *_, reach in known)
+    if len(known) < 2 or total > MOST_TOGETHER:
+
+        def make() -> list[Any]:
+            return [ndarray(shape, dtype, alloc(reach), strides) for shape, dtype, strides, reach in known]
+
+    else:
+        offsets = accumulate((-(-reach // _BLOCK) * _BLOCK for *_, reach in known), initial=0)
+        placed = [(*each[:3], at) for each, at in zip(known, offsets, strict=False)]
+
+        def make() -> list[Any]:
+            block = alloc(total)
+            return [ndarray(shape, dtype, block + at, strides) for shape, dtype, strides, at in placed]
+
+    def made() -> list[Any]:
+        try:
+            return make()
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    return made
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return the bytes from an array's first element to its end; its strides are not negative."""
+    return 0 if 0 in shape else sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True)) + itemsize
+
+
 def _numbers(values: Sequence[int]) -> str:
     return repr(tuple(map(int, values)))
 

@@ -390,6 +390,10 @@ class HostDriver(Controls):
         self._note("empty")
         return self._memory.empty(shape, strides, check_type(np.dtype(dtype)))
 
+    def empties(self, lies: Sequence[tuple[Sequence[int], Sequence[int], np.dtype[Any]]]) -> Callable[[], list[HostArray]]:
+        self._note("empties")
+        return lambda: [self.empty(*lie) for lie in lies]
+
     def asarray(self, values: Any) -> HostArray:
         """Return a copy on the current device, in the same layout, made by the current stream from the values as they are now."""
         self._note("asarray")

@@ -11,7 +11,6 @@ import numpy as np
 
 from handlepool.drivers.protocol import Driver
 from handlepool.recording.update import piece_of
-from handlepool.spreading.items import rebuilt
 from handlepool.tensors.layout import Piece, bytes_at, piece, share
 
 ALIGNED = 256
@@ -119,3 +118,16 @@ def _arrays(driver: Driver, value: Any) -> list[Any]:
     found: list[Any] = []
     rebuilt(value, found.append)
     return [each for each in found if isinstance(each, (np.ndarray, *driver.array_types))]
+
+
+def rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
+    """Return lists, tuples and dictionaries anew, with what a function makes of all else that they hold."""
+    if isinstance(value, dict):
+        return {key: rebuilt(entry, of) for key, entry in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return of(value)
+    entries = [rebuilt(entry, of) for entry in value]
+    if isinstance(value, list):
+        return entries
+    named: Any = type(value)
+    return named(*entries) if hasattr(named, "_fields") else tuple(entries)

@@ -1,0 +1,261 @@
+"""Call a function for real, and compare captures with that call."""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+from handlepool._util.arguments import check_ran
+from handlepool._util.names import kind_of, shown
+from handlepool._util.protocols import holds_values
+from handlepool._util.reachable import leaves
+from handlepool.drivers.protocol import Driver
+from handlepool.errors import ArgumentError, CaptureError
+from handlepool.graphs.plan import Plan
+from handlepool.order.accesses import Memory
+from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
+from handlepool.pool.context import run_on
+from handlepool.pool.deferred import defer, remember
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.stream import StreamReference
+from handlepool.recording import tensors
+from handlepool.recording.capture import Recording
+from handlepool.recording.host_copies import HostCopies
+from handlepool.recording.rehearsal import ContainerSnapshot, Launches, LeftoverArrays, Rehearsal, check_same
+from handlepool.recording.state import State
+
+T = TypeVar("T")
+
+
+class FirstCall:
+    """Call a function for real, and note its launches.
+
+    Each capture must make the same launches.
+
+    Parameters
+    ----------
+    pool : PoolInternals
+    name : str
+        The function's.
+    lanes : int or None
+        As in `record`.
+    home : StreamReference
+        The caller's stream.
+    counted : bool
+        Whether plans are counted with lanes, too.
+    """
+
+    def __init__(
+        self, pool: PoolInternals, name: str, lanes: int | None, home: StreamReference, *, counted: bool = False
+    ) -> None:
+        self._pool, self._name, self._lanes, self._home = pool, name, lanes, home
+        self._copies = HostCopies(pool, name)
+        self._rehearsal = None if lanes is None else Rehearsal(pool, home.pointer)
+        self._launches = Launches(pool) if counted or lanes is None else None
+        self._shapes: list[Any] = []
+        self._captured = False
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function on the caller's stream; return its value."""
+        pool, home = self._pool, self._home
+        stream = home.stream or pool.driver.wrap_stream(home.pointer, home.owner)
+        call: Callable[..., Any] = partial(run_on, pool, stream, home.device, None)
+        if self._rehearsal is not None:
+            call = partial(_rehearsed, self._rehearsal, pool, home, call)
+        if self._launches is not None:
+            call = partial(self._launches.around, call)
+        with self._copies.noted():
+            returned = call(function, args, kwargs)
+        self._shapes = _shapes(pool.driver, returned)
+        return returned
+
+    def keep(self) -> None:
+        """Keep the plans for more captures, until exit."""
+        remember(self._end_at_exit)
+
+    def end(self) -> None:
+        """Find the arrays that the function has kept."""
+        for left in self._leftovers():
+            left.end()
+
+    def _leftovers(self) -> list[LeftoverArrays]:
+        return [watcher.new for watcher in (self._rehearsal, self._launches) if watcher is not None]
+
+    def plans(self) -> list[tuple[Plan, int]]:
+        """Return the launched plans of the device, each with its launches."""
+        return [] if self._launches is None else self._launches.plans(self._home.device)
+
+    def capture(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: ContainerSnapshot,
+        values: Sequence[Any],
+        home: StreamReference,
+        finish: Callable[[Recording, Any], T],
+        *,
+        kept: Sequence[Any] | None = None,
+        before: State | None = None,
+        returned: object = None,
+        empty: bool = False,
+    ) -> T:
+        """Call the function once more, under capture, and finish the recording.
+
+        ``finish(recording, outputs)`` makes the value of this method. Where an error is raised, objects are as they were at the
+        beginning, and nothing of the recording is left.
+
+        Parameters
+        ----------
+        given : ContainerSnapshot
+            Of the arguments.
+        values : sequence
+            The values that are reached from the arguments through containers.
+        home : StreamReference
+            The caller's stream, which is current.
+        kept : sequence, optional
+            Values that the graph reads; the function and its arguments where nothing is given.
+        before : State, optional
+            From before the first call, of the same arguments.
+        returned : optional
+            The value of the first call, where the caller still holds it.
+        empty : bool
+            Whether the function may return None.
+
+        Raises
+        ------
+        CaptureError
+            For a difference from the first call, and for a function that cannot be recorded.
+        """
+        pool, name, lanes, driver = self._pool, self._name, self._lanes, self._pool.driver
+        recording = Recording(pool, name, lanes, () if self._rehearsal is None else self._rehearsal.calls)
+        state, launches = None, self._launches
+        again = None if launches is None or lanes is not None else Launches(pool)
+        try:
+            renewed = given.renew()
+            if self._captured:
+                self._copies.renew()
+            else:
+                self._copies.upload([*renewed, returned])
+            state = State(driver, function, args, kwargs, given.containers, values, partial(_settle, driver, home.pointer))
+            if before is not None:
+                state.check_kept(name, before)
+            recording.kept.add(*((function, args, kwargs) if kept is None else kept))
+            captured: Callable[..., Any] = recording.capture
+            if again is not None:
+                captured = partial(again.around, captured)
+            with self._copies.repeated(recording.kept.add):
+                outputs = captured(function, args, kwargs, partial(state.check, name))
+            given.check(name)
+            # With lanes the capture has checked the state, and compared the calls.
+            if again is not None and launches is not None:
+                state.check(name)
+                check_same(name, launches.calls, again.calls)
+            if outputs is None and not empty:
+                raise nothing(name)
+            now = _shapes(driver, outputs)
+            if now != self._shapes:
+                pairs = zip_longest(self._shapes, now, fillvalue="nothing")
+                one, other = next(pair for pair in pairs if pair[0] != pair[1])
+                raise CaptureError(
+                    f"{name} returned something else when it was called again to be recorded: {_text(one)} the first time, and "
+                    f"{_text(other)} the second. Take decisions, and prepare what is made once, before it is recorded"
+                )
+            made = finish(recording, outputs)
+            self._captured = True
+            return made
+        except BaseException:
+            outputs, done = None, False
+            try:
+                # First, so that no attribute keeps an array of the recording's memory, which no replay has written.
+                given.restore()
+                if state is not None:
+                    state.restore()
+                done = recording.destroy()
+            finally:
+                recording.kept.take()
+                if not done:
+                    defer(recording.settle)
+            raise
+
+    def memory(self, recording: Recording, outputs: Any) -> Memory:
+        """Return the memory that replays read and write, and let go of the arrays of the first call.
+
+        Raises
+        ------
+        CaptureError
+            Where the capture reads an array of the first call.
+        """
+        leftovers = self._leftovers()
+        made = recording.memory(outputs, leftovers)
+        for left in leftovers:
+            left.forget()
+        return made
+
+    def _end_at_exit(self, deadline: float) -> None:
+        """Drop the plans, of which cuDNN's binding complains where they outlive it."""
+        for watcher in (self._rehearsal, self._launches):
+            if watcher is not None:
+                watcher.calls.clear()
+        if self._launches is not None:
+            self._launches.forget()
+
+
+def name_of_call(function: Any) -> str:
+    """Return the name of a function for messages."""
+    names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None), type(function).__name__]
+    return [name for name in names if isinstance(name, str)][0]  # noqa: RUF015 - without a generator
+
+
+def nothing(name: str) -> ArgumentError:
+    """Return the error for a function that returned None."""
+    return ArgumentError(f"{name} returned None. Return the arrays that it writes")
+
+
+def check_returned(name: str, function: Any, returned: Any) -> None:
+    """Refuse None, and generators that have yet to run.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if returned is None:
+        raise nothing(name)
+    check_ran(function, returned)
+
+
+def _settle(driver: Driver, pointer: int) -> None:
+    """Wait for a stream, whose work may still write NumPy's arrays."""
+    with driver.relaxed():
+        driver.synchronize_stream(pointer)
+
+
+def _shapes(driver: Driver, returned: Any) -> list[Any]:
+    """Return the shapes and types of the arrays that a function returned: of the driver's as tuples, of others as text."""
+    native: Any = driver.array_types[0]
+    if type(returned) is native:
+        return [(native, returned.shape, returned.dtype)]
+    return [
+        (native, value.shape, value.dtype) if type(value) is native else shown(value)
+        for value in leaves(returned)
+        if type(value) is native or holds_values(value)
+    ]
+
+
+def _text(shape: Any) -> str:
+    """Return an entry of `_shapes` as `shown` says it of the array."""
+    if isinstance(shape, str):
+        return shape
+    kind, extents, dtype = shape
+    return f"<{kind_of(kind)} of shape {tuple(map(int, extents))}, {dtype}>"
+
+
+def _rehearsed(rehearsal: Rehearsal, pool: PoolInternals, home: StreamReference, run: Callable[..., T], *call: Any) -> T:
+    """Call a function with its calls noted, on one stream that is current for torch as well, as it is while recording."""
+    torch = (torch_in_use(pool.driver) or torch_among(*call)) if "torch" in sys.modules else None
+    if torch is None:
+        return rehearsal.around(run, *call)
+    inside, found = in_torch(torch, home.pointer, home.pointer, home.device, *call), []
+    tensors.in_order(pool, home.device, home.pointer, lambda: found.append(rehearsal.around(run, *inside)))
+    return found[0]

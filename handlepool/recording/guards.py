@@ -1,0 +1,334 @@
+"""Compare the arrays and values that a recorded function reaches with those of a program.
+
+A program reads an array where it is, and has a number, a text or a flag built in. So arrays and objects are compared by identity,
+and plain values by value, wherever the function reaches them: by closure, defaults, attributes, containers, and the globals that
+the code names. An attribute that no code of the function names is left out, except where a library reads it.
+
+All comparisons of one program are written out as one function: a loop over them would cost three times as much.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from handlepool._util.reachable import CACHE
+from handlepool.drivers.protocol import Driver
+from handlepool.recording.state import MOST_PLACES, Walk, names_of
+from handlepool.recording.state_kinds import (
+    ATTRIBUTES,
+    BYTES,
+    CELL,
+    CLASS,
+    DEFAULTS,
+    DICT,
+    LIST,
+    MISSING,
+    NAMES,
+    OBJECTS,
+    SET,
+    SLOTS,
+    TENSOR,
+    VALUES,
+    WEAK_DICT,
+    Kind,
+    is_library,
+    is_tensor,
+)
+from handlepool.recording.update import PLAIN, same
+
+MOST_GUARDS = 5000
+"""A function that reaches more runs eagerly."""
+MOST_HOST_BYTES = 1 << 16
+"""Most bytes of NumPy's arrays to compare at each call.
+
+A function that reaches more runs eagerly."""
+ARRAY, OBJECT, VALUE = "array", "object", "value"
+
+_BY_NAME = frozenset(
+    ["getattr", "hasattr", "vars", "__dict__", "attrgetter", "methodcaller", "eval", "exec", "globals", "locals"]
+)
+"""Names in code that may reach attributes without their names."""
+_MODULE_DATA = ("_parameters", "_buffers", "_modules")
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+_CODE = (FunctionType, BuiltinFunctionType, ModuleType, type, staticmethod, classmethod, property, CACHE)
+"""Types of code, which is taken not to change."""
+_PLAIN = (*PLAIN, type(None), slice, range, np.dtype)
+
+
+class Guard(NamedTuple):
+    """One comparison.
+
+    Attributes
+    ----------
+    path : str
+        How the function reaches the value.
+    kind : str
+        ``ARRAY``, ``OBJECT`` or ``VALUE``.
+    read : callable
+        Returns the value as it is now.
+    expected : object
+    """
+
+    path: str
+    kind: str
+    read: Callable[[], Any]
+    expected: Any
+
+
+class TooMany(Exception):
+    """More is reached than can be compared at each call."""
+
+
+class Guards:
+    """The guards of one program.
+
+    Parameters
+    ----------
+    driver : Driver
+    function : callable
+    held : sequence
+        Arguments that the key has the identity of.
+
+    Attributes
+    ----------
+    arrays : list
+        All arrays and tensors that are reached.
+    holds : callable
+        Whether all is as it was. False also where an equal value stands in the place of another one: see `changed`.
+
+    Raises
+    ------
+    TooMany
+    """
+
+    def __init__(self, driver: Driver, function: Callable[..., Any], held: Iterable[Any]) -> None:
+        self._kinds = driver.array_types
+        # The host driver reads tensors on the host where they are.
+        self._host_tensors = driver.name != "host"
+        walk = Walk(driver, (), ())
+        walk.run(function, [*held], {})
+        if len(walk.entered) >= MOST_PLACES:
+            raise TooMany(f"it reaches {MOST_PLACES:,} objects or more")
+        self._reached = walk.entered
+        self.arrays = [each for each in walk.entered.values() if self._is_array(each)]
+        named = _named([each for each in walk.entered.values() if isinstance(each, FunctionType) and _is_users(each)])
+        self._named = None if named & _BY_NAME else named
+        self._guards: list[Guard] = []
+        self._tests: list[str] = []
+        self._space: dict[str, Any] = {}
+        self._host_bytes = 0
+        # Dictionaries of torch's modules: hooks are left out, and the numbers of parameters and buffers.
+        self._left_out: set[int] = set()
+        self._any_length: set[int] = set()
+        self._of_modules = _of_modules()
+        for path, kind, owner, names in walk.found:
+            self._add_place(path, kind, owner, names)
+            if len(self._guards) > MOST_GUARDS:
+                raise TooMany(f"it reaches more than {MOST_GUARDS:,} attributes, entries and variables")
+        self.holds = self._compiled()
+        # The comparisons hold the arrays, so the objects of the walk are not needed any more.
+        self._reached = {}
+
+    def __len__(self) -> int:
+        return len(self._guards)
+
+    def changed(self) -> list[Guard]:
+        """Return the guards that do not hold.
+
+        Equal values of other objects are expected from now on.
+        """
+        found, renewed = [], []
+        for number, guard in enumerate(self._guards):
+            try:
+                now = guard.read()
+            except Exception:
+                now = MISSING
+            if now is guard.expected:
+                continue
+            if guard.kind != VALUE or not same(guard.expected, now):
+                kind = guard.kind if guard.kind != VALUE or _is_plain(now) else OBJECT
+                found.append(guard._replace(kind=kind))
+            else:
+                renewed.append((number, now))
+        for number, now in renewed:
+            self._guards[number] = self._guards[number]._replace(expected=now)
+            if f"v{number}" in self._space:
+                self._space[f"v{number}"] = now
+        return found
+
+    def _is_array(self, value: Any) -> bool:
+        return isinstance(value, self._kinds) or is_tensor(value)
+
+    def _compiled(self) -> Callable[[], bool]:
+        tests = "\n        or ".join(self._tests) or "False"
+        text = f"def holds():\n    try:\n        return not ({tests})\n    except Exception:\n        return False\n"
+        exec(compile(text, "<a program's guards>", "exec"), self._space)
+        made: Callable[[], bool] = self._space["holds"]
+        return made
+
+    # Places
+
+    def _add_place(self, path: str, kind: Kind, owner: Any, names: Any) -> None:
+        if id(owner) in self._left_out:
+            return
+        if kind is ATTRIBUTES:
+            own = owner.__dict__
+            # Attributes of a function that was wrapped are no values that it reads.
+            keys = self._read_of(owner, own)
+            self._entries(own, [(f"{path}.{key}", key) for key in keys], "[{key}]", own.get)
+            if keys == [*own]:
+                self._length(path, own)
+        elif kind in (DICT, WEAK_DICT):
+            self._entries(owner, [(f"{path}[{key!r:.40}]", key) for key in [*owner.keys()]], "[{key}]", owner.get)
+            if id(owner) not in self._any_length:
+                self._length(path, owner)
+        elif kind is NAMES:
+            self._entries(owner, [(f"{path}{name}", name) for name in names if name in owner], "[{key}]", owner.get)
+        elif kind is LIST:
+            entries = [(f"{path}[{index}]", index) for index in range(len(owner))]
+            self._entries(owner, entries, "[{key}]", lambda index, _: owner[index])
+            self._length(path, owner)
+        elif kind is CLASS:
+            space = vars(owner)
+            keys = [key for key in space if not key.startswith("__") and (self._named is None or key in self._named)]
+            self._entries(space, [(f"{path}.{key}", key) for key in keys], "[{key}]", space.get)
+        elif kind is SLOTS:
+            for name, slot in names:
+                if self._named is None or name in self._named:
+                    self._slot(f"{path}.{name}", owner, slot)
+        elif kind is CELL:
+            self._one(path, owner, ".cell_contents", lambda: owner.cell_contents)
+        elif kind is DEFAULTS:
+            self._one(f"{path}.__defaults__", owner, ".__defaults__", lambda: owner.__defaults__)
+            self._one(f"{path}.__kwdefaults__", owner, ".__kwdefaults__", lambda: owner.__kwdefaults__)
+        elif kind is SET:
+            self._bytes(path, owner, "frozenset(map(id, {}))", lambda: frozenset(map(id, owner)), [*owner])
+        elif kind in (VALUES, TENSOR) and (kind is VALUES or self._host_tensors):
+            self._host_bytes += owner.nbytes
+            if self._host_bytes > MOST_HOST_BYTES:
+                raise TooMany(f"it reaches more than {MOST_HOST_BYTES:,} bytes of host arrays, as in {path}")
+            if kind is VALUES:
+                self._bytes(path, owner, "{}.tobytes()", owner.tobytes)
+            else:
+                self._bytes(path, owner, "{}.detach().numpy().tobytes()", lambda: owner.detach().numpy().tobytes())
+        elif kind is OBJECTS:
+            self._bytes(path, owner, "[*map(id, {}.flat)]", lambda: [*map(id, owner.flat)], owner.ravel().tolist())
+        elif kind is BYTES:
+            self._bytes(path, owner, "bytes({})", lambda: bytes(owner))
+
+    def _read_of(self, owner: Any, own: dict[str, Any]) -> list[str]:
+        """Return the attributes of an object that the function may read."""
+        kind = type(owner)
+        if isinstance(owner, FunctionType):
+            return [key for key in own if key != "__wrapped__"]
+        if self._of_modules and _is_module(owner):
+            self._left_out |= {id(own[key]) for key in self._of_modules if key in own and key not in _MODULE_DATA}
+            self._any_length |= {id(own.get(key)) for key in ("_parameters", "_buffers")}
+            if str(kind.__module__).partition(".")[0] == "torch":
+                return ["training"]
+            return [key for key in own if key == "training" or key not in self._of_modules]
+        by_library = any(is_library(base.__module__) for base in kind.__mro__ if base is not object) or is_dataclass(kind)
+        if self._named is None or by_library:
+            return [*own]
+        return [key for key in own if key in self._named]
+
+    def _entries(self, owner: Any, entries: Iterable[tuple[str, Any]], test: str, get: Callable[[Any, Any], Any]) -> None:
+        for path, key in entries:
+            value = get(key, MISSING)
+            if value is MISSING or self._is_code(value):
+                continue
+            number = len(self._guards)
+            shown = repr(key) if type(key) in (str, int) else f"k{number}"
+            self._space[f"k{number}"] = key
+            self._guard(path, value, owner, test.format(key=shown), partial(get, key, MISSING))
+
+    def _slot(self, path: str, owner: Any, slot: Any) -> None:
+        def read() -> Any:
+            return slot.__get__(owner, type(owner))
+
+        try:
+            value = read()
+        except AttributeError:
+            return
+        if not self._is_code(value):
+            self._guard(path, value, read, "()", read)
+
+    def _one(self, path: str, owner: Any, test: str, read: Callable[[], Any]) -> None:
+        try:
+            value = read()
+        except ValueError:
+            return
+        if not self._is_code(value):
+            self._guard(path, value, owner, test, read)
+
+    def _guard(self, path: str, value: Any, owner: Any, test: str, read: Callable[[], Any]) -> None:
+        number = len(self._guards)
+        kind = ARRAY if self._is_array(value) else VALUE if _is_plain(value) else OBJECT
+        self._guards.append(Guard(path, kind, read, value))
+        self._space[f"o{number}"], self._space[f"v{number}"] = owner, value
+        self._tests.append(f"o{number}{test} is not v{number}")
+
+    def _length(self, path: str, owner: Any) -> None:
+        number, length = len(self._guards), len(owner)
+        read: Callable[[], Any] = lambda: length if len(owner) == length else MISSING  # noqa: E731
+        self._guards.append(Guard(f"the number of entries of {path}", OBJECT, read, length))
+        self._space[f"o{number}"] = owner
+        self._tests.append(f"len(o{number}) != {length}")
+
+    def _bytes(self, path: str, owner: Any, test: str, read: Callable[[], Any], keep: object = None) -> None:
+        try:
+            value = read()
+        except Exception as error:
+            raise TooMany(f"the values of {path} cannot be compared") from error
+        number = len(self._guards)
+        self._guards.append(Guard(path, VALUE, lambda: value if read() == value else MISSING, value))
+        self._space[f"o{number}"], self._space[f"v{number}"], self._space[f"k{number}"] = owner, value, keep
+        self._tests.append(f"{test.format(f'o{number}')} != v{number}")
+
+    def _is_code(self, value: Any) -> bool:
+        if self._is_array(value):
+            return False
+        if isinstance(value, FunctionType):
+            # A variable may come to stand for another function of the user's.
+            return is_library(value.__module__)
+        return isinstance(value, _CODE) or str(type(value).__module__).partition(".")[0] == "handlepool"
+
+
+def _of_modules() -> frozenset[str]:
+    """Return the attributes that torch gives each of its modules."""
+    module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
+    return frozenset[str]() if module is None else frozenset(vars(module()))
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, sys.modules["torch"].nn.Module)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _named(functions: Iterable[FunctionType]) -> frozenset[str]:
+    """Return the names in the code of functions.
+
+    Constructors of classes that no code names are left out: they ran before.
+    """
+    # `dataclasses` generates comparisons that name ``__class__`` and make no object.
+    functions = [each for each in functions if not (each.__name__.startswith("__") and each.__code__.co_filename == "<string>")]
+    makes = {each for each in functions if each.__name__ in _CONSTRUCTORS}
+    named = frozenset[str]().union(*[names_of(each.__code__) for each in functions if each not in makes])
+    while True:
+        used = {each for each in makes if named & {"type", "__class__", *each.__qualname__.split(".")[-2:-1]}}
+        if not used:
+            return named
+        makes -= used
+        named = named.union(*[names_of(each.__code__) for each in used])
+
+
+def _is_users(function: FunctionType) -> bool:
+    return not is_library(function.__module__)

@@ -1,0 +1,200 @@
+"""Lease the programs of one key to calls, as slots are leased to forks.
+
+A call leases an instance while it enqueues, under the lock of the program, inside which no code of the user's runs. Each use ends
+with the instance's event, and the next use on another stream waits for that event (`Program`, lent). So calls overlap on the
+device where they come on different streams and there are instances enough, and are right in any case.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from handlepool.drivers.protocol import Driver
+from handlepool.order.stream_order import integration
+from handlepool.pool.context import ThreadToken, thread
+from handlepool.recording.capture import Recording
+from handlepool.recording.keys import elements_of
+from handlepool.recording.outputs import Results
+from handlepool.recording.prepared import Prepared, builder
+from handlepool.recording.program import Program
+from handlepool.recording.returned import Returned
+from handlepool.recording.sharing import ALIGNED, groups
+from handlepool.recording.state_kinds import is_tensor
+from handlepool.recording.tuning import LanesTuning
+from handlepool.recording.update import Copy, copy_all, piece_of
+from handlepool.tensors.layout import Token, share
+
+_submitted = count()
+
+
+class Instance:
+    """A program of a key, with the arrays that its calls copy.
+
+    Parameters
+    ----------
+    program : Program
+        Lent.
+    inputs : list
+        Arrays and tensors of its own.
+    outputs
+        The value of the function under capture.
+    returned : Returned
+    written : sequence of int
+        Places of the inputs that are copied back.
+    reused : bool
+        Whether calls return the program's own outputs.
+
+    Attributes
+    ----------
+    stream : Stream
+        On which it was used last, or captured.
+    number : int
+        Of its last call; the smallest was submitted first.
+    away : bool
+        Whether no call may lease it: it is being tuned.
+    writes : bool
+        Whether arguments are copied back.
+    """
+
+    __slots__ = (
+        "_build",
+        "_driver",
+        "_elements",
+        "_keeper",
+        "_lock",
+        "_outputs",
+        "_own",
+        "_prepared",
+        "_reused",
+        "_written",
+        "away",
+        "number",
+        "program",
+        "stream",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        driver: Driver,
+        program: Program,
+        inputs: list[Any],
+        outputs: Any,
+        returned: Returned,
+        written: Sequence[int],
+        *,
+        reused: bool,
+    ) -> None:
+        self._driver = driver
+        self.program = program
+        self.stream: Any = driver.current_stream()
+        self.number = next(_submitted)
+        self.away = False
+        self.writes = bool(written)
+        # The thread and the stream whose result the outputs hold, where outputs are reused.
+        self._keeper: tuple[ThreadToken, Any] | None = None
+        # Two threads that claim it at once: the second is told. No call is made under it.
+        self._lock = threading.RLock()
+        self._outputs, self._own, self._written, self._reused = outputs, returned.own, written, reused
+        self._build = builder(outputs, returned.places)
+        self._elements = elements_of(driver, inputs)
+        self._prepared = None
+        if not any(map(is_tensor, [*inputs, *returned.own])):
+            self._prepared = Prepared(driver, program.device, inputs, [] if reused else returned.own, written)
+
+    def claimable(self, stream: Any) -> bool:
+        """Whether no other thread or stream holds a result in its outputs."""
+        keeper = self._keeper
+        return keeper is None or keeper[0].over or (keeper[0] is thread.token and keeper[1] == stream)
+
+    def claim(self, stream: Any) -> bool:
+        """Keep its outputs for this thread and a stream; whether that could be done."""
+        with self._lock:
+            if not self.claimable(stream):
+                return False
+            self._keeper = thread.token, stream
+            return True
+
+    def tune(self, lanes: Iterable[int], goal: str, seconds: float) -> LanesTuning:
+        """Measure its lanes, as `Program.tune`; no call leases it meanwhile."""
+        self.away = True
+        try:
+            return self.program.tune(lanes, goal=goal, seconds=seconds)
+        finally:
+            self.away = False
+
+    def call(self, arrays: list[Any], stream: Any, out: Any) -> Any:
+        """Enqueue a call on the current stream, and return its value."""
+        self.number, self.stream = next(_submitted), stream
+        program = self.program
+        made: Sequence[Any]
+        if self._prepared is not None and out is None:
+            made = program._turn(self._prepared.run, arrays)  # noqa: SLF001 - a prepared call of another module
+            return self._build([*(self._own if self._reused else made), *arrays])
+        taken = self._own if out is None else self._outputs
+        if self._reused and out is None:
+            taken = []
+        results = Results(self._driver, repr(program), program.device, taken, out)
+        made = program._turn(self._run, arrays, results)  # noqa: SLF001 - as above
+        return made if out is not None else self._build([*(self._own if self._reused else made), *arrays])
+
+    def _run(self, arrays: list[Any], pointer: int, launch: Callable[[], object], results: Results) -> Any:
+        driver = self._driver
+        elements = elements_of(driver, arrays)
+        bring = [Copy("", target, source, 1) for target, source in zip(self._elements, elements, strict=True)]
+        back = [
+            Copy("", elements[place], self._elements[place], 1, arrays[place] if is_tensor(arrays[place]) else None)
+            for place in self._written
+        ]
+        copy_all(driver, bring)
+        launch()
+        # Before the results: the caller may want a result in an argument.
+        copy_all(driver, back)
+        copy_all(driver, results.copies)
+        return results.value
+
+
+def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
+    """Return new arrays with the layouts of given ones.
+
+    The new arrays share memory as the given ones do. Their values are any.
+    """
+    made: list[Any] = [None] * len(arrays)
+    for place, array in enumerate(arrays):
+        if is_tensor(array):
+            made[place] = integration().empty_lying_as(array)
+    places = [place for place, each in enumerate(made) if each is None]
+    plain: list[Any] = [arrays[place] for place in places]
+    pieces = [piece_of(driver, each) for each in plain]
+    together = groups(driver, plain) if len(plain) > 1 else []
+    alone = {*range(len(plain))}.difference(*together)
+    for group in [*together, *[[each] for each in sorted(alone)]]:
+        begin, end = min(pieces[each][0] for each in group), max(pieces[each][1] for each in group)
+        # An address as far behind an aligned one as the caller's, so that its arrays are aligned alike.
+        shift = begin % ALIGNED
+        with driver.relaxed():
+            block = driver.empty((shift + end - begin,), (1,), np.dtype(np.uint8))
+        by = driver.array_pointer(block) + shift - begin
+        for each in group:
+            array = plain[each]
+            address = driver.array_pointer(array) + by
+            made[places[each]] = driver.part(block, address, array.shape, array.strides, array.dtype)
+    return made
+
+
+def written_places(recording: Recording, arrays: list[Any], changed: Sequence[bool | None]) -> list[int]:
+    """Return the places of the inputs that a capture may write.
+
+    Where the writes of some work are not known, all count except tensors, of which torch has counted the writes: ``changed``.
+    """
+    driver, writes = recording.pool.driver, [each for each in recording.known_writes if not isinstance(each, Token)]
+    pieces = [piece_of(driver, each) for each in elements_of(driver, arrays)]
+    found = []
+    for place, piece in enumerate(pieces):
+        unseen = recording.unseen and changed[place] is not False
+        if piece[0] < piece[1] and (unseen or changed[place] or any(share(piece, each) for each in writes)):
+            found.append(place)
+    return found

@@ -1,0 +1,234 @@
+"""Find the key of a call: calls of one key share a program.
+
+Of an array the key has shape, strides and type, and which of them share memory. Of numbers, text and flags it has the value, with
+type and sign. Of any other object it has the identity: the object's own state is guarded, see `handlepool.recording.guards`.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, MappingView, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from handlepool._util.names import kind_of
+from handlepool._util.protocols import holds_values
+from handlepool.drivers.protocol import Driver
+from handlepool.recording import tensors
+from handlepool.recording.sharing import relation
+from handlepool.recording.state_kinds import is_tensor
+from handlepool.recording.update import piece_of
+
+_PLAIN = frozenset([int, bool, str, bytes, type(None)])
+_VALUES = frozenset(["datetime", "decimal", "fractions", "pathlib", "uuid"])
+"""Modules whose objects never change, and show all that they are."""
+MOST_LIES = 1000
+"""Geometries of which the reach is kept."""
+
+
+class NotRecorded(Exception):
+    """A call with such arguments runs eagerly."""
+
+
+class Call:
+    """The arguments of one call, taken apart.
+
+    Attributes
+    ----------
+    key : tuple
+    arrays : list
+        Arrays of the driver's, and tensors, in order.
+    held : list
+        Objects that the key has the identity of.
+    edges : list of tuple
+        Where the memory of each array begins and ends, in the order of the memory.
+    tensors : bool
+        Whether tensors are among the arrays.
+    related : bool
+        Whether arrays share memory.
+    """
+
+    __slots__ = ("arrays", "edges", "held", "key", "related", "tensors")
+
+    def __init__(self) -> None:
+        self.key: tuple[Any, ...] = ()
+        self.arrays: list[Any] = []
+        self.held: list[Any] = []
+        self.edges: list[tuple[int, int]] = []
+        self.tensors = self.related = False
+
+
+class Reader:
+    """Takes calls apart, for one driver, ``driver``.
+
+    Parameters
+    ----------
+    driver : Driver
+    in_place : dict
+        Places and names of arguments whose arrays are read where they are.
+    """
+
+    def __init__(self, driver: Driver, in_place: frozenset[int | str]) -> None:
+        self.driver = self._driver = driver
+        self._kind: Any = driver.array_types[0]
+        self._kinds = driver.array_types
+        self._in_place = in_place
+        self._several = driver.device_count() > 1
+        self._reaches: dict[tuple[Any, ...], tuple[int, int]] = {}
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Take a call apart.
+
+        Raises
+        ------
+        NotRecorded
+            With the reason.
+        """
+        call, kind = Call(), self._kind
+        parts: list[Any] = []
+        arrays, simple = call.arrays, not self._in_place
+        for place, value in enumerate(args):
+            if type(value) is kind and simple:
+                arrays.append(value)
+                parts.append((value.shape, value.strides, value.dtype))
+            elif type(value) in _PLAIN:
+                parts.append((type(value), value))
+            elif place in self._in_place:
+                parts.append(self._fixed(value, call))
+            else:
+                parts.append(self._part(value, call))
+        if kwargs:
+            for name, value in kwargs.items():
+                part = self._fixed(value, call) if name in self._in_place else self._part(value, call)
+                parts.append((name, part))
+        device = self._driver.current_device()
+        if arrays:
+            self._place(call, device)
+        call.key = (device, *parts, *((relation(self._driver, self._elements(call)),) if call.related else ()))
+        return call
+
+    def _place(self, call: Call, device: int) -> None:
+        """Find out where the arrays lie."""
+        driver, arrays = self._driver, call.arrays
+        if self._several and any(driver.array_device(each) != device for each in arrays if not is_tensor(each)):
+            raise NotRecorded(f"an argument lies on another device than the current one, device {device}")
+        if call.tensors:
+            pieces = [piece_of(driver, each) for each in self._elements(call)]
+            call.edges = sorted([each[:2] for each in pieces])
+        else:
+            reaches = self._reaches
+            for array, pointer in zip(arrays, driver.array_pointers(arrays), strict=True):
+                lie = array.shape, array.strides, array.dtype
+                reach = reaches.get(lie)
+                if reach is None:
+                    if len(reaches) > MOST_LIES:
+                        reaches.clear()
+                    begin, end, _ = piece_of(driver, array)
+                    reach = reaches[lie] = begin - pointer, end - pointer
+                call.edges.append((pointer + reach[0], pointer + reach[1]))
+            if len(arrays) > 1:
+                call.edges.sort()
+        last = 0
+        for begin, end in call.edges:
+            if begin < last and begin < end:
+                call.related = True
+            last = max(last, end)
+
+    def _elements(self, call: Call) -> list[Any]:
+        return elements_of(self._driver, call.arrays)
+
+    def _part(self, value: Any, call: Call) -> Any:
+        kind = type(value)
+        if kind is self._kind:
+            call.arrays.append(value)
+            return value.shape, value.strides, value.dtype
+        if kind in _PLAIN:
+            return kind, value
+        if kind in (float, complex):
+            return kind, repr(value)
+        if isinstance(value, np.generic):
+            return kind, value.dtype, value.tobytes()
+        if isinstance(value, (list, tuple)):
+            return kind, tuple([self._part(each, call) for each in value])
+        if kind is dict or (isinstance(value, dict) and not hasattr(kind, "__missing__")):
+            return kind, tuple([(self._part(key, call), self._part(each, call)) for key, each in value.items()])
+        if kind in (slice, range):
+            return kind, tuple([self._part(getattr(value, name), call) for name in ("start", "stop", "step")])
+        if is_tensor(value):
+            return self._tensor(value, call)
+        if isinstance(value, (*self._kinds, np.ndarray)) or holds_values(value):
+            raise NotRecorded(
+                f"an argument is a {kind_of(value)}, which no program takes: pass an array of the {self._driver.name} driver's"
+            )
+        if isinstance(value, (Iterator, MappingView)):
+            raise NotRecorded(f"an argument is a {kind_of(value)}, which a call uses up: pass a list")
+        if is_dataclass(value) and not isinstance(value, type):
+            named = [each.name for each in fields(value) if hasattr(value, each.name)]
+            return kind, tuple([(name, self._part(getattr(value, name), call)) for name in named])
+        if kind.__module__ in _VALUES:
+            return kind, repr(value)
+        return self._fixed(value, call)
+
+    @staticmethod
+    def _fixed(value: Any, call: Call) -> tuple[Any, ...]:
+        call.held.append(value)
+        return object, id(value)
+
+    def _tensor(self, value: Any, call: Call) -> Any:
+        if not tensors.takes(self._driver, value, self._driver.current_device()):
+            raise NotRecorded(f"an argument is a {kind_of(value)} on {value.device}")
+        modes = tensors.modes()
+        if value.requires_grad and modes[0]:
+            raise NotRecorded("an argument is a tensor that requires a gradient: call it inside torch.no_grad()")
+        try:
+            tensors.elements(self._driver, "an argument", value)
+        except Exception as error:
+            raise NotRecorded(str(error)) from error
+        call.arrays.append(value)
+        call.tensors = True
+        return type(value), tuple(value.shape), value.stride(), value.dtype, value.requires_grad, modes
+
+
+def rebuilt_call(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_place: frozenset[int | str],
+    is_input: Callable[[Any], bool],
+    arrays: Iterator[Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments in new containers, with other arrays in the places of the inputs.
+
+    The arrays come in the order of `Call.arrays`.
+    """
+
+    def rebuilt(value: Any) -> Any:
+        if is_input(value):
+            return next(arrays)
+        if isinstance(value, dict):
+            new: Any = copy.copy(value)
+            for key, each in value.items():
+                dict.__setitem__(new, rebuilt(key), rebuilt(each))
+            return new
+        if isinstance(value, (list, tuple)):
+            entries = [rebuilt(each) for each in value]
+            if isinstance(value, list):
+                new = copy.copy(value)
+                list.__setitem__(new, slice(None), entries)
+                return new
+            named: Any = type(value)
+            return named(*entries) if hasattr(named, "_fields") else named(entries)
+        if is_dataclass(value) and not isinstance(value, type):
+            new = copy.copy(value)
+            for each in fields(value):
+                if hasattr(value, each.name):
+                    object.__setattr__(new, each.name, rebuilt(getattr(value, each.name)))
+            return new
+        return value
+
+    positional = [each if place in in_place else rebuilt(each) for place, each in enumerate(args)]
+    return tuple(positional), {name: each if name in in_place else rebuilt(each) for name, each in kwargs.items()}
+
+
+def elements_of(driver: Driver, arrays: Sequence[Any]) -> list[Any]:
+    """Return arrays, and for tensors arrays over their memory."""
+    return [tensors.elements(driver, "a tensor", each) if is_tensor(each) else each for each in arrays]

@@ -1,0 +1,146 @@
+"""Prepare the calls of a program once, so that each makes few calls.
+
+An array is copied as one run of bytes where it lies in one, and by the array library's kernel elsewhere. All results are
+allocated in one step, before the first copy, so that a want of memory leaves the program as it was.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+from handlepool.drivers.protocol import Driver
+from handlepool.recording.outputs import UNCHANGED, steps_without_gaps
+from handlepool.recording.update import piece_of
+from handlepool.tensors.layout import Piece, one_run
+
+Lies = tuple[tuple[int, ...], tuple[int, ...], Any]
+"""Shape, strides in bytes, and type of an array."""
+
+
+class Prepared:
+    """A program's call, for arrays with the layouts of its inputs.
+
+    Parameters
+    ----------
+    driver : Driver
+    device : int
+        The program's.
+    inputs : sequence of array
+        The program's own, which are written.
+    outputs : sequence of array
+        The program's own, each once: of these a call returns copies.
+    back : sequence of int
+        Places of inputs that are copied back into the caller's arrays.
+    """
+
+    __slots__ = ("_allocate", "_back", "_bounds", "_bring", "_device", "_driver", "_kind", "_lies", "_take")
+
+    def __init__(
+        self, driver: Driver, device: int, inputs: Sequence[Any], outputs: Sequence[Any], back: Sequence[int] = ()
+    ) -> None:
+        self._driver = driver
+        # None where there is no other device that an array could lie on.
+        self._device = device if driver.device_count() > 1 else None
+        self._kind = driver.array_types[0]
+        self._lies: list[Lies] = [(each.shape, each.strides, each.dtype) for each in inputs]
+        self._bring = [(each, _copy(driver, each, each.strides)) for each in inputs]
+        self._back = [(place, inputs[place], self._bring[place][1]) for place in back]
+        lies: list[Lies] = [(each.shape, steps_without_gaps(each), each.dtype) for each in outputs]
+        self._allocate = driver.empties(lies)
+        self._take = [(each, _copy(driver, each, lie[1])) for each, lie in zip(outputs, lies, strict=True)]
+        self._bounds = bounds([piece_of(driver, each) for each in inputs])
+
+    def match(self, arrays: Sequence[Any]) -> bool:
+        """Whether arrays have the layouts of the inputs, and share no memory with them."""
+        lies, device = self._lies, self._device
+        kind: Any = self._kind
+        if len(arrays) != len(lies):
+            return False
+        array: Any
+        for array, (shape, strides, dtype) in zip(arrays, lies, strict=True):
+            if type(array) is not kind or array.shape != shape or array.strides != strides or array.dtype != dtype:
+                return False
+            if device is not None and self._driver.array_device(array) != device:
+                return False
+        edges = self._bounds
+        for address, array in zip(self._driver.array_pointers(arrays), arrays, strict=True):
+            place = bisect_right(edges, address)
+            # An odd place is inside of a piece of memory. Another place at the end says that a piece begins in between.
+            if place & 1 or (place < len(edges) and bisect_left(edges, address + array.nbytes) != place):
+                return False
+        return True
+
+    def run(self, arrays: Sequence[Any], pointer: int, launch: Callable[[], object], out: Sequence[Any] | None = None) -> Any:
+        """Enqueue the call on a stream, which is current.
+
+        Return new arrays, or the arrays of ``out``, in the order of the outputs.
+        """
+        if out is None:
+            with self._driver.relaxed():
+                made: Sequence[Any] = self._allocate()
+        else:
+            made = out
+        for array, (target, copy) in zip(arrays, self._bring, strict=True):
+            copy(target, array, pointer)
+        launch()
+        for result, (output, copy) in zip(made, self._take, strict=True):
+            copy(result, output, pointer)
+        for place, target, copy in self._back:
+            copy(arrays[place], target, pointer)
+        return made
+
+
+def _copy(driver: Driver, array: Any, strides: tuple[int, ...]) -> Callable[[Any, Any, int], None]:
+    """Return a function that copies between arrays of such strides."""
+    if not array.size:
+        return lambda target, source, pointer: None
+    if one_run(array.shape, array.strides, strides, array.dtype.itemsize):
+        return driver.copy_run
+    return lambda target, source, pointer: driver.copy(target, source)
+
+
+def bounds(pieces: Sequence[Piece]) -> list[int]:
+    """Return where pieces of memory begin and end, joined where they touch."""
+    found: list[int] = []
+    for begin, end, _ in sorted(pieces, key=itemgetter(0)):
+        if begin == end:
+            continue
+        if found and begin <= found[-1]:
+            found[-1] = max(found[-1], end)
+        else:
+            found += [begin, end]
+    return found
+
+
+def builder(value: Any, places: dict[int, Callable[[Sequence[Any]], Any]]) -> Callable[[Sequence[Any]], Any]:
+    """Return a function that puts other arrays into a value's structure.
+
+    ``places`` has a function for the identifier of each array of the value. It takes the array's stand-in out of the arrays.
+    """
+    place = places.get(id(value))
+    if place is not None:
+        return place
+    if isinstance(value, dict):
+        keys, entries = [*value], [builder(each, places) for each in value.values()]
+        return lambda made: {key: entry(made) for key, entry in zip(keys, entries, strict=True)}
+    if isinstance(value, (list, tuple)):
+        entries = [builder(each, places) for each in value]
+        if isinstance(value, list):
+            return lambda made: [entry(made) for entry in entries]
+        named: Any = type(value)
+        if hasattr(named, "_fields"):
+            return lambda made: named(*[entry(made) for entry in entries])
+        return lambda made: tuple([entry(made) for entry in entries])
+    return lambda made: value
+
+
+def arrays_once(driver: Driver, value: Any, found: dict[int, Any]) -> bool:
+    """Collect the driver's arrays of a value, by identifier; whether the rest is plain."""
+    if isinstance(value, (list, tuple, dict)):
+        inside = value.values() if isinstance(value, dict) else value
+        return all(arrays_once(driver, each, found) for each in inside)
+    if type(value) is driver.array_types[0]:
+        found[id(value)] = value
+        return True
+    return isinstance(value, UNCHANGED)

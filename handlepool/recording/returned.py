@@ -1,0 +1,124 @@
+"""Sort the returned arrays of a capture by the memory that they lie in."""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+from handlepool._util.names import kind_of
+from handlepool.errors import CaptureError
+from handlepool.recording import tensors
+from handlepool.recording.capture import Recording
+from handlepool.recording.keys import elements_of
+from handlepool.recording.outputs import UNCHANGED
+from handlepool.recording.state_kinds import is_tensor
+from handlepool.recording.update import is_foreign, piece_of
+from handlepool.tensors.layout import Piece, Ranges, share
+
+View = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
+"""A part of an argument.
+
+The argument's place, bytes from its first element, shape, strides and type."""
+
+
+class Returned:
+    """The arrays that a capture returned, by the memory that they lie in.
+
+    Parameters
+    ----------
+    recording : Recording
+    name : str
+        The function's.
+    inputs : list
+        The program's own arrays and tensors.
+    reached : Ranges
+        Memory of arrays that are guarded.
+    outputs
+        The value of the function.
+
+    Attributes
+    ----------
+    own : list
+        Arrays in the program's memory, each once.
+    places : dict
+        For `builder`, over stand-ins for ``own`` with the caller's arguments after them.
+
+    Raises
+    ------
+    CaptureError
+        For a value that a call could not return as the function does.
+    """
+
+    def __init__(self, recording: Recording, name: str, inputs: list[Any], reached: Ranges, outputs: Any) -> None:
+        self._recording, self._name, self._reached = recording, name, reached
+        self._driver = recording.pool.driver
+        self._inputs = {id(each): place for place, each in enumerate(inputs)}
+        self._elements = elements_of(self._driver, inputs)
+        self._pieces = [piece_of(self._driver, each) for each in self._elements]
+        self._owned: list[tuple[Piece, Any]] = []
+        self._views: dict[int, View] = {}
+        self._given: dict[int, int] = {}
+        self._own_at: dict[int, int] = {}
+        self.own: list[Any] = []
+        self._add(outputs)
+        first = len(self.own)
+        self.places: dict[int, Callable[[Sequence[Any]], Any]] = {each: itemgetter(at) for each, at in self._own_at.items()}
+        self.places |= {each: itemgetter(first + place) for each, place in self._given.items()}
+        self.places |= {each: self._viewed(first, view) for each, view in self._views.items()}
+
+    def _viewed(self, first: int, view: View) -> Callable[[Sequence[Any]], Any]:
+        driver, (place, offset, *lie) = self._driver, view
+
+        def part(values: Sequence[Any]) -> Any:
+            array = values[first + place]
+            return driver.part(array, driver.array_pointer(array) + offset, *lie)
+
+        return part
+
+    def _add(self, value: Any) -> None:
+        driver = self._driver
+        if isinstance(value, (list, tuple, dict)):
+            for each in value.values() if isinstance(value, dict) else value:
+                self._add(each)
+        elif isinstance(value, driver.array_types) or tensors.takes(driver, value, self._recording.device):
+            self._add_array(value)
+        elif is_foreign(value) or not isinstance(value, UNCHANGED):
+            raise CaptureError(f"{self._name} returned a {kind_of(value)}, of which a program's call makes no copy")
+
+    def _add_array(self, value: Any) -> None:
+        driver, key = self._driver, id(value)
+        if key in self._inputs:
+            self._given[key] = self._inputs[key]
+            return
+        array = elements_of(driver, [value])[0]
+        piece = piece_of(driver, array)
+        among = [place for place, each in enumerate(self._pieces) if share(each, piece)]
+        if among:
+            if len(among) > 1 or is_tensor(value):
+                raise CaptureError(
+                    f"{self._name} returned a view of an argument, which shares memory with another, or is a tensor"
+                )
+            offset = driver.array_pointer(array) - driver.array_pointer(self._elements[among[0]])
+            self._views[key] = among[0], offset, array.shape, array.strides, array.dtype
+            return
+        if piece[0] < piece[1] and self._reached.meet(piece):
+            # A weight: it is returned itself.
+            return
+        if is_tensor(value) and value.requires_grad:
+            raise CaptureError(f"{self._name} returned a tensor that requires a gradient: call it inside torch.no_grad()")
+        if not is_tensor(value) and piece[0] < piece[1] and not self._recording.holds(value):
+            raise CaptureError(f"{self._name} returned an array that it reaches by no attribute, variable or global")
+        for other, known in self._owned:
+            if known is value:
+                return
+            if share(other, piece):
+                one, two = [
+                    (driver.array_pointer(each), each.shape, each.strides, each.dtype)
+                    for each in elements_of(driver, [known, value])
+                ]
+                if one != two or type(known) is not type(value):
+                    raise CaptureError(f"{self._name} returned arrays that share a part of their memory, which copies would not")
+                self._own_at[key] = self._own_at[id(known)]
+                return
+        self._owned.append((piece, value))
+        self._own_at[key] = len(self.own)
+        self.own.append(value)

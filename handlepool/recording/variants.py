@@ -1,0 +1,342 @@
+"""Keep the programs of one key, for the weights and values that the function reached."""
+
+import weakref
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+from handlepool._util.reachable import leaves
+from handlepool.errors import CaptureError, HandlePoolError, StateBusyError
+from handlepool.order.accesses import Memory
+from handlepool.order.places import before
+from handlepool.order.reached import pieces_of
+from handlepool.order.stream_order import integration
+from handlepool.pool.internals import PoolInternals
+from handlepool.pool.stream import StreamReference
+from handlepool.recording.capture import Recording
+from handlepool.recording.first_call import FirstCall
+from handlepool.recording.guards import Guards, TooMany
+from handlepool.recording.instances import Instance, own_inputs, written_places
+from handlepool.recording.keys import Call, rebuilt_call
+from handlepool.recording.prepared import bounds
+from handlepool.recording.program import Program
+from handlepool.recording.record import check_recordable, check_values
+from handlepool.recording.rehearsal import ContainerSnapshot
+from handlepool.recording.returned import Returned
+from handlepool.recording.state import State
+from handlepool.recording.state_kinds import is_tensor
+from handlepool.recording.tensors import in_order
+from handlepool.recording.tuning import LanesTuning
+from handlepool.recording.update import Inputs
+from handlepool.tensors.layout import Piece, Ranges, Token
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Options:
+    """Options of a recorded function.
+
+    Attributes
+    ----------
+    function : callable
+    name : str
+    lanes : int or None
+    instances, programs : int
+    reused : bool
+        Whether calls return the programs' own outputs.
+    strict : bool
+        Whether a function that cannot be recorded is an error.
+    in_place : frozenset of int and str
+        Places and names of arguments that are read where they are.
+    """
+
+    __slots__ = ("function", "in_place", "instances", "lanes", "name", "programs", "reused", "strict")
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        lanes: int | None,
+        instances: int,
+        programs: int,
+        reused: bool,
+        strict: bool,
+        in_place: frozenset[int | str],
+    ) -> None:
+        self.function, self.name, self.lanes, self.instances, self.programs = function, name, lanes, instances, programs
+        self.reused, self.strict, self.in_place = reused, strict, in_place
+
+
+class Variant:
+    """The programs of a key, for the weights and plain values that the function reached.
+
+    One thread at a time captures, which the recorded function sees to. Any thread leases instances.
+
+    Parameters
+    ----------
+    options : Options
+    pool : PoolInternals
+    call : Call
+        The first of the key.
+
+    Attributes
+    ----------
+    key : tuple
+    eager : str or None
+        Why the function runs eagerly with such arguments.
+    lacking : str or None
+        What was too little for a recording, which may be tried again.
+    instances : list of Instance
+        Only appended to.
+    guards : Guards or None
+        None where it runs eagerly.
+    lanes : int or None
+        On which further instances are recorded.
+    """
+
+    def __init__(self, options: Options, pool: PoolInternals, call: Call) -> None:
+        self.key = call.key
+        self.pool = pool
+        self.eager: str | None = None
+        self.lacking: str | None = None
+        self.instances: list[Instance] = []
+        self.guards: Guards | None = None
+        self.lanes = options.lanes
+        self._options = options
+        self._held = [_reference(each) for each in call.held]
+        self._limit = options.instances
+        self._first: FirstCall | None = None
+        self._memory: Memory | None = None
+        self._changed: list[bool | None] = []
+        self._reached: list[int] = []
+
+    # Whether it is for a call
+
+    def takes(self, call: Call) -> bool:
+        """Whether a call has the same objects as the key."""
+        return not self._held or all(one() is other for one, other in zip(self._held, call.held, strict=True))
+
+    def apart(self, call: Call) -> bool:
+        """Whether no argument shares memory with the arrays that the function reaches.
+
+        The program has copies of the arguments, so a write of the one would not be seen in the other.
+        """
+        edges = self._reached
+        if not edges:
+            return True
+        for begin, end in call.edges:
+            place = bisect_right(edges, begin)
+            if place & 1 or (place < len(edges) and bisect_left(edges, end) != place):
+                return False
+        return True
+
+    # Calls
+
+    def lease(self, stream: Any, *, grow: Callable[[], Instance | None] | None) -> Instance | None:
+        """Return an instance for a call; None where the call is to run eagerly.
+
+        ``grow`` captures a further instance, where that may be done now.
+        """
+        reused = self._options.reused
+        free = []
+        for instance in self.instances:
+            if not instance.away and (not reused or instance.claimable(stream)):
+                if instance.stream is stream and (not reused or instance.claim(stream)):
+                    return instance
+                free.append(instance)
+        for instance in free:
+            if instance.program.idle and (not reused or instance.claim(stream)):
+                return instance
+        if grow is not None and len(self.instances) < self._limit and (new := grow()) is not None:
+            free = [new]
+        for instance in sorted(free, key=attrgetter("number")):
+            if not reused or instance.claim(stream):
+                return instance
+        return None
+
+    def run(self, instance: Instance, call: Call, out: Any, *, ordered: bool) -> Any:
+        """Enqueue a call on an instance.
+
+        ``ordered`` says whether forks of this thread have branches to wait for.
+        """
+        driver = self.pool.driver
+        stream = driver.current_stream()
+        if ordered and self._memory is not None:
+            pieces = pieces_of(driver, call.arrays)
+            written = [*pieces_of(driver, out), *(pieces if instance.writes else ())]
+            before(self.pool, [*self._memory.reads, *pieces], [*self._memory.writes, *written], (self, call.arrays))
+        if call.tensors and driver.name == "cuda":
+            return self._beside_torch(instance, call, out, stream)
+        return instance.call(call.arrays, stream, out)
+
+    def _beside_torch(self, instance: Instance, call: Call, out: Any, stream: Any) -> Any:
+        """Enqueue a call with tensors in the order of torch's current stream."""
+        driver, device, found = self.pool.driver, instance.program.device, list[Any]()
+        theirs = integration().current_stream(device)
+        if theirs != stream.ptr and all(map(is_tensor, call.arrays)):
+            other = driver.wrap_stream(theirs, None)
+            driver.push_stream(other)
+            try:
+                return instance.call(call.arrays, other, out)
+            finally:
+                driver.pop_stream(other, stream)
+        in_order(self.pool, device, stream.ptr, lambda: found.append(instance.call(call.arrays, stream, out)))
+        return found[0]
+
+    def tune(self, lanes: Iterable[int], goal: str, seconds: float) -> LanesTuning | None:
+        """Measure the lanes of the first instance; None where there is none.
+
+        All instances run on the best number from then on.
+        """
+        tuned = None
+        for instance in [*self.instances]:
+            found = instance.tune(lanes if tuned is None else (tuned.winner.lanes,), goal, seconds)
+            tuned = tuned or found
+        if tuned is not None:
+            self.lanes = tuned.winner.lanes
+        return tuned
+
+    # Recording
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Any:
+        """Call the function for real, capture the first instance; return the value.
+
+        Where it cannot be recorded `eager` has the reason. An error of the function in its call goes on.
+        """
+        options, pool, driver = self._options, self.pool, self.pool.driver
+        function, name = options.function, options.name
+        try:
+            home = check_recordable(pool, name, self.lanes, function)
+            values = [*leaves(args, kwargs)]
+            check_values(name, values, args, kwargs)
+            inputs, own = self._own(args, kwargs, call)
+        except HandlePoolError as error:
+            self.eager = str(error)
+            return function(*args, **kwargs)
+        versions = [integration().version(each) if is_tensor(each) else None for each in call.arrays]
+        given = ContainerSnapshot(args, kwargs)
+        state = State(driver, function, args, kwargs, given.containers, values)
+        first = FirstCall(pool, name, self.lanes, home)
+        returned = first.run(function, args, kwargs)
+        try:
+            self._changed = [
+                integration().version(each) != version if is_tensor(each) and version is not None else None
+                for each, version in zip(call.arrays, versions, strict=True)
+            ]
+            first.end()
+            given.check(name)
+            if given.grown:
+                raise CaptureError(f"{name} puts entries into a list or dictionary that it was given, which no replay does")
+            state.check(name)
+            State(driver, function, args, kwargs, given.containers, values).check_kept(name, state)
+            self._capture(first, own, call, inputs, home, returned)
+            first.keep()
+            self._first = first
+        except (StateBusyError, MemoryError) as error:
+            # A later call may find more side streams and memory.
+            self.lacking = str(error)
+        except Exception as error:
+            self.eager = str(error) or type(error).__name__
+            self.guards = None
+            if options.strict:
+                raise
+        return returned
+
+    def grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Instance | None:
+        """Capture a further instance without a call for real; None on failure."""
+        first, options = self._first, self._options
+        if first is None or len(self.instances) >= self._limit:
+            return None
+        try:
+            home = check_recordable(self.pool, options.name, self.lanes, options.function)
+            check_values(options.name, [*leaves(args, kwargs)], args, kwargs)
+            inputs, own = self._own(args, kwargs, call)
+            return self._capture(first, own, call, inputs, home)
+        except StateBusyError:
+            # A later call may find more side slots.
+            return None
+        except Exception:
+            # The former instances go on.
+            self._limit = len(self.instances)
+            return None
+
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> tuple[list[Any], Arguments]:
+        """Return a program's own inputs, and the arguments with these inputs."""
+        kind: Any = self.pool.driver.array_types[0]
+        if call.related and call.tensors:
+            raise CaptureError(f"{self._options.name} was given tensors that share memory")
+        inputs = own_inputs(self.pool.driver, call.arrays)
+        is_input = lambda value: type(value) is kind or is_tensor(value)  # noqa: E731
+        return inputs, rebuilt_call(args, kwargs, self._options.in_place, is_input, iter(inputs))
+
+    def _capture(
+        self,
+        first: FirstCall,
+        own: Arguments,
+        call: Call,
+        inputs: list[Any],
+        home: StreamReference,
+        value: object = None,
+    ) -> Instance:
+        options, driver = self._options, self.pool.driver
+        function, name = options.function, options.name
+        args, kwargs = own
+        given, values = ContainerSnapshot(args, kwargs), [*leaves(args, kwargs)]
+
+        def finish(recording: Recording, outputs: Any) -> Instance:
+            if given.grown:
+                raise CaptureError(f"{name} puts entries into a list or dictionary that it was given, which no replay does")
+            guards = self.guards
+            if guards is None:
+                try:
+                    guards = Guards(driver, function, call.held)
+                except TooMany as error:
+                    raise CaptureError(f"{name} cannot be guarded: {error}") from error
+            arrays = guards.arrays
+            pieces = [piece for piece in pieces_of(driver, arrays) if piece[0] < piece[1]]
+            reached = Ranges([each[:2] for each in pieces])
+            self._check_reads(recording, inputs, pieces)
+            recording.kept.add(arrays)
+            memory = first.memory(recording, outputs)
+            written = written_places(recording, inputs, self._changed)
+            if written and call.related:
+                raise CaptureError(f"{name} may write one of several arguments that share memory")
+            returned = Returned(recording, name, inputs, reached, outputs)
+            program = Program(name, recording, Inputs(driver, tuple(inputs), {}), outputs, home, memory, lent=True)
+            instance = Instance(driver, program, inputs, outputs, returned, written, reused=options.reused)
+            known = [each for each in (*memory.reads, *memory.writes) if not isinstance(each, Token)]
+            mine = Ranges([*recording.own, *[each[:2] for each in pieces_of(driver, inputs)]])
+            self._reached = bounds([*pieces, *[each for each in known if not mine.have(each)]])
+            self._memory = memory
+            self.guards = guards
+            return instance
+
+        instance = first.capture(function, args, kwargs, given, values, home, finish, kept=[inputs], returned=value, empty=True)
+        self.instances.append(instance)
+        return instance
+
+    def _check_reads(self, recording: Recording, inputs: list[Any], reached: Sequence[Piece]) -> None:
+        """Refuse a capture that reads an array which no guard watches.
+
+        Another array in its place would not be seen.
+        """
+        if recording.lanes is None:
+            return
+        driver = self.pool.driver
+        kept = pieces_of(driver, recording.kept.values())
+        known = Ranges([*recording.own, *[each[:2] for each in (*reached, *kept, *pieces_of(driver, inputs))]])
+        for piece in recording.known_reads:
+            if not isinstance(piece, Token) and piece[0] < piece[1] and not known.have(piece):
+                raise CaptureError(
+                    f"{self._options.name} reads an array that it reaches by no attribute, variable or global, so another one "
+                    f"in its place would not be seen: keep it in an attribute, or pass it as an argument"
+                )
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Return a reference to an object, weak where that can be: a key keeps no object alive."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
