@@ -19,6 +19,9 @@ from handlepool.ops.elementwise import NUMBERS, Arguments, ElementwiseFunction, 
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
+_INLINE = (*NUMBERS, Traced)
+"""Types of operands that an elementwise function alone takes."""
+
 
 def add(x: ArrayT, *others: object, activation: str | None = None, out: object = None, pool: HandlePool | None = None) -> ArrayT:
     """Add arrays and numbers that broadcast, on the current stream.
@@ -46,9 +49,13 @@ def add(x: ArrayT, *others: object, activation: str | None = None, out: object =
     ArgumentError
         For shapes, types or strides that cannot be taken, and an activation that there is not.
     """
-    for each in (x, *others):
-        if isinstance(each, (*NUMBERS, Traced)):
-            return cast("ArrayT", _sum(x, *others, activation=activation, out=out, pool=pool))
+    kind = type(x)
+    inline = isinstance(x, _INLINE)
+    for each in others:
+        # An operand of the first operand's type needs no call: a hit checks one operand alone.
+        inline = inline or (type(each) is not kind and isinstance(each, _INLINE))
+    if inline:
+        return cast("ArrayT", _sum(x, *others, activation=activation, out=out, pool=pool))
     return _add.call((x, *others), out, pool, (activation,))
 
 
