@@ -219,18 +219,21 @@ class Recordings(list[object]):
         try:
             setattr(thread, name, told)
             # Afterwards, since a launch that sees the watcher asks the thread.
-            self.append(watcher)
             active.append(watcher)
+            self.append(watcher)
             return function(*args)
         finally:
             # An interrupt comes when a call has returned. One that comes before the watcher is there, or once it is gone, finds
             # the attribute put back.
             try:
-                for known in (active, self):
-                    if watcher in known:
-                        known.remove(watcher)
+                if watcher in self:
+                    self.remove(watcher)
             finally:
-                setattr(thread, name, outer)
+                try:
+                    if watcher in active:
+                        active.remove(watcher)
+                finally:
+                    setattr(thread, name, outer)
 
 
 class Active(list[object]):

@@ -31,4 +31,5 @@ def forget_deferred():
     # An interrupt as a branch begins or a recording ends leaves these entries.
     context.branch_pools.clear()
     context.recordings.clear()
+    context.active.clear()
     process_end.process_end.ending.clear()

@@ -22,6 +22,7 @@ from handlepool.pool import context, deferred, process_end
 MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py", "context.py")
 SPARED = {  # where only a tracer can interrupt: nothing is called before but what returns from Python
     "try:",
+    "if watcher in self:",
     "self.remove(watcher)",
     "setattr(thread, name, outer)",
 }
