@@ -1278,7 +1278,7 @@ def test_an_item_may_be_made_by_a_branch_of_an_open_fork(monkeypatch):
 
 
 def test_control_without_the_books_of_the_fork_the_branch_may_come_too_late(monkeypatch):
-    monkeypatch.setattr(worker, "opened", [])
+    monkeypatch.setattr(station, "active", [])
     assert any(run(of_branches, monkeypatch, seed, check=False) != [[RIGHT[4]]] * 4 for seed in SEEDS)
 
 
