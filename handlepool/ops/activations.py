@@ -16,7 +16,7 @@ ACTIVATIONS = ("relu", "sigmoid", "tanh", "gelu", "swish")
 FLOATING_TYPES = ("float16", "bfloat16", "float32")
 
 
-def check_activation(name: str, activation: object) -> None:
+def check_activation(name: str, activation: Any) -> None:
     """Raise for what is neither an activation nor None.
 
     Raises
@@ -30,19 +30,19 @@ def check_activation(name: str, activation: object) -> None:
     raise ArgumentError(f"{name}: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)}{meant}, or None")
 
 
-def activate(g: object, x: object, kind: str) -> Any:
+def activate(g: Any, x: Any, kind: str) -> Any:
     """Add an activation's node to a graph; ``gelu`` is the exact one, with the error function."""
     return getattr(g, kind)(x)
 
 
-def activation_call(pool: PoolInternals, kind: str, x: object, out: object = None) -> GraphCall:
+def activation_call(pool: PoolInternals, kind: str, x: Any, out: Any = None) -> GraphCall:
     """Return an activation that is ready to be launched; ``out`` may be ``x``."""
     return _functions[kind].prepare(pool, (x,), out, {})
 
 
 @launches
 @by_keyword
-def relu(x: ArrayT, *extra: Never, out: object = None, pool: HandlePool | None = None) -> ArrayT:
+def relu(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply max(x, 0), on the current stream.
 
     Parameters
@@ -69,33 +69,33 @@ def relu(x: ArrayT, *extra: Never, out: object = None, pool: HandlePool | None =
 
 @launches
 @by_keyword
-def sigmoid(x: ArrayT, *extra: Never, out: object = None, pool: HandlePool | None = None) -> ArrayT:
+def sigmoid(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply 1 / (1 + exp(-x)), on the current stream."""
     return _apply(sigmoid, x, extra, out, pool)
 
 
 @launches
 @by_keyword
-def tanh(x: ArrayT, *extra: Never, out: object = None, pool: HandlePool | None = None) -> ArrayT:
+def tanh(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply tanh(x), on the current stream."""
     return _apply(tanh, x, extra, out, pool)
 
 
 @launches
 @by_keyword
-def gelu(x: ArrayT, *extra: Never, out: object = None, pool: HandlePool | None = None) -> ArrayT:
+def gelu(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply x (1 + erf(x / sqrt(2))) / 2, on the current stream."""
     return _apply(gelu, x, extra, out, pool)
 
 
 @launches
 @by_keyword
-def swish(x: ArrayT, *extra: Never, out: object = None, pool: HandlePool | None = None) -> ArrayT:
+def swish(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
     """Apply x / (1 + exp(-x)), also called SiLU, on the current stream."""
     return _apply(swish, x, extra, out, pool)
 
 
-def _apply(function: Callable[..., Any], x: object, extra: tuple[Any, ...], out: object, pool: HandlePool | None) -> Any:
+def _apply(function: Callable[..., Any], x: Any, extra: tuple[Any, ...], out: Any, pool: HandlePool | None) -> Any:
     if extra:
         raise misplaced(function, extra)
     kind = function.__name__

@@ -11,7 +11,7 @@ from handlepool.pool.default import chosen_pool
 from handlepool.pool.pool import HandlePool
 
 
-def asarray(values: object, *, pool: HandlePool | None = None) -> Any:
+def asarray(values: Any, *, pool: HandlePool | None = None) -> Any:
     """Copy values to the current device, on the current stream.
 
     Parameters
@@ -43,7 +43,7 @@ def asarray(values: object, *, pool: HandlePool | None = None) -> Any:
     return driver.asarray(values)
 
 
-def asnumpy(array: object, *, pool: HandlePool | None = None) -> np.ndarray[Any, Any]:
+def asnumpy(array: Any, *, pool: HandlePool | None = None) -> np.ndarray[Any, Any]:
     """Copy an array to the host, after the current stream's work.
 
     Parameters

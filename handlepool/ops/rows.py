@@ -27,15 +27,15 @@ from handlepool.tensors.layout import Layout
 @by_keyword
 def conv1d(
     x: ArrayT,
-    w: object,
+    w: Any,
     *extra: Never,
     stride: int | Sequence[int] = 1,
     padding: int | str | Sequence[Any] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
-    bias: object = None,
+    bias: Any = None,
     activation: str | None = None,
-    out: object = None,
+    out: Any = None,
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
     deterministic: bool = False,
@@ -106,7 +106,7 @@ def _build(g: Any, /, x: Any, w: Any, bias: Any = None, *, groups: int, activati
     return y if activation is None else activate(g, y, activation)
 
 
-def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, groups: int, activation: str | None, **how: object) -> None:
+def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, groups: int, activation: str | None, **how: Any) -> None:
     """Raise for arrays that no convolution takes, before a plan is built."""
     x, w, *rest = layouts
     like = ("x", x.dtype)
